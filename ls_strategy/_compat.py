@@ -413,6 +413,27 @@ def allow_data_on(tensor: Tensor, device: torch.device) -> None:
         torch.utils.swap_tensors(tensor, there)
 
 
+def drop_references(model: nn.Module) -> None:
+    """Drop what keeps ``torch.utils.swap_tensors`` from replacing parameters on meta; `renew_references` renews it.
+
+    These are weak references of recurrent layers to their weights; and the weights that torch's old ``weight_norm`` and
+    ``spectral_norm`` compute from parameters before every forward, whose graphs refer to these.
+    """
+    for module in model.modules():
+        if isinstance(module, nn.RNNBase):
+            module._flat_weight_refs = []
+        for value in vars(module).values():
+            if type(value) is Tensor and value.is_meta and value.grad_fn is not None and not value._is_view():
+                value.detach_()
+
+
+def renew_references(model: nn.Module) -> None:
+    """Undo `drop_references`, for the parameters that the layers have now."""
+    for module in model.modules():
+        if isinstance(module, nn.RNNBase):
+            module._init_flat_weights()
+
+
 def foreach_function(name: str) -> Callable[..., Any]:
     """Return a function on lists of tensors as torch's clipping uses it: ``norm``, ``mul_``, ``clamp_min_``, ..."""
     return getattr(torch, f"_foreach_{name}")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import importlib.util
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -81,6 +82,19 @@ CASES: dict[str, Callable[[], nn.Module]] = {}
 def case(build: Callable[[], nn.Module]) -> Callable[[], nn.Module]:
     CASES[build.__name__] = build
     return build
+
+
+@case
+def recurrent_layers() -> nn.Module:
+    return nn.Sequential(nn.LSTM(3, 4, num_layers=2), nn.GRU(4, 2))
+
+
+@case
+def weights_computed_before_every_forward() -> nn.Module:
+    """torch's old functions keep the last one, with its graph."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", FutureWarning)
+        return torch.nn.utils.weight_norm(torch.nn.utils.spectral_norm(nn.Linear(2, 3)), "bias")
 
 
 @case

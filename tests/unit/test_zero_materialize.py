@@ -129,3 +129,17 @@ def test_attributes_of_a_filled_parameter_stay() -> None:
     maker(layer).provide(list(layer.parameters()))
     assert not layer.weight.is_meta
     assert layer.weight.decays is False  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("kind", [nn.LSTM, nn.GRU])
+def test_recurrent_layers_refer_to_their_new_weights(kind: type[nn.RNNBase]) -> None:
+    with torch.device("meta"):
+        layer = kind(2, 3)
+    made = maker(layer)
+    made.provide(list(layer.parameters()))
+    made.finish()
+    held = [ref() for ref in layer._flat_weight_refs if ref is not None]
+    assert held == list(layer.parameters())
+    assert all(a is b for a, b in zip(layer._flat_weights, layer.parameters(), strict=True))
+    layer(torch.ones(1, 2))[0].sum().backward()
+    assert layer.weight_ih_l0.grad is not None

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ls_strategy._compat import tree_map
+from ls_strategy._compat import drop_references, renew_references, tree_map
 from ls_strategy.distributed.mesh import Mesh
 from ls_strategy.errors import PlanError
 from ls_strategy.layout import TensorPart
@@ -56,6 +56,8 @@ class Materializer:
         if not any(_is_unfilled(p) and id(p) not in absent for p in model.parameters()):
             self._modules = [m for m in self._modules if not self._is_absent(*m)]
         self._next = 0
+        if any(p.is_meta for p in model.parameters()):
+            drop_references(model)
         self._sums: dict[str, int] = {}
         """In a pipeline: checksums of the filled values, by parameter name."""
 
@@ -102,6 +104,7 @@ class Materializer:
                 module._buffers[key] = deferred.make(self._device).to(buffer.dtype)
         forget_owners(self._model)
         forget_deferred(self._model)
+        renew_references(self._model)
         if not self._absent:
             return
         sums = self._mesh.model.exchange_objects(self._sums)
