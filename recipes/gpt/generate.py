@@ -108,18 +108,22 @@ class TextStream:
         if self.ended:
             return ""
         text = self._take(self._decoder.decode(b"", final=True))
-        text, self._held = text + self._held, ""
+        text, self._held = text + self._held[: self._first(self._held)], ""
         return text
 
     def _take(self, more: str) -> str:
         text = self._held + more
-        first = min((found for stop in self._stop if (found := text.find(stop)) >= 0), default=None)
-        if first is not None:
+        first = self._first(text)
+        open_from = len(text) - max((_overlap(text, stop) for stop in self._stop), default=0)
+        if first is not None and first <= open_from:  # else a stop that begins earlier may follow
             self.ended, self._held = True, ""
             return text[:first]
-        held = max((_overlap(text, stop) for stop in self._stop), default=0)
-        self._held = text[len(text) - held :]
-        return text[: len(text) - held]
+        self._held = text[open_from:]
+        return text[:open_from]
+
+    def _first(self, text: str) -> int | None:
+        """Return where the first stop text begins."""
+        return min((found for stop in self._stop if (found := text.find(stop)) >= 0), default=None)
 
 
 def _overlap(text: str, stop: str) -> int:

@@ -12,7 +12,7 @@ from typing import Any
 import lightning.pytorch as pl
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 pytest.importorskip("jsonargparse")
@@ -82,6 +82,7 @@ def expected(module: GPTModule, prompts: list[str]) -> list[str]:
 # --- text as it comes -----------------------------------------------------------------------------------------------
 
 
+@example(text="0e0", stop=["e", "0e0"])
 @given(text=st.text(max_size=20), stop=st.lists(st.text(min_size=1, max_size=4), max_size=3))
 def test_pieces_put_together_are_the_text_up_to_the_first_stop(text: str, stop: list[str]) -> None:
     data = text.encode(errors="replace")
