@@ -18,6 +18,7 @@ import json
 import os
 import subprocess
 import sys
+import tempfile
 from typing import Any
 
 from tests.bench import record
@@ -52,7 +53,10 @@ def losses(program: str, strategy: str, *, nudged: bool = False) -> list[float]:
     """
     command = [sys.executable, "-m", f"tests.bench.published.{program}", strategy]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), NUDGE: str(int(nudged))}
-    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=600, check=False)
+    with tempfile.TemporaryDirectory() as folder:  # some packages leave files in the working directory
+        done = subprocess.run(
+            command, cwd=folder, env=environment, capture_output=True, text=True, timeout=600, check=False
+        )
     found = [line for line in done.stdout.splitlines() if line.startswith(MARK)]
     if done.returncode or not found:
         raise RuntimeError(f"{program} {strategy}:\n{done.stdout[-1000:]}\n{done.stderr[-3000:]}")

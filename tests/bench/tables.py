@@ -259,6 +259,12 @@ def _published(record: dict[str, Any]) -> list[list[str]]:
     return rows
 
 
+def _adapters(record: dict[str, Any]) -> list[list[str]]:
+    """One row per contender."""
+    rows = [[f"`{name}`", _quartiles(cell)] for name, cell in record["results"].items()]
+    return [["", "step time over adapters by hand"], *rows]
+
+
 def _inference(record: dict[str, Any]) -> list[list[str]]:
     """One row per batch and format of weights."""
     rows = [["batch", "weights", "speedup over fp32", "MB read per step", "share of memory bandwidth"]]
@@ -310,6 +316,7 @@ def _host_time(world: str) -> Callable[[dict[str, Any]], list[list[str]]]:
 
 _TABLES: dict[str, Callable[[dict[str, Any]], list[list[str]]]] = {
     "trainer_time": _ratios,
+    "adapters": _adapters,
     "published_packages": _published,
     "finetune": _finetune,
     "cifar_accuracy": _accuracy,
