@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import importlib.util
 import json
 import os
 import subprocess
@@ -12,7 +13,8 @@ from typing import Any
 
 import pytest
 
-pytest.importorskip("pytorch_lightning")
+# Not importorskip: in this process the import would change the logger of other tests.
+pytestmark = pytest.mark.skipif(importlib.util.find_spec("pytorch_lightning") is None, reason="needs pytorch_lightning")
 
 PROGRAM = Path(__file__).with_name("pytorch_lightning_program.py")
 

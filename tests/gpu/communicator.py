@@ -14,7 +14,7 @@ from lightning.pytorch.accelerators import CUDAAccelerator
 
 from ls_strategy.distributed import comm
 from ls_strategy.distributed.comm import Comm
-from ls_strategy.lightning import data_position, ranks
+from ls_strategy.lightning import connection, data_position
 from tests.dist import models
 from tests.dist.models import Case, Result
 
@@ -52,7 +52,7 @@ def through_communicator() -> Iterator[list[Comm]]:
         return made[-1]
 
     with (
-        mock.patch.object(ranks, "make_comm", make),
+        mock.patch.object(connection, "make_comm", make),
         mock.patch.object(data_position, "_replicas", return_value=1),  # it is written to files
     ):
         yield made
