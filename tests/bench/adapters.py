@@ -1,6 +1,6 @@
 """Step time of LoRA by PEFT at stage 3, against the same adapters written by hand, and against DDP.
 
-``python -m tests.bench adapters --record``
+``python -m tests.bench.adapters --record tests/bench/records/adapters.json``
 
 Whole Trainers on two ranks, interleaved in one run as in `tests.bench.trainer_time`: a Llama of transformers whose
 weights are frozen, with equal adapters in the same layers. What PEFT costs by itself is in ``ddp`` too.
