@@ -32,7 +32,7 @@ from torch.nn.modules.module import register_module_parameter_registration_hook
 from ls_strategy.errors import PlanError
 from ls_strategy.pretrained.on_meta import DataOnMeta, OnMeta
 from ls_strategy.pretrained.safetensors import read_safetensors
-from ls_strategy.zero.deferred import note_replaced
+from ls_strategy.zero.deferred import marking_recorded, note_replaced
 from ls_strategy.zero.lazy import LazyTensor, give_source, note_owner, source_of
 
 _MODULE = "transformers.modeling_utils"
@@ -68,6 +68,8 @@ def without_memory(device: torch.device, *, reports: bool = True, draws: bool = 
         stack.enter_context(torch.device("meta"))
         on_meta = stack.enter_context(OnMeta(device, draws=draws))
         stack.enter_context(DataOnMeta(on_meta))
+        if draws:
+            stack.enter_context(marking_recorded())
         stack.callback(register_module_parameter_registration_hook(note_replaced).remove)
 
         def replace(module: ModuleType) -> None:

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import zlib
-from collections.abc import Mapping
+from collections.abc import Generator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.module import register_module_parameter_registration_hook
 
 from ls_strategy._compat import tree_iter
 from ls_strategy.distributed.axis import Axis
-from ls_strategy.zero.lazy import forget_owner, forget_source, source_of_memory
+from ls_strategy.zero.lazy import forget_owner, forget_source, source_of, source_of_memory
 from ls_strategy.zero.program import (
     Captured,
     Memory,
@@ -86,6 +88,7 @@ class Deferred:
 _DEFERRED = "_ls_strategy_deferred"
 _NOTED = "_ls_strategy_deferred_values"
 _LOOSE = "_ls_strategy_deferred_tensors"
+_RECORDED = "_ls_strategy_recorded"
 
 
 def note_deferred(model: nn.Module) -> None:
@@ -120,6 +123,30 @@ def _note(tensor: Tensor, *, of_files: bool = False) -> Deferred | None:
     deferred = Deferred(place_of(tensor))
     setattr(tensor, _DEFERRED, deferred)
     return deferred
+
+
+@contextmanager
+def marking_recorded() -> Generator[None, None, None]:
+    """Mark the parameters that modules get inside and whose values are recorded at the end, for `has_lost_values`."""
+    built: list[nn.Parameter | None] = []
+
+    def keep(_owner: nn.Module, _name: str, value: nn.Parameter) -> None:
+        built.append(value)
+
+    handle = register_module_parameter_registration_hook(keep)
+    try:
+        yield
+    finally:
+        handle.remove()
+    for param in built:
+        memory = memory_of(param) if param is not None and param.is_meta and is_plain(param) else None
+        if memory is not None and memory.is_set:
+            setattr(param, _RECORDED, True)
+
+
+def has_lost_values(param: nn.Parameter) -> bool:
+    """Whether values of a parameter on meta were recorded when it was built, and are not known any more."""
+    return _RECORDED in vars(param) and param.is_meta and deferred_of(param) is None and source_of(param) is None
 
 
 def note_replaced(owner: nn.Module, name: str, value: nn.Parameter) -> None:

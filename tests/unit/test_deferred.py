@@ -390,3 +390,15 @@ def test_transformers_from_config(name: str) -> None:
         return transformers.AutoModel.from_config(config)
 
     compare(build, backwards=True)
+
+
+def test_values_that_are_lost_before_the_fit_are_an_error() -> None:
+    with without_memory(CPU):
+        model = nn.Sequential(nn.Linear(2, 3))
+    model.half()  # outside, nothing is recorded
+    with pytest.raises(PlanError, match=r"'0.weight' was built without memory, and was changed after"):
+        fill(model)
+    with without_memory(CPU):
+        inside = nn.Sequential(nn.Linear(2, 3)).half()
+    fill(inside)
+    assert inside[0].weight.dtype == torch.float16

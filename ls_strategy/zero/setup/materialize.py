@@ -13,7 +13,14 @@ from ls_strategy._compat import drop_references, renew_references, tree_map
 from ls_strategy.distributed.mesh import Mesh
 from ls_strategy.errors import PlanError
 from ls_strategy.layout import TensorPart
-from ls_strategy.zero.deferred import Deferred, deferred_of, fill_loose, forget_deferred, noted_in
+from ls_strategy.zero.deferred import (
+    Deferred,
+    deferred_of,
+    fill_loose,
+    forget_deferred,
+    has_lost_values,
+    noted_in,
+)
 from ls_strategy.zero.lazy import LazyCast, LazyTensor, forget_owners, forget_source, source_of
 from ls_strategy.zero.parts import part_of
 
@@ -246,6 +253,12 @@ def require_values(model: nn.Module, absent: Collection[int]) -> None:
         PlanError: it cannot, for the parameter or buffer that is named.
     """
     for name, param in model.named_parameters():
+        if has_lost_values(param):
+            raise PlanError(
+                f"parameter {name!r} was built without memory, and was changed after configure_model or "
+                "trainer.init_module(), for example by module.half(), so its values are not known. Change it inside, "
+                "and leave its dtype to the Trainer's precision."
+            )
         deferred = None if id(param) in absent else deferred_of(param)
         problem = None if deferred is None else deferred.problem()
         if problem is not None:
