@@ -241,11 +241,12 @@ def _overhead(record: dict[str, Any]) -> list[list[str]]:
 
 
 def _finetune(record: dict[str, Any]) -> list[list[str]]:
-    """One row per run: validation loss with its range over seeds, and the bytes of a checkpoint."""
-    rows = [["", "validation loss", "range over seeds", "checkpoint"]]
+    """One row per run: validation loss, with its range if there are several seeds, and the bytes of a checkpoint."""
+    several = len(next(iter(record["runs"].values()))) > 1
+    rows = [["", "validation loss", *(["range over seeds"] if several else []), "checkpoint"]]
     for name, r in record["results"].items():
-        span = f"{r['val_lowest']:.3f} to {r['val_highest']:.3f}"
-        rows.append([f"`{name}`", f"{r['val']:.3f}", span, _amount(r["checkpoint_bytes"])])
+        span = [f"{r['val_lowest']:.3f} to {r['val_highest']:.3f}"] if several else []
+        rows.append([f"`{name}`", f"{r['val']:.3f}", *span, _amount(r["checkpoint_bytes"])])
     return rows
 
 
