@@ -12,7 +12,7 @@ from ls_strategy.lightning.strategy import ZeROStrategy
 from ls_strategy.testing import spawn
 from tests.dist.parallel_runs import Module, Outcome, Run, train_all
 
-pytestmark = pytest.mark.dist
+pytestmark = [pytest.mark.wide, pytest.mark.dist]
 
 EXPERTS = {"k": 2, "drop_tokens": False, "balance_loss": 0.0, "second_expert_sampling": False}
 SHARDED: dict[str, Run] = {

@@ -21,7 +21,10 @@ from tests.dist.test_pretrained import LENGTH, VOCABULARY, Pretrained, save, tok
 from tests.marks import slow
 
 pytest.importorskip("peft", reason="needs peft")
-pytestmark = pytest.mark.skipif(importlib.util.find_spec("transformers") is None, reason="needs transformers")
+pytestmark = [
+    pytest.mark.wide,
+    pytest.mark.skipif(importlib.util.find_spec("transformers") is None, reason="needs transformers"),
+]
 
 LORA = {"peft_type": "LORA", "target_modules": ["q_proj", "v_proj"]}
 KINDS: dict[str, dict[str, Any]] = {

@@ -15,6 +15,8 @@ import pytest
 from ls_strategy.testing import spawn
 from tests.dist import fabric_ranks
 
+pytestmark = pytest.mark.wide
+
 BOUND = 1e-6  # equal up to the order of sums
 CASES: dict[str, dict[str, Any]] = {
     "plain": {},

@@ -32,7 +32,7 @@ from tests.dist.ranks import (
     weights,
 )
 
-pytestmark = pytest.mark.dist
+pytestmark = [pytest.mark.wide, pytest.mark.dist]
 
 
 def tower(seed: int, blocks: int = 2) -> nn.Sequential:

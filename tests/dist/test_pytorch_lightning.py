@@ -14,7 +14,10 @@ from typing import Any
 import pytest
 
 # Not importorskip: in this process the import would change the logger of other tests.
-pytestmark = pytest.mark.skipif(importlib.util.find_spec("pytorch_lightning") is None, reason="needs pytorch_lightning")
+pytestmark = [
+    pytest.mark.wide,
+    pytest.mark.skipif(importlib.util.find_spec("pytorch_lightning") is None, reason="needs pytorch_lightning"),
+]
 
 PROGRAM = Path(__file__).with_name("pytorch_lightning_program.py")
 

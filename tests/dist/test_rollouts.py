@@ -17,7 +17,7 @@ from ls_strategy.lightning.strategy import ZeROStrategy
 from ls_strategy.testing import spawn
 from tests.dist.ranks import Block, Net, assert_close, fit, mean_over_ranks, quiet, weights
 
-pytestmark = pytest.mark.dist
+pytestmark = [pytest.mark.wide, pytest.mark.dist]
 
 VOCABULARY, WIDTH, STOP = 11, 8, 3
 OFFLOAD = {"offload.optimizer": "cpu", "offload.parameters": "cpu"}
