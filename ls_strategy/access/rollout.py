@@ -37,7 +37,7 @@ def run_gathered(engine: Engine, module: nn.Module, generate: Callable[..., Any]
     """Call ``generate`` with the weights of ``module`` gathered, if memory allows. Collective, unless they are already.
 
     Ranks may run a different number of forwards inside. If the weights do not fit, they may not: a ``generate`` with
-    an argument ``synced_gpus`` is told so.
+    an argument ``synced_gpus`` gets True.
     """
     with holding(engine, module) as held:
         if not held and "synced_gpus" in inspect.signature(generate).parameters:

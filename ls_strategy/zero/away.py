@@ -39,7 +39,7 @@ KINDS: tuple[StateKind, ...] = get_args(StateKind)
 class _Given:
     """A storage without memory, and its values in host memory."""
 
-    whole: Tensor
+    view: Tensor
     """A view of all of it, ``(numel,)``."""
 
     host: Tensor
@@ -82,8 +82,8 @@ class Away:
         self._mark(self.kinds | set(kinds))
         taken = [given for tensor in self._to_give() if (given := self._copy(tensor)) is not None]
         for given in taken:
-            given.whole.untyped_storage().resize_(0)
-        self._given.update((storage_key(given.whole), given) for given in taken)
+            given.view.untyped_storage().resize_(0)
+        self._given.update((storage_key(given.view), given) for given in taken)
         dev.free_cached(self._link.device)
         return sum(given.nbytes for given in taken)
 
@@ -111,8 +111,8 @@ class Away:
             return
         arrivals = []
         for given in self._given.values():
-            given.whole.untyped_storage().resize_(given.nbytes)
-            arrivals.append(self._link.to_device(given.whole, given.host))
+            given.view.untyped_storage().resize_(given.nbytes)
+            arrivals.append(self._link.to_device(given.view, given.host))
         for arrival in arrivals:
             arrival.wait_on_host()
         self._given.clear()
@@ -155,10 +155,10 @@ class Away:
             nbytes = storage.nbytes()
             if not nbytes or not storage.resizable() or nbytes % tensor.element_size():
                 return None
-            whole = tensor.data.as_strided((nbytes // tensor.element_size(),), (1,), 0)
-        host = host_empty(whole.numel(), whole.dtype, self._link.device)
-        self._link.to_host(host, whole).wait_on_host()
-        return _Given(whole, host, nbytes)
+            view = tensor.data.as_strided((nbytes // tensor.element_size(),), (1,), 0)
+        host = host_empty(view.numel(), view.dtype, self._link.device)
+        self._link.to_host(host, view).wait_on_host()
+        return _Given(view, host, nbytes)
 
 
 def _parameters_in_memory(flat: Flat) -> list[Tensor]:

@@ -164,19 +164,19 @@ class Operation:
         """The function's name."""
         return getattr(self.call, "__name__", str(self.call))
 
-    def run(self, storages: _Storages, device: torch.device, *, anew: bool = True, whole: bool = True) -> None:
+    def run(self, storages: _Storages, device: torch.device, *, redraw: bool = True, full_size: bool = True) -> None:
         """Run it on real memory.
 
         Args:
             storages: the real memory so far; gets what the operation makes.
             device: where to run it.
-            anew: draw the random numbers of the program again. Otherwise: the next ones of the program's generator.
-            whole: give memory that is written to its full size. Otherwise only what the operation writes.
+            redraw: draw the random numbers of the program again. Otherwise: the next ones of the program's generator.
+            full_size: give memory that is written to its full size. Otherwise only what the operation writes.
         """
         given = self.generator
         spot = device if given is None else given.device
         fresh: torch.Generator | None = None
-        if anew and self.state is not None:
+        if redraw and self.state is not None:
             if given is None:
                 dev.set_random_state(self.state, device)
             else:
@@ -185,7 +185,7 @@ class Operation:
 
         def real(leaf: Any) -> Any:
             if isinstance(leaf, Place):
-                if leaf.memory not in storages and whole and any(leaf.memory is w.memory for w in self.written):
+                if leaf.memory not in storages and full_size and any(leaf.memory is w.memory for w in self.written):
                     empty = torch.empty(leaf.memory.nbytes, dtype=torch.uint8, device=device)
                     storages[leaf.memory] = empty.untyped_storage()
                 held = storages.get(leaf.memory)

@@ -9,7 +9,6 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import asdict, dataclass, field
 from typing import Any, Literal, cast
 
@@ -18,11 +17,9 @@ import torch
 from lightning.pytorch.utilities.types import OptimizerLRSchedulerConfig
 from torch import Tensor
 from torch.nn import functional
-from torch.optim import AdamW
-from torch.optim.lr_scheduler import LambdaLR
 
 from recipes.finetune.packing import IGNORED
-from recipes.gpt.model import OptimConfig, warmup_cosine
+from recipes.gpt.model import OptimConfig, adamw_with_cosine
 
 Dtype = Literal["float32", "bfloat16", "auto"]
 
@@ -168,30 +165,7 @@ class FinetuneModule(pl.LightningModule):
 
     def configure_optimizers(self) -> OptimizerLRSchedulerConfig:
         """Return AdamW for what is trained, and one schedule per optimizer step."""
-        c = self.optim
-        params = [p for p in self.parameters() if p.requires_grad]
-        groups = [
-            {"params": [p for p in params if p.dim() >= 2], "weight_decay": c.weight_decay},
-            {"params": [p for p in params if p.dim() < 2], "weight_decay": 0.0},
-        ]
-        optimizer = AdamW([group for group in groups if group["params"]], lr=c.lr, betas=c.betas, eps=c.eps)
-        steps = self.trainer.estimated_stepping_batches if c.total_steps is None else c.total_steps
-        if not math.isfinite(steps) or steps < 1:
-            raise ValueError(
-                f"the Trainer will make {steps} steps, but the cosine decay needs a known end. Set trainer.max_steps, "
-                "trainer.max_epochs or model.optim.total_steps."
-            )
-
-        def factor(step: int) -> float:
-            return warmup_cosine(
-                step, warmup_steps=c.warmup_steps, total_steps=int(steps), final_ratio=c.final_lr_ratio
-            )
-
-        scheduler = LambdaLR(optimizer, factor)
-        return {
-            "optimizer": optimizer,
-            "lr_scheduler": {"scheduler": scheduler, "interval": "step", "name": "train/lr"},
-        }
+        return adamw_with_cosine(self, self.optim)
 
 
 def with_adapter(model: Any, config: AdapterConfig) -> Any:

@@ -111,6 +111,35 @@ def warmup_cosine(step: int, *, warmup_steps: int, total_steps: int, final_ratio
     return final_ratio + (1 - final_ratio) * 0.5 * (1 + math.cos(math.pi * done))
 
 
+def adamw_with_cosine(module: pl.LightningModule, config: OptimConfig) -> OptimizerLRSchedulerConfig:
+    """Return AdamW for what a module trains, in groups with and without weight decay, and one schedule per step.
+
+    Raises:
+        ValueError: the Trainer has no end, so the decay has none.
+    """
+    params = [p for p in module.parameters() if p.requires_grad]
+    groups = [
+        {"params": [p for p in params if p.dim() >= 2], "weight_decay": config.weight_decay},
+        {"params": [p for p in params if p.dim() < 2], "weight_decay": 0.0},
+    ]
+    groups = [group for group in groups if group["params"]]
+    optimizer = AdamW(groups, lr=config.lr, betas=config.betas, eps=config.eps)
+    steps = module.trainer.estimated_stepping_batches if config.total_steps is None else config.total_steps
+    if not math.isfinite(steps) or steps < 1:
+        raise ValueError(
+            f"the Trainer will make {steps} steps, but the cosine decay needs a known end. Set trainer.max_steps, "
+            "trainer.max_epochs or model.optim.total_steps."
+        )
+
+    def factor(step: int) -> float:
+        return warmup_cosine(
+            step, warmup_steps=config.warmup_steps, total_steps=int(steps), final_ratio=config.final_lr_ratio
+        )
+
+    scheduler = LambdaLR(optimizer, factor)
+    return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step", "name": "train/lr"}}
+
+
 class GPTModule(pl.LightningModule):
     """Trains a `GPT` to predict the next token."""
 
@@ -291,33 +320,4 @@ class GPTModule(pl.LightningModule):
 
     def configure_optimizers(self) -> OptimizerLRSchedulerConfig:
         """Return AdamW with two parameter groups, and one schedule per optimizer step for both."""
-        c = self.optim
-        params = [p for p in self.parameters() if p.requires_grad]
-        groups = [
-            {"params": [p for p in params if p.dim() >= 2], "weight_decay": c.weight_decay},
-            {"params": [p for p in params if p.dim() < 2], "weight_decay": 0.0},
-        ]
-        optimizer = AdamW(groups, lr=c.lr, betas=c.betas, eps=c.eps)
-        total_steps = self._total_steps()
-
-        def factor(step: int) -> float:
-            return warmup_cosine(
-                step, warmup_steps=c.warmup_steps, total_steps=total_steps, final_ratio=c.final_lr_ratio
-            )
-
-        scheduler = LambdaLR(optimizer, factor)
-        return {
-            "optimizer": optimizer,
-            "lr_scheduler": {"scheduler": scheduler, "interval": "step", "name": "train/lr"},
-        }
-
-    def _total_steps(self) -> int:
-        if self.optim.total_steps is not None:
-            return self.optim.total_steps
-        steps = self.trainer.estimated_stepping_batches
-        if not math.isfinite(steps) or steps < 1:
-            raise ValueError(
-                f"the Trainer will make {steps} steps, but the cosine decay needs a known end. Set trainer.max_steps, "
-                "trainer.max_epochs or model.optim.total_steps."
-            )
-        return int(steps)
+        return adamw_with_cosine(self, self.optim)
