@@ -20,6 +20,7 @@ from ls_strategy.distributed.launcher import VARIABLE as LAUNCHER
 from ls_strategy.distributed.launcher import LauncherWatch
 from ls_strategy.errors import CheckpointError, PlanError
 from ls_strategy.lightning.parallel import ModelParallel
+from ls_strategy.pretrained.huggingface import with_memory
 from ls_strategy.slurm import preflight
 
 if TYPE_CHECKING:
@@ -154,6 +155,13 @@ class Connection(_DDPStrategy):
             if message is not None:
                 raise CheckpointError(message)
         return cast("T", result)
+
+    def reading_together(self) -> AbstractContextManager[None]:
+        """Return a context in which pretrained weights that every rank needs in full are read once for all ranks."""
+        comm = self._comm
+        if comm is None or comm.world_size == 1 or not comm.is_alive():
+            return nullcontext()
+        return with_memory(comm, self.root_device)
 
     def _break_connections(self) -> None:
         """Make every wait of this rank, and every wait of others for it, fail."""

@@ -213,13 +213,13 @@ class ZeROStrategy(EngineStrategy):  # its many public members are Lightning's h
     @contextmanager
     @override
     def tensor_init_context(self, empty_init: bool | None = None) -> Generator[None, None, None]:
-        """Build ``configure_model`` on meta at stage 3 and in pipelines: no rank ever holds the full model."""
+        """Build ``configure_model`` on meta at stage 3 and in pipelines, where no rank ever holds the full model."""
         partial_model = POLICIES[self.config.stage].parameters or self.parallel.config.pp.size > 1
         on_meta = partial_model and (
             empty_init or (empty_init is None and (dist.is_initialized() or self.config.offload.parameters is not None))
         )
         if not on_meta:
-            with super().tensor_init_context(empty_init=empty_init):
+            with super().tensor_init_context(empty_init=empty_init), self.reading_together():
                 yield
             return
         building = without_memory(self.root_device, reports=self.is_global_zero, draws=not empty_init)

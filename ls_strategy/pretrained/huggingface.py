@@ -1,7 +1,7 @@
-"""``from_pretrained`` of transformers on the meta device: the one file that touches the package's internals.
+"""``from_pretrained`` of transformers, of which no rank reads all: the one file that touches the package's internals.
 
 transformers' own loader runs, with its renaming, conversion, tying, its random numbers for missing entries, and its
-report. These of its functions are replaced while ``configure_model`` runs:
+report. These of its functions are replaced while ``configure_model`` runs on the meta device:
 
 ==============================  ======================================================================================
 ``PreTrainedModel``
@@ -12,6 +12,16 @@ report. These of its functions are replaced while ``configure_model`` runs:
 ``get_torch_context_manager_``  does not say that the device is meta, where a model made by ``from_config`` would skip
 ``or_global_device``            its ``_init_weights``
 ==============================  ======================================================================================
+
+Where every rank needs the full model, ``configure_model`` runs as it is, and these are replaced:
+
+==============================  ======================================================================================
+``PreTrainedModel``
+  ``._load_pretrained_model``   gets tensors that record what is done to them, as above
+``set_param_for_module``        puts a parameter with memory in the model, and notes where its values are
+``convert_and_load_state_       at its end the values are read, together with the other ranks
+dict_in_model``
+==============================  ======================================================================================
 """
 
 from __future__ import annotations
@@ -19,7 +29,7 @@ from __future__ import annotations
 import logging
 import sys
 from collections.abc import Callable, Generator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from importlib.abc import Loader
 from importlib.machinery import ModuleSpec
 from types import ModuleType
@@ -29,9 +39,11 @@ import torch
 from torch import Tensor
 from torch.nn.modules.module import register_module_parameter_registration_hook
 
+from ls_strategy.distributed.comm import Comm
 from ls_strategy.errors import PlanError
 from ls_strategy.pretrained.on_meta import DataOnMeta, OnMeta
 from ls_strategy.pretrained.safetensors import read_safetensors
+from ls_strategy.pretrained.together import Target, fill, is_reading_together, reading_together
 from ls_strategy.zero.deferred import marking_recorded, note_replaced
 from ls_strategy.zero.lazy import LazyTensor, give_source, note_owner, source_of
 
@@ -72,16 +84,36 @@ def without_memory(device: torch.device, *, reports: bool = True, draws: bool = 
             stack.enter_context(marking_recorded())
         stack.callback(register_module_parameter_registration_hook(note_replaced).remove)
 
-        def replace(module: ModuleType) -> None:
-            stack.enter_context(_replaced(module, on_meta, reports))
-
-        if _MODULE in sys.modules:
-            replace(sys.modules[_MODULE])
-        else:
-            finder = _Finder(replace)
-            sys.meta_path.insert(0, finder)
-            stack.callback(sys.meta_path.remove, finder)
+        _when_imported(stack, lambda module: _replaced(module, on_meta, reports))
         yield
+
+
+@contextmanager
+def with_memory(comm: Comm, device: torch.device) -> Generator[None, None, None]:
+    """Build models that every rank needs in full, and read the files of ``from_pretrained`` only once for all ranks.
+
+    Args:
+        comm: over all ranks.
+        device: of this rank.
+    """
+    with ExitStack() as stack:
+        stack.enter_context(reading_together(comm, device))
+        _when_imported(stack, _filled_together)
+        yield
+
+
+def _when_imported(stack: ExitStack, replaced: Callable[[ModuleType], AbstractContextManager[None]]) -> None:
+    """Enter ``replaced`` of transformers' module, now or when it is imported, until the stack is left."""
+
+    def replace(module: ModuleType) -> None:
+        stack.enter_context(replaced(module))
+
+    if _MODULE in sys.modules:
+        replace(sys.modules[_MODULE])
+    else:
+        finder = _Finder(replace)
+        sys.meta_path.insert(0, finder)
+        stack.callback(sys.meta_path.remove, finder)
 
 
 class _Finder:
@@ -261,3 +293,79 @@ def _recorded(files: Sequence[str]) -> dict[str, Tensor]:
             ".save_pretrained(new_folder); or load the model under `with torch.device('cpu'):`, in full on every rank."
         )
     return read_safetensors(files, recording=True)
+
+
+@contextmanager
+def _filled_together(module: ModuleType) -> Generator[None, None, None]:
+    """Where all that is read are safetensors files, let the ranks read them together. Otherwise change nothing."""
+    base: Any = module.PreTrainedModel
+    load = vars(base).get("_load_pretrained_model")
+    convert = getattr(module, "convert_and_load_state_dict_in_model", None)
+    loader = sys.modules[convert.__module__] if convert is not None else None
+    if not isinstance(load, staticmethod) or not all(hasattr(loader, n) for n in ("set_param_for_module", "get_device")):
+        yield  # a version with another loader, which reads everything on every rank
+        return
+
+    def load_together(
+        model: Any, state_dict: Any, checkpoint_files: Sequence[str] | None, load_config: Any, *args: Any, **kwargs: Any
+    ) -> Any:
+        if state_dict is not None or not checkpoint_files or not _is_plain(checkpoint_files, load_config):
+            return load.__func__(model, state_dict, checkpoint_files, load_config, *args, **kwargs)
+        with _noting_targets(module, loader, load_config.device_map or {"": "cpu"}):
+            return load.__func__(model, _recorded(checkpoint_files), None, load_config, *args, **kwargs)
+
+    base._load_pretrained_model = staticmethod(load_together)
+    try:
+        yield
+    finally:
+        base._load_pretrained_model = load
+
+
+def _is_plain(files: Sequence[str], load_config: Any) -> bool:
+    """Whether weights go from safetensors files into memory, and this thread is the one that the other ranks meet."""
+    places = (load_config.device_map or {}).values()
+    return (
+        is_reading_together()
+        and all(str(file).endswith(".safetensors") for file in files)
+        and load_config.hf_quantizer is None
+        and getattr(load_config, "device_mesh", None) is None
+        and "disk" not in places
+    )
+
+
+@contextmanager
+def _noting_targets(module: Any, loader: Any, device_map: Mapping[str, Any]) -> Generator[None, None, None]:
+    """Give parameters memory where they are set, and values when all are set."""
+    convert, set_param = module.convert_and_load_state_dict_in_model, loader.set_param_for_module
+    targets: list[Target] = []
+
+    def set_empty(model: Any, target_name: str, param_value: Tensor, *args: Any, **kwargs: Any) -> Any:
+        path, _, name = target_name.rpartition(".")
+        owner = model.get_submodule(path)
+        held = owner._parameters if name in owner._parameters else owner._buffers
+        if not isinstance(param_value, LazyTensor):
+            return set_param(model, target_name, param_value, *args, **kwargs)
+        if name not in held:
+            return set_param(model, target_name, param_value.materialize(), *args, **kwargs)
+        device = loader.get_device(device_map, target_name, valid_torch_device=True)
+        empty = torch.empty(param_value.shape, dtype=param_value.dtype, device=device)
+        before = held[name]
+        result = set_param(model, target_name, empty, *args, **kwargs)
+        now = held[name]
+        if now is not None and now is not before:  # else the shapes differ, which is reported
+            targets.append(Target(target_name, now, param_value))
+        return result
+
+    def convert_and_fill(*args: Any, **kwargs: Any) -> Any:
+        with torch.device("cpu"):
+            result = convert(*args, **kwargs)
+            fill(targets)
+        return result
+
+    module.convert_and_load_state_dict_in_model = convert_and_fill
+    loader.set_param_for_module = set_empty
+    try:
+        yield
+    finally:
+        module.convert_and_load_state_dict_in_model = convert
+        loader.set_param_for_module = set_param

@@ -7,13 +7,13 @@ from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
-import torch
 from torch import Tensor, nn
 
 from ls_strategy._compat import persistent_buffer_names
 from ls_strategy.checked import checked
 from ls_strategy.errors import CheckpointError
 from ls_strategy.pretrained.safetensors import read_safetensors
+from ls_strategy.pretrained.together import Target, fill
 from ls_strategy.zero.lazy import LazyTensor, give_source, note_owner
 
 
@@ -39,7 +39,8 @@ def load_safetensors(
 
     Call it in ``configure_model``, on all ranks with the same arguments. Parameters on meta stay there until the
     strategy shards them, and then every rank reads the ranges that it stores. Other parameters, and buffers, are
-    loaded at once. Values are cast to the dtype of the parameter.
+    loaded at once: in ``configure_model`` at stages 0 to 2 each rank reads a part, and the ranks exchange the parts.
+    Values are cast to the dtype of the parameter.
 
     Args:
         module: The module, or a part of a model.
@@ -72,9 +73,17 @@ def load_safetensors(
     keys = Keys(missing, [name for name in values if name not in names])
     if mismatched or (strict and any(keys)):
         raise CheckpointError(_difference(files, keys, mismatched))
+    with_memory: list[Target] = []
     for key, value in chosen.items():
+        assert isinstance(value, LazyTensor)
+        name, owner, child = places[key][0]
+        tensor = getattr(owner, child)
+        if not tensor.is_meta:
+            with_memory.append(Target(name, tensor, value))
+            continue
         for _, owner, child in places[key]:
             _load(owner, child, value)
+    fill(with_memory)
     return keys
 
 
@@ -90,18 +99,14 @@ def _places(module: nn.Module) -> Mapping[int, list[tuple[str, nn.Module, str]]]
     return places
 
 
-def _load(owner: nn.Module, child: str, value: Tensor) -> None:
+def _load(owner: nn.Module, child: str, value: LazyTensor) -> None:
+    """Note where the values of a parameter on meta are, or load a buffer."""
     tensor = getattr(owner, child)
-    if not tensor.is_meta:
-        with torch.no_grad():
-            tensor.copy_(value)
-    elif child in owner._parameters:
-        assert isinstance(value, LazyTensor)
+    if child in owner._parameters:
         give_source(tensor, value)
         note_owner(owner, child, value)
     else:
-        full = value.materialize() if isinstance(value, LazyTensor) else value
-        owner._buffers[child] = full.to(tensor.dtype)
+        owner._buffers[child] = value.materialize().to(tensor.dtype)
 
 
 def _difference(files: object, keys: Keys, mismatched: list[str]) -> str:

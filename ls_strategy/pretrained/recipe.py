@@ -230,12 +230,12 @@ class Computed(_Node):
         return _narrowed(self.function(*args, **kwargs), offsets, sizes).clone()
 
 
-def _computes(recipe: Recipe) -> bool:
+def computes(recipe: Recipe) -> bool:
     """Whether any part of the value needs a source in full."""
     if isinstance(recipe, Computed):
         return True
     sources = [getattr(recipe, "source", None), *getattr(recipe, "sources", ())]
-    return any(_computes(source) for source in sources if source is not None)
+    return any(computes(source) for source in sources if source is not None)
 
 
 def _value_of(leaf: Any) -> Any:
@@ -263,11 +263,11 @@ class RecipeTensor(LazyTensor):
     @property
     @override
     def at_once(self) -> int:
-        return self.numel() if _computes(self.recipe) else READ_CHUNK
+        return self.numel() if computes(self.recipe) else READ_CHUNK
 
     @override
     def load(self, start: int, stop: int) -> Tensor:
-        if _computes(self.recipe):  # a box would be computed from full sources, and so would the next one
+        if computes(self.recipe):  # a box would be computed from full sources, and so would the next one
             return full(self.recipe).reshape(-1)[start:stop].clone()
         return self.recipe.flat(start, stop)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import importlib.util
+import itertools
 import logging
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, TensorDataset
 
 from ls_strategy.lightning.strategy import ZeROStrategy
+from ls_strategy.zero_stages import POLICIES
 from tests.dist.ranks import Net, assert_equal, fit, on_ranks, weights
 from tests.marks import slow
 
@@ -145,7 +147,8 @@ def compare(place: Path, what: str, auto: str = "AutoModelForCausalLM", stage: A
         ours = Pretrained(place, auto, **options)
         fit(stage or ZeROStrategy(3, sharding={"min_unit_numel": 0}), ours, tokens(), max_epochs=1)
         total = reads.total()
-    assert ours.was_on_meta, what
+    on_meta = stage is None or POLICIES[stage.config.stage].parameters
+    assert ours.was_on_meta is on_meta, what
     trusted = Pretrained(place, auto, **options)
     fit("ddp", trusted, tokens(), max_epochs=1)
     assert not trusted.was_on_meta
@@ -172,6 +175,22 @@ def test_tied_weights_and_several_files(tmp_path: Path) -> None:
     place = save(tmp_path, "llama, tied", max_shard_size="60KB")
     assert len(list(place.glob("*.safetensors"))) > 3
     _equal_to_ddp(folder=str(tmp_path), cases={"llama, tied": {}})
+
+
+@on_ranks(2)
+def _on_every_rank(rank: int, world_size: int, folder: str, cases: dict[str, dict[str, Any]]) -> None:
+    for (name, options), stage in zip(cases.items(), itertools.cycle((0, 1, 2))):
+        place = Path(folder) / name
+        strategy = ZeROStrategy(stage, sharding={"min_unit_numel": 0})
+        total = compare(place, f"{name}, stage {stage}", stage=strategy, **options)
+        assert 0 < total <= 1.1 * bytes_of(place), (name, total, bytes_of(place))
+
+
+def test_where_every_rank_has_the_full_model_the_ranks_read_the_files_once(tmp_path: Path) -> None:
+    cases = {"gpt2": {}, "llama, tied": {}, **CASES}
+    for name in cases:
+        save(tmp_path, name)
+    _on_every_rank(folder=str(tmp_path), cases=cases)
 
 
 CASES = {
