@@ -36,14 +36,14 @@ _ROOT = "ls_strategy/meeting"
 class Meeting:
     """A piece of the user's code in which ranks may meet. Every rank makes its own, and leaves it at the end."""
 
-    def __init__(self, comm: Comm, *, patience_s: float = PATIENCE_S) -> None:
+    def __init__(self, comm: Comm) -> None:
         """``comm``: over all ranks, more than one."""
         self._world_size = comm.world_size
         self._rank = comm.rank
-        self._patience_s = patience_s
         self._store = default_store()
-        number = self._store.add(f"{_ROOT}/rank {comm.rank}", 1)  # in the store, which outlives a strategy
-        self._key = f"{_ROOT}/{number}"
+        root = f"{_ROOT}/{comm.failures.round}"  # after a failure on some ranks, all count from one again
+        number = self._store.add(f"{root}/rank {comm.rank}", 1)  # in the store, which outlives a strategy
+        self._key = f"{root}/{number}"
         self._calls = 0
 
     def is_complete(self, what: str) -> bool:
@@ -57,7 +57,7 @@ class Meeting:
         if self._store.add(f"{key}/count", 1) == self._world_size:
             wanted = set(self._store.multi_get([f"{key}/{rank}" for rank in range(self._world_size)]))
             return self._decide(key, together=len(wanted) == 1)
-        deadline = time.monotonic() + self._patience_s
+        deadline = time.monotonic() + PATIENCE_S
         pause, longest = _LOOK_EVERY_S
         while not self._store.check([f"{key}/decision"]):
             if self._store.check([f"{self._key}/left"]) or time.monotonic() > deadline:

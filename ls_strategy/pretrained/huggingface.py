@@ -302,7 +302,8 @@ def _filled_together(module: ModuleType) -> Generator[None, None, None]:
     load = vars(base).get("_load_pretrained_model")
     convert = getattr(module, "convert_and_load_state_dict_in_model", None)
     loader = sys.modules[convert.__module__] if convert is not None else None
-    if not isinstance(load, staticmethod) or not all(hasattr(loader, n) for n in ("set_param_for_module", "get_device")):
+    known = all(hasattr(loader, name) for name in ("set_param_for_module", "get_device"))
+    if not isinstance(load, staticmethod) or not known:
         yield  # a version with another loader, which reads everything on every rank
         return
 

@@ -2,7 +2,7 @@
 
 ::
 
-    files    │ wte │ h.0 │ h.1 │ h.2 ...        a block of 16 MiB: neighbouring tensors, or a part of a large one
+    files    │ wte │ h.0 │ h.1 │ h.2 ...        a block of 8 MiB: neighbouring tensors, or a part of a large one
     block    [ rank 0 reads │ rank 1 reads ]    the next block is read while this one is exchanged
     tensors  <── all-gather                     in their own memory, on the host or the device
 
@@ -31,7 +31,7 @@ from ls_strategy.errors import CheckpointError
 from ls_strategy.pretrained.recipe import computes, recipe_of
 from ls_strategy.zero.lazy import LazyTensor, parts_of
 
-BLOCK_BYTES = 1 << 24
+BLOCK_BYTES = 1 << 23
 """Bytes that are exchanged at a time."""
 
 _ALIGNMENT = 16
