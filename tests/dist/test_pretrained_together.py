@@ -18,7 +18,8 @@ from ls_strategy.distributed import meeting
 from ls_strategy.errors import CheckpointError
 from ls_strategy.lightning.strategy import ZeROStrategy
 from ls_strategy.pretrained.together import BLOCK_BYTES
-from tests.dist.ranks import assert_equal, fit, on_ranks
+from tests.dist.fabric_ranks import make_fabric
+from tests.dist.ranks import assert_equal, fit, on_ranks, trainer_of, weights
 from tests.dist.test_pretrained import (
     CASES,
     CONSTANT,
@@ -212,3 +213,62 @@ def test_memory_is_that_of_the_model(name: str, tmp_path: Path, monkeypatch: pyt
     model, config, sizes = MODELS[name]
     monkeypatch.setitem(MODELS, name, (model, config, {**sizes, **WIDE[name]}))
     _memory(folder=str(save(tmp_path, name)), options=CASES.get(name, {}))
+
+
+class Adapted(Pretrained):
+    """From a folder of adapters, which transformers loads to be used, not trained."""
+
+    def load(self) -> Any:
+        model = super().load()
+        for name, param in model.named_parameters():
+            param.requires_grad_("lora_" in name)
+        return model
+
+
+@on_ranks(2)
+def _other_ways(rank: int, world_size: int, folder: str) -> None:
+    """Evaluation only, another dtype, adapters, layers in parts, and Fabric."""
+    place, fits = Path(folder) / "llama", {"max_steps": 2}
+    factor = 1.1 * bytes_of(place)
+    with pytest.MonkeyPatch.context() as patch:
+        reads = Reads(patch)
+        evaluated = [trainer_of(s).validate(Pretrained(place), tokens(), verbose=False) for s in (0, "ddp")]
+        assert evaluated[0] == evaluated[1]
+        assert 0 < reads.total() <= factor, "evaluation"
+        adapters = Path(folder) / "adapters"
+        models = {
+            "bf16": lambda: Pretrained(place, dtype=torch.bfloat16),
+            "adapters": lambda: Adapted(adapters),
+        }
+        for what, make in models.items():
+            reads.nbytes = 0
+            fit(1, ours := make(), tokens(), **fits)
+            assert 0 < reads.total() <= factor + 1.1 * bytes_of(adapters), what
+            fit("ddp", trusted := make(), tokens(), **fits)
+            assert_equal(ours.at_start, trusted.at_start, f"{what}, at the start")
+            assert_equal(ours.losses, trusted.losses, what)
+        assert any("lora_B" in name for name in ours.at_start)
+        fit("ddp", trusted := Pretrained(place), tokens(), **fits)
+        reads.nbytes = 0
+        fit(ZeROStrategy(1, parallel={"tensor": 2}), ours := Pretrained(place), tokens(), **fits)
+        assert 0 < reads.total() <= 1.3 * bytes_of(place), "tensor parallel"
+        assert_equal(ours.at_start, trusted.at_start, "tensor parallel, at the start")
+        reads.nbytes = 0
+        fabric = make_fabric("zero2", world_size)
+        with fabric.init_module():
+            model = trusted.load()
+        assert 0 < reads.total() <= factor, "Fabric"
+    expected = {name.removeprefix("model."): value for name, value in trusted.at_start.items()}
+    assert_equal(weights(model), expected, "Fabric")
+
+
+@pytest.mark.wide
+def test_other_ways_to_load(tmp_path: Path) -> None:
+    peft = pytest.importorskip("peft")
+    import transformers
+
+    place = save(tmp_path, "llama")
+    model = transformers.AutoModelForCausalLM.from_pretrained(place)
+    config = peft.LoraConfig(target_modules=["q_proj"], init_lora_weights=False)
+    peft.get_peft_model(model, config).save_pretrained(tmp_path / "adapters")
+    _other_ways(folder=str(tmp_path))
