@@ -117,6 +117,12 @@ class ModelParallel:
         return self.replica_ranks > 1 or self.config.expert > 1
 
     @property
+    def splits_model(self) -> bool:
+        """Whether no rank has all parameters, whatever the stage is."""
+        config = self.config
+        return config.pp.size > 1 or config.tp.size > 1 or config.expert > 1
+
+    @property
     def data_rank(self) -> tuple[int, int]:
         """The replica that this rank belongs to, and the number of replicas."""
         assert self.mesh is not None
