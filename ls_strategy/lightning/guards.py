@@ -239,10 +239,10 @@ def refuse_hidden_meta(module: nn.Module) -> None:
             if any(p.is_meta for each in hidden for p in each.parameters()):
                 raise PlanError(
                     f"{'.'.join(filter(None, ['self', path, name]))} holds a {type(hidden[0]).__name__} without "
-                    "memory: at stage 3 and in pipelines configure_model runs on the meta device, and the strategy "
-                    "fills only the modules that are attributes. Make it an attribute (self.teacher = ...), and "
-                    "name it in sharding.replicated_modules to have it in full on every rank; or build it in __init__ "
-                    "or setup."
+                    "memory: at stage 3 and with model parallelism configure_model runs on the meta device, and the "
+                    "strategy fills only the modules that are attributes. Make it an attribute (self.teacher = ...), "
+                    "and name it in sharding.replicated_modules to have it in full on every rank; or build it in "
+                    "__init__ or setup."
                 )
 
 
@@ -259,9 +259,9 @@ def refuse_loading_into_meta() -> Generator[None, None, None]:
             yield
         except UserWarning as warning:
             raise PlanError(
-                "configure_model loads weights into a module without memory: at stage 3 and in pipelines it runs on "
-                "the meta device, so that no rank ever holds the full model, and the weights would be lost. Load them "
-                "by from_pretrained of transformers or by ls_strategy.load_safetensors(module, folder), of which every "
-                "rank reads its shards, or by trainer.fit(ckpt_path=...); or build the module under "
+                "configure_model loads weights into a module without memory: at stage 3 and with model parallelism it "
+                "runs on the meta device, so that no rank ever holds the full model, and the weights would be lost. "
+                "Load them by from_pretrained of transformers or by ls_strategy.load_safetensors(module, folder), of "
+                "which every rank reads its shards, or by trainer.fit(ckpt_path=...); or build the module under "
                 "`with torch.device('cpu'):`."
             ) from warning

@@ -119,8 +119,7 @@ class ModelParallel:
     @property
     def splits_model(self) -> bool:
         """Whether no rank has all parameters, whatever the stage is."""
-        config = self.config
-        return config.pp.size > 1 or config.tp.size > 1 or config.expert > 1
+        return max(self.config.pp.size, self.config.tp.size, self.config.expert) > 1
 
     @property
     def data_rank(self) -> tuple[int, int]:

@@ -213,7 +213,7 @@ class ZeROStrategy(EngineStrategy):  # its many public members are Lightning's h
     @contextmanager
     @override
     def tensor_init_context(self, empty_init: bool | None = None) -> Generator[None, None, None]:
-        """Build ``configure_model`` on meta at stage 3 and in pipelines, where no rank ever holds the full model."""
+        """Build ``configure_model`` on meta where no rank has the full model: at stage 3, with model parallelism."""
         partial_model = POLICIES[self.config.stage].parameters or self.parallel.splits_model
         on_meta = partial_model and (
             empty_init or (empty_init is None and (dist.is_initialized() or self.config.offload.parameters is not None))

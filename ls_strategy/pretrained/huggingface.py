@@ -216,8 +216,8 @@ def _check_version(module: ModuleType) -> None:
         version = getattr(sys.modules.get("transformers"), "__version__", "of an unknown version")
         raise PlanError(
             f"transformers {version} loads models in a way that this version of ls_strategy does not know, so "
-            "from_pretrained cannot be used in configure_model at stage 3 and in pipelines. Install transformers>=5, "
-            "or load the model under `with torch.device('cpu'):`, in full on every rank."
+            "from_pretrained cannot be used in configure_model at stage 3 and with model parallelism. Install "
+            "transformers>=5, or load the model under `with torch.device('cpu'):`, in full on every rank."
         )
 
 

@@ -31,7 +31,7 @@ def refuse_skipped(module: str, code: CodeType) -> None:
             function = getattr(function, name, None)
         if getattr(function, "__code__", None) is code:
             raise PlanError(
-                f"Got adapters of kind {kind} in configure_model, which runs on the meta device at stage 3 and in "
-                "pipelines, but PEFT does not initialize them there. Add them to a model that was built under "
+                f"Got adapters of kind {kind} in configure_model, which runs on the meta device at stage 3 and with "
+                "model parallelism, but PEFT does not initialize them there. Add them to a model that was built under "
                 "`with torch.device('cpu'):`, or take another kind."
             )

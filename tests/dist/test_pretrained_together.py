@@ -272,3 +272,25 @@ def test_other_ways_to_load(tmp_path: Path) -> None:
     config = peft.LoraConfig(target_modules=["q_proj"], init_lora_weights=False)
     peft.get_peft_model(model, config).save_pretrained(tmp_path / "adapters")
     _other_ways(folder=str(tmp_path))
+
+
+@on_ranks(2, timeout_s=120)
+def _memory_in_parts(rank: int, world_size: int, folder: str) -> None:
+    place = Path(folder)
+    with pytest.MonkeyPatch.context() as patch:
+        reads = Reads(patch)
+        strategy = ZeROStrategy(2, parallel={"tensor": world_size})
+        fit(strategy, module := Peak(place), tokens(4), max_steps=1)
+        total = reads.total()
+    model, largest = bytes_of(place), max(p.numel() for p in module.parameters()) * 4
+    assert module.was_on_meta
+    allowed = model / world_size + largest + CONSTANT
+    assert module.peak <= allowed, f"{module.peak / 2**20:.0f} of {model / 2**20:.0f} MiB"
+    assert total <= 1.01 * model
+
+
+@pytest.mark.wide
+def test_memory_is_that_of_a_part_with_tensor_parallelism(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, config, sizes = MODELS["llama"]
+    monkeypatch.setitem(MODELS, "llama", (model, config, {**sizes, **WIDE["llama"]}))
+    _memory_in_parts(folder=str(save(tmp_path, "llama")))

@@ -152,8 +152,8 @@ class Materializer:
         if not callable(getattr(module, "reset_parameters", None)):
             raise PlanError(
                 f"module {name!r} ({type(module).__name__}) was built without memory (configure_model runs on the meta "
-                "device at stage 3 and in pipelines), nothing gave its parameters or buffers values, and it has no "
-                "reset_parameters() to fill them. Give them values in its constructor, or build the module in "
+                "device at stage 3 and with model parallelism), nothing gave its parameters or buffers values, and it "
+                "has no reset_parameters() to fill them. Give them values in its constructor, or build the module in "
                 "configure_model under `with torch.device('cpu'):`."
             )
         # Absent, shared with a module that is already filled, with values that are known, or in a file: stays as it is.
