@@ -222,7 +222,7 @@ class ZeROFabricStrategy(Connection, DDPStrategy):  # pyright: ignore[reportInco
             stack.enter_context(DDPStrategy.module_init_context(self, empty_init=empty_init))
             if partial_model or self.config.offload.any_state:
                 stack.enter_context(torch.device("cpu"))
-            stack.enter_context(self.reading_together())
+            stack.enter_context(self._reading_together())
             yield
 
     @override

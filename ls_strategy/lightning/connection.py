@@ -156,7 +156,7 @@ class Connection(_DDPStrategy):
                 raise CheckpointError(message)
         return cast("T", result)
 
-    def reading_together(self) -> AbstractContextManager[None]:
+    def _reading_together(self) -> AbstractContextManager[None]:
         """Return a context in which pretrained weights that every rank needs in full are read once for all ranks."""
         comm = self._comm
         if comm is None or comm.world_size == 1 or not comm.is_alive():

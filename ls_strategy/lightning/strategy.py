@@ -219,7 +219,7 @@ class ZeROStrategy(EngineStrategy):  # its many public members are Lightning's h
             empty_init or (empty_init is None and (dist.is_initialized() or self.config.offload.parameters is not None))
         )
         if not on_meta:
-            with super().tensor_init_context(empty_init=empty_init), self.reading_together():
+            with super().tensor_init_context(empty_init=empty_init), self._reading_together():
                 yield
             return
         building = without_memory(self.root_device, reports=self.is_global_zero, draws=not empty_init)
