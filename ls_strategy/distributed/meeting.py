@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import hashlib
 import time
+from contextlib import suppress
 
 from ls_strategy._compat import default_store
 from ls_strategy.distributed.comm import Comm
@@ -73,4 +74,5 @@ class Meeting:
 
     def leave(self) -> None:
         """Let the others wait for this rank no longer."""
-        self._store.set(f"{self._key}/left", "")
+        with suppress(RuntimeError):  # without a store nobody waits, and another error matters more
+            self._store.set(f"{self._key}/left", "")

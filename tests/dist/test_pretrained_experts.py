@@ -58,7 +58,7 @@ def class_with(kind: str) -> tuple[type[Any], Any]:
 
     folder = FOLDERS[kind]
     module = importlib.import_module(f"transformers.models.{folder}.modeling_{folder}")
-    classes = [
+    classes: list[Any] = [
         each
         for name, each in vars(module).items()
         if isinstance(each, type) and issubclass(each, PreTrainedModel) and each.__module__ == module.__name__
