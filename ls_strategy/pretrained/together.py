@@ -181,8 +181,8 @@ def fill(targets: Sequence[Target]) -> None:
         return
     if reader is not None:
         _log.warning(
-            "The ranks do not load the same weights at the same time, so this rank reads all of them by itself. To read "
-            "the files once for all ranks, load the same model from the same path on every rank."
+            "The ranks do not load the same weights at the same time, so this rank reads all of them by itself. To "
+            "read the files once for all ranks, load the same model from the same path on every rank."
         )
     for target in targets:
         if not _has_parts(target):

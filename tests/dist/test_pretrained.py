@@ -180,7 +180,7 @@ def test_tied_weights_and_several_files(tmp_path: Path) -> None:
 @on_ranks(2)
 def _on_every_rank(rank: int, world_size: int, folder: str, cases: dict[str, dict[str, Any]]) -> None:
     stages: Any = itertools.cycle((0, 1, 2))
-    for (name, options), stage in zip(cases.items(), stages):
+    for (name, options), stage in zip(cases.items(), stages, strict=False):
         place = Path(folder) / name
         strategy = ZeROStrategy(stage, sharding={"min_unit_numel": 0})
         total = compare(place, f"{name}, stage {stage}", stage=strategy, **options)

@@ -140,6 +140,7 @@ def _fails(rank: int, world_size: int, folder: str) -> None:
     assert_equal(ours.losses, trusted.losses, "after a failure")
 
 
+@pytest.mark.wide
 def test_a_file_that_one_rank_cannot_read_is_an_error_on_all(tmp_path: Path) -> None:
     save(tmp_path, "llama")
     _fails(folder=str(tmp_path))
