@@ -292,13 +292,16 @@ class ParallelizedOnHost(Parallelized, OnHost):
 @on_ranks(2)
 def _dtensors(rank: int, world_size: int, folder: str) -> None:
     place = Path(folder) / "llama"
-    modules = []
-    for kind in (Parallelized, ParallelizedOnHost):
-        fit(ZeROStrategy(3, parallel={"tensor": 2}), module := kind(place), tokens(), max_epochs=1)
-        modules.append(module)
-    ours, trusted = modules
-    assert_equal(ours.at_start, trusted.at_start, "at the start")
-    assert_equal(ours.losses, trusted.losses, "losses")
+    stages: tuple[Any, ...] = (1, 3)
+    for stage in stages:
+        modules = []
+        for kind in (Parallelized, ParallelizedOnHost):
+            fit(ZeROStrategy(stage, parallel={"tensor": 2}), module := kind(place), tokens(), max_epochs=1)
+            modules.append(module)
+        ours, trusted = modules
+        assert ours.was_on_meta
+        assert_equal(ours.at_start, trusted.at_start, f"stage {stage}, at the start")
+        assert_equal(ours.losses, trusted.losses, f"stage {stage}, losses")
 
 
 def test_layers_that_configure_model_has_parallelized(tmp_path: Path) -> None:

@@ -17,6 +17,7 @@ import torch.distributed as dist
 from ls_strategy.distributed import meeting
 from ls_strategy.errors import CheckpointError
 from ls_strategy.lightning.strategy import ZeROStrategy
+from ls_strategy.pretrained import together
 from ls_strategy.pretrained.together import BLOCK_BYTES
 from tests.dist.fabric_ranks import make_fabric
 from tests.dist.ranks import assert_equal, fit, on_ranks, trainer_of, weights
@@ -163,11 +164,12 @@ class FromFiles(Pretrained):
         return model.float()
 
 
-@pytest.mark.wide
-@on_ranks(2)
+@on_ranks(3)
 def _any_module(rank: int, world_size: int, folder: str) -> None:
+    """In many small blocks, on ranks whose parts do not come out even."""
     place = Path(folder) / "llama"
     with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(together, "BLOCK_BYTES", 4112)
         reads = Reads(patch)
         fit(1, ours := FromFiles(place), tokens(), max_steps=2)
         assert reads.total() <= 1.1 * bytes_of(place)
