@@ -15,8 +15,9 @@ from ls_strategy.distributed.comm import Comm
 from ls_strategy.distributed.mesh import Mesh
 from ls_strategy.errors import PlanError
 from ls_strategy.layout import TensorPart
-from ls_strategy.plan import FROZEN, ParamFacts, Plan, resolve_plan
+from ls_strategy.plan import FROZEN, Plan
 from ls_strategy.precision import PrecisionPolicy
+from ls_strategy.resolve import ParamFacts, resolve_plan
 from ls_strategy.tiers.link import trim_heap
 from ls_strategy.zero.deferred import deferred_of
 from ls_strategy.zero.flat.quantized import QuantizedFlat
