@@ -5,9 +5,10 @@ A plan is integers over shapes. The engine builds exactly what it says, and test
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
 from fractions import Fraction
+from itertools import islice
 
 import torch
 
@@ -34,7 +35,7 @@ class FlatPlan:
     master_dtype: torch.dtype
     optimizer: int
     optimizer_tier: TierName = "device"
-    """Tier of master weights and optimizer states; for a frozen buffer, ``param_tier``."""
+    """Tier of master weights and optimizer states; for a buffer that does not train, ``param_tier``."""
 
     param_tier: TierName = "device"
     """Tier of this rank's shard of the parameters, at stage 3."""
@@ -60,15 +61,18 @@ class FlatPlan:
     quantized: FrozenFormat | None = None
     """Format of frozen weights that are stored and sent in 4 or 8 bits, and dequantized when they are gathered."""
 
+    unfrozen: FlatPlan | None = None
+    """For parameters that are in an optimizer but frozen: the plan that applies once one of them is unfrozen."""
+
     @property
     def owners(self) -> tuple[int, ...]:
-        """Return the numbers of the optimizers that update it."""
-        return self.shared_by or ((self.optimizer,) if self.trainable else ())
+        """Return the numbers of the optimizers that have its parameters."""
+        return self.shared_by or ((self.optimizer,) if self.optimizer != FROZEN else ())
 
     @property
     def trainable(self) -> bool:
         """Whether an optimizer updates it."""
-        return self.optimizer != FROZEN
+        return self.optimizer != FROZEN and self.unfrozen is None
 
     @property
     def gathered_numel(self) -> int:
@@ -164,6 +168,11 @@ class Plan:
 
     rank: int = 0
 
+    def with_flats(self, flats: Iterable[FlatPlan]) -> Plan:
+        """Return this plan with other states of its buffers, in the order of the units."""
+        changed = iter(flats)
+        return replace(self, units=tuple(replace(u, flats=tuple(islice(changed, len(u.flats)))) for u in self.units))
+
     @property
     def numel(self) -> int:
         """Return the parameters of the model, counting shared ones once."""
@@ -218,7 +227,8 @@ class Plan:
         policy, full, trained = flat.policy(self.policy), flat.layout.numel, flat.trainable
         stepped = flat.layout.shard if policy.optimizer else full
         own_master = trained and (flat.master_dtype != flat.dtype or flat.optimizer_tier != "device")
-        kept = [self._moment_bytes(flat) if optimizer_bytes is None else optimizer_bytes[i] for i in flat.owners]
+        owners = flat.owners if trained else ()
+        kept = [self._moment_bytes(flat) if optimizer_bytes is None else optimizer_bytes[i] for i in owners]
         return FlatBytes(
             parameters=0 if policy.parameters else full * flat.dtype.itemsize,
             own_shard=stepped * flat.dtype.itemsize if flat.has_own_shard(policy) else 0,
@@ -310,7 +320,11 @@ class Plan:
             name = first if count == 1 else f"{first} ... {last}"
             times = f"{count} x " if count > 1 else ""
             lines.append(f"  {name:<40} {times}{numel:,} parameters{', gathered for the whole step' if root else ''}")
-        quantized = [f for unit in self.units for f in unit.flats if f.quantized is not None]
+        flats = [f for unit in self.units for f in unit.flats]
+        frozen = sum(f.layout.param_numel for f in flats if f.unfrozen is not None)
+        if frozen:
+            lines.append(f"  {frozen:,} frozen parameters in optimizers have no gradients and states until unfrozen")
+        quantized = [f for f in flats if f.quantized is not None]
         if quantized:
             numel = sum(f.layout.param_numel for f in quantized)
             lines.append(f"  {numel:,} frozen parameters are stored as {quantized[0].quantized}")

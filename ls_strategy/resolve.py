@@ -47,6 +47,9 @@ class ParamFacts:
     quantized: FrozenFormat | None = None
     """Format of a frozen weight in 4 or 8 bits."""
 
+    frozen: bool = False
+    """Whether it is in an optimizer, but requires no gradient."""
+
 
 def resolve_plan(  # noqa: PLR0913  (sizes of groups, one by one)
     units: Iterable[tuple[str, bool, Sequence[ParamFacts]]],
@@ -87,9 +90,21 @@ def resolve_plan(  # noqa: PLR0913  (sizes of groups, one by one)
             copies = tensor_size if p.part is None else p.part.copies
             expert = p.part is not None and p.part.axis == "expert"
             replicated = p.replicated and p.optimizer == FROZEN and policy.parameters
-            classes[p.optimizer, p.dtype, copies, p.tied, p.replica, expert, replicated, p.quantized].append(p)
+            classes[p.optimizer, p.dtype, copies, p.tied, p.replica, expert, replicated, p.quantized, p.frozen].append(
+                p
+            )
         flats: list[FlatPlan] = []
-        for (optimizer, dtype, copies, tied, replica, expert, replicated, quantized), members in classes.items():
+        for (
+            optimizer,
+            dtype,
+            copies,
+            tied,
+            replica,
+            expert,
+            replicated,
+            quantized,
+            frozen,
+        ), members in classes.items():
             # Sort by group, so that decay and no-decay are two runs per unit instead of one per parameter.
             members.sort(key=lambda p: p.group)
             parts = {p.name: p.part for p in members if p.part is not None}
@@ -102,7 +117,8 @@ def resolve_plan(  # noqa: PLR0913  (sizes of groups, one by one)
             kept = dtype if own else master_dtype
             flat = FlatPlan(layout, dtype, kept, optimizer, copies=copies, tied=tied, replica=replica)
             shared_by = members[0].shared_by
-            flats.append(replace(flat, shared_by=shared_by, replicated=replicated, quantized=quantized))
+            flat = replace(flat, shared_by=shared_by, replicated=replicated, quantized=quantized)
+            flats.append(replace(flat, master_dtype=dtype, unfrozen=flat) if frozen else flat)
         plans.append(UnitPlan(name, is_root, tuple(flats)))
     return Plan(policy, world_size, _assign_tiers(plans, config), config.precision.moments, weights, rank)
 
@@ -122,9 +138,26 @@ def _assign_tiers(units: list[UnitPlan], config: ZeROConfig) -> tuple[UnitPlan, 
             optimizer_tier = optimizer.get(id(f), "device") if f.trainable else param_tier
             followed = optimizer_tier if f.trainable else "device"
             gradient_tier = followed if config.offload.gradients is None else gradient.get(id(f), "device")
-            placed.append(replace(f, optimizer_tier=optimizer_tier, param_tier=param_tier, gradient_tier=gradient_tier))
+            unfrozen = None if f.unfrozen is None else _offloaded(replace(f.unfrozen, param_tier=param_tier), config)
+            placed.append(
+                replace(
+                    f,
+                    optimizer_tier=optimizer_tier,
+                    param_tier=param_tier,
+                    gradient_tier=gradient_tier,
+                    unfrozen=unfrozen,
+                )
+            )
         result.append(replace(unit, flats=tuple(placed)))
     return tuple(result)
+
+
+def _offloaded(flat: FlatPlan, config: ZeROConfig) -> FlatPlan:
+    """Offload the states of a buffer that begins to train, whatever the ``ratio``: the device's share is taken."""
+    optimizer, gradients = config.offload.tier_of("optimizer"), config.offload.tier_of("gradients")
+    if optimizer is None:
+        return flat
+    return replace(flat, optimizer_tier=optimizer.tier, gradient_tier=(gradients or optimizer).tier)
 
 
 def _split(flats: list[FlatPlan], offload: TierConfig | None) -> dict[int, TierName]:

@@ -64,6 +64,8 @@ class Draft:
         """``id`` of the parameters that every rank holds in full if they are frozen."""
         self._shared: dict[tuple[int, ...], int] = {}
         """Number of each set of optimizers with common parameters; these follow the numbers of the optimizers."""
+        self._begun = {id(p) for o in optimizers for p, state in o.state.items() if state}
+        """``id`` of parameters for which an optimizer has a state already."""
         self._quantized: set[int] = set()
         """``id`` of frozen parameters that are stored in 4 or 8 bits."""
         self.config = config
@@ -151,6 +153,10 @@ class Draft:
             if p.is_floating_point() and self.precision.cast is not None:
                 dtype = torch.float32 if id(p) in kept else self.precision.cast
             owners = self._owners.get(id(p), ((FROZEN, 0),))
+            # What trained before is frozen for a while, for example by `toggle_optimizer`.
+            trained = id(p) in self._begun or (
+                id(p) in held and held[id(p)].has_optimizer and not held[id(p)].is_frozen
+            )
             (number, group), together = owners[0], tuple(i for i, _ in owners) if len(owners) > 1 else ()
             return ParamFacts(
                 name,
@@ -164,6 +170,7 @@ class Draft:
                 shared_by=together,
                 replicated=id(p) in self._replicated,
                 quantized=self.config.precision.frozen if id(p) in self._quantized else None,
+                frozen=id(p) in self._owners and not p.requires_grad and not trained,
             )
 
         return resolve_plan(

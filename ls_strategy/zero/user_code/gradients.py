@@ -40,7 +40,7 @@ KEPT = 2
 
 
 class Gradients:
-    """Provides ``p.grad`` of an engine's trainable parameters."""
+    """Provides ``p.grad`` of an engine's parameters that are in optimizers."""
 
     def __init__(
         self,
@@ -78,8 +78,10 @@ class Gradients:
         self.local = False
         """Whether the gradients of the last backward stay on their rank: for now, or because training has ended."""
 
+        self.admit: Callable[[list[Flat]], None] = _admit_nothing
+        """Lets frozen buffers train, because they are given gradients."""
         for flat in flats:
-            if flat.trainable:
+            if flat.has_optimizer:
                 flat.gradients = self
 
     # called by user code ---------------------------------------------------------------------------------------------
@@ -103,6 +105,8 @@ class Gradients:
 
     def write(self, flat: Flat, index: int, value: Tensor | None) -> None:
         """Set ``p.grad``. Collective the first time after a backward."""
+        if value is not None and not self._is_local():
+            self.admit([flat])
         if not flat.policy.optimizer and not self._is_local():
             self._average_in_place(flat)
             if value is None and flat.local.buffer is not None:
@@ -271,6 +275,10 @@ class Gradients:
                 del self._shown[id(flat)]
         self._gathered = [each for each in self._gathered if each.is_current]
         self._averaged.discard(index)
+
+
+def _admit_nothing(_: list[Flat]) -> None:
+    """Do nothing: there are no frozen buffers."""
 
 
 def _start_from_averages(flat: Flat) -> None:
