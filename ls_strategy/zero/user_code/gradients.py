@@ -19,6 +19,7 @@ Reading gradients is collective: every rank does it, in the same order.
 from __future__ import annotations
 
 from collections.abc import Callable
+from itertools import takewhile
 
 import torch
 import torch.distributed as dist
@@ -71,6 +72,8 @@ class Gradients:
         """Optimizers with all gradients averaged since the last backward."""
         self._gathered: list[UserGradients] = []
         """Gathered buffers in the order of their last use."""
+        self._given_in_place: list[tuple[Flat, int]] = []
+        """Stage 0: parameters whose ``p.grad`` user code has set after it was averaged."""
         self.averaged = False
         """Whether the last backward has sent all gradients, so that stage 0 has nothing left to average."""
         self.were_read = False
@@ -116,6 +119,8 @@ class Gradients:
             if value is not None and self.holds(sharded_gradient.as_plain(value)):
                 value = value.clone()
             set_grad(flat.params[index], value)
+            if value is not None and not self._is_local():
+                self._given_in_place.append((flat, index))
             return
         shown = self.average(flat)
         if value is None:
@@ -232,8 +237,25 @@ class Gradients:
         changed = any([each.take() for each in shown])
         if changed and used is not None:
             used[:] = [u for each in shown for u in each.used]
+        changed |= self._take_given_in_place(index, used)
         self._gathered = [each for each in self._gathered if each.is_current]
         self._averaged.discard(index)
+        return changed
+
+    def _take_given_in_place(self, index: int, used: list[bool] | None) -> bool:
+        """Count parameters that got a gradient from user code alone as used (stage 0). Return whether there are any."""
+        mine = [(flat, i) for flat, i in self._given_in_place if flat.optimizer_index == index]
+        self._given_in_place = [(flat, i) for flat, i in self._given_in_place if flat.optimizer_index != index]
+        changed = False
+        for flat, i in mine:
+            number = sum(len(f.params) for f in takewhile(lambda f, end=flat: f is not end, self._of[index])) + i
+            if used is None or used[number] or grad_of(flat.params[i]) is None:
+                continue
+            flat.local.allocate(flat.average_dtype)
+            if not flat.averages.hold_values:
+                flat.local.take_all_replaced()
+            flat.local.take_replaced(i)
+            flat.averages.hold_values = used[number] = changed = True
         return changed
 
     def take_all(self) -> None:
