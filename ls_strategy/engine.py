@@ -415,7 +415,7 @@ class Engine:
 
     def trainable_masters(self) -> list[Tensor]:
         """Return this rank's trainable master shards in the units' order; copies of those on NVMe. Not collective."""
-        return [f.read_master() for unit in self.units for f in unit.trainable_flats]
+        return [flat.read_master() for flat in self.stepper.flats_that_train]
 
     # reading ---------------------------------------------------------------------------------------------------------
 

@@ -300,3 +300,46 @@ def compare(kind: type[Net], names: Any, folder: Path, **options: Any) -> None:
 @pytest.mark.parametrize(("kind", "names"), in_turn(NUMBERS, EVERYWHERE))
 def test_train_once_unfrozen_as_in_a_plain_trainer(kind: type[Net], names: dict[str, Any], tmp_path: Path) -> None:
     compare(kind, names, tmp_path)
+
+
+def test_within_an_accumulation_and_clipped(tmp_path: Path) -> None:
+    names = ["stage 0", "zero1", "zero2", "zero3, small units", "zero3_offload"]
+    compare(WithinAnAccumulation, names, tmp_path, accumulate_grad_batches=3, gradient_clip_val=0.1)
+
+
+# --- 16 bit -----------------------------------------------------------------------------------------------------------
+
+
+class Counts(OnAndOff):
+    """Notes bytes of every step."""
+
+    def on_before_zero_grad(self, optimizer: Any) -> None:
+        super().on_before_zero_grad(optimizer)
+        self.seen += [float(self.bytes["masters"]), float(self.bytes["optimizer"])]
+
+
+def in_16_bit(rank: int, world_size: int, names: list[str], folder: str) -> list[str]:
+    """Bit for bit as at stage 0, and with fp32 masters from the step on that needs them."""
+    quiet()
+    expected, found = outcome(rank, world_size, Counts(), strategy_of("stage 0"), precision="bf16-true"), []
+    for name in names:
+        module = Counts()
+        ours = outcome(rank, world_size, module, strategy_of(name, folder), precision="bf16-true")
+        if ours[0] != expected[0] or any(not torch.equal(ours[2][key], value) for key, value in expected[2].items()):
+            found.append(f"{name}: the numbers differ: {ours[0]} and not {expected[0]}")
+        masters = ours[1][::2]
+        if "nvme" not in name and not masters[2] < masters[3] == masters[-1]:
+            found.append(f"{name}: masters {masters}")
+        engine = module.trainer.strategy.engine  # type: ignore[attr-defined]
+        planned = sum(tier["masters"] for tier in engine.plan.bytes_by_tier().values())
+        if "nvme" not in name and planned != masters[-1]:
+            found.append(f"{name}: masters {masters[-1]}, planned {planned}")
+        if any(f.is_frozen or not f.trainable or f.master_dtype != torch.float32 for f in engine.flats):
+            found.append(f"{name}: some do not train")
+    return found
+
+
+def test_masters_in_fp32_once_unfrozen(tmp_path: Path) -> None:
+    names = [name for name in EVERYWHERE if name not in ("stage 0", "int8")]
+    found = spawn(in_16_bit, 2, names, str(tmp_path), init_process_group=False, timeout_s=120)
+    assert found == [[], []], "\n".join(found[0])

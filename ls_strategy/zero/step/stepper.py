@@ -26,6 +26,7 @@ from ls_strategy.loss_scale import LossScaler
 from ls_strategy.tiers.link import trim_heap
 from ls_strategy.transient import Method
 from ls_strategy.zero.flat.buffer import states_away
+from ls_strategy.zero.flat.units import Flat
 from ls_strategy.zero.step import global_norm
 from ls_strategy.zero.step.optimizer import OwnStep, ShardedOptimizer
 from ls_strategy.zero.step.phase import OptimizerStep, Phase, no_gradients
@@ -98,6 +99,11 @@ class Stepper:
         Method(optimizer, "state_dict", lambda _: sharded.refuse_state("state_dict()"))
         Method(optimizer, "load_state_dict", lambda _, state_dict: sharded.states.load_full_state_dict(state_dict))
         return state
+
+    @property
+    def flats_that_train(self) -> list[Flat]:
+        """Return the buffers whose gradients are sent, in order of the units."""
+        return [flat for unit in self._model.units for flat in unit.trainable_flats]
 
     def index_of(self, optimizer: Optimizer) -> int | None:
         """Return the number of an optimizer, or None if this engine does not have it. Not collective."""
