@@ -13,17 +13,20 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from ls_strategy.callbacks import ShardedEMA
 from ls_strategy.config import nested
 from ls_strategy.lightning.strategy import ZeROStrategy
 from ls_strategy.testing import spawn
 from tests.dist.ranks import (
     OPTIONS,
     Net,
+    assert_close,
     differences,
     fit,
     global_batches,
     mean_over_ranks,
     quiet,
+    saved,
     weights,
 )
 from tests.marks import in_turn
@@ -343,3 +346,105 @@ def test_masters_in_fp32_once_unfrozen(tmp_path: Path) -> None:
     names = [name for name in EVERYWHERE if name not in ("stage 0", "int8")]
     found = spawn(in_16_bit, 2, names, str(tmp_path), init_process_group=False, timeout_s=120)
     assert found == [[], []], "\n".join(found[0])
+
+
+# --- checkpoints ------------------------------------------------------------------------------------------------------
+
+
+class FromAnEpoch(Adapted):
+    """Unfrozen from an epoch on, also in a run that resumes."""
+
+    epoch = 1
+
+    def on_train_epoch_start(self) -> None:
+        self.freeze(self.current_epoch < self.epoch)
+
+
+class AfterTheSave(FromAnEpoch):
+    epoch = 3
+
+
+def first_half(rank: int, world_size: int, kind: type[Net], strategy: Any, paths: list[str]) -> None:
+    """``paths``: one for a folder or a plain Trainer, two for both formats."""
+    quiet()
+    for path in paths:
+        of = strategy if strategy is None else strategy_of(*strategy, **{"checkpoint.format": Path(path).stem})
+        module = kind()
+        options = {"devices": 1} if of is None else {}
+        data = global_batches(rank, world_size, 3)
+        trainer = fit(of or "auto", module, data, use_distributed_sampler=False, max_epochs=2, **options)
+        trainer.save_checkpoint(path)
+
+
+def second_half(rank: int, world_size: int, kind: type[Net], strategies: list[Any], paths: list[str]) -> list[Outcome]:
+    quiet()
+    found = []
+    for strategy in strategies:
+        for path in paths:
+            of = "auto" if strategy is None else strategy_of(*strategy)
+            options = {"devices": 1} if strategy is None else {}
+            found.append(outcome(rank, world_size, kind(), of, ckpt=path, **options))
+    return found
+
+
+RESUMES = [
+    (FromAnEpoch, "zero1", "zero3, small units"),
+    (AfterTheSave, "zero3, small units", "zero2"),
+    (OnAndOff, "zero3_nvme", "zero1_offload"),
+    (FromAnEpoch, "zero2", "zero3_nvme"),
+]
+
+
+@pytest.mark.parametrize(("kind", "name", "then"), RESUMES)
+def test_resume_before_and_after_unfreezing(kind: type[Net], name: str, then: str, tmp_path: Path) -> None:
+    plain = [str(tmp_path / "plain.ckpt")]
+    spawn(first_half, 1, kind, None, plain, init_process_group=False)
+    expected = spawn(second_half, 1, kind, [None], plain, init_process_group=False)[0][0]
+    saved = [str(tmp_path / "sharded.ckpt"), str(tmp_path / "file.ckpt")]
+    spawn(first_half, 2, kind, (name, str(tmp_path)), saved, init_process_group=False, timeout_s=60)
+    for world_size, strategies in ((2, [(name, str(tmp_path)), (then, str(tmp_path))]), (3, [(then, str(tmp_path))])):
+        found = spawn(
+            second_half, world_size, kind, strategies, [*saved, *plain], init_process_group=False, timeout_s=60
+        )
+        for ours in found[0]:
+            for what, actual, wanted in zip(("losses", "seen", "weights"), ours, expected, strict=True):
+                assert_close(actual, wanted, f"{world_size} ranks: {what}")
+
+
+# --- averages ---------------------------------------------------------------------------------------------------------
+
+
+class Averaged(FromAnEpoch):
+    def configure_callbacks(self) -> Any:
+        return [ShardedEMA(0.8)]
+
+
+def averages(rank: int, world_size: int, names: list[str], folder: str) -> None:
+    """The average is that of a run that has everything unfrozen, but at a rate of zero, before."""
+    quiet()
+    for name in names:
+        found = []
+        for resumes in (False, True):
+            module = Averaged()
+            data = global_batches(rank, world_size, 3)
+            trainer = fit(strategy_of(name), module, data, use_distributed_sampler=False, max_epochs=3 - resumes)
+            if resumes:
+                trainer.save_checkpoint(f"{folder}/{name}.ckpt")
+                module = Averaged()
+                trainer = fit(
+                    strategy_of(name),
+                    module,
+                    data,
+                    f"{folder}/{name}.ckpt",
+                    use_distributed_sampler=False,
+                    max_epochs=3,
+                )
+            trainer.save_checkpoint(f"{folder}/{name}-{resumes}.ckpt")
+            found.append(dict(saved(f"{folder}/{name}-{resumes}.ckpt")["ema_state_dict"]))
+        assert found[0].keys() == found[1].keys() == weights(module).keys()
+        assert_close(found[1], found[0], name, 1e-7)
+        assert all(not torch.equal(found[0][key], value) for key, value in weights(module).items())
+
+
+def test_an_average_follows(tmp_path: Path) -> None:
+    spawn(averages, 2, ["zero1", "zero3_offload"], str(tmp_path), init_process_group=False, timeout_s=60)
