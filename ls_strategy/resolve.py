@@ -50,6 +50,9 @@ class ParamFacts:
     frozen: bool = False
     """Whether it is in an optimizer, but requires no gradient."""
 
+    adapter: bool = False
+    """Whether it is an adapter's: frozen adapters may be switched on without the model around them."""
+
 
 def resolve_plan(  # noqa: PLR0913  (sizes of groups, one by one)
     units: Iterable[tuple[str, bool, Sequence[ParamFacts]]],
@@ -90,21 +93,10 @@ def resolve_plan(  # noqa: PLR0913  (sizes of groups, one by one)
             copies = tensor_size if p.part is None else p.part.copies
             expert = p.part is not None and p.part.axis == "expert"
             replicated = p.replicated and p.optimizer == FROZEN and policy.parameters
-            classes[p.optimizer, p.dtype, copies, p.tied, p.replica, expert, replicated, p.quantized, p.frozen].append(
-                p
-            )
+            frozen = (p.frozen, p.frozen and p.adapter)
+            classes[p.optimizer, p.dtype, copies, p.tied, p.replica, expert, replicated, p.quantized, frozen].append(p)
         flats: list[FlatPlan] = []
-        for (
-            optimizer,
-            dtype,
-            copies,
-            tied,
-            replica,
-            expert,
-            replicated,
-            quantized,
-            frozen,
-        ), members in classes.items():
+        for (optimizer, dtype, copies, tied, replica, expert, replicated, quantized, _), members in classes.items():
             # Sort by group, so that decay and no-decay are two runs per unit instead of one per parameter.
             members.sort(key=lambda p: p.group)
             parts = {p.name: p.part for p in members if p.part is not None}
@@ -118,7 +110,7 @@ def resolve_plan(  # noqa: PLR0913  (sizes of groups, one by one)
             flat = FlatPlan(layout, dtype, kept, optimizer, copies=copies, tied=tied, replica=replica)
             shared_by = members[0].shared_by
             flat = replace(flat, shared_by=shared_by, replicated=replicated, quantized=quantized)
-            flats.append(replace(flat, master_dtype=dtype, unfrozen=flat) if frozen else flat)
+            flats.append(replace(flat, master_dtype=dtype, unfrozen=flat) if members[0].frozen else flat)
         plans.append(UnitPlan(name, is_root, tuple(flats)))
     return Plan(policy, world_size, _assign_tiers(plans, config), config.precision.moments, weights, rank)
 

@@ -168,6 +168,60 @@ def train_long(rank: int, world_size: int, folder: str, strategy: Any, kind: str
     return module
 
 
+class SwitchedOn(Long):
+    """All parameters are in the optimizer. A second adapter is inactive until the third step, and switched to then."""
+
+    def further(self, model: Any) -> None:
+        import peft
+
+        model.add_adapter("other", peft.LoraConfig(r=3, target_modules=["q_proj", "down_proj"]))
+        model.set_adapter("default")
+
+    def on_train_batch_start(self, batch: Any, i: int) -> None:
+        if i == 3:
+            self.model.set_adapter("other")
+
+    def on_before_zero_grad(self, optimizer: Any) -> None:
+        strategy: Any = self.trainer.strategy
+        if isinstance(strategy, ZeROStrategy):
+            self.seen.append(float(strategy.memory_bytes()["optimizer"]))
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.AdamW(self.parameters(), lr=0.01, eps=1e-4, fused=True)
+
+
+def train_switched(rank: int, world_size: int, folder: str, strategy: Any) -> SwitchedOn:
+    module = SwitchedOn(Path(folder) / "llama")
+    fit(strategy, module, long_tokens(rank, world_size), use_distributed_sampler=False, max_epochs=1, max_steps=6)
+    return module
+
+
+@on_ranks(1)
+def _trusted_switch(rank: int, world_size: int, folder: str) -> None:
+    module = train_switched(rank, world_size, folder, "auto")
+    torch.save((module.losses, weights(module)), f"{folder}/trusted.pt")
+
+
+@on_ranks(2, timeout_s=90)
+def _switched(rank: int, world_size: int, folder: str) -> None:
+    losses, expected = torch.load(f"{folder}/trusted.pt")
+    for name in ("zero1", "zero3_offload", "tensor, stage 3"):
+        alone = "parallel" in LAYOUTS[name]
+        strategy = ZeROStrategy(sharding={"min_unit_numel": 0}, **LAYOUTS[name])
+        module = train_switched(0 if alone else rank, 1 if alone else world_size, folder, strategy)
+        assert_close(mean_over_ranks(module.losses), losses, f"{name}, losses", 1e-5)
+        assert_close(weights(module), expected, name, 1e-5)
+        other = sum(up16(p.numel()) for key, p in module.named_parameters() if "lora_" in key and ".other" in key)
+        for before, more in zip(module.seen[:3], module.seen[3:], strict=True):
+            assert 0 < before < more < before + 2 * 4 * (other + 64 * 4), f"{name}: {module.seen}"
+
+
+def test_an_adapter_that_is_switched_on_trains_and_the_model_does_not(tmp_path: Path) -> None:
+    save(tmp_path, "llama")
+    _trusted_switch(folder=str(tmp_path))
+    _switched(folder=str(tmp_path))
+
+
 @on_ranks(1, timeout_s=150)
 def _trusted(rank: int, world_size: int, folder: str, kind: str) -> None:
     module = train_long(rank, world_size, folder, "auto", kind)

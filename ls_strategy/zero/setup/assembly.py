@@ -25,7 +25,7 @@ from ls_strategy.zero.flat.units import Flat, Unit
 from ls_strategy.zero.lazy import LazyTensor, source_of
 from ls_strategy.zero.setup import agreement
 from ls_strategy.zero.setup import materialize as materials
-from ls_strategy.zero.setup.frozen import quantized_params
+from ls_strategy.zero.setup.frozen import adapter_params, quantized_params
 from ls_strategy.zero.setup.partition import UnitSpec, partition
 from ls_strategy.zero.setup.share import Share
 from ls_strategy.zero.step.elementwise import is_elementwise, refuse_wrapper, require_elementwise, require_one_pass
@@ -147,6 +147,7 @@ class Draft:
     def resolve(self, mesh: Mesh, held: dict[int, Flat], weights: Sequence[Fraction] = (), rank: int = 0) -> Plan:
         """Lay out the buffers. ``held`` is as in `setup.shard`, ``weights`` and ``rank`` as in `resolve_plan`."""
         kept = {id(p) for m in self.kept_fp32 for p in m.parameters()}
+        adapters = adapter_params(self.model)
 
         def facts(name: str, p: nn.Parameter) -> ParamFacts:
             dtype = held[id(p)].master_dtype if id(p) in held else p.dtype
@@ -171,6 +172,7 @@ class Draft:
                 replicated=id(p) in self._replicated,
                 quantized=self.config.precision.frozen if id(p) in self._quantized else None,
                 frozen=id(p) in self._owners and not p.requires_grad and not trained,
+                adapter=id(p) in adapters,
             )
 
         return resolve_plan(
