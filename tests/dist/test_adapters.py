@@ -187,7 +187,8 @@ class SwitchedOn(Long):
             self.seen.append(float(strategy.memory_bytes()["optimizer"]))
 
     def configure_optimizers(self) -> Any:
-        return torch.optim.AdamW(self.parameters(), lr=0.01, eps=1e-4, fused=True)
+        # B starts at zero, so that Adam with a smaller eps multiplies the rounding of its first gradients.
+        return torch.optim.AdamW(self.parameters(), lr=0.05, eps=1e-2, fused=True)
 
 
 def train_switched(rank: int, world_size: int, folder: str, strategy: Any) -> SwitchedOn:
@@ -212,8 +213,8 @@ def _switched(rank: int, world_size: int, folder: str) -> None:
         assert_close(mean_over_ranks(module.losses), losses, f"{name}, losses", 1e-5)
         assert_close(weights(module), expected, name, 1e-5)
         other = sum(up16(p.numel()) for key, p in module.named_parameters() if "lora_" in key and ".other" in key)
-        for before, more in zip(module.seen[:3], module.seen[3:], strict=True):
-            assert 0 < before < more < before + 2 * 4 * (other + 64 * 4), f"{name}: {module.seen}"
+        before, after = module.seen[2], module.seen[-1]
+        assert 0 < before < after < before + 2 * 4 * (other + 64 * 4), f"{name}: {module.seen}"
 
 
 def test_an_adapter_that_is_switched_on_trains_and_the_model_does_not(tmp_path: Path) -> None:
