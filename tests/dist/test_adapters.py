@@ -34,6 +34,25 @@ KINDS: dict[str, dict[str, Any]] = {
     "dora": {**LORA, "use_dora": True},
     "pissa": {**LORA, "init_lora_weights": "pissa"},
     "modules_to_save": {**LORA, "modules_to_save": ["lm_head"]},
+    "tokens": {**LORA, "trainable_token_indices": [1, 2, 5], "bias": "all"},
+    "ranks": {**LORA, "target_modules": "all-linear", "task_type": "CAUSAL_LM", "rank_pattern": {"q_proj": 3}},
+    "embedding": {**LORA, "target_modules": ["embed_tokens", "q_proj"]},
+    "vera": {"peft_type": "VERA", "target_modules": ["q_proj", "o_proj"], "r": 8},
+    "ia3": {"peft_type": "IA3", "target_modules": ["k_proj", "down_proj"], "feedforward_modules": ["down_proj"]},
+    "oft": {"peft_type": "OFT", "target_modules": ["q_proj"], "r": 0, "oft_block_size": 8},
+    "loha": {"peft_type": "LOHA", "target_modules": ["q_proj"], "r": 4},
+    "lokr": {"peft_type": "LOKR", "target_modules": ["q_proj"], "r": 4},
+    "adalora": {
+        "peft_type": "ADALORA",
+        "target_modules": ["q_proj"],
+        "init_r": 6,
+        "target_r": 3,
+        "tinit": 1,
+        "tfinal": 2,
+        "deltaT": 1,
+        "total_step": 8,
+        "orth_reg_weight": 0.0,
+    },
     "prompt": {"peft_type": "PROMPT_TUNING", "task_type": "CAUSAL_LM", "num_virtual_tokens": 3},
 }
 
@@ -77,10 +96,24 @@ class Switching(Adapted):
         return super().training_step(batch, i)
 
 
+class Everything(Adapted):
+    """The optimizer gets all parameters."""
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.AdamW(self.parameters(), lr=self.rate, eps=1e-4, fused=True)
+
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        if self.kind == "adalora":
+            self.model.base_model.update_and_allocate(self.global_step)
+
+
+OTHERS = ("tokens", "ranks", "embedding", "vera", "ia3", "oft", "loha", "lokr", "adalora")
+
+
 @on_ranks(2, timeout_s=150)
 def _as_ddp(rank: int, world_size: int, folder: str, kinds: list[str]) -> None:
     for kind in kinds:
-        make: Any = Switching if kind == "switching" else Adapted
+        make: Any = Switching if kind == "switching" else Everything if kind in OTHERS else Adapted
         runs = []
         for strategy in (3, "ddp_find_unused_parameters_true"):
             module = make(Path(folder) / "llama", kind="lora" if kind == "switching" else kind)
@@ -99,6 +132,8 @@ def _as_ddp(rank: int, world_size: int, folder: str, kinds: list[str]) -> None:
     [
         ("lora", "dora"),
         ("prompt", "switching"),
+        ("tokens",),
+        *[slow((kind,)) for kind in OTHERS[1:]],
         pytest.param(("gaussian", "orthogonal", "pissa", "modules_to_save"), marks=pytest.mark.slow),
     ],
     ids=" ".join,

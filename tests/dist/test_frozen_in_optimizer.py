@@ -69,7 +69,7 @@ class Adapted(Net):
     def matrices(self) -> list[nn.Parameter]:
         return [p for name, p in self.blocks.named_parameters() if name.endswith(("wide.weight", "narrow.weight"))]
 
-    def freeze(self, frozen: bool = True) -> None:
+    def freeze_matrices(self, frozen: bool = True) -> None:
         for p in self.matrices:
             p.requires_grad_(not frozen)
 
@@ -145,7 +145,7 @@ def test_cost_nothing_where_the_own_step_runs(tmp_path: Path) -> None:
 class AtAnEpoch(Adapted):
     def on_train_epoch_start(self) -> None:
         if self.current_epoch == 1:
-            self.freeze(False)
+            self.freeze_matrices(False)
 
 
 class WithMomentum(AtAnEpoch):
@@ -165,7 +165,7 @@ class InTheStep(Adapted):
 
     def training_step(self, batch: Any, i: int) -> Any:
         if self.global_step == 4:
-            self.freeze(False)
+            self.freeze_matrices(False)
         return super().training_step(batch, i)
 
 
@@ -174,23 +174,23 @@ class AfterTheForward(Adapted):
 
     def on_before_backward(self, loss: Tensor) -> None:
         if self.global_step == 4:
-            self.freeze(False)
+            self.freeze_matrices(False)
 
 
 class OnAndOff(Adapted):
     """Adam goes on with the moments of before; what is frozen does not decay."""
 
     def on_train_epoch_start(self) -> None:
-        self.freeze(self.current_epoch % 2 == 0)
+        self.freeze_matrices(self.current_epoch % 2 == 0)
 
 
 class FrozenLater(Adapted):
     def build(self) -> None:
         super().build()
-        self.freeze(False)
+        self.freeze_matrices(False)
 
     def on_train_epoch_start(self) -> None:
-        self.freeze(self.current_epoch >= 2)
+        self.freeze_matrices(self.current_epoch >= 2)
 
 
 class WithinAnAccumulation(Adapted):
@@ -198,7 +198,7 @@ class WithinAnAccumulation(Adapted):
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
         if self.current_epoch == 1 and batch_idx == 1:
-            self.freeze(False)
+            self.freeze_matrices(False)
 
 
 class PlainBackward(Adapted):
@@ -209,7 +209,7 @@ class PlainBackward(Adapted):
     def training_step(self, batch: Any, i: int) -> None:
         optimizer: Any = self.optimizers()
         if self.global_step == 2:
-            self.freeze(False)
+            self.freeze_matrices(False)
         for part in (0, 1):
             self.noted_loss([t[part::2] for t in batch]).backward()
         optimizer.step()
@@ -357,7 +357,7 @@ class FromAnEpoch(Adapted):
     epoch = 1
 
     def on_train_epoch_start(self) -> None:
-        self.freeze(self.current_epoch < self.epoch)
+        self.freeze_matrices(self.current_epoch < self.epoch)
 
 
 class AfterTheSave(FromAnEpoch):

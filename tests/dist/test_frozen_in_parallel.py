@@ -28,16 +28,16 @@ class Frozen(Module):
 
     def configure_model(self) -> None:
         super().configure_model()
-        self.freeze(True)
+        self.freeze_matrices(True)
 
-    def freeze(self, frozen: bool) -> None:
+    def freeze_matrices(self, frozen: bool) -> None:
         for p in self.model.parameters():
             if p.dim() > 1:
                 p.requires_grad_(not frozen)
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
         if self.trainer.global_step == 3:
-            self.freeze(False)
+            self.freeze_matrices(False)
 
     def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
         super().on_train_batch_end(outputs, batch, batch_idx)
