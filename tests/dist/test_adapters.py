@@ -122,8 +122,9 @@ def _as_ddp(rank: int, world_size: int, folder: str, kinds: list[str]) -> None:
         ours, trusted = runs
         assert ours.was_on_meta
         assert_equal(ours.at_start, trusted.at_start, f"{kind}, at the start")
-        assert_equal(ours.losses, trusted.losses, f"{kind}, losses")
-        assert_equal(weights(ours), weights(trusted), f"{kind}, at the end")
+        same: Any = assert_close if kind == "adalora" else assert_equal  # it computes with averaged gradients
+        same(ours.losses, trusted.losses, f"{kind}, losses")
+        same(weights(ours), weights(trusted), f"{kind}, at the end")
         assert len(set(ours.losses)) == 4
 
 
