@@ -29,7 +29,7 @@ from tests.dist.ranks import (
     saved,
     weights,
 )
-from tests.marks import in_turn
+from tests.marks import in_turn, slow
 
 EVERYWHERE: dict[str, dict[str, Any]] = {
     "stage 0": {"stage": 0},
@@ -124,13 +124,19 @@ def costs(rank: int, world_size: int, names: list[str], folder: str, precision: 
     return found
 
 
-@pytest.mark.parametrize("precision", ["32-true", "bf16-true"])
-def test_cost_what_parameters_without_an_optimizer_cost(precision: str, tmp_path: Path) -> None:
+FEW = ["zero1", "zero3, small units", "zero1_offload", "zero3_nvme"]
+
+
+@pytest.mark.parametrize(
+    ("precision", "names"), [("bf16-true", FEW), slow("32-true", list(EVERYWHERE)), slow("bf16-true", list(EVERYWHERE))]
+)
+def test_cost_what_parameters_without_an_optimizer_cost(precision: str, names: list[str], tmp_path: Path) -> None:
     kinds = [Adapted, AdaptedOnly]
-    found = spawn(costs, 2, list(EVERYWHERE), str(tmp_path), precision, kinds, init_process_group=False, timeout_s=100)
+    found = spawn(costs, 2, names, str(tmp_path), precision, kinds, init_process_group=False, timeout_s=100)
     assert found == [[], []], "\n".join(found[0])
 
 
+@pytest.mark.slow
 def test_cost_nothing_where_the_own_step_runs(tmp_path: Path) -> None:
     names = [name for name in EVERYWHERE if "nvme" not in name and name != "int8"]
     found = spawn(
@@ -300,11 +306,13 @@ def compare(kind: type[Net], names: Any, folder: Path, **options: Any) -> None:
     assert found == [{}, {}], f"{kind.__name__}: {found}"
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize(("kind", "names"), in_turn(NUMBERS, EVERYWHERE))
 def test_train_once_unfrozen_as_in_a_plain_trainer(kind: type[Net], names: dict[str, Any], tmp_path: Path) -> None:
     compare(kind, names, tmp_path)
 
 
+@pytest.mark.slow
 def test_within_an_accumulation_and_clipped(tmp_path: Path) -> None:
     names = ["stage 0", "zero1", "zero2", "zero3, small units", "zero3_offload"]
     compare(WithinAnAccumulation, names, tmp_path, accumulate_grad_batches=3, gradient_clip_val=0.1)
@@ -395,6 +403,7 @@ RESUMES = [
 ]
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(("kind", "name", "then"), RESUMES)
 def test_resume_before_and_after_unfreezing(kind: type[Net], name: str, then: str, tmp_path: Path) -> None:
     plain = [str(tmp_path / "plain.ckpt")]
