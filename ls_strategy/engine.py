@@ -32,6 +32,7 @@ from ls_strategy.config import LossScaleConfig, ZeROConfig
 from ls_strategy.distributed.mesh import Mesh
 from ls_strategy.layout import TensorPart
 from ls_strategy.loss_scale import LossScaler
+from ls_strategy.plan import Plan
 from ls_strategy.precision import PrecisionPolicy
 from ls_strategy.zero import memory
 from ls_strategy.zero.away import Away
@@ -113,7 +114,7 @@ class Engine:
             previous.detach()
         held = {} if previous is None else {id(p): f for f in previous.flats for p in f.params}
         sharded = shard(draft, optimizers, mesh, device, held)
-        self.plan, self.units, self.offload = sharded.plan, sharded.units, sharded.offload
+        self._planned, self.units, self.offload = sharded.plan, sharded.units, sharded.offload
         self.on_demand, self.gatherer, self.reducer = sharded.on_demand, sharded.gatherer, sharded.reducer
         scaler = LossScaler(loss_scale or LossScaleConfig()) if precision.loss_scaling else None
         self.stepper = Stepper(sharded, optimizers, scaler, None if previous is None else previous.stepper)
@@ -225,6 +226,11 @@ class Engine:
         self.stepper.go_on_from(previous.stepper)
 
     @property
+    def plan(self) -> Plan:
+        """Return the plan, with the states that unfrozen buffers have now."""
+        return self._planned.with_flats(f.plan for f in self.flats)
+
+    @property
     def flats(self) -> list[Flat]:
         """Return every flat buffer, in order of the units."""
         return [f for u in self.units for f in u.flats]
@@ -261,6 +267,7 @@ class Engine:
         """
         self.on_demand.thread = threading.get_ident()
         self.on_demand.write_back()
+        self.stepper.unfreezing.follow()
         self.gatherer.fetch_root()
         if self._broadcast_buffers_next:
             broadcast_buffers(self.model, self.comm)
@@ -407,11 +414,8 @@ class Engine:
         return "\n".join([self.plan.describe(), *steps, *filter(None, [self.offload.describe(self.plan)])])
 
     def trainable_masters(self) -> list[Tensor]:
-        """Return this rank's trainable master shards, in the order of the units; copies of those on NVMe.
-
-        Not collective.
-        """
-        return [f.read_master() for f in self.flats if f.trainable]
+        """Return this rank's trainable master shards in the units' order; copies of those on NVMe. Not collective."""
+        return [flat.read_master() for flat in self.stepper.flats_that_train]
 
     # reading ---------------------------------------------------------------------------------------------------------
 
@@ -422,8 +426,7 @@ class Engine:
         Inside, forwards of units that are held completely send nothing, so ranks may run different numbers of them.
 
         Args:
-            params: the parameters; all in the same flat buffers are gathered too, and those of other pipeline stages
-                are not. Default: all.
+            params: the parameters, of this pipeline stage; all in their flat buffers are gathered too. Default: all.
             modify: keep what is written inside. Otherwise writing is an error.
 
         Raises:

@@ -5,18 +5,17 @@ A plan is integers over shapes. The engine builds exactly what it says, and test
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
-from typing import Any
+from itertools import islice
 
 import torch
 
-from ls_strategy.config import FrozenFormat, MomentFormat, TierConfig, TierName, ZeROConfig
-from ls_strategy.layout import ALIGN, FlatLayout, TensorPart
+from ls_strategy.config import FrozenFormat, MomentFormat, TierName
+from ls_strategy.layout import FlatLayout
 from ls_strategy.ops.moments import BLOCK as MOMENT_BLOCK
-from ls_strategy.ops.quantized import TILE, packed_bytes
+from ls_strategy.ops.quantized import packed_bytes
 from ls_strategy.tiers import TIERS
 from ls_strategy.zero_stages import REPLICATED, StagePolicy
 
@@ -28,36 +27,6 @@ MOMENT_BYTES: dict[MomentFormat, float] = {"fp32": 4.0, "bf16": 2.0, "int8": 1.0
 
 
 @dataclass(frozen=True)
-class ParamFacts:
-    """Facts about one parameter that a plan needs."""
-
-    name: str
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-    """Dtype in the forward."""
-
-    optimizer: int = FROZEN
-    group: int = 0
-    part: TensorPart | None = None
-    """This rank's part of it, with tensor or expert parallelism; ``shape`` is then the shape of the part."""
-
-    tied: bool = False
-    """Whether another pipeline stage holds it too."""
-
-    replica: bool = False
-    """Whether the other pipeline stage counts and saves it."""
-
-    shared_by: tuple[int, ...] = ()
-    """Numbers of its optimizers if there are several; ``optimizer`` is then the number of this set."""
-
-    replicated: bool = False
-    """Whether every rank is to hold it in full at stage 3."""
-
-    quantized: FrozenFormat | None = None
-    """Format of a frozen weight in 4 or 8 bits."""
-
-
-@dataclass(frozen=True)
 class FlatPlan:
     """One flat buffer: the parameters of a unit with the same optimizer and dtype."""
 
@@ -66,7 +35,7 @@ class FlatPlan:
     master_dtype: torch.dtype
     optimizer: int
     optimizer_tier: TierName = "device"
-    """Tier of master weights and optimizer states; for a frozen buffer, ``param_tier``."""
+    """Tier of master weights and optimizer states; for a buffer that does not train, ``param_tier``."""
 
     param_tier: TierName = "device"
     """Tier of this rank's shard of the parameters, at stage 3."""
@@ -92,15 +61,18 @@ class FlatPlan:
     quantized: FrozenFormat | None = None
     """Format of frozen weights that are stored and sent in 4 or 8 bits, and dequantized when they are gathered."""
 
+    unfrozen: FlatPlan | None = None
+    """For parameters that are in an optimizer but frozen: the plan that applies once one of them is unfrozen."""
+
     @property
     def owners(self) -> tuple[int, ...]:
-        """Return the numbers of the optimizers that update it."""
-        return self.shared_by or ((self.optimizer,) if self.trainable else ())
+        """Return the numbers of the optimizers that have its parameters."""
+        return self.shared_by or ((self.optimizer,) if self.optimizer != FROZEN else ())
 
     @property
     def trainable(self) -> bool:
         """Whether an optimizer updates it."""
-        return self.optimizer != FROZEN
+        return self.optimizer != FROZEN and self.unfrozen is None
 
     @property
     def gathered_numel(self) -> int:
@@ -196,6 +168,11 @@ class Plan:
 
     rank: int = 0
 
+    def with_flats(self, flats: Iterable[FlatPlan]) -> Plan:
+        """Return this plan with other states of its buffers, in the order of the units."""
+        changed = iter(flats)
+        return replace(self, units=tuple(replace(u, flats=tuple(islice(changed, len(u.flats)))) for u in self.units))
+
     @property
     def numel(self) -> int:
         """Return the parameters of the model, counting shared ones once."""
@@ -250,7 +227,8 @@ class Plan:
         policy, full, trained = flat.policy(self.policy), flat.layout.numel, flat.trainable
         stepped = flat.layout.shard if policy.optimizer else full
         own_master = trained and (flat.master_dtype != flat.dtype or flat.optimizer_tier != "device")
-        kept = [self._moment_bytes(flat) if optimizer_bytes is None else optimizer_bytes[i] for i in flat.owners]
+        owners = flat.owners if trained else ()
+        kept = [self._moment_bytes(flat) if optimizer_bytes is None else optimizer_bytes[i] for i in owners]
         return FlatBytes(
             parameters=0 if policy.parameters else full * flat.dtype.itemsize,
             own_shard=stepped * flat.dtype.itemsize if flat.has_own_shard(policy) else 0,
@@ -342,7 +320,11 @@ class Plan:
             name = first if count == 1 else f"{first} ... {last}"
             times = f"{count} x " if count > 1 else ""
             lines.append(f"  {name:<40} {times}{numel:,} parameters{', gathered for the whole step' if root else ''}")
-        quantized = [f for unit in self.units for f in unit.flats if f.quantized is not None]
+        flats = [f for unit in self.units for f in unit.flats]
+        frozen = sum(f.layout.param_numel for f in flats if f.unfrozen is not None)
+        if frozen:
+            lines.append(f"  {frozen:,} frozen parameters in optimizers have no gradients and states until unfrozen")
+        quantized = [f for f in flats if f.quantized is not None]
         if quantized:
             numel = sum(f.layout.param_numel for f in quantized)
             lines.append(f"  {numel:,} frozen parameters are stored as {quantized[0].quantized}")
@@ -353,96 +335,3 @@ class Plan:
                 lines.append(f"  per rank, {TIERS[tier].place}: {by_kind}, together {total:,.1f} MiB")
         lines.append(f"  sent per step: {self.elements_sent():,} elements")
         return "\n".join(lines)
-
-
-def resolve_plan(  # noqa: PLR0913  (sizes of groups, one by one)
-    units: Iterable[tuple[str, bool, Sequence[ParamFacts]]],
-    *,
-    policy: StagePolicy,
-    world_size: int,
-    master_dtype: torch.dtype,
-    compute_dtype: torch.dtype,
-    config: ZeROConfig | None = None,
-    tensor_size: int = 1,
-    expert_world_size: int = 1,
-    weights: Sequence[Fraction] = (),
-    rank: int = 0,
-) -> Plan:
-    """Lay out every unit's buffers.
-
-    Args:
-        units: name, whether it is a root unit, and its parameters, in order of registration.
-        policy: which states are sharded.
-        world_size: ranks over which states are sharded.
-        master_dtype: of master weights for parameters in ``compute_dtype``. Others keep their dtype.
-        compute_dtype: of most parameters in the forward.
-        config: options of offload and moments.
-        tensor_size: size of the tensor-parallel axis. Parameters that it replicates get separate buffers, so that a
-            norm counts them once.
-        expert_world_size: ranks over which the states of experts are sharded, with expert parallelism.
-        weights: relative shard sizes by rank; empty for equal shards.
-        rank: the rank to plan for, with ``weights``.
-    """
-    config = config or ZeROConfig()
-    weights = tuple(weights) if len(set(weights)) > 1 else ()
-    # A block of an 8-bit moment belongs to one parameter, so that two updates never share a scale.
-    align = MOMENT_BLOCK if config.precision.moments == "int8" else ALIGN
-    plans: list[UnitPlan] = []
-    for name, is_root, params in units:
-        classes: defaultdict[tuple[Any, ...], list[ParamFacts]] = defaultdict(list)
-        for p in params:
-            copies = tensor_size if p.part is None else p.part.copies
-            expert = p.part is not None and p.part.axis == "expert"
-            replicated = p.replicated and p.optimizer == FROZEN and policy.parameters
-            classes[p.optimizer, p.dtype, copies, p.tied, p.replica, expert, replicated, p.quantized].append(p)
-        flats: list[FlatPlan] = []
-        for (optimizer, dtype, copies, tied, replica, expert, replicated, quantized), members in classes.items():
-            # Sort by group, so that decay and no-decay are two runs per unit instead of one per parameter.
-            members.sort(key=lambda p: p.group)
-            parts = {p.name: p.part for p in members if p.part is not None}
-            ranks = expert_world_size if expert else world_size
-            unit_of_cuts = align if quantized is None else TILE
-            layout = FlatLayout.pack(
-                ((p.name, p.shape) for p in members), ranks, align=unit_of_cuts, parts=parts, weights=weights, rank=rank
-            )
-            own = optimizer == FROZEN or dtype != compute_dtype
-            kept = dtype if own else master_dtype
-            flat = FlatPlan(layout, dtype, kept, optimizer, copies=copies, tied=tied, replica=replica)
-            shared_by = members[0].shared_by
-            flats.append(replace(flat, shared_by=shared_by, replicated=replicated, quantized=quantized))
-        plans.append(UnitPlan(name, is_root, tuple(flats)))
-    return Plan(policy, world_size, _assign_tiers(plans, config), config.precision.moments, weights, rank)
-
-
-def _assign_tiers(units: list[UnitPlan], config: ZeROConfig) -> tuple[UnitPlan, ...]:
-    """Assign the tiers. With a ``ratio``, the first buffers that fit stay on the device."""
-    flats = [f for u in units for f in u.flats]
-    optimizer = _split([f for f in flats if f.trainable], config.offload.tier_of("optimizer"))
-    param = _split([f for f in flats if not f.replicated], config.offload.tier_of("parameters"))
-    offloaded = [f for f in flats if optimizer.get(id(f), "device") != "device"]
-    gradient = _split(offloaded, config.offload.tier_of("gradients"))
-    result: list[UnitPlan] = []
-    for unit in units:
-        placed: list[FlatPlan] = []
-        for f in unit.flats:
-            param_tier = param.get(id(f), "device")
-            optimizer_tier = optimizer.get(id(f), "device") if f.trainable else param_tier
-            followed = optimizer_tier if f.trainable else "device"
-            gradient_tier = followed if config.offload.gradients is None else gradient.get(id(f), "device")
-            placed.append(replace(f, optimizer_tier=optimizer_tier, param_tier=param_tier, gradient_tier=gradient_tier))
-        result.append(replace(unit, flats=tuple(placed)))
-    return tuple(result)
-
-
-def _split(flats: list[FlatPlan], offload: TierConfig | None) -> dict[int, TierName]:
-    """Return the tiers of offloaded buffers by ``id``; the others stay on the device."""
-    if offload is None:
-        return {}
-    room = (1.0 - offload.ratio) * sum(f.layout.shard for f in flats)
-    result: dict[int, TierName] = {}
-    for flat in flats:
-        if flat.layout.shard <= room:
-            room -= flat.layout.shard
-        else:
-            result[id(flat)] = offload.tier
-    return result

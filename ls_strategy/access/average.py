@@ -16,7 +16,7 @@ def exchange_masters(engine: Engine, others: list[Tensor], *, publish: bool) -> 
         publish: update the module's parameters too. Collective then.
     """
     engine.wait()
-    flats = [f for f in engine.flats if f.trainable]
+    flats = engine.stepper.flats_that_train
     for flat, other in zip(flats, others, strict=True):
         flat.exchange_master(other)
     if publish and engine.policy.parameters:

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import weakref
+from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any
 
+import torch
 from torch import Tensor
 from typing_extensions import override
 
@@ -15,6 +18,7 @@ from ls_strategy.checkpoint.full import full_state_dict, masters_from_state_dict
 from ls_strategy.engine import Engine
 from ls_strategy.errors import PlanError, StateError
 from ls_strategy.host.pytorch import Callback, pl
+from ls_strategy.zero.flat.units import Flat
 
 
 class ShardedEMA(Callback):
@@ -47,9 +51,12 @@ class ShardedEMA(Callback):
         """Start from the weights, or from the checkpoint's average."""
         engine = zero_strategy(trainer, self).require_engine()
         self._average = [m.detach().float().clone() for m in engine.trainable_masters()]
+        frozen: dict[int, Tensor] = {}
         if self._loaded is not None:
-            masters_from_state_dict(pl_module, self._loaded, engine.units, self._average)
+            masters_from_state_dict(pl_module, self._loaded, engine.stepper.flats_that_train, self._average)
+            frozen = self._averages_of_frozen(pl_module, self._loaded, engine.flats)
             self._loaded = None
+        engine.stepper.unfreezing.on_admitted.append(partial(self._add, weakref.ref(engine), frozen))
         self._last_step = trainer.global_step
 
     @override
@@ -64,10 +71,34 @@ class ShardedEMA(Callback):
         for average, master in zip(self._average, engine.trainable_masters(), strict=True):
             average.lerp_(master.detach().float(), 1.0 - self.decay)
 
+    @staticmethod
+    def _averages_of_frozen(
+        module: pl.LightningModule, saved: Mapping[str, Tensor], flats: Sequence[Flat]
+    ) -> dict[int, Tensor]:
+        """Return the averages of buffers that are frozen now but have trained before, by ``id`` of the buffer."""
+        found: dict[int, Tensor] = {}
+        names = {id(p): name for name, p in module.named_parameters()}
+        for flat in flats:
+            if flat.is_frozen and all(names[id(p)] in saved for p in flat.params):
+                value = flat.read_master().detach().float()
+                average = value.clone()
+                masters_from_state_dict(module, saved, [flat], [average])
+                if not torch.equal(value, average):
+                    found[id(flat)] = average
+        return found
+
+    def _add(self, engine: weakref.ref[Engine], frozen: dict[int, Tensor], flats: list[Flat]) -> None:
+        """Average buffers that were frozen until now. Their average so far is their value, or in ``frozen``."""
+        now = engine()
+        for place, flat in enumerate([] if now is None else now.stepper.flats_that_train):
+            if flat in flats:
+                average = frozen.pop(id(flat), None)
+                self._average.insert(place, flat.read_master().detach().float().clone() if average is None else average)
+
     def _engine(self, trainer: pl.Trainer) -> Engine:
         """Return the engine, if its shards are still those of the average. Not collective."""
         engine = zero_strategy(trainer, self).require_engine()
-        shards = [flat.stepped_numel for unit in engine.units for flat in unit.trainable_flats]
+        shards = [flat.stepped_numel for flat in engine.stepper.flats_that_train]
         if shards != [a.numel() for a in self._average]:
             raise PlanError(
                 "ShardedEMA averages the parameters that were in the optimizers when the fit began, but parameters "

@@ -6,7 +6,7 @@ Weights are saved in master precision, so that a 16-bit run resumes exactly. A p
 from __future__ import annotations
 
 import sys
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import contextmanager
 from types import FrameType
 from typing import Any, cast
@@ -120,11 +120,10 @@ def load_full_state_dict(
 
 
 def masters_from_state_dict(
-    model: nn.Module, state: Mapping[str, Tensor], units: list[Unit], masters: list[Tensor]
+    model: nn.Module, state: Mapping[str, Tensor], flats: Sequence[Flat], masters: list[Tensor]
 ) -> None:
-    """Fill tensors shaped like the trainable master shards, in the units' order, from full tensors. Not collective."""
+    """Fill tensors shaped like the master shards of ``flats`` from full tensors. Not collective."""
     names = {id(p): n for n, p in model.named_parameters()}
-    flats = [flat for unit in units for flat in unit.trainable_flats]
     for flat, master in zip(flats, masters, strict=True):
         for param, piece, slot in zip(flat.params, flat.pieces, flat.layout.slots, strict=True):
             value = part_of(state[names[id(param)]], slot.part)

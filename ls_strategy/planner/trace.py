@@ -63,6 +63,7 @@ class _Flat:
 
     params: list[nn.Parameter]
     trainable: bool = True
+    has_optimizer: bool = True
 
 
 class _Recorder:

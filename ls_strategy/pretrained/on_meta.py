@@ -91,7 +91,7 @@ class OnMeta(TorchDispatchMode):
 
 
 class DataOnMeta(TorchFunctionMode):
-    """Keeps the values where torch drops them on meta: ``torch.tensor`` of numbers, and some of ``torch.nn.init``."""
+    """Keeps the values where torch drops them on meta: lists of numbers, and some of ``torch.nn.init``."""
 
     def __init__(self, on_meta: OnMeta) -> None:
         """``on_meta``: notes the values."""
@@ -106,6 +106,8 @@ class DataOnMeta(TorchFunctionMode):
                 return self._from_data(func, args, kwargs)
             if func == Tensor.new_tensor and args[0].is_meta:
                 return self._from_data(torch.tensor, args[1:], {"dtype": args[0].dtype, **kwargs})
+            if func in _INDEXES and args[0].is_meta:
+                return func(args[0], _index_in_memory(args[1]), *args[2:])
             if func in _ASKS_DEVICE and func(*args) in (True, _META):
                 self._asked(args[0])
         return func(*args, **kwargs)
@@ -139,6 +141,15 @@ class DataOnMeta(TorchFunctionMode):
 _META = torch.device("meta")
 _ASKS_DEVICE: Any = (Tensor.is_meta.__get__, Tensor.device.__get__)  # type: ignore[attr-defined]
 _FROM_DATA: Any = (torch.tensor, torch.as_tensor, torch.asarray)
+_INDEXES: Any = (Tensor.__getitem__, Tensor.__setitem__)
+
+
+def _index_in_memory(index: Any) -> Any:
+    """Return an index with tensors in place of lists of numbers, of which torch makes tensors on meta."""
+    if isinstance(index, tuple):
+        return tuple(map(_index_in_memory, index))
+    flat = index if isinstance(index, list) else []
+    return torch.tensor(index, device="cpu") if flat and all(isinstance(i, int) for i in flat) else index
 
 
 def _is_loaded(tensor: Tensor) -> bool:

@@ -140,6 +140,11 @@ class ResidentTier:
                 self._tensors[key] = self._allocate(numel, dtype).zero_()
             return self._tensors[key]
 
+    def drop(self, key: Key) -> None:
+        """Free the memory of a state, if it has any."""
+        with self._lock:
+            self._tensors.pop(key, None)
+
     def get(self, key: Key, start: int = 0, stop: int | None = None) -> ResidentLease:
         """Return elements ``[start, stop)`` as a view of the resident tensor."""
         end, _ = resolve_range(self.sizes, key, start, stop)

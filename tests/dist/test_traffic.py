@@ -89,9 +89,13 @@ def expected(case: Case, world_size: int) -> tuple[int, int]:
     block = padded([width, width, hidden * width, hidden, width * hidden, width], world_size)
     scalar = [1] if "uneven" in case.traits else []
     # The module's own parameters come first: the scalar stands before the embedding.
-    root = padded([*scalar, VOCABULARY * width], world_size) + padded([VOCABULARY * width, VOCABULARY], world_size)
-    trained_blocks = case.blocks - ("frozen" in case.traits)
-    trained = root + trained_blocks * block
+    begin, bias = padded([*scalar, VOCABULARY * width], world_size), padded([VOCABULARY], world_size)
+    frozen = (
+        "frozen" in case.traits
+    )  # the bias of the head then has a buffer of its own, although it is in the optimizer
+    head = padded([VOCABULARY * width, *([] if frozen else [VOCABULARY])], world_size)
+    root = begin + head + (bias if frozen else 0)
+    trained = begin + head + (case.blocks - frozen) * block
     others = world_size - 1
     p = root + case.blocks * block
     if case.stage in (0, 1):

@@ -138,7 +138,7 @@ def test_a_wrong_shape_is_refused_without_strict(engine: Engine, before: dict[st
 def test_masters_from_full_tensors(engine: Engine, before: dict[str, Tensor]) -> None:
     flats = [flat for unit in engine.units for flat in unit.trainable_flats]
     masters = [torch.zeros_like(flat.master) for flat in flats]
-    masters_from_state_dict(engine.model, before, engine.units, masters)
+    masters_from_state_dict(engine.model, before, flats, masters)
     for flat, master in zip(flats, masters, strict=True):
         for piece in flat.pieces:
             assert torch.equal(master[piece.start : piece.stop], flat.master[piece.start : piece.stop])

@@ -324,6 +324,21 @@ def test_dead_draws_are_not_replayed() -> None:
     assert [operation.name for operation in needed([place_of(layer.weight)])] == ["zero_.default"]
 
 
+def test_lists_of_numbers_are_indices() -> None:
+    def build() -> Bag:
+        table = torch.arange(12.0).view(4, 3)
+        table[[0, 2], 1:] = -1.0
+        mask = [True, False, False, True]
+        return Bag(rows=nn.Parameter(table[[2, 0]] + 1), element=table[[1, 2], [2, 0]].clone(), few=table[mask].clone())
+
+    with without_memory(CPU):
+        model = build()
+    fill(model)
+    found, expected = tensors(model), tensors(build())
+    assert found.keys() == expected.keys()
+    assert all(torch.equal(found[name], value) for name, value in expected.items())
+
+
 def test_what_is_not_known_is_refused() -> None:
     with torch.device("meta"):
         elsewhere = torch.ones(3)

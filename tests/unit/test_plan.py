@@ -9,7 +9,8 @@ import torch
 
 from ls_strategy.config import OffloadConfig, PrecisionConfig, TierConfig, ZeROConfig
 from ls_strategy.layout import ALIGN, TensorPart
-from ls_strategy.plan import FROZEN, ParamFacts, Plan, resolve_plan
+from ls_strategy.plan import FROZEN, Plan
+from ls_strategy.resolve import ParamFacts, resolve_plan
 from ls_strategy.zero_stages import POLICIES
 
 NUMEL = 1024

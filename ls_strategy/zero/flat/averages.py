@@ -268,6 +268,8 @@ class Averages:
     def change(self, edit: Callable[[Tensor], Any]) -> None:
         """Change the averages in place on any tier, without regard to their scale."""
         self.generation += 1
+        if not self._flat.trainable:
+            return  # frozen: there are none
         if not self.on_nvme:
             edit(self.tensor())
             return

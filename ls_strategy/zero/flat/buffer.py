@@ -134,36 +134,48 @@ class FlatBuffer:
             axis: tensor- or expert-parallel ranks, which hold other parts or copies of the parameters.
         """
         layout = plan.layout
-        self.plan = plan
         self.name = layout.slots[0].name if layout.slots else ""
         """Name of the first parameter."""
-        self.optimizer_tier: TierName = plan.optimizer_tier
-        """Tier of masters and optimizer states."""
-        self.param_tier: TierName = plan.param_tier
-        """Stage 3: tier of this rank's shard of the parameters."""
-        self.gradient_tier: TierName = plan.gradient_tier
-        """Tier of averaged gradients between backward and step."""
-        self.has_own_shard = plan.has_own_shard(policy)
-        """Stage 3: whether that shard is stored in addition to the masters."""
+        self.policy = policy
+        """Which states of this buffer are sharded."""
         self.storage = storage or StateStorage()
+        self.follow(plan)
+        self.has_optimizer = bool(plan.owners)
+        """Whether the parameters are in an optimizer, also if they are frozen."""
+        self.is_frozen = plan.unfrozen is not None
+        """Whether they are, and no gradients are sent until `Unit.admit`; the same on all ranks."""
+        self.average_dtype = torch.promote_types(torch.float32, (plan.unfrozen or plan).master_dtype)
+        if not self.has_optimizer:
+            self.average_dtype = torch.float32
         self.layout = layout
         self.dtype = plan.dtype
-        self.master_dtype = plan.master_dtype
         self.params = params
         self.nonempty_params = [p for p, slot in zip(params, layout.slots, strict=True) if slot.numel]
         """Those with elements: a backward pass waits for the gradients of these."""
         self.optimizer_index = plan.optimizer
-        self.policy = policy
-        """Which states of this buffer are sharded."""
         self.comm = comm
         self.axis = axis or Axis("tensor")
-        self.trainable = plan.trainable
         self.owned = layout.shard_range(comm.rank)
         """Range of the buffer whose gradients this rank averages and, from stage 1 on, steps."""
         self.stepped = self.owned if policy.optimizer else (0, layout.numel)
         self.stepped_numel = self.stepped[1] - self.stepped[0]
         """Number of elements in ``stepped``."""
         self.pieces: tuple[Piece, ...] = layout.pieces(*self.stepped)
+
+    def follow(self, plan: FlatPlan) -> None:
+        """Take tiers and dtype of the states from a plan."""
+        self.plan = plan
+        self.trainable = plan.trainable
+        """Whether an optimizer updates the buffer. If not, it has neither gradients nor optimizer states."""
+        self.optimizer_tier: TierName = plan.optimizer_tier
+        """Tier of masters and optimizer states."""
+        self.param_tier: TierName = plan.param_tier
+        """Stage 3: tier of this rank's shard of the parameters."""
+        self.gradient_tier: TierName = plan.gradient_tier
+        """Tier of averaged gradients between backward and step."""
+        self.has_own_shard = plan.has_own_shard(self.policy)
+        """Stage 3: whether that shard is stored in addition to the masters."""
+        self.master_dtype = plan.master_dtype
 
     @property
     def resident(self) -> bool:

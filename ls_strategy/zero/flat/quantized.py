@@ -70,14 +70,14 @@ class QuantizedFlat(Flat):
     @override
     def _fill(self, values: list[Tensor], device: torch.device) -> None:
         begin = shard_values if self.policy.parameters else full_values
-        self._place(quantize(begin(self, values, device), self.form))
+        self.place(quantize(begin(self, values, device), self.form))
         self.full = torch.empty(self.layout.numel, dtype=self.dtype, device=device)
         if self.policy.parameters:
             self._wire = torch.empty(packed_bytes(self.layout.numel, self.form), dtype=torch.uint8, device=device)
             self._wire.untyped_storage().resize_(0)
 
     @override
-    def _place(self, mine: Tensor) -> None:
+    def place(self, mine: Tensor) -> None:
         storage = self.storage
         if self.optimizer_tier == "device":
             self.master = mine

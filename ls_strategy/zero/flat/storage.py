@@ -141,6 +141,12 @@ class StateStorage:
             return host_empty(numel, dtype, self.link.device).zero_()
         return torch.zeros(numel, dtype=dtype, device=self.link.device)
 
+    def drop(self, name: str) -> None:
+        """Free a state's memory on a resident tier: it is stored elsewhere now."""
+        home = self.tiers.get(self._tier_of(name))
+        if isinstance(home, ResidentTier):
+            home.drop(self.key(name))
+
     def read(self, name: str) -> Tensor:
         """Return a copy in host memory of a state that is not resident, ``(numel,)``."""
         numel, dtype = self.tiers[self._tier_of(name)].sizes[self.key(name)]

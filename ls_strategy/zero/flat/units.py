@@ -99,12 +99,10 @@ class Flat(FlatBuffer):
             device: device of the buffers.
         """
         self.averages = Averages(self)
-        layout, dtype, master_dtype = self.layout, self.dtype, self.master_dtype
         self._fill(values, device)
-        self.average_dtype = torch.promote_types(torch.float32, master_dtype) if self.trainable else torch.float32
         self.local = LocalGradients(
             self.params,
-            layout,
+            self.layout,
             policy=self.policy,
             pool=self.comm.pool,
             device=device,
@@ -115,9 +113,9 @@ class Flat(FlatBuffer):
         self._index = {id(p): i for i, p in enumerate(self.params)}
         self.writes = UserWrites(self)
         # One element per parameter: `places_of` recognizes a released parameter by its address.
-        placeholder = float("nan") if dtype.is_floating_point else 0
-        released = torch.full((len(self.params),), placeholder, device=device, dtype=dtype)
-        self._released = [nan.expand(slot.shape) for nan, slot in zip(released, layout.slots, strict=True)]
+        placeholder = float("nan") if self.dtype.is_floating_point else 0
+        released = torch.full((len(self.params),), placeholder, device=device, dtype=self.dtype)
+        self._released = [nan.expand(slot.shape) for nan, slot in zip(released, self.layout.slots, strict=True)]
         """What each parameter points at while its unit is released."""
         self.bind()
         self.writes.count_references(bound=True)
@@ -127,14 +125,14 @@ class Flat(FlatBuffer):
     def _fill(self, values: list[Tensor], device: torch.device) -> None:
         """Allocate ``full``, and store the initial values. Collective."""
         if self.policy.parameters:
-            self._place(shard_values(self, values, device))
+            self.place(shard_values(self, values, device))
             self.full = torch.empty(self.layout.numel, dtype=self.dtype, device=device)
         else:
             full = full_values(self, values, device)
             self.full = full if self.dtype == self.master_dtype else full.to(self.dtype)
-            self._place(full[slice(*self.stepped)])
+            self.place(full[slice(*self.stepped)])
 
-    def _place(self, mine: Tensor) -> None:
+    def place(self, mine: Tensor) -> None:
         """Store this rank's initial values on the tiers of masters and parameters."""
         policy, storage, tier = self.policy, self.storage, self.optimizer_tier
         one_copy = policy.parameters or self.dtype == self.master_dtype or not policy.optimizer
@@ -405,6 +403,11 @@ class Unit:
         """Those of them for which no gradient of an input marks the end."""
         self.pinned = False
         """Whether the unit stays gathered until the backward pass is over, because no earlier event marks its end."""
+
+    def admit(self, flat: Flat) -> None:
+        """Send the gradients of a frozen buffer from now on. All ranks must do so at the same time."""
+        flat.is_frozen = False
+        self.trainable_flats = [f for f in self.flats if f.has_optimizer and not f.is_frozen]
 
     def begin_call(self, *, closable: bool) -> None:
         """Begin the backward of a call. ``closable``: a gradient of its inputs marks the end."""

@@ -127,7 +127,7 @@ class UnitHooks:
             for module in unit.modules:
                 self._attach_module(unit, module)
             unit.modules.clear()  # the engine must not keep the model alive
-            for flat in unit.trainable_flats:
+            for flat in (f for f in unit.flats if f.has_optimizer):
                 for i, param in enumerate(flat.params):
                     self._attach_param(param, _GradHook(weakref.ref(self), weakref.ref(unit), weakref.ref(flat), i))
 

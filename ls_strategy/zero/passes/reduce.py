@@ -47,7 +47,7 @@ class Reducer:
             comm: the ranks that agree on which parameters have gradients: all ranks that average some unit together.
             reduce_in_fp32: whether to send fp32 where the transport computes the sums.
         """
-        self.order = [u for u in reversed(units) if u.trainable_flats]
+        self.reorder(units)
         self.policy = policy
         self.comm = comm
         self._wire_dtype = torch.float32 if reduce_in_fp32 else None
@@ -63,6 +63,8 @@ class Reducer:
         """Whether only the step reads averaged gradients, so that they may stay in 16 bit where that is exact."""
         self.on_complete: Callable[[Flat], None] | None = None
         """Called with every buffer as soon as its averages are complete, before backward is over."""
+        self.admit: Callable[[list[Flat]], None] = _admit_nothing
+        """Begins to send the gradients of frozen buffers."""
         self._next = 0
         self._in_flight: deque[Flat] = deque()
         self._in_flight_bytes = 0
@@ -72,6 +74,10 @@ class Reducer:
         self.abandoned = 0
         """Number of operations that the last `abort` has left in flight."""
         self.reset()
+
+    def reorder(self, units: list[Unit]) -> None:
+        """Send the units whose buffers train, in the order of the last to the first."""
+        self.order = [u for u in reversed(units) if u.trainable_flats]
 
     # one backward pass -----------------------------------------------------------------------------------------------
 
@@ -109,12 +115,13 @@ class Reducer:
             self._begin_scale(flat, index)
         local.mask[index] = local.dirty = True
         # A second gradient in one pass stays in p.grad: until the first one is back (stages 0 and 1), or for the step.
+        # That of a frozen buffer stays here for the step, too: it may have come on this rank only.
         if self.policy.gradients:
-            if not unit.launched:
-                local.add(index, grad, flat.average_dtype if self.holds else grad.dtype)
+            if flat.is_frozen or not unit.launched:
+                local.add(index, grad, flat.average_dtype if self.holds or flat.is_frozen else grad.dtype)
         elif not (unit.launched and local.reducing is not None):
             local.collect(index, grad, grad.dtype if self.policy.optimizer else flat.average_dtype)
-        if param.numel() == 0:
+        if flat.is_frozen or param.numel() == 0:
             return  # never waited for
         unit.waiting_for -= 1
         if unit.waiting_for == 0 and self.eager:
@@ -290,6 +297,8 @@ class Reducer:
                     f"a parameter in the buffer of {flat.name!r} was written to on some ranks and not on others, but "
                     "each rank holds a shard of it. Run the code that writes weights on every rank."
                 )
+        flags_of = iter(used)
+        self.admit([f for f in flats if any([next(flags_of) for _ in f.params]) and f.is_frozen])
         for flat, dirty in zip(flats, left, strict=True):
             if dirty:
                 self._launch(flat)
@@ -373,3 +382,7 @@ class Reducer:
                 flat.local.gathering = None
         self.loss_scale = 1.0
         self.reset()
+
+
+def _admit_nothing(_: list[Flat]) -> None:
+    """Do nothing: there are no frozen buffers."""

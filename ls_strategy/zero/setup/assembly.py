@@ -15,8 +15,9 @@ from ls_strategy.distributed.comm import Comm
 from ls_strategy.distributed.mesh import Mesh
 from ls_strategy.errors import PlanError
 from ls_strategy.layout import TensorPart
-from ls_strategy.plan import FROZEN, ParamFacts, Plan, resolve_plan
+from ls_strategy.plan import FROZEN, Plan
 from ls_strategy.precision import PrecisionPolicy
+from ls_strategy.resolve import ParamFacts, resolve_plan
 from ls_strategy.tiers.link import trim_heap
 from ls_strategy.zero.deferred import deferred_of
 from ls_strategy.zero.flat.quantized import QuantizedFlat
@@ -24,7 +25,7 @@ from ls_strategy.zero.flat.units import Flat, Unit
 from ls_strategy.zero.lazy import LazyTensor, source_of
 from ls_strategy.zero.setup import agreement
 from ls_strategy.zero.setup import materialize as materials
-from ls_strategy.zero.setup.frozen import quantized_params
+from ls_strategy.zero.setup.frozen import adapter_params, quantized_params
 from ls_strategy.zero.setup.partition import UnitSpec, partition
 from ls_strategy.zero.setup.share import Share
 from ls_strategy.zero.step.elementwise import is_elementwise, refuse_wrapper, require_elementwise, require_one_pass
@@ -63,6 +64,8 @@ class Draft:
         """``id`` of the parameters that every rank holds in full if they are frozen."""
         self._shared: dict[tuple[int, ...], int] = {}
         """Number of each set of optimizers with common parameters; these follow the numbers of the optimizers."""
+        self._begun = {id(p) for o in optimizers for p, state in o.state.items() if state}
+        """``id`` of parameters for which an optimizer has a state already."""
         self._quantized: set[int] = set()
         """``id`` of frozen parameters that are stored in 4 or 8 bits."""
         self.config = config
@@ -144,12 +147,17 @@ class Draft:
     def resolve(self, mesh: Mesh, held: dict[int, Flat], weights: Sequence[Fraction] = (), rank: int = 0) -> Plan:
         """Lay out the buffers. ``held`` is as in `setup.shard`, ``weights`` and ``rank`` as in `resolve_plan`."""
         kept = {id(p) for m in self.kept_fp32 for p in m.parameters()}
+        adapters = adapter_params(self.model)
 
         def facts(name: str, p: nn.Parameter) -> ParamFacts:
             dtype = held[id(p)].master_dtype if id(p) in held else p.dtype
             if p.is_floating_point() and self.precision.cast is not None:
                 dtype = torch.float32 if id(p) in kept else self.precision.cast
             owners = self._owners.get(id(p), ((FROZEN, 0),))
+            # What trained before is frozen for a while, for example by `toggle_optimizer`.
+            trained = id(p) in self._begun or (
+                id(p) in held and held[id(p)].has_optimizer and not held[id(p)].is_frozen
+            )
             (number, group), together = owners[0], tuple(i for i, _ in owners) if len(owners) > 1 else ()
             return ParamFacts(
                 name,
@@ -163,6 +171,8 @@ class Draft:
                 shared_by=together,
                 replicated=id(p) in self._replicated,
                 quantized=self.config.precision.frozen if id(p) in self._quantized else None,
+                frozen=id(p) in self._owners and not p.requires_grad and not trained,
+                adapter=id(p) in adapters,
             )
 
         return resolve_plan(

@@ -105,9 +105,8 @@ def _not_quantized(modules: dict[str, nn.Module]) -> Iterator[int]:
     containers = _block_containers(modules)
     for name, module in modules.items():
         parent, _, last = name.rpartition(".")
-        for attribute in getattr(module, "adapter_layer_names", ()):  # of PEFT
-            adapters = getattr(module, attribute, None)
-            yield from (id(m) for m in (adapters.modules() if isinstance(adapters, nn.Module) else ()))
+        for adapters in _adapters_of(module):
+            yield from (id(m) for m in adapters.modules())
         heads = _output_embeddings(module)
         if heads is not None:
             yield id(heads)
@@ -116,6 +115,19 @@ def _not_quantized(modules: dict[str, nn.Module]) -> Iterator[int]:
         routes = last in _ROUTERS and any("expert" in key for key, _ in modules[parent].named_children())
         if last in _HEADS or routes or _follows_blocks(name, modules, containers):
             yield id(module)
+
+
+def _adapters_of(module: nn.Module) -> Iterator[nn.Module]:
+    """Yield the modules of a layer that hold adapters of PEFT."""
+    for attribute in getattr(module, "adapter_layer_names", ()):
+        found = getattr(module, attribute, None)
+        if isinstance(found, nn.Module):
+            yield found
+
+
+def adapter_params(model: nn.Module) -> set[int]:
+    """Return ``id`` of the parameters of adapters of PEFT, active or not."""
+    return {id(p) for module in model.modules() for each in _adapters_of(module) for p in each.parameters()}
 
 
 def _output_embeddings(module: nn.Module) -> nn.Module | None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections import deque
+from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any
@@ -16,7 +17,7 @@ from ls_strategy.config import TierName, ZeROConfig
 from ls_strategy.distributed.buffer_pool import BufferPool
 from ls_strategy.distributed.comm import Comm
 from ls_strategy.errors import LSError, PlanError
-from ls_strategy.plan import Plan
+from ls_strategy.plan import FlatPlan, Plan
 from ls_strategy.tiers import TIERS
 from ls_strategy.tiers.base import Key, Tier
 from ls_strategy.tiers.link import Link
@@ -26,33 +27,42 @@ from ls_strategy.zero.flat.storage import StateStorage, gradient_buffers
 from ls_strategy.zero.step.kernels import FUSED_NAMES, kernel_for
 from ls_strategy.zero.step.states import moment_sizes
 from ls_strategy.zero.step.where_to_step import measure
+from ls_strategy.zero_stages import StagePolicy
 
 
 def states_by_tier(
-    plan: Plan, optimizers: list[Optimizer], config: ZeROConfig
+    plan: Plan, optimizers: Sequence[Optimizer], config: ZeROConfig
 ) -> dict[TierName, dict[Key, tuple[int, torch.dtype]]]:
     """Return elements and dtype of every state that one rank stores on each tier.
 
     Raises:
         PlanError: an option needs a fused update, but an optimizer has none.
     """
+    return _states_by_tier(enumerate(f for u in plan.units for f in u.flats), plan.policy, optimizers, config)
+
+
+def _states_by_tier(
+    flats: Iterable[tuple[int, FlatPlan]], policy: StagePolicy, optimizers: Sequence[Optimizer], config: ZeROConfig
+) -> dict[TierName, dict[Key, tuple[int, torch.dtype]]]:
+    """Return what `states_by_tier` does, of some numbered buffers."""
     result: dict[TierName, dict[Key, tuple[int, torch.dtype]]] = {tier: {} for tier in TIERS}
-    flats = [f for u in plan.units for f in u.flats]
-    for number, flat in enumerate(flats):
-        numel = flat.layout.shard if plan.policy.optimizer else flat.layout.numel
+    for number, flat in flats:
+        numel = flat.layout.shard if policy.optimizer else flat.layout.numel
         if flat.optimizer_tier != "device" and flat.quantized is not None:
-            result[flat.optimizer_tier][number, "master"] = (flat.stored_bytes(plan.policy), torch.uint8)
+            result[flat.optimizer_tier][number, "master"] = (flat.stored_bytes(policy), torch.uint8)
         elif flat.optimizer_tier != "device":
             result[flat.optimizer_tier][number, "master"] = (numel, flat.master_dtype)
-        if flat.has_own_shard(plan.policy) and flat.param_tier != "device":
+        if flat.has_own_shard(policy) and flat.param_tier != "device":
             result[flat.param_tier][number, "param"] = (numel, flat.dtype)
         if not TIERS[flat.gradient_tier].resident:
             result[flat.gradient_tier][number, "grad"] = (numel, torch.float32)
+        stepped = flat.unfrozen or flat
         for optimizer in (optimizers[i] for i in flat.owners):
             kernel = kernel_for(optimizer)
-            if kernel is None or flat.master_dtype != torch.float32:
-                _refuse_without_kernel(optimizer, flat.optimizer_tier, config, fp32=flat.master_dtype == torch.float32)
-            elif flat.optimizer_tier != "device":
+            if kernel is None or stepped.master_dtype != torch.float32:
+                fp32 = stepped.master_dtype == torch.float32
+                _refuse_without_kernel(optimizer, stepped.optimizer_tier, config, fp32=fp32)
+            elif flat.trainable and flat.optimizer_tier != "device":
                 moments = {n: s for group in optimizer.param_groups for n, s in kernel.moments(group).items()}
                 result[flat.optimizer_tier] |= moment_sizes(number, numel, moments, config.precision.moments)
     return result
@@ -81,6 +91,10 @@ class Offload:
     tiers: dict[TierName, Tier]
     ring: BufferPool
     worker: ThreadPoolExecutor | None
+    rank: int = 0
+    more_tiers: list[Tier] = field(default_factory=list)
+    """Tiers of buffers that were unfrozen."""
+
     writes: deque[Future[None]] = field(default_factory=deque)
     """Gradients on their way to a drive."""
 
@@ -122,9 +136,10 @@ class Offload:
             tiers,
             gradient_buffers(device),
             worker,
+            comm.rank,
         )
         result.choose_where_to_step(device)
-        result.finalizer = weakref.finalize(result, _close, result.stream, worker, tiers)
+        result.finalizer = weakref.finalize(result, _close, result.stream, worker, tiers, result.more_tiers)
         return result
 
     def choose_where_to_step(self, device: torch.device) -> None:
@@ -156,16 +171,34 @@ class Offload:
         """Return the storage of flat buffer ``number``."""
         return StateStorage(number, self.tiers, self.link, self.ring, self.worker, self.writes)
 
+    def storages_of_unfrozen(
+        self, plans: Mapping[int, FlatPlan], policy: StagePolicy, optimizers: Sequence[Optimizer]
+    ) -> dict[int, StateStorage]:
+        """Reserve space for buffers that begin to train, by number; return their storages. Not collective.
+
+        Raises:
+            LSError: the states do not fit on a tier.
+        """
+        sizes = _states_by_tier(plans.items(), policy, optimizers, self.config)
+        tiers: dict[TierName, Tier] = {}
+        for name, kind in TIERS.items():
+            if kind.open is not None and sizes[name]:
+                tiers[name] = kind.open(sizes[name], self.config.offload, self.link.device, self.rank)
+                self.more_tiers.append(tiers[name])
+        return {number: StateStorage(number, tiers, self.link, self.ring, self.worker, self.writes) for number in plans}
+
     def close(self) -> None:
         """End the threads, and free memory and files. The states are lost."""
         self.finalizer()
 
 
-def _close(stream: Stream, worker: ThreadPoolExecutor | None, tiers: dict[TierName, Tier]) -> None:
+def _close(
+    stream: Stream, worker: ThreadPoolExecutor | None, tiers: dict[TierName, Tier], more_tiers: list[Tier]
+) -> None:
     stream.close()
     if worker is not None:
         worker.shutdown(wait=True)
-    for tier in tiers.values():
+    for tier in (*tiers.values(), *more_tiers):
         tier.close()
 
 

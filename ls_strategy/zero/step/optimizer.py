@@ -82,12 +82,13 @@ class ShardedOptimizer:
         """Whether the groups hold pieces between two steps, instead of the model's parameters."""
         self.takes_closure = takes_closure(optimizer)
         self._kernel = kernel_for(optimizer)
-        self._fused_flats = [self._takes_fused_update(flat, moment_format) for flat in flats]
+        self._moment_format: MomentFormat = moment_format
+        self._fused_flats = [self._takes_fused_update(flat) for flat in flats]
         for flat, fused in zip(flats, self._fused_flats, strict=True):
             flat.averages.folds_factors = fused
         self._cuts = any(flat.policy.optimizer for flat in flats) or is_elementwise(optimizer)
         """Whether parameters may be split and joined. Otherwise (stage 0) the optimizer gets each one unchanged."""
-        store = [self._states_of(n, flat, moment_format) for n, flat in enumerate(flats)]
+        store = [self._states_of(n, flat) for n, flat in enumerate(flats)]
         self.states = OptimizerStates(optimizer, store, mesh, group_names)
         self._runs = Runs(optimizer, self.states, self._kernel, self._fused_flats, cuts=self._cuts)
         self.states.collect = self._runs.dissolve
@@ -108,23 +109,23 @@ class ShardedOptimizer:
         self._members: list[list[Tensor]] = [list(group["params"]) for group in optimizer.param_groups]
         """The groups' parameters between two steps."""
 
-    def _takes_fused_update(self, flat: Flat, moment_format: MomentFormat) -> bool:
+    def _takes_fused_update(self, flat: Flat) -> bool:
         """Whether a fused update steps this buffer: it is faster, or a tier or a format needs it."""
         if self._kernel is None or flat.master_dtype != torch.float32 or flat.plan.shared_by:
             return False
-        if flat.optimizer_tier != "device" or moment_format != "fp32":
+        if flat.optimizer_tier != "device" or self._moment_format != "fp32":
             return True
         if any(group.get("fused") for group in self.optimizer.param_groups):
             return False  # the user selected torch's kernel
         device = flat.full.device.type
         return device == "cpu" or native_available(device)
 
-    def _states_of(self, n: int, flat: Flat, moment_format: MomentFormat) -> FlatStates:
+    def _states_of(self, n: int, flat: Flat) -> FlatStates:
         moments: dict[str, bool] = {}
         if self._fused_flats[n] and self._kernel is not None:
             for group in self.optimizer.param_groups:
                 moments |= self._kernel.moments(group)
-        return FlatStates(flat, moments, moment_format)
+        return FlatStates(flat, moments, self._moment_format)
 
     def _make_piece(self, number: int, param: nn.Parameter) -> None:
         n, i = self.states.locate(number)
@@ -135,12 +136,27 @@ class ShardedOptimizer:
             tensor = tensor.view(param.shape)
         self.pieces[number] = tensor.requires_grad_(param.requires_grad)
 
+    def follow(self, flat: Flat) -> None:
+        """Step a buffer that was frozen from now on; it has got other masters. Not collective."""
+        n = self.flats.index(flat)
+        self._fused_flats[n] = flat.averages.folds_factors = self._takes_fused_update(flat)
+        self.states.store[n] = self._states_of(n, flat)
+        self._grad_views.pop(n, None)
+        numbers = range(self.states.offsets[n], self.states.offsets[n + 1])
+        number_of = {id(self.pieces[number]): number for number in numbers}
+        for number, param in zip(numbers, flat.params, strict=True):
+            self._make_piece(number, param)
+        for group, members in zip(self.optimizer.param_groups, self._members, strict=False):
+            for j, piece in enumerate(members if self.shows_pieces else ()):
+                if id(piece) in number_of:
+                    group["params"][j] = members[j] = self.pieces[number_of[id(piece)]]
+
     # step ------------------------------------------------------------------------------------------------------------
 
     def bind_grads(self, used: list[bool]) -> None:
         """Set the averaged gradients as ``.grad`` of pieces in the groups, where hooks may change them."""
         for n, flat in enumerate(self.flats):
-            if flat.averages.on_nvme or not self.shows_pieces:
+            if flat.averages.on_nvme or not self.shows_pieces or not flat.trainable:
                 continue
             views = self._views_of(n, flat)
             for i, piece in enumerate(flat.pieces):
@@ -165,7 +181,8 @@ class ShardedOptimizer:
         """
         self._dropped.clear()
         for n, flat in enumerate(self.flats):
-            if flat.averages.on_nvme or not (self.shows_pieces or flat.averages.in_place):
+            seen = flat.trainable and (self.shows_pieces or flat.averages.in_place)
+            if flat.averages.on_nvme or not seen:
                 continue
             for i, view in enumerate(self._views_of(n, flat)):
                 number = self.states.offsets[n] + i
@@ -191,7 +208,8 @@ class ShardedOptimizer:
     def show_again(self) -> None:
         """Copy changed averages to ``.grad`` of pieces with another dtype, which are copies and not views."""
         for n, flat in enumerate(self.flats):
-            if not self.shows_pieces or flat.averages.on_nvme or flat.master_dtype == flat.average_dtype:
+            copied = flat.trainable and flat.master_dtype != flat.average_dtype
+            if not self.shows_pieces or flat.averages.on_nvme or not copied:
                 continue
             for i, view in enumerate(self._views_of(n, flat)):
                 shown = self.pieces[self.states.offsets[n] + i].grad

@@ -66,6 +66,8 @@ class OptimizerStates:
         """States by parameter number, with torch's names."""
         self.steps_taken = 0
         """Number of steps so far, for states that do not count steps."""
+        self.unfreeze: Callable[[list[Flat]], None] = _nothing_to_unfreeze
+        """Gives frozen buffers states, which are to be loaded."""
         self.collect: Callable[[], None] = _nothing_to_collect
         """Moves states that are in runs into `store` and `entries`."""
 
@@ -248,6 +250,8 @@ class OptimizerStates:
         slot, piece = flat.layout.slots[i], flat.pieces[i]
         if not piece.numel and not self._owns(flat, i):
             return  # this rank never steps it, so the state would be outdated after the next step
+        if state:
+            self.unfreeze([flat])
         kept: dict[str, Any] = {}
         for k, v in state.items():
             shape = tuple(v.shape) if isinstance(v, Tensor) and k != "step" else None
@@ -274,3 +278,7 @@ def _full_value(buffer: Tensor | None, slot: Slot, value: Any, axis: Axis) -> An
 
 def _nothing_to_collect() -> None:
     """Do nothing: there are no runs yet."""
+
+
+def _nothing_to_unfreeze(_: list[Flat]) -> None:
+    """Do nothing: there are no frozen buffers."""

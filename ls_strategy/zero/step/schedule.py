@@ -168,7 +168,7 @@ class UpdateSchedule:
 
     def publish(self, index: int) -> None:
         """Publish new weights. A unit that needs an update in flight waits for it."""
-        flats = self._optimizers[index].flats
+        flats = [flat for flat in self._optimizers[index].flats if not flat.is_frozen]
         self._copy_out_early(index)
         for flat in flats:
             flat.updated_early = False

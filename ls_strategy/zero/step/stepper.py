@@ -26,10 +26,12 @@ from ls_strategy.loss_scale import LossScaler
 from ls_strategy.tiers.link import trim_heap
 from ls_strategy.transient import Method
 from ls_strategy.zero.flat.buffer import states_away
+from ls_strategy.zero.flat.units import Flat
 from ls_strategy.zero.step import global_norm
 from ls_strategy.zero.step.optimizer import OwnStep, ShardedOptimizer
 from ls_strategy.zero.step.phase import OptimizerStep, Phase, no_gradients
 from ls_strategy.zero.step.schedule import UpdateSchedule
+from ls_strategy.zero.step.unfreezing import Unfreezing
 from ls_strategy.zero.user_code.gradients import Gradients
 
 if TYPE_CHECKING:
@@ -68,10 +70,12 @@ class Stepper:
         """`Flat.optimizer_index` of dropped gradients that a step may still need; see `go_on_from`."""
         self._tied_due: set[int] = set()
         """`Flat.optimizer_index` of gradients that have still to be summed over pipeline stages."""
+        self.unfreezing = Unfreezing(model)
         self.optimizers = [self._adopt(i, optimizer, previous) for i, optimizer in enumerate(optimizers)]
         kinds = model.mesh.shape.kinds
         self.gradients = Gradients(model.flats, self._average, self._unfold_kind, model.on_demand, parallel=kinds)
         sharded = [state.sharded for state in self.optimizers]
+        self.gradients.admit = self.unfreezing.admit
         self.schedule = UpdateSchedule(sharded, model.gatherer, model.offload, owner=self)
 
     # optimizers ------------------------------------------------------------------------------------------------------
@@ -82,6 +86,7 @@ class Stepper:
         flats = [f for f in model.flats if index in f.plan.owners]
         names = model.share.group_names[index] if model.share.group_names else None
         sharded = ShardedOptimizer(optimizer, flats, model.mesh, model.config.precision.moments, names)
+        self.unfreezing.add(sharded)
         state = OptimizerStep(sharded, flats, list(dict.fromkeys(f.optimizer_index for f in flats)))
         number = None if previous is None else previous.index_of(optimizer)
         if previous is not None and number is not None:
@@ -94,6 +99,11 @@ class Stepper:
         Method(optimizer, "state_dict", lambda _: sharded.refuse_state("state_dict()"))
         Method(optimizer, "load_state_dict", lambda _, state_dict: sharded.states.load_full_state_dict(state_dict))
         return state
+
+    @property
+    def flats_that_train(self) -> list[Flat]:
+        """Return the buffers whose gradients are sent, in order of the units."""
+        return [flat for unit in self._model.units for flat in unit.trainable_flats]
 
     def index_of(self, optimizer: Optimizer) -> int | None:
         """Return the number of an optimizer, or None if this engine does not have it. Not collective."""
@@ -132,6 +142,7 @@ class Stepper:
 
     def begin_backward(self) -> None:
         """Let a backward pass add to the gradients, with the changes that user code has made."""
+        self.unfreezing.follow()
         for state in self.optimizers:
             self._unfold(state)
             state.reopen()
@@ -376,8 +387,9 @@ class Stepper:
             used = self.as_they_are(number).used
             self._model.on_demand.write_back()
         step.begin(used)
-        self._model.gatherer.outdate(step.sharded.flats)
-        self.schedule.note_stepped(step.sharded.flats)
+        flats = [flat for flat in step.sharded.flats if not flat.is_frozen]
+        self._model.gatherer.outdate(flats)
+        self.schedule.note_stepped(flats)
 
     def _after_own_step(self, optimizer: Optimizer, *_: Any) -> None:
         """Run as the first hook after ``optimizer.step``."""
@@ -419,7 +431,9 @@ class Stepper:
         """Drop averaged gradients of some parameters, as ``module.zero_grad()`` does. Not collective."""
         wanted = {id(p) for p in params}
         self.gradients.zero(wanted, set_to_none=set_to_none)
-        self._model.reducer.zero_params([f for f in self._model.flats if f.trainable], wanted, set_to_none=set_to_none)
+        self._model.reducer.zero_params(
+            [f for f in self._model.flats if f.has_optimizer], wanted, set_to_none=set_to_none
+        )
         for state in self.optimizers:
             state.reopen()
         if set_to_none:

@@ -19,6 +19,7 @@ Reading gradients is collective: every rank does it, in the same order.
 from __future__ import annotations
 
 from collections.abc import Callable
+from itertools import takewhile
 
 import torch
 import torch.distributed as dist
@@ -40,7 +41,7 @@ KEPT = 2
 
 
 class Gradients:
-    """Provides ``p.grad`` of an engine's trainable parameters."""
+    """Provides ``p.grad`` of an engine's parameters that are in optimizers."""
 
     def __init__(
         self,
@@ -71,6 +72,8 @@ class Gradients:
         """Optimizers with all gradients averaged since the last backward."""
         self._gathered: list[UserGradients] = []
         """Gathered buffers in the order of their last use."""
+        self._given_in_place: list[tuple[Flat, int]] = []
+        """Stage 0: parameters whose ``p.grad`` user code has set after it was averaged."""
         self.averaged = False
         """Whether the last backward has sent all gradients, so that stage 0 has nothing left to average."""
         self.were_read = False
@@ -78,8 +81,10 @@ class Gradients:
         self.local = False
         """Whether the gradients of the last backward stay on their rank: for now, or because training has ended."""
 
+        self.admit: Callable[[list[Flat]], None] = _admit_nothing
+        """Lets frozen buffers train, because they are given gradients."""
         for flat in flats:
-            if flat.trainable:
+            if flat.has_optimizer:
                 flat.gradients = self
 
     # called by user code ---------------------------------------------------------------------------------------------
@@ -103,6 +108,8 @@ class Gradients:
 
     def write(self, flat: Flat, index: int, value: Tensor | None) -> None:
         """Set ``p.grad``. Collective the first time after a backward."""
+        if value is not None and not self._is_local():
+            self.admit([flat])
         if not flat.policy.optimizer and not self._is_local():
             self._average_in_place(flat)
             if value is None and flat.local.buffer is not None:
@@ -112,6 +119,8 @@ class Gradients:
             if value is not None and self.holds(sharded_gradient.as_plain(value)):
                 value = value.clone()
             set_grad(flat.params[index], value)
+            if value is not None and not self._is_local():
+                self._given_in_place.append((flat, index))
             return
         shown = self.average(flat)
         if value is None:
@@ -228,8 +237,25 @@ class Gradients:
         changed = any([each.take() for each in shown])
         if changed and used is not None:
             used[:] = [u for each in shown for u in each.used]
+        changed |= self._take_given_in_place(index, used)
         self._gathered = [each for each in self._gathered if each.is_current]
         self._averaged.discard(index)
+        return changed
+
+    def _take_given_in_place(self, index: int, used: list[bool] | None) -> bool:
+        """Count parameters that got a gradient from user code alone as used (stage 0). Return whether there are any."""
+        mine = [(flat, i) for flat, i in self._given_in_place if flat.optimizer_index == index]
+        self._given_in_place = [(flat, i) for flat, i in self._given_in_place if flat.optimizer_index != index]
+        changed = False
+        for flat, i in mine:
+            number = sum(len(f.params) for f in takewhile(lambda f, end=flat: f is not end, self._of[index])) + i
+            if used is None or used[number] or grad_of(flat.params[i]) is None:
+                continue
+            flat.local.allocate(flat.average_dtype)
+            if not flat.averages.hold_values:
+                flat.local.take_all_replaced()
+            flat.local.take_replaced(i)
+            flat.averages.hold_values = used[number] = changed = True
         return changed
 
     def take_all(self) -> None:
@@ -271,6 +297,10 @@ class Gradients:
                 del self._shown[id(flat)]
         self._gathered = [each for each in self._gathered if each.is_current]
         self._averaged.discard(index)
+
+
+def _admit_nothing(_: list[Flat]) -> None:
+    """Do nothing: there are no frozen buffers."""
 
 
 def _start_from_averages(flat: Flat) -> None:

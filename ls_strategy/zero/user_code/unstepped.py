@@ -32,7 +32,7 @@ class Unstepped:
         self._is_local = is_local
         self._averaged: set[int] = set()
         for flat in flats:
-            if not flat.trainable and comm.world_size > 1:
+            if not flat.has_optimizer and comm.world_size > 1:
                 flat.gradients = self
 
     def outdate(self) -> None:

@@ -1,0 +1,166 @@
+"""Resolve the plan of a run: which parameters share a flat buffer, and where its states are stored."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from fractions import Fraction
+from typing import Any
+
+import torch
+
+from ls_strategy.config import FrozenFormat, TierConfig, TierName, ZeROConfig
+from ls_strategy.layout import ALIGN, FlatLayout, TensorPart
+from ls_strategy.ops.moments import BLOCK as MOMENT_BLOCK
+from ls_strategy.ops.quantized import TILE
+from ls_strategy.plan import FROZEN, FlatPlan, Plan, UnitPlan
+from ls_strategy.zero_stages import StagePolicy
+
+
+@dataclass(frozen=True)
+class ParamFacts:
+    """Facts about one parameter that a plan needs."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    """Dtype in the forward."""
+
+    optimizer: int = FROZEN
+    group: int = 0
+    part: TensorPart | None = None
+    """This rank's part of it, with tensor or expert parallelism; ``shape`` is then the shape of the part."""
+
+    tied: bool = False
+    """Whether another pipeline stage holds it too."""
+
+    replica: bool = False
+    """Whether the other pipeline stage counts and saves it."""
+
+    shared_by: tuple[int, ...] = ()
+    """Numbers of its optimizers if there are several; ``optimizer`` is then the number of this set."""
+
+    replicated: bool = False
+    """Whether every rank is to hold it in full at stage 3."""
+
+    quantized: FrozenFormat | None = None
+    """Format of a frozen weight in 4 or 8 bits."""
+
+    frozen: bool = False
+    """Whether it is in an optimizer, but requires no gradient."""
+
+    adapter: bool = False
+    """Whether it is an adapter's: frozen adapters may be switched on without the model around them."""
+
+
+def resolve_plan(  # noqa: PLR0913  (sizes of groups, one by one)
+    units: Iterable[tuple[str, bool, Sequence[ParamFacts]]],
+    *,
+    policy: StagePolicy,
+    world_size: int,
+    master_dtype: torch.dtype,
+    compute_dtype: torch.dtype,
+    config: ZeROConfig | None = None,
+    tensor_size: int = 1,
+    expert_world_size: int = 1,
+    weights: Sequence[Fraction] = (),
+    rank: int = 0,
+) -> Plan:
+    """Lay out every unit's buffers.
+
+    Args:
+        units: name, whether it is a root unit, and its parameters, in order of registration.
+        policy: which states are sharded.
+        world_size: ranks over which states are sharded.
+        master_dtype: of master weights for parameters in ``compute_dtype``. Others keep their dtype.
+        compute_dtype: of most parameters in the forward.
+        config: options of offload and moments.
+        tensor_size: size of the tensor-parallel axis. Parameters that it replicates get separate buffers, so that a
+            norm counts them once.
+        expert_world_size: ranks over which the states of experts are sharded, with expert parallelism.
+        weights: relative shard sizes by rank; empty for equal shards.
+        rank: the rank to plan for, with ``weights``.
+    """
+    config = config or ZeROConfig()
+    weights = tuple(weights) if len(set(weights)) > 1 else ()
+    # A block of an 8-bit moment belongs to one parameter, so that two updates never share a scale.
+    align = MOMENT_BLOCK if config.precision.moments == "int8" else ALIGN
+    plans: list[UnitPlan] = []
+    for name, is_root, params in units:
+        classes: defaultdict[tuple[Any, ...], list[ParamFacts]] = defaultdict(list)
+        for p in params:
+            copies = tensor_size if p.part is None else p.part.copies
+            expert = p.part is not None and p.part.axis == "expert"
+            replicated = p.replicated and p.optimizer == FROZEN and policy.parameters
+            frozen = (p.frozen, p.frozen and p.adapter)
+            classes[p.optimizer, p.dtype, copies, p.tied, p.replica, expert, replicated, p.quantized, frozen].append(p)
+        flats: list[FlatPlan] = []
+        for (optimizer, dtype, copies, tied, replica, expert, replicated, quantized, _), members in classes.items():
+            # Sort by group, so that decay and no-decay are two runs per unit instead of one per parameter.
+            members.sort(key=lambda p: p.group)
+            parts = {p.name: p.part for p in members if p.part is not None}
+            ranks = expert_world_size if expert else world_size
+            unit_of_cuts = align if quantized is None else TILE
+            layout = FlatLayout.pack(
+                ((p.name, p.shape) for p in members), ranks, align=unit_of_cuts, parts=parts, weights=weights, rank=rank
+            )
+            own = optimizer == FROZEN or dtype != compute_dtype
+            kept = dtype if own else master_dtype
+            flat = FlatPlan(layout, dtype, kept, optimizer, copies=copies, tied=tied, replica=replica)
+            shared_by = members[0].shared_by
+            flat = replace(flat, shared_by=shared_by, replicated=replicated, quantized=quantized)
+            flats.append(replace(flat, master_dtype=dtype, unfrozen=flat) if members[0].frozen else flat)
+        plans.append(UnitPlan(name, is_root, tuple(flats)))
+    return Plan(policy, world_size, _assign_tiers(plans, config), config.precision.moments, weights, rank)
+
+
+def _assign_tiers(units: list[UnitPlan], config: ZeROConfig) -> tuple[UnitPlan, ...]:
+    """Assign the tiers. With a ``ratio``, the first buffers that fit stay on the device."""
+    flats = [f for u in units for f in u.flats]
+    optimizer = _split([f for f in flats if f.trainable], config.offload.tier_of("optimizer"))
+    param = _split([f for f in flats if not f.replicated], config.offload.tier_of("parameters"))
+    offloaded = [f for f in flats if optimizer.get(id(f), "device") != "device"]
+    gradient = _split(offloaded, config.offload.tier_of("gradients"))
+    result: list[UnitPlan] = []
+    for unit in units:
+        placed: list[FlatPlan] = []
+        for f in unit.flats:
+            param_tier = param.get(id(f), "device")
+            optimizer_tier = optimizer.get(id(f), "device") if f.trainable else param_tier
+            followed = optimizer_tier if f.trainable else "device"
+            gradient_tier = followed if config.offload.gradients is None else gradient.get(id(f), "device")
+            unfrozen = None if f.unfrozen is None else _offloaded(replace(f.unfrozen, param_tier=param_tier), config)
+            placed.append(
+                replace(
+                    f,
+                    optimizer_tier=optimizer_tier,
+                    param_tier=param_tier,
+                    gradient_tier=gradient_tier,
+                    unfrozen=unfrozen,
+                )
+            )
+        result.append(replace(unit, flats=tuple(placed)))
+    return tuple(result)
+
+
+def _offloaded(flat: FlatPlan, config: ZeROConfig) -> FlatPlan:
+    """Offload the states of a buffer that begins to train, whatever the ``ratio``: the device's share is taken."""
+    optimizer, gradients = config.offload.tier_of("optimizer"), config.offload.tier_of("gradients")
+    if optimizer is None:
+        return flat
+    return replace(flat, optimizer_tier=optimizer.tier, gradient_tier=(gradients or optimizer).tier)
+
+
+def _split(flats: list[FlatPlan], offload: TierConfig | None) -> dict[int, TierName]:
+    """Return the tiers of offloaded buffers by ``id``; the others stay on the device."""
+    if offload is None:
+        return {}
+    room = (1.0 - offload.ratio) * sum(f.layout.shard for f in flats)
+    result: dict[int, TierName] = {}
+    for flat in flats:
+        if flat.layout.shard <= room:
+            room -= flat.layout.shard
+        else:
+            result[id(flat)] = offload.tier
+    return result

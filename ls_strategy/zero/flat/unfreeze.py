@@ -1,0 +1,28 @@
+"""A buffer of frozen parameters begins to train: its masters move to the tier and dtype of those that train."""
+
+from __future__ import annotations
+
+from ls_strategy.zero.flat.storage import StateStorage
+from ls_strategy.zero.flat.units import Flat
+
+
+def unfreeze(flat: Flat, storage: StateStorage) -> None:
+    """Give a buffer the states that ``flat.plan.unfrozen`` plans, in ``storage``. Not collective.
+
+    Raises:
+        StateError: the states are offloaded between two steps.
+    """
+    plan, old = flat.plan.unfrozen, flat.storage
+    assert plan is not None
+    if flat.reading is not None:
+        flat.reading.result()  # it reads the masters of before
+    flat.before_change()
+    mine = flat.read_master()
+    before = (flat.master_dtype, flat.optimizer_tier, flat.has_own_shard)
+    flat.follow(plan)
+    flat.storage = storage
+    if before == (flat.master_dtype, flat.optimizer_tier, flat.has_own_shard) == (flat.dtype, "device", False):
+        return
+    device = flat.full.device if flat.optimizer_tier == "device" else mine.device
+    flat.place(mine.detach().to(device, flat.master_dtype))
+    old.drop("master")

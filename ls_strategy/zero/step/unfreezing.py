@@ -1,0 +1,80 @@
+"""Frozen parameters of an optimizer that begin to train.
+
+They have neither gradients nor optimizer states, see `FlatPlan.unfrozen`. What happens when one is unfrozen::
+
+    unfreeze     on this rank: the buffer gets masters and states like those that train
+    admit        on all ranks: its gradients are sent in backward from now on
+
+The forward and the backward look at ``requires_grad``, as user code has set it on all ranks, and admit. A gradient that
+comes without that is sent by the step, which agrees on it first. States that are loaded only unfreeze: a rank may have
+none of them. A buffer that trains once stays so, also if it is frozen again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import TYPE_CHECKING
+
+from ls_strategy.zero.flat.parameters import unnoticed
+from ls_strategy.zero.flat.unfreeze import unfreeze
+from ls_strategy.zero.flat.units import Flat, Unit
+from ls_strategy.zero.step.optimizer import ShardedOptimizer
+
+if TYPE_CHECKING:
+    from ls_strategy.zero.setup.shard import ShardedModel  # the floor above
+
+
+class Unfreezing:
+    """Lets the frozen buffers of one model train."""
+
+    def __init__(self, model: ShardedModel) -> None:
+        """Begin without optimizers; `add` them in order."""
+        self._model = model
+        self._optimizers: list[ShardedOptimizer] = []
+        self._frozen: list[tuple[Unit, Flat]] = [(u, f) for u in model.units for f in u.flats if f.is_frozen]
+        self.on_admitted: list[Callable[[list[Flat]], None]] = []
+        """Called with the buffers that begin to train, on all ranks."""
+        model.reducer.admit = self.admit
+
+    def add(self, sharded: ShardedOptimizer) -> None:
+        """Inform an optimizer, and be informed by it about states that are loaded."""
+        self._optimizers.append(sharded)
+        sharded.states.unfreeze = self.unfreeze
+
+    def follow(self) -> None:
+        """Admit the buffers with a parameter that was unfrozen. All ranks must have unfrozen the same ones."""
+        if not self._frozen:
+            return
+        with unnoticed():
+            due = [flat for _, flat in self._frozen if any(p.requires_grad for p in flat.params)]
+        if due:
+            self.admit(due)
+
+    def admit(self, flats: Iterable[Flat]) -> None:
+        """Send the gradients of frozen buffers from now on. All ranks must do so at the same time."""
+        chosen = set(map(id, flats))
+        admitted = [(unit, flat) for unit, flat in self._frozen if id(flat) in chosen]
+        if not admitted:
+            return
+        self._frozen = [(unit, flat) for unit, flat in self._frozen if id(flat) not in chosen]
+        self.unfreeze(flat for _, flat in admitted)
+        for unit, flat in admitted:
+            unit.admit(flat)
+        self._model.reducer.reorder(self._model.units)
+        for call in self.on_admitted:
+            call([flat for _, flat in admitted])
+
+    def unfreeze(self, flats: Iterable[Flat]) -> None:
+        """Give buffers the states of those that train, unless they have them. Not collective."""
+        chosen = {id(flat) for flat in flats if not flat.trainable}
+        due = {number: flat for number, flat in enumerate(self._model.flats) if id(flat) in chosen}
+        if not due:
+            return
+        plans = {number: flat.plan.unfrozen for number, flat in due.items() if flat.plan.unfrozen is not None}
+        optimizers = [sharded.optimizer for sharded in self._optimizers]
+        storages = self._model.offload.storages_of_unfrozen(plans, self._model.policy, optimizers)
+        for number, flat in due.items():
+            unfreeze(flat, storages[number])
+            for sharded in self._optimizers:
+                if flat in sharded.flats:
+                    sharded.follow(flat)
