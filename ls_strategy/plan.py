@@ -15,6 +15,7 @@ import torch
 
 from ls_strategy.config import FrozenFormat, MomentFormat, TierConfig, TierName, ZeROConfig
 from ls_strategy.layout import ALIGN, FlatLayout, TensorPart
+from ls_strategy.ops.exact_norm import BLOCK
 from ls_strategy.ops.moments import BLOCK as MOMENT_BLOCK
 from ls_strategy.ops.quantized import TILE, packed_bytes
 from ls_strategy.tiers import TIERS
@@ -91,6 +92,9 @@ class FlatPlan:
 
     quantized: FrozenFormat | None = None
     """Format of frozen weights that are stored and sent in 4 or 8 bits, and dequantized when they are gathered."""
+
+    exact_norm: bool = False
+    """Whether norms of its gradients must not depend on the number of ranks."""
 
     @property
     def owners(self) -> tuple[int, ...]:
@@ -387,6 +391,9 @@ def resolve_plan(  # noqa: PLR0913  (sizes of groups, one by one)
     weights = tuple(weights) if len(set(weights)) > 1 else ()
     # A block of an 8-bit moment belongs to one parameter, so that two updates never share a scale.
     align = MOMENT_BLOCK if config.precision.moments == "int8" else ALIGN
+    exact_norm = config.parallel.virtual_ranks is not None
+    if exact_norm:
+        align = max(align, BLOCK)  # both are powers of two
     plans: list[UnitPlan] = []
     for name, is_root, params in units:
         classes: defaultdict[tuple[Any, ...], list[ParamFacts]] = defaultdict(list)
@@ -409,7 +416,8 @@ def resolve_plan(  # noqa: PLR0913  (sizes of groups, one by one)
             kept = dtype if own else master_dtype
             flat = FlatPlan(layout, dtype, kept, optimizer, copies=copies, tied=tied, replica=replica)
             shared_by = members[0].shared_by
-            flats.append(replace(flat, shared_by=shared_by, replicated=replicated, quantized=quantized))
+            flat = replace(flat, shared_by=shared_by, replicated=replicated, quantized=quantized)
+            flats.append(replace(flat, exact_norm=exact_norm))
         plans.append(UnitPlan(name, is_root, tuple(flats)))
     return Plan(policy, world_size, _assign_tiers(plans, config), config.precision.moments, weights, rank)
 

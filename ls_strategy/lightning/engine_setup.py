@@ -210,6 +210,7 @@ class EngineSetup:
             and overlap
             and not trainer.gradient_clip_val
             and strategy.parallel.pipeline is None  # gradients tied over stages have to be summed first
+            and strategy.virtual is None  # norms of what early updates take would depend on the number of ranks
         )
         guards.watch_generate(module, engine)
         if not fitting:
