@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Generator, Iterable, Iterator
 from contextlib import contextmanager
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
+from typing_extensions import override
 
 from ls_strategy._compat import unwrap_optimizer
 from ls_strategy.access.gradients import full_gradients, grad_norms
@@ -159,6 +160,15 @@ class EngineStrategy(RankStrategy):
     def data_parallel_size(self) -> int:
         """The number of model replicas, or of virtual ranks; each trains on its own batches."""
         return self.parallel.data_rank[1] if self.virtual is None else self.virtual.count
+
+    @property
+    @override
+    def distributed_sampler_kwargs(self) -> dict[str, Any]:
+        """Give every replica of the model, or every virtual rank, its own part of the data."""
+        kwargs = super().distributed_sampler_kwargs
+        if self.virtual is None or not self.virtual.applies:
+            return kwargs
+        return {"num_replicas": self.virtual.count, "rank": self.virtual.ranks[0]}
 
     @property
     def data_parallel_rank(self) -> int:

@@ -102,7 +102,7 @@ class Steps:
         engine = strategy.require_engine()
         self._stop_if_asked(module.trainer, lockstep)
         with lockstep.step() if self._meets_in_evaluation else nullcontext(), engine.comm.naming_failures():
-            if strategy.virtual is not None and strategy.virtual.applies_to(module.trainer):
+            if strategy.virtual is not None and strategy.virtual.applies:
                 return strategy.virtual.evaluate(engine, step, args)
             engine.begin_step()
             if strategy.parallel.pipeline is not None:

@@ -239,10 +239,7 @@ class ZeROStrategy(EngineStrategy):  # its many public members are Lightning's h
         if not fitting:
             self._reset_optimizers_and_schedulers()
         if fitting or self.engine is None or Engine.holding(module) is not self.engine:
-            kinds = "" if self.parallel.mesh is None else self.parallel.mesh.shape.kinds
-            guards.check_trainer(trainer, self.zero_precision(), kinds)
-            if self.virtual is not None:
-                self.virtual.check(trainer, module)
+            self.engine_setup.check(trainer, module)
             if fitting and self._layer_sync:
                 self.model = self._layer_sync.apply(module)
             note_deferred(module)
@@ -339,17 +336,10 @@ class ZeROStrategy(EngineStrategy):  # its many public members are Lightning's h
 
     # data ------------------------------------------------------------------------------------------------------------
 
-    @property
-    @override
-    def distributed_sampler_kwargs(self) -> dict[str, Any]:
-        virtual, module = self.virtual, self.lightning_module
-        kwargs = super().distributed_sampler_kwargs
-        return kwargs if virtual is None or module is None else virtual.sampler_kwargs(module.trainer, kwargs)
-
     @override
     def process_dataloader(self, dataloader: Any) -> Any:
         """Let the training data continue where a checkpoint was saved, and seed workers by replica."""
-        if self.virtual is not None and self.virtual.applies_to(self.lightning_module.trainer):  # type: ignore[union-attr]
+        if self.virtual is not None and self.virtual.applies:
             return self.virtual.loader(dataloader, self.resume.data)
         self.resume.data(dataloader)
         self.parallel.seed_workers(dataloader)

@@ -127,7 +127,7 @@ class VirtualRanks:
 
     def as_first(self) -> AbstractContextManager[None]:
         """Draw the random numbers of this process's first virtual rank inside, unless inside `as_rank`."""
-        return self.as_rank(self._rank) if self.applies_to(self._trainer) else nullcontext()
+        return self.as_rank(self._rank) if self.applies else nullcontext()
 
     @property
     def _trainer(self) -> pl.Trainer:
@@ -151,20 +151,18 @@ class VirtualRanks:
 
     def _make_iterators(self, make: Callable[[], list[Iterator[Any]]]) -> list[Iterator[Any]]:
         """Make iterators over the training data, from the random states that the run had when it made them."""
-        saved, self._resumed = self._resumed, None
-        progress = self._trainer.fit_loop.epoch_loop.batch_progress
-        inside = saved is not None and not progress.is_last_batch and progress.current.processed > 0
-        for rank in self.ranks if saved is not None else ():
-            states = saved.get(str(rank))
-            if states is not None:
-                self._streams[rank] = RandomStream.of(states["epoch" if inside and states["epoch"] else "now"])
+        saved, self._resumed = self._resumed or {}, None
+        progress: Any = self._trainer.fit_loop.epoch_loop.batch_progress
+        in_epoch = not progress.is_last_batch and progress.current.processed > 0
+        states = {rank: saved[str(rank)] for rank in self.ranks if str(rank) in saved}
+        for rank, state in states.items():
+            before = state["epoch"] if in_epoch else None
+            self._streams[rank] = RandomStream.of(before or state["now"])
         now = RandomStream()
         self._at_epoch = {rank: copy.copy(self._streams.get(rank, now)) for rank in self.ranks}
         iterators = make()
-        if inside and saved is not None:
-            for rank in self.ranks:
-                if str(rank) in saved:
-                    self._streams[rank] = RandomStream.of(saved[str(rank)]["now"])
+        if in_epoch:
+            self._streams.update((rank, RandomStream.of(state["now"])) for rank, state in states.items())
         return iterators
 
     # data ------------------------------------------------------------------------------------------------------------
@@ -185,13 +183,10 @@ class VirtualRanks:
 
         Method(module, "_on_before_batch_transfer", before_transfer)
 
-    def sampler_kwargs(self, trainer: pl.Trainer, kwargs: dict[str, Any]) -> dict[str, Any]:
-        """Return whose part of the data the first loader of this process has."""
-        return {"num_replicas": self.count, "rank": self._rank} if self.applies_to(trainer) else kwargs
-
-    def applies_to(self, trainer: pl.Trainer) -> bool:
+    @property
+    def applies(self) -> bool:
         """Whether batches are those of virtual ranks: predictions are made once per sample, on the real ranks."""
-        return trainer.state.fn != TrainerFn.PREDICTING
+        return self._trainer.state.fn != TrainerFn.PREDICTING
 
     def loader(self, loader: Any, continue_in: Callable[[Any], None]) -> VirtualLoader:
         """Return the loader of all virtual ranks of this process.
