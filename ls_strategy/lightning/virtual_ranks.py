@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from ls_strategy._compat import active_loaders, unflatten_batch
+from ls_strategy._compat import ForwardValues, active_loaders, unflatten_batch
 from ls_strategy.checkpoint.random import RandomStream
 from ls_strategy.distributed.tree_sum import Round
 from ls_strategy.engine import Engine
@@ -242,7 +242,7 @@ class VirtualRanks:
         others = self._others(args) if len(self.ranks) > 1 else []
         if len(rounds) > 1:
             self._drop_old_gradients(engine)
-        log = VirtualLog(module)
+        log, metrics = VirtualLog(module), ForwardValues(module)
         buffers = _Buffers(module, self._views)
         output: Any = None
         loss: Tensor | None = None
@@ -263,11 +263,13 @@ class VirtualRanks:
                         found = forward(batch, *args[1:])
                 buffers.keep(rank if is_real else None)
                 loss = _loss_of(found, rank)
-                output = found if number == 0 else output
+                if number == 0:
+                    output, metrics = found, ForwardValues(module)
             engine.end_forward()
             if not now.is_last:
                 self._backward(module, loss)
         self._after_backward = partial(buffers.end, forget=synchronises)
+        metrics.restore()
         log.replay(engine.comm, self.ranks, self.count)
         if len(rounds) > 1:
             engine.keeps_gradients = True  # the loop calls zero_grad next, before the last round's backward
@@ -311,7 +313,7 @@ class VirtualRanks:
         module = self._strategy.lightning_module
         assert module is not None
         others = self._others(args) if len(self.ranks) > 1 else []
-        log, output = VirtualLog(module), None
+        log, metrics, output = VirtualLog(module), ForwardValues(module), None
         for number, now in enumerate(self.rounds):
             rank = now.first + self._rank
             is_real = rank < self.count
@@ -323,7 +325,9 @@ class VirtualRanks:
                 batch = self._prepared(others[number - 1], index) if number and is_real else args[0]
                 with log.recording(rank if is_real else None, batch):
                     found = step(batch, *args[1:])
-            output = found if number == 0 else output
+            if number == 0:
+                output, metrics = found, ForwardValues(module)
+        metrics.restore()
         log.replay(engine.comm, self.ranks, self.count)
         return output
 

@@ -165,7 +165,8 @@ class Averages:
             return
         self.wait()
         arrived = flat.average_dtype if flat.local.buffer is None else flat.local.buffer.dtype
-        narrow = exact_16_bit and self.folds_factors and flat.comm.world_size == 1 and arrived.itemsize == 2
+        single = flat.comm.world_size == 1 and isinstance(reducing, PendingReduce)  # one rank, and no virtual ones
+        narrow = exact_16_bit and self.folds_factors and single and arrived.itemsize == 2
         wanted = arrived if narrow and not accumulate else flat.average_dtype
         if self.values is None:
             self.values = self._new(wanted)
