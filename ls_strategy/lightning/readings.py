@@ -53,7 +53,7 @@ def _ids(part: Part | None) -> set[int] | None:
 class EngineStrategy(RankStrategy):
     """A strategy with an engine, as callbacks and modules see it through ``trainer.strategy``."""
 
-    virtual: VirtualRanks | None = None
+    virtual: VirtualRanks | None
     """The virtual ranks of this process."""
 
     def grad_norm(self, norm_type: float = 2.0, *, optimizer: Optimizer | None = None) -> Tensor:
