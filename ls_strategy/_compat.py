@@ -858,3 +858,28 @@ def _with_defaults(init: Any, defaults: Mapping[str, Any]) -> Generator[None, No
             del init.__signature__
         else:
             init.__signature__ = before
+
+
+def active_loaders(trainer: Any) -> Any:
+    """Return the CombinedLoader of the running loop: training, or the validation inside it, or an evaluation."""
+    if trainer.training:
+        return trainer.fit_loop._combined_loader
+    return trainer._evaluation_loop._combined_loader
+
+
+def unflatten_batch(combined: Any, batches: list[Any]) -> Any:
+    """Return the batch of a CombinedLoader that is made of one batch per loader."""
+    return tree_unflatten(batches, combined._spec)
+
+
+class ForwardValues:
+    """The values that metrics of a module have returned last, which Lightning logs for a step."""
+
+    def __init__(self, module: nn.Module) -> None:
+        """Note them."""
+        self._values = [(m, m._forward_cache) for m in module.modules() if hasattr(m, "_forward_cache")]
+
+    def restore(self) -> None:
+        """Make them the last ones again."""
+        for metric, value in self._values:
+            metric._forward_cache = value  # type: ignore[assignment]

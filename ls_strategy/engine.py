@@ -49,7 +49,7 @@ from ls_strategy.zero.step.phase import OptimizerStep
 from ls_strategy.zero.step.stepper import Stepper
 from ls_strategy.zero.user_code.copies import PlainCopies
 from ls_strategy.zero.user_code.unstepped import Unstepped
-from ls_strategy.zero_stages import POLICIES
+from ls_strategy.zero_stages import policy_of
 
 _HOLDERS: weakref.WeakKeyDictionary[nn.Module, Engine] = weakref.WeakKeyDictionary()
 """The engine of each model. Engines hold no strong reference to their model, so an entry is removed with its model."""
@@ -106,8 +106,7 @@ class Engine:
         self.comm = comm = mesh.zero
         """The ranks over which states are sharded and gradients averaged."""
         self.device = device
-        # One rank shards nothing, so it runs as stage 0, unless the stage decides what offload leaves on the device.
-        self.policy = POLICIES[config.stage if comm.world_size > 1 or config.offload.any_state else 0]
+        self.policy = policy_of(config, comm.world_size)
         draft = self._agree_on_draft(model, optimizers, parts or {})
         previous = Engine.holding(model)
         if previous is not None:

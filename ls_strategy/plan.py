@@ -64,6 +64,9 @@ class FlatPlan:
     unfrozen: FlatPlan | None = None
     """For parameters that are in an optimizer but frozen: the plan that applies once one of them is unfrozen."""
 
+    exact_norm: bool = False
+    """Whether norms of its gradients must not depend on the number of ranks."""
+
     @property
     def owners(self) -> tuple[int, ...]:
         """Return the numbers of the optimizers that have its parameters."""

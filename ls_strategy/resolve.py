@@ -12,6 +12,7 @@ import torch
 
 from ls_strategy.config import FrozenFormat, TierConfig, TierName, ZeROConfig
 from ls_strategy.layout import ALIGN, FlatLayout, TensorPart
+from ls_strategy.ops.exact_norm import BLOCK
 from ls_strategy.ops.moments import BLOCK as MOMENT_BLOCK
 from ls_strategy.ops.quantized import TILE
 from ls_strategy.plan import FROZEN, FlatPlan, Plan, UnitPlan
@@ -86,6 +87,9 @@ def resolve_plan(  # noqa: PLR0913  (sizes of groups, one by one)
     weights = tuple(weights) if len(set(weights)) > 1 else ()
     # A block of an 8-bit moment belongs to one parameter, so that two updates never share a scale.
     align = MOMENT_BLOCK if config.precision.moments == "int8" else ALIGN
+    exact_norm = config.parallel.virtual_ranks is not None
+    if exact_norm:
+        align = max(align, BLOCK)  # both are powers of two
     plans: list[UnitPlan] = []
     for name, is_root, params in units:
         classes: defaultdict[tuple[Any, ...], list[ParamFacts]] = defaultdict(list)
@@ -108,6 +112,7 @@ def resolve_plan(  # noqa: PLR0913  (sizes of groups, one by one)
             own = optimizer == FROZEN or dtype != compute_dtype
             kept = dtype if own else master_dtype
             flat = FlatPlan(layout, dtype, kept, optimizer, copies=copies, tied=tied, replica=replica)
+            flat = replace(flat, exact_norm=exact_norm)
             shared_by = members[0].shared_by
             flat = replace(flat, shared_by=shared_by, replicated=replicated, quantized=quantized)
             flats.append(replace(flat, master_dtype=dtype, unfrozen=flat) if members[0].frozen else flat)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from ls_strategy.config import ZeroStage
+from ls_strategy.config import ZeROConfig, ZeroStage
 
 
 @dataclass(frozen=True)
@@ -28,3 +28,14 @@ POLICIES: dict[ZeroStage, StagePolicy] = {
     2: StagePolicy(optimizer=True, gradients=True, parameters=False),
     3: StagePolicy(optimizer=True, gradients=True, parameters=True),
 }
+
+
+def policy_of(config: ZeROConfig, ranks: int) -> StagePolicy:
+    """Return what ``ranks`` data-parallel ranks shard with these options.
+
+    One rank shards nothing, so it runs as stage 0, unless the stage decides what offload leaves on the device. With
+    virtual ranks every gradient is sent, so that its additions can be in one order, and stages 0 and 1 run as stage 2.
+    """
+    if config.parallel.virtual_ranks is not None:
+        return POLICIES[3 if POLICIES[config.stage].parameters else 2]
+    return POLICIES[config.stage if ranks > 1 or config.offload.any_state else 0]

@@ -35,3 +35,50 @@ def restore_random_states(states: dict[str, Any]) -> None:
     numpy = sys.modules.get("numpy")
     if numpy is not None and "numpy" in states:
         numpy.random.set_state(states["numpy"])
+
+
+class RandomStream:
+    """The states of all generators of one virtual rank, which this process swaps in and out many times per step."""
+
+    def __init__(self) -> None:
+        """Begin at the current states of this process."""
+        self._python: Any = None
+        self._torch: Any = None
+        self._device: Any = None
+        self._numpy: Any = None
+        self.take()
+
+    def take(self) -> None:
+        """Adopt the current states of this process."""
+        self._python, self._torch = random.getstate(), torch.get_rng_state()
+        device, numpy = dev.current(), sys.modules.get("numpy")
+        self._device = dev.random_state(device) if dev.is_accelerator(device) else None
+        self._numpy = None if numpy is None else numpy.random.get_state(legacy=False)
+
+    def put(self) -> None:
+        """Make them the states of this process."""
+        random.setstate(self._python)
+        torch.set_rng_state(self._torch)
+        device, numpy = dev.current(), sys.modules.get("numpy")
+        if self._device is not None and dev.is_accelerator(device):
+            dev.set_random_state(self._device, device)
+        if self._numpy is not None and numpy is not None:
+            numpy.random.set_state(self._numpy)
+
+    def saved(self) -> dict[str, Any]:
+        """Return them as `random_states` would."""
+        before = RandomStream()
+        self.put()
+        try:
+            return random_states()
+        finally:
+            before.put()
+
+    @classmethod
+    def of(cls, states: dict[str, Any]) -> RandomStream:
+        """Return the stream that `saved` has returned."""
+        before = cls()
+        restore_random_states(states)
+        stream = cls()
+        before.put()
+        return stream

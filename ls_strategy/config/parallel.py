@@ -132,6 +132,11 @@ class ParallelConfig(Group):
     pipeline: int | PipelineConfig = 1
     """Pipeline parallelism: ranks that the blocks of the model are partitioned over."""
 
+    virtual_ranks: int | None = None
+    """The number of ranks that the run computes as if it had, on as many as there are or fewer: losses and weights are
+    the same bits on any number of ranks, at every stage and with any offload. Each virtual rank has its own batches and
+    random numbers. For data parallelism. None: the real ranks."""
+
     @property
     def tp(self) -> TensorConfig:
         """The full form of ``tensor``."""
@@ -151,7 +156,8 @@ class ParallelConfig(Group):
 
     def __post_init__(self) -> None:
         """Refuse invalid values."""
-        check_fields(self, group="parallel", tensor=_RANKS, context=_RANKS, expert=_RANKS, pipeline=_RANKS)
+        ranks = dict.fromkeys(("tensor", "context", "expert", "pipeline", "virtual_ranks"), _RANKS)
+        check_fields(self, group="parallel", **ranks)
         if isinstance(self.tensor, int):
             self._set("tensor", TensorConfig(size=self.tensor))
         if isinstance(self.pipeline, int):

@@ -67,6 +67,7 @@ def check_together(config: ZeROConfig) -> None:
     """
     _check_weights(config)
     _check_offload(config)
+    _check_virtual_ranks(config)
     if config.activations.partitioning and config.parallel.tp.size == 1:
         raise ConfigError(
             "Got activations.partitioning=True with parallel.tensor=1, but activations are partitioned over "
@@ -113,6 +114,16 @@ def _check_offload(config: ZeROConfig) -> None:
             f"Got offload.delay_after={offload.delay_after} with stage=3, but late updates need the weights of the "
             "last step apart from the master weights. Use stage 1 or 2, with offload.optimizer."
         )
+
+
+def _check_virtual_ranks(config: ZeROConfig) -> None:
+    virtual = config.parallel.virtual_ranks
+    for axis, size in config.parallel.sizes.items() if virtual is not None else ():
+        if size > 1:
+            raise ConfigError(
+                f"Got parallel.virtual_ranks={virtual} with parallel.{axis}={size}, but virtual ranks take the place "
+                f"of data-parallel ranks that hold the full model. Leave one of virtual_ranks and {axis} out."
+            )
 
 
 def _check_auto(config: ZeROConfig) -> None:

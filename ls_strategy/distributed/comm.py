@@ -75,6 +75,17 @@ class PendingReduce:
         self._borrowed = borrowed
         self._comm = comm
 
+    def terms(self) -> Sequence[Tensor]:
+        """Wait for the terms of the sum and return them; `release` must follow."""
+        self._comm.wait(self._works)
+        self._works = ()
+        return self._parts
+
+    def release(self) -> None:
+        """Return the buffers of the terms to the pool."""
+        self._comm.pool.give(self._borrowed)
+        self._parts = self._borrowed = ()
+
     def finish(self, out: Tensor, *, accumulate: bool) -> None:
         """Write the average over ranks to ``out``, ``(shard,)``, or add it if ``accumulate``."""
         self._comm.wait(self._works)
@@ -270,7 +281,13 @@ class Comm:
         return PendingGather(self._exchange([mine] * self.world_size, shards, "all_gather", of), self)
 
     def reduce_scatter(
-        self, full: Tensor, dtype: torch.dtype | None = None, of: str = "", sizes: Sequence[int] | None = None
+        self,
+        full: Tensor,
+        dtype: torch.dtype | None = None,
+        of: str = "",
+        sizes: Sequence[int] | None = None,
+        *,
+        separate: bool = False,
     ) -> PendingReduce:
         """Average ``full``, ``(world_size * shard,)``, over ranks; this rank keeps its shard.
 
@@ -281,6 +298,7 @@ class Comm:
             of: its name, for traces.
             sizes: elements of every rank's shard, at least 1 each. None: equal shards. With sizes, NCCL reduces to
                 every rank in one group of calls.
+            separate: deliver every rank's term, also where the transport could sum; see `PendingReduce.terms`.
 
         Traffic:
             The other ranks' shards: ``(world_size - 1) * shard`` elements sent per rank with equal shards.
@@ -288,7 +306,7 @@ class Comm:
         mine = self._own(full, sizes)
         if self.world_size == 1 or full.numel() == 0:
             return PendingReduce((), [mine], (), self)
-        if self.native:
+        if self.native and not separate:
             self.journal.enter("reduce_scatter", of)
             wire = full if dtype is None else full.to(dtype)
             out = self.pool.take(mine.numel(), wire.dtype, wire.device)

@@ -72,6 +72,7 @@ def write(
     checkpoint_io: CheckpointIO,
     storage_options: Any,
     background: BackgroundSaver | None = None,
+    random: dict[str, Any] | None = None,
 ) -> None:
     """Write a checkpoint folder; with ``background``, return when training can no longer change it. Collective.
 
@@ -83,7 +84,7 @@ def write(
     job = save.Save(
         path=path,
         entries=entries,
-        random=random_states(),
+        random=random_states() if random is None else random,
         manifest=Manifest(
             step=int(checkpoint.get("global_step", 0)),
             epoch=int(checkpoint.get("epoch", 0)),
@@ -136,6 +137,7 @@ def write_file(
     storage_options: Any,
     rank: int,
     exchange: Callable[[Any], list[Any]],
+    random: dict[str, Any] | None = None,
 ) -> None:
     """Write what was gathered on rank 0, and every rank's random states, to one file. Collective.
 
@@ -144,7 +146,7 @@ def write_file(
     Raises:
         CheckpointError: on every rank, if rank 0 could not write it; earlier checkpoints are untouched.
     """
-    states = exchange(random_states())
+    states = exchange(random_states() if random is None else random)
     error: Exception | None = None
     if rank == 0:
         if "optimizer_states" in checkpoint:  # otherwise it cannot be resumed from

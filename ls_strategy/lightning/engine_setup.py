@@ -109,6 +109,18 @@ class EngineSetup:
         rank_zero_info(f"ZeROStrategy: states on NVMe are stored in {path} (from {source})")
         strategy.config = replace(strategy.config, offload=replace(strategy.config.offload, nvme_path=path))
 
+    def check(self, trainer: pl.Trainer, module: pl.LightningModule) -> None:
+        """Refuse what cannot work, before anything is sharded.
+
+        Raises:
+            PlanError: with the cure.
+        """
+        strategy = self._strategy
+        kinds = "" if strategy.parallel.mesh is None else strategy.parallel.mesh.shape.kinds
+        guards.check_trainer(trainer, strategy.zero_precision(), kinds)
+        if strategy.virtual is not None:
+            strategy.virtual.check(trainer, module)
+
     def place(self, module: pl.LightningModule) -> None:
         """Convert and move what the module holds besides parameters, in the order of DDPStrategy. Not collective."""
         guards.refuse_hidden_meta(module)
@@ -210,6 +222,7 @@ class EngineSetup:
             and overlap
             and not trainer.gradient_clip_val
             and strategy.parallel.pipeline is None  # gradients tied over stages have to be summed first
+            and strategy.virtual is None  # norms of what early updates take would depend on the number of ranks
         )
         guards.watch_generate(module, engine)
         if not fitting:

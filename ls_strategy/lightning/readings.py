@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Generator, Iterable, Iterator
 from contextlib import contextmanager
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
+from typing_extensions import override
 
 from ls_strategy._compat import unwrap_optimizer
 from ls_strategy.access.gradients import full_gradients, grad_norms
@@ -18,6 +19,7 @@ from ls_strategy.distributed.comm import Traffic
 from ls_strategy.engine import Engine
 from ls_strategy.errors import StateError
 from ls_strategy.lightning.ranks import RankStrategy
+from ls_strategy.lightning.virtual_ranks import VirtualRanks
 from ls_strategy.precision import PrecisionPolicy
 from ls_strategy.zero.away import KINDS, StateKind
 
@@ -50,6 +52,9 @@ def _ids(part: Part | None) -> set[int] | None:
 
 class EngineStrategy(RankStrategy):
     """A strategy with an engine, as callbacks and modules see it through ``trainer.strategy``."""
+
+    virtual: VirtualRanks | None
+    """The virtual ranks of this process."""
 
     def grad_norm(self, norm_type: float = 2.0, *, optimizer: Optimizer | None = None) -> Tensor:
         """Return the global norm of the averaged gradients of one optimizer, or of all, ``()`` fp32. Collective.
@@ -153,8 +158,17 @@ class EngineStrategy(RankStrategy):
 
     @property
     def data_parallel_size(self) -> int:
-        """The number of model replicas; each trains on its own batches."""
-        return self.parallel.data_rank[1]
+        """The number of model replicas, or of virtual ranks; each trains on its own batches."""
+        return self.parallel.data_rank[1] if self.virtual is None else self.virtual.count
+
+    @property
+    @override
+    def distributed_sampler_kwargs(self) -> dict[str, Any]:
+        """Give every replica of the model, or every virtual rank, its own part of the data."""
+        kwargs = super().distributed_sampler_kwargs
+        if self.virtual is None or not self.virtual.applies:
+            return kwargs
+        return {"num_replicas": self.virtual.count, "rank": self.virtual.ranks[0]}
 
     @property
     def data_parallel_rank(self) -> int:

@@ -18,11 +18,13 @@ from ls_strategy.checkpoint.background import BackgroundSaver
 from ls_strategy.checkpoint.commit import link as link_checkpoint
 from ls_strategy.checkpoint.commit import remove as remove_checkpoint
 from ls_strategy.checkpoint.full import full_state_dict
+from ls_strategy.checkpoint.random import random_states
 from ls_strategy.checkpoint.target import check_replaceable
 from ls_strategy.errors import CheckpointError
 from ls_strategy.host.pytorch import TrainerFn, TrainerStatus, rank_zero_warn
 from ls_strategy.lightning import checkpoints, data_position
 from ls_strategy.lightning.checkpoints import Collection
+from ls_strategy.lightning.virtual_ranks import VIRTUAL
 from ls_strategy.zero.flat.parameters import unnoticed
 
 if TYPE_CHECKING:
@@ -123,7 +125,7 @@ class Saves:
             comm, rank = strategy._comm, strategy.global_rank
             exchange = comm.exchange_objects if comm is not None else lambda value: [value]
             with self.tolerating():
-                checkpoints.write_file(checkpoint, path, checkpoint_io, storage_options, rank, exchange)
+                checkpoints.write_file(checkpoint, path, checkpoint_io, storage_options, rank, exchange, self._random())
             return
         assert module is not None
         fitting = module.trainer.training  # a save after the fit is complete when the call returns
@@ -133,7 +135,12 @@ class Saves:
             saver = self._background() if config.background and fitting else None
             if saver is not None:  # a wrong path is an error now, not at the next save
                 strategy.on_all_ranks(partial(check_replaceable, path) if strategy.is_global_zero else lambda: None)
-            checkpoints.write(collection, checkpoint, path, checkpoint_io, storage_options, saver)
+            checkpoints.write(collection, checkpoint, path, checkpoint_io, storage_options, saver, self._random())
+
+    def _random(self) -> dict[str, Any]:
+        """Return the random states of this process and of its virtual ranks."""
+        virtual = self._strategy.virtual
+        return random_states() if virtual is None else {**random_states(), VIRTUAL: virtual.saved()}
 
     def _background(self) -> BackgroundSaver:
         comm = self._strategy._comm

@@ -17,7 +17,9 @@ from ls_strategy.zero_stages import POLICIES
 if TYPE_CHECKING:
     import lightning.pytorch as pl
 
+    from ls_strategy.engine import Engine
     from ls_strategy.lightning.strategy import ZeROStrategy
+    from ls_strategy.lightning.virtual_ranks import VirtualRanks
 
 
 class Steps:
@@ -46,6 +48,8 @@ class Steps:
         strategy, lockstep, parallel = self._strategy, self._lockstep, self._strategy.parallel
         lockstep.reset()
         strategy._stops_alone = False
+        if strategy.virtual is not None:
+            strategy.virtual.begin_run(self._module, fitting=trainer.state.fn == "fit")
         # Otherwise ranks may evaluate different numbers of batches, as under DDP.
         self._meets_in_evaluation = (
             POLICIES[strategy.config.stage].parameters
@@ -64,6 +68,8 @@ class Steps:
         with self._lockstep.step(), comm.naming_failures(), strategy.engine_setup.explaining_memory():
             strategy.resume.restore_random_states()
             engine = strategy.engine_setup.follow_optimizers()
+            if strategy.virtual is not None:
+                return self._train_virtual(strategy.virtual, engine, step, args, synchronises=synchronises)
             engine.begin_step(sync_buffers_after=synchronises)
             pipeline = strategy.parallel.pipeline
             with strategy.activations.around_forward():
@@ -73,12 +79,31 @@ class Steps:
             engine.end_forward()
             return strategy.parallel.full_outputs(output)
 
+    def _train_virtual(
+        self,
+        virtual: VirtualRanks,
+        engine: Engine,
+        step: Callable[..., Any],
+        args: Sequence[Any],
+        *,
+        synchronises: bool,
+    ) -> Any:
+        """Run ``training_step`` for every virtual rank of this process."""
+
+        def forward(*args: Any) -> Any:
+            with self._strategy.activations.around_forward():
+                return step(*args)
+
+        return virtual.train(engine, forward, args, synchronises=synchronises)
+
     def evaluate(self, step: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         """Run a validation, test or prediction step."""
         strategy, module, lockstep = self._strategy, self._module, self._lockstep
         engine = strategy.require_engine()
         self._stop_if_asked(module.trainer, lockstep)
         with lockstep.step() if self._meets_in_evaluation else nullcontext(), engine.comm.naming_failures():
+            if strategy.virtual is not None and strategy.virtual.applies:
+                return strategy.virtual.evaluate(engine, step, args)
             engine.begin_step()
             if strategy.parallel.pipeline is not None:
                 return strategy.parallel.pipeline.evaluate(module, step, args)
@@ -100,8 +125,10 @@ class Steps:
             engine.keeps_gradients = False
             yield False
             return
-        engine.begin_backward(eager=module.automatic_optimization and not self.accumulating)
-        explained = strategy.engine_setup.explaining_memory()
-        with guards.explain_released_parameters(), engine.comm.naming_failures(), explained:
-            yield True
-        engine.end_backward(local=self.accumulating)
+        virtual = strategy.virtual
+        with nullcontext(True) if virtual is None else virtual.around_backward(engine) as is_last:
+            engine.begin_backward(eager=module.automatic_optimization and not self.accumulating and is_last)
+            explained = strategy.engine_setup.explaining_memory()
+            with guards.explain_released_parameters(), engine.comm.naming_failures(), explained:
+                yield True
+            engine.end_backward(local=self.accumulating)

@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Generator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
@@ -60,6 +60,7 @@ from ls_strategy.lightning.readings import EngineStrategy
 from ls_strategy.lightning.resume import Resume
 from ls_strategy.lightning.saving import Saves
 from ls_strategy.lightning.steps import Steps
+from ls_strategy.lightning.virtual_ranks import VirtualRanks
 from ls_strategy.pretrained.huggingface import without_memory
 from ls_strategy.zero.deferred import note_deferred
 from ls_strategy.zero_stages import POLICIES
@@ -144,6 +145,8 @@ class ZeROStrategy(EngineStrategy):  # its many public members are Lightning's h
         """The contents of a checkpoint folder while ``trainer.save_checkpoint`` collects them."""
         self.engine_setup = EngineSetup(self)
         self.steps = Steps(self)
+        virtual = self.config.parallel.virtual_ranks
+        self.virtual = None if virtual is None else VirtualRanks(self, virtual)
         self.saves = Saves(self)
         self.resume = Resume(self)
         super().__init__(
@@ -236,8 +239,7 @@ class ZeROStrategy(EngineStrategy):  # its many public members are Lightning's h
         if not fitting:
             self._reset_optimizers_and_schedulers()
         if fitting or self.engine is None or Engine.holding(module) is not self.engine:
-            kinds = "" if self.parallel.mesh is None else self.parallel.mesh.shape.kinds
-            guards.check_trainer(trainer, self.zero_precision(), kinds)
+            self.engine_setup.check(trainer, module)
             if fitting and self._layer_sync:
                 self.model = self._layer_sync.apply(module)
             note_deferred(module)
@@ -337,6 +339,8 @@ class ZeROStrategy(EngineStrategy):  # its many public members are Lightning's h
     @override
     def process_dataloader(self, dataloader: Any) -> Any:
         """Let the training data continue where a checkpoint was saved, and seed workers by replica."""
+        if self.virtual is not None and self.virtual.applies:
+            return self.virtual.loader(dataloader, self.resume.data)
         self.resume.data(dataloader)
         self.parallel.seed_workers(dataloader)
         return super().process_dataloader(dataloader)
@@ -346,7 +350,8 @@ class ZeROStrategy(EngineStrategy):  # its many public members are Lightning's h
     def batch_to_device(self, batch: Any, device: torch.device | None = None, dataloader_idx: int = 0) -> Any:
         """Compare the batch over the ranks of a replica, then move it."""
         self.parallel.check_batch(batch)
-        return super().batch_to_device(batch, device, dataloader_idx)
+        with nullcontext() if self.virtual is None else self.virtual.as_first():
+            return super().batch_to_device(batch, device, dataloader_idx)
 
     # checkpoints -----------------------------------------------------------------------------------------------------
 

@@ -20,7 +20,7 @@ from ls_strategy.zero.setup.assembly import Draft
 from ls_strategy.zero.setup.share import Share
 from ls_strategy.zero.step.elementwise import copy_of
 from ls_strategy.zero.step.kernels import kernel_for
-from ls_strategy.zero_stages import POLICIES
+from ls_strategy.zero_stages import policy_of
 
 _PROBED = 64
 """Elements of the parameter that an optimizer is probed with."""
@@ -48,7 +48,7 @@ class ModelStates:
             self.optimizers,
             config=config,
             precision=self.precision,
-            policy=POLICIES[config.stage if world_size > 1 or config.offload.any_state else 0],
+            policy=policy_of(config, world_size),
             parts={},
             share=Share(),
         )

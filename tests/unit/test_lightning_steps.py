@@ -38,6 +38,7 @@ def make(calls: list[Any], *, pipeline: Any = None, automatic: bool = True, aske
     trainer = SimpleNamespace(_signal_connector=SimpleNamespace(received_sigterm=False))
     return SimpleNamespace(
         lightning_module=SimpleNamespace(automatic_optimization=automatic, trainer=trainer),
+        virtual=None,
         _lockstep=lockstep,
         _stops_alone=False,
         require_engine=lambda: engine,

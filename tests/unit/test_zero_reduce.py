@@ -50,9 +50,9 @@ def sent(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
     plain = Comm.reduce_scatter
 
-    def noted(self: Comm, full: Tensor, dtype: Any = None, of: str = "", sizes: Any = None) -> Any:
+    def noted(self: Comm, full: Tensor, dtype: Any = None, of: str = "", *args: Any, **options: Any) -> Any:
         names.append(of.removesuffix(".weight"))
-        return plain(self, full, dtype, of, sizes)
+        return plain(self, full, dtype, of, *args, **options)
 
     monkeypatch.setattr(Comm, "reduce_scatter", noted)
     return names

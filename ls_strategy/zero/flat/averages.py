@@ -19,7 +19,9 @@ from torch import Tensor
 from ls_strategy import device as dev
 from ls_strategy import spans
 from ls_strategy.distributed.comm import PendingReduce
+from ls_strategy.distributed.tree_sum import LastRound, TreeSum
 from ls_strategy.errors import StateError
+from ls_strategy.ops import exact_norm
 from ls_strategy.ops.norm import sum_of_squares, sum_over_chunks
 from ls_strategy.zero.flat.buffer import FlatBuffer
 from ls_strategy.zero.flat.storage import chunks
@@ -65,6 +67,9 @@ class Averages:
         self.landing: Future[None] | None = None
         """A copy to host memory in flight."""
 
+        self.tree = TreeSum()
+        """With virtual ranks: the sums of the rounds before the last one."""
+
         self._in_update: Tensor | None = None
         self._scale = 1.0
 
@@ -92,6 +97,7 @@ class Averages:
         """Discard the averages so far."""
         self.hold_values = self.gone = self.edited = False
         self.scale = 1.0
+        self.tree.forget()
 
     def tensor(self) -> Tensor:
         """Return the averages of the range that this rank steps, ``(stepped,)``. Stage 0: ``flat.local.buffer``.
@@ -135,7 +141,7 @@ class Averages:
         """Whether the averages are on the NVMe tier."""
         return not self._flat.storage.is_resident("grad") and self.values is None
 
-    def land(self, reducing: PendingReduce, *, exact_16_bit: bool, stay_in_memory: bool = False) -> None:
+    def land(self, reducing: PendingReduce | LastRound, *, exact_16_bit: bool, stay_in_memory: bool = False) -> None:
         """Add the result of a reduce-scatter to the averages on their tier. Their scale becomes that of ``local``.
 
         Args:
@@ -159,7 +165,8 @@ class Averages:
             return
         self.wait()
         arrived = flat.average_dtype if flat.local.buffer is None else flat.local.buffer.dtype
-        narrow = exact_16_bit and self.folds_factors and flat.comm.world_size == 1 and arrived.itemsize == 2
+        single = flat.comm.world_size == 1 and isinstance(reducing, PendingReduce)  # one rank, and no virtual ones
+        narrow = exact_16_bit and self.folds_factors and single and arrived.itemsize == 2
         wanted = arrived if narrow and not accumulate else flat.average_dtype
         if self.values is None:
             self.values = self._new(wanted)
@@ -172,7 +179,7 @@ class Averages:
         else:
             self._land_on_host(reducing, self.values, accumulate=accumulate)
 
-    def _land_on_nvme(self, reducing: PendingReduce, factor: float, *, accumulate: bool) -> None:
+    def _land_on_nvme(self, reducing: PendingReduce | LastRound, factor: float, *, accumulate: bool) -> None:
         flat = self._flat
         mine = flat.comm.pool.take(flat.stepped_numel, flat.average_dtype, flat.full.device)
         if accumulate:
@@ -193,7 +200,7 @@ class Averages:
 
         def write(put: Callable[[Tensor, int], None]) -> None:
             with flat.storage.link.aside(after, work="gradients to NVMe", down=True):
-                sums.append(sum_of_squares(mine, unscale=unscale).tolist())
+                sums.append(self._measure(mine, unscale).tolist())
                 for start, stop in chunks(0, mine.numel()):
                     put(mine[start:stop].float(), start)
             flat.comm.pool.give([mine])
@@ -214,7 +221,7 @@ class Averages:
         if self._flat.gradient_tier != "device":
             self._flat.storage.ring.give([before])
 
-    def _land_on_host(self, reducing: PendingReduce, out: Tensor, *, accumulate: bool) -> None:
+    def _land_on_host(self, reducing: PendingReduce | LastRound, out: Tensor, *, accumulate: bool) -> None:
         """Sum on the device, in the order and precision of a run without offload, then copy in the background."""
         mine = self._flat.comm.pool.take(out.numel(), out.dtype, self._flat.full.device)
         if accumulate:
@@ -234,7 +241,7 @@ class Averages:
 
     def _to_nvme(self, mine: Tensor) -> None:
         """Compute the sum of squares, and write to the NVMe tier."""
-        self.recorded_sums = [sum_of_squares(mine, unscale=self.unscale).tolist()]
+        self.recorded_sums = [self._measure(mine, self.unscale).tolist()]
         for start, stop in chunks(0, mine.numel()):
             part = mine[start:stop]
             with self._waiting():
@@ -278,7 +285,7 @@ class Averages:
             lease = self._flat.storage.get("grad", lo, hi)
             part = lease.wait()
             edit(part)
-            self.recorded_sums.append(sum_of_squares(part, unscale=self.unscale).tolist())
+            self.recorded_sums.append(self._measure(part, self.unscale).tolist())
             self._flat.storage.put("grad", lease, lo)
 
     def sums(self) -> Tensor:
@@ -286,15 +293,40 @@ class Averages:
 
         Bitwise the same on every tier, see `sum_over_chunks`.
         """
+        if self._flat.plan.exact_norm:
+            exact = self.exact_sums()
+            return torch.stack([exact_norm.value_of(exact), exact_norm.nonfinite(exact)])
+        recorded = self._recorded()
+        if recorded is not None:
+            return sum_over_chunks(recorded)
+        return sum_of_squares(self.owned(), unscale=self.unscale)
+
+    def exact_sums(self) -> Tensor:
+        """Return the `exact_sum_of_squares` of this rank's averages, to be added to those of other ranks."""
+        recorded = self._recorded()
+        if recorded is None:
+            return exact_norm.exact_sum_of_squares(self.owned(), unscale=self.unscale)
+        together = torch.zeros(exact_norm.SIZE, dtype=torch.int64, device="cpu")
+        for part in recorded:
+            together += torch.tensor(part, dtype=torch.int64, device="cpu")
+        return together
+
+    def _recorded(self) -> list[Sequence[float]] | None:
+        """Return the sums of averages no longer in memory, none if there are no averages; None if they are here."""
         if self._flat.updated_early or self.gone:
             self._flat.wait_updated()  # the update sums while it runs, and may run on after the step
         if not self.hold_values:
-            return torch.zeros(2, dtype=torch.float64)
+            return []
         if (self.gone or self.on_nvme) and self.recorded_sums is not None:
             self.wait()
-            return sum_over_chunks(self.recorded_sums)
+            return self.recorded_sums
         self.require_here()
-        return sum_of_squares(self.owned(), unscale=self.unscale)
+        return None
+
+    def _measure(self, grads: Tensor, unscale: float) -> Tensor:
+        """Return what `recorded_sums` holds of a part of the averages."""
+        exact = self._flat.plan.exact_norm
+        return (exact_norm.exact_sum_of_squares if exact else sum_of_squares)(grads, unscale=unscale)
 
     def zero(self, start: int = 0, stop: int | None = None) -> None:
         """Set a range of the averages to zero, if there are any."""

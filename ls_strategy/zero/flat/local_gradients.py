@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from ls_strategy._compat import storage_key
 from ls_strategy.distributed.buffer_pool import BufferPool
 from ls_strategy.distributed.comm import PendingGather, PendingReduce
+from ls_strategy.distributed.tree_sum import Round
 from ls_strategy.layout import FlatLayout
 from ls_strategy.zero.flat.parameters import grad_of, set_grad
 from ls_strategy.zero_stages import StagePolicy
@@ -60,6 +61,8 @@ class LocalGradients:
         self._addresses: list[int] = []
         """Stages 0 and 1: where each view is, unless user code moves it."""
         self.reducing: PendingReduce | None = None
+        self.round: Round | None = None
+        """With virtual ranks: the round whose leaves are being sent."""
         self.gathering: PendingGather | None = None
         """Stage 0: the all-gather of averages into the buffer in flight."""
         self._adopted: dict[int, Tensor] = {}

@@ -23,6 +23,7 @@ import torch
 from torch import nn
 
 from ls_strategy.distributed.comm import Comm, PendingReduce
+from ls_strategy.distributed.tree_sum import LastRound, Round
 from ls_strategy.errors import StateError
 from ls_strategy.zero.flat.parameters import grad_of, set_grad, unnoticed
 from ls_strategy.zero.flat.units import Flat, Unit
@@ -61,6 +62,8 @@ class Reducer:
         """Factor in the next gradients. It is 1 between passes: a direct call of ``loss.backward()`` has no scale."""
         self.private = False
         """Whether only the step reads averaged gradients, so that they may stay in 16 bit where that is exact."""
+        self.round: Round | None = None
+        """With virtual ranks: the round of the current backward pass."""
         self.on_complete: Callable[[Flat], None] | None = None
         """Called with every buffer as soon as its averages are complete, before backward is over."""
         self.admit: Callable[[list[Flat]], None] = _admit_nothing
@@ -113,6 +116,12 @@ class Reducer:
         local = flat.local
         if local.scale != self.loss_scale:
             self._begin_scale(flat, index)
+        if self.round is not None and unit.launched:
+            raise StateError(
+                f"{flat.layout.slots[index].name!r} got a second gradient after its unit was sent in the same backward "
+                "pass (a reentrant checkpoint, or a second backward), but with parallel.virtual_ranks the order of "
+                "all additions is fixed. Use torch.utils.checkpoint with use_reentrant=False."
+            )
         local.mask[index] = local.dirty = True
         # A second gradient in one pass stays in p.grad: until the first one is back (stages 0 and 1), or for the step.
         # That of a frozen buffer stays here for the step, too: it may have come on this rank only.
@@ -190,7 +199,9 @@ class Reducer:
             for p in flat.params:
                 set_grad(p, None)  # autograd must not add to what is being sent
         wire = None if self._wire_dtype is None else torch.promote_types(self._wire_dtype, local.buffer.dtype)
-        local.reducing = flat.comm.reduce_scatter(local.buffer, wire, flat.name, flat.layout.sizes)
+        local.round = self.round
+        separate = self.round is not None
+        local.reducing = flat.comm.reduce_scatter(local.buffer, wire, flat.name, flat.layout.sizes, separate=separate)
         self._in_flight.append(flat)
         self._in_flight_bytes += local.buffer.nbytes
         while self._too_much_in_flight():
@@ -213,7 +224,9 @@ class Reducer:
     def _finish(self, flat: Flat) -> None:
         local = flat.local
         assert local.reducing is not None
-        if self.policy.optimizer:
+        if local.round is not None:
+            self._land_round(flat, local.reducing, local.round)
+        elif self.policy.optimizer:
             self._land(flat, local.reducing)
         else:
             assert local.buffer is not None
@@ -227,7 +240,15 @@ class Reducer:
         if self.policy.optimizer and not self.policy.gradients:
             local.show_sent()
 
-    def _land(self, flat: Flat, reducing: PendingReduce) -> None:
+    def _land_round(self, flat: Flat, reducing: PendingReduce, now: Round) -> None:
+        """Add a round's leaves to the sum over virtual ranks; after the last round, that to the averages."""
+        if now.is_last:
+            self._land(flat, flat.averages.tree.close(reducing, now))
+            return
+        flat.averages.tree.add(reducing, now, flat.average_dtype)
+        flat.local.free()
+
+    def _land(self, flat: Flat, reducing: PendingReduce | LastRound) -> None:
         """Add a reduced buffer to the averages (stages 1 to 3)."""
         if not self.policy.gradients:
             flat.averages.forget()  # the resident gradients hold every micro-batch
@@ -378,8 +399,9 @@ class Reducer:
         self._gathers.clear()
         for unit in self.order:
             for flat in unit.trainable_flats:
-                flat.local.reducing = None
+                flat.local.reducing = flat.local.round = None
                 flat.local.gathering = None
+                flat.averages.tree.forget()
         self.loss_scale = 1.0
         self.reset()
 

@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ls_strategy.distributed.comm import Comm
+from ls_strategy.ops.exact_norm import value_of
 from ls_strategy.zero.flat.units import Flat
 
 
@@ -34,6 +35,7 @@ def global_norm(flats: list[Flat], comm: Comm, norm_type: float = 2.0) -> Tensor
     """Return the norm of all gradients of ``flats`` together, each element counted once. Collective.
 
     Every rank sums over its shard in the same way at every stage and on every tier, so the results are bitwise equal.
+    With virtual ranks the norm of order 2 is also the same on any number of ranks.
     Of replicas along the tensor-parallel axis, the first rank's count.
 
     Args:
@@ -47,6 +49,9 @@ def global_norm(flats: list[Flat], comm: Comm, norm_type: float = 2.0) -> Tensor
     wide = functools.reduce(torch.promote_types, [flat.average_dtype for flat in flats], torch.float32)
     device = flats[0].full.device if flats else torch.device("cpu")
     flats = [flat for flat in flats if flat.counted]
+    if norm_type == 2.0 and flats and flats[0].plan.exact_norm:
+        exact = torch.stack([flat.averages.exact_sums().to(device) for flat in flats]).sum(0)
+        return value_of(comm.reduce_numbers(exact, dist.ReduceOp.SUM)).sqrt().to(wide)
     if norm_type == 2.0:
         found = [flat.averages.sums()[0] for flat in flats]
         local = torch.zeros(1, dtype=torch.float64, device=device)

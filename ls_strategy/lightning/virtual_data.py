@@ -1,0 +1,174 @@
+"""Batches of virtual ranks: one loader per virtual rank of this process, and one for Lightning that stands for them."""
+
+from __future__ import annotations
+
+import copy
+import os
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
+from functools import partial
+from typing import Any
+
+from torch.utils.data import DataLoader, IterableDataset
+
+from ls_strategy.errors import PlanError
+from ls_strategy.host.fabric import pl_worker_init_function
+
+As = Callable[[int], AbstractContextManager[None]]
+"""Surrounds what is done as a virtual rank."""
+
+
+class VirtualLoader:
+    """The loader that Lightning iterates over: its batches are those of the first virtual rank of this process.
+
+    The batches of the others wait in `waiting`, in the same order.
+    """
+
+    def __init__(self, loader: Any, ranks: Sequence[int], count: int, as_rank: As) -> None:
+        """Make a loader per virtual rank.
+
+        Args:
+            loader: of virtual rank ``ranks[0]``, with its sampler.
+            ranks: virtual ranks of this process.
+            count: the number of all virtual ranks.
+            as_rank: surrounds everything that may draw random numbers.
+
+        Raises:
+            PlanError: the batches of other virtual ranks cannot be had from this loader.
+        """
+        self.loaders = [loader if rank == ranks[0] else _for_rank(loader, rank, count) for rank in ranks]
+        for rank, each in zip(ranks, self.loaders, strict=True):
+            _seed_workers(each, rank)
+        self._ranks, self._as = ranks, as_rank
+        self.waiting: deque[list[Any]] = deque()
+        """For every batch that was fetched, those of the other virtual ranks."""
+        self.on_iterate: Callable[[Callable[[], list[Iterator[Any]]]], list[Iterator[Any]]] = lambda make: make()
+        """Makes the iterators, with what has to happen around it after a resume."""
+
+    @property
+    def sampler(self) -> Any:
+        """All samplers, for ``set_epoch``."""
+        return _Samplers([getattr(loader, "sampler", None) for loader in self.loaders])
+
+    @property
+    def batch_sampler(self) -> Any:
+        """All batch samplers, for ``set_epoch`` of them and their samplers."""
+        samplers = [getattr(loader, "batch_sampler", None) for loader in self.loaders]
+        return _Samplers([*samplers, *(getattr(s, "sampler", None) for s in samplers)])
+
+    def __len__(self) -> int:
+        return len(self.loaders[0])
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("_"):
+            raise AttributeError(name)
+        return getattr(self.__dict__["loaders"][0], name)
+
+    def __iter__(self) -> Iterator[Any]:
+        """Yield the batches of the first virtual rank."""
+
+        def make() -> list[Iterator[Any]]:
+            made = []
+            for rank, loader in zip(self._ranks, self.loaders, strict=True):
+                with self._as(rank):
+                    made.append(iter(loader))
+            return made
+
+        self.waiting.clear()
+        return self._batches(self.on_iterate(make))
+
+    def _batches(self, iterators: list[Iterator[Any]]) -> Iterator[Any]:
+        while True:
+            found = []
+            for rank, iterator in zip(self._ranks, iterators, strict=True):
+                with self._as(rank):
+                    batch = next(iterator, _END)
+                if batch is _END:
+                    return
+                found.append(batch)
+            self.waiting.append(found[1:])
+            yield found[0]
+
+
+_END = object()
+
+
+class _Samplers:
+    """Passes ``set_epoch`` on."""
+
+    def __init__(self, samplers: Sequence[Any]) -> None:
+        self._samplers = [s for s in samplers if hasattr(s, "set_epoch")]
+
+    def set_epoch(self, epoch: int) -> None:
+        """Set the epoch of every sampler."""
+        for sampler in self._samplers:
+            sampler.set_epoch(epoch)
+
+
+def check(loader: Any) -> None:
+    """Refuse a loader that does not know its rank from its sampler.
+
+    Raises:
+        PlanError: with the cure.
+    """
+    if isinstance(loader, Iterator):
+        raise PlanError(
+            f"Got a {type(loader).__name__} as a loader with parallel.virtual_ranks, but every virtual rank needs an "
+            "iterator of its own. Return a DataLoader, or an object whose __iter__ begins anew."
+        )
+    if not isinstance(loader, DataLoader):
+        return
+    if isinstance(loader.dataset, IterableDataset):
+        raise PlanError(
+            f"Got an IterableDataset ({type(loader.dataset).__name__}) with parallel.virtual_ranks, but it would give "
+            "every virtual rank the same samples, or those of the real rank. Use a dataset with __getitem__ and "
+            "__len__, whose samples a DistributedSampler splits."
+        )
+    if hasattr(loader, "load_state_dict"):
+        raise PlanError(
+            f"Got a loader with a state ({type(loader).__name__}) with parallel.virtual_ranks, but only the state of "
+            "one virtual rank would be saved. Use torch.utils.data.DataLoader: its position is restored by itself."
+        )
+
+
+def _for_rank(loader: Any, rank: int, count: int) -> Any:
+    """Return a copy of a loader for another virtual rank."""
+    twin = copy.copy(loader)
+    batch_sampler = getattr(loader, "batch_sampler", None)
+    if not isinstance(loader, DataLoader) or batch_sampler is None:
+        return twin
+    inner = getattr(batch_sampler, "sampler", None)
+    sampler = _sampler_for(loader.sampler if inner is None else inner, rank, count)
+    theirs = copy.copy(batch_sampler)
+    if inner is not None:
+        theirs.sampler = sampler  # type: ignore[attr-defined]
+    elif hasattr(batch_sampler, "rank"):
+        theirs = _sampler_for(batch_sampler, rank, count)
+    vars(twin).update(batch_sampler=theirs, sampler=sampler, _iterator=None)  # DataLoader refuses setattr
+    return twin
+
+
+def _sampler_for(sampler: Any, rank: int, count: int) -> Any:
+    twin = copy.copy(sampler)
+    if hasattr(sampler, "inner"):  # a `SkippingSampler`
+        twin.inner = _sampler_for(sampler.inner, rank, count)
+    if not hasattr(sampler, "rank"):
+        return twin
+    if getattr(sampler, "num_replicas", count) != count:
+        raise PlanError(
+            f"Got a {type(sampler).__name__} for {sampler.num_replicas} ranks with parallel.virtual_ranks={count}. "
+            f"Make it with num_replicas={count}, or leave it to Lightning (use_distributed_sampler=True)."
+        )
+    twin.rank = rank
+    return twin
+
+
+def _seed_workers(loader: Any, rank: int) -> None:
+    """Seed workers by virtual rank, if Lightning would seed them by rank."""
+    if not isinstance(loader, DataLoader):
+        return
+    given = loader.worker_init_fn
+    lightnings = isinstance(given, partial) and given.func is pl_worker_init_function
+    if lightnings or (given is None and int(os.environ.get("PL_SEED_WORKERS", "0"))):
+        loader.worker_init_fn = partial(pl_worker_init_function, rank=rank)

@@ -1,0 +1,363 @@
+"""Virtual ranks: the bits of a run do not depend on the number of ranks that compute it, nor on stage and tier.
+
+Trusted run: DDP on as many real ranks as there are virtual ones, up to the order of summation.
+"""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from lightning.pytorch import seed_everything
+from lightning.pytorch.callbacks import Callback
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, Dataset, IterableDataset
+
+from ls_strategy import PlanError, StateError, ZeROStrategy
+from ls_strategy.config import nested
+from ls_strategy.testing import spawn
+from tests.dist.ranks import WIDTH, Net, batches, quiet, samples, trainer_of
+from tests.marks import slow
+
+VIRTUAL = 4
+EXACT = ("weights", "losses", "norms", "logged", "steps")
+CPU = {"stage": 3, "offload.optimizer": "cpu", "offload.parameters": "cpu"}
+NVME = {"stage": 3, "offload.optimizer": "nvme", "offload.parameters": "nvme", "offload.nvme_allow_ram": True}
+PLAIN: dict[str, Any] = {"gradient_clip_val": 0.5}
+HARD: dict[str, Any] = {"gradient_clip_val": 0.5, "accumulate_grad_batches": 3, "precision": "bf16-mixed"}
+
+Result = dict[str, Any]
+
+
+class Noise(Dataset):
+    """Augmented by all three generators of a process."""
+
+    def __init__(self, numel: int = 48) -> None:
+        self.x, self.y = samples(numel)
+
+    def __len__(self) -> int:
+        return len(self.x)
+
+    def __getitem__(self, i: int) -> tuple[Tensor, Tensor]:
+        noise = 0.01 * (torch.randn(WIDTH) + random.random() + float(np.random.rand()))
+        return self.x[i] + noise, self.y[i]
+
+
+class Habits(Net):
+    """Dropout, batch norm, augmentation on the device, draws in hooks, and everything that is logged."""
+
+    def build(self) -> None:
+        super().build()
+        self.drop = nn.Dropout(0.3)
+        self.norm = nn.BatchNorm1d(WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.first(x)
+        for block in self.blocks:
+            h = self.drop(block(h))
+        return self.last(self.norm(h))
+
+    def on_train_batch_start(self, batch: Any, i: int) -> None:
+        self.mix = torch.rand(1).item()
+
+    def on_after_batch_transfer(self, batch: Any, i: int) -> Any:
+        return [batch[0] + 0.01 * torch.randn_like(batch[0]), batch[1]]
+
+    def training_step(self, batch: Any, i: int) -> Any:
+        loss = self.loss(batch) * (1 + 0.1 * self.mix)
+        self.log("loss", loss, sync_dist=True, on_step=True, on_epoch=True)
+        self.log("largest", loss, sync_dist=True, reduce_fx="max")
+        self.log_dict({"first": loss})
+        return {"loss": loss, "more": 1}
+
+    def validation_step(self, batch: Any, i: int) -> None:
+        self.log("val", self.loss(batch), sync_dist=True)
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.AdamW(self.parameters(), lr=1e-2, eps=1e-4)
+
+
+class Quiet(Habits):
+    """Nothing is drawn between two steps, so that DDP's generators are where those of virtual ranks are."""
+
+    def on_train_batch_start(self, batch: Any, i: int) -> None:
+        self.mix = 0.0
+
+
+class Records(Callback):
+    def __init__(self, save: tuple[str, int] | None = None) -> None:
+        self.losses: list[float] = []
+        self.norms: list[float] = []
+        self.save = save
+
+    def on_before_optimizer_step(self, trainer: Any, module: Any, optimizer: Any) -> None:
+        self.norms.append(module.total_norm(optimizer))
+
+    def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, i: int) -> None:
+        assert outputs["more"] == 1
+        self.losses.append(outputs["loss"].item())
+        if self.save is not None and trainer.global_step == self.save[1] and not Path(self.save[0]).exists():
+            trainer.save_checkpoint(self.save[0])
+
+
+def train(
+    rank: int,
+    world_size: int,
+    options: dict[str, Any] | str,
+    trainer_options: dict[str, Any],
+    kind: str = "Habits",
+    save: tuple[str, int] | None = None,
+    ckpt: str | None = None,
+) -> Result:
+    quiet()
+    seed_everything(3, verbose=False)
+    strategy: Any = options if isinstance(options, str) else ZeROStrategy(**nested(options))
+    records = Records(save)
+    trainer = trainer_of(strategy, **{"max_epochs": 2, "callbacks": [records], **trainer_options})
+    module = globals()[kind]()
+    trainer.fit(module, DataLoader(Noise(), batch_size=4, shuffle=True), batches(24, seed=9), ckpt_path=ckpt)
+    weights = trainer.strategy.lightning_module_state_dict()
+    return {
+        "weights": {name: value.clone() for name, value in weights.items()},
+        "losses": records.losses,
+        "norms": records.norms,
+        "logged": {name: value.item() for name, value in trainer.callback_metrics.items()},
+        "steps": trainer.global_step,
+    }
+
+
+def run(world_size: int, options: dict[str, Any] | str, trainer_options: dict[str, Any], *more: Any) -> Result:
+    if isinstance(options, dict):
+        options = {"parallel.virtual_ranks": VIRTUAL, "sharding.min_unit_numel": 0, **options}
+    return spawn(
+        train, world_size, options, trainer_options, *more, init_process_group=False, timeout_s=120
+    )[0]  # fmt: skip
+
+
+def check_equal(found: Result, expected: Result) -> None:
+    for name, weight in expected["weights"].items():
+        assert torch.equal(found["weights"][name], weight), name
+    for what in EXACT[1:]:
+        assert found[what] == expected[what], what
+
+
+# --- bits -------------------------------------------------------------------------------------------------------------
+
+
+def test_three_ranks_give_the_bits_of_one() -> None:
+    """Four virtual ranks on three: the last round is that of one rank. With accumulation, clipping, autocast."""
+    check_equal(run(3, {"stage": 3}, HARD), run(1, {"stage": 3}, HARD))
+
+
+@pytest.mark.wide
+@pytest.mark.parametrize("trainer_options", [PLAIN, HARD], ids=["plain", "accumulation and bf16"])
+def test_ranks_stages_and_tiers_give_the_same_bits(trainer_options: dict[str, Any], tmp_path: Path) -> None:
+    nvme = {**NVME, "offload.nvme_path": str(tmp_path)}
+    expected = run(1, {"stage": 2}, trainer_options)
+    for world_size, options in (
+        (2, {"stage": 0}), (3, {"stage": 1}), (4, {"stage": 2}), (2, {"stage": 3}), (4, {"stage": 3}),
+        (1, CPU), (2, CPU), (3, CPU), (1, nvme), (2, nvme), (4, nvme), (2, {**CPU, "offload.parameters": None}),
+    ):  # fmt: skip
+        check_equal(run(world_size, options, trainer_options), expected)
+
+
+@slow
+@pytest.mark.parametrize("trainer_options", [PLAIN, HARD], ids=["plain", "accumulation and bf16"])
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_every_stage_on_every_number_of_ranks(stage: int, trainer_options: dict[str, Any]) -> None:
+    expected = run(1, {"stage": 3}, trainer_options)
+    for world_size in (1, 2, 3, 4):
+        check_equal(run(world_size, {"stage": stage}, trainer_options), expected)
+
+
+@pytest.mark.wide
+@pytest.mark.parametrize("precision", ["16-mixed", "bf16-true"])
+def test_other_precisions(precision: str) -> None:
+    options = {**PLAIN, "max_epochs": 1}
+    if precision == "16-mixed":
+        from ls_strategy.lightning.precision import ZeROPrecision
+
+        options["plugins"] = [ZeROPrecision("16-mixed")]
+    else:
+        options["precision"] = precision
+    expected = run(1, {"stage": 2}, options)
+    check_equal(run(2, {"stage": 3}, options), expected)
+    check_equal(run(4, CPU, options), expected)
+
+
+def test_one_virtual_rank_per_rank_gives_the_numbers_of_ddp() -> None:
+    """And its traffic: see `test_bytes_are_those_without_virtual_ranks`."""
+    found = run(2, {"stage": 2, "parallel.virtual_ranks": 2}, PLAIN, "Quiet")
+    expected = run(2, "ddp", PLAIN, "Quiet")
+    for what in ("losses", "norms"):
+        assert found[what] == pytest.approx(expected[what], rel=2e-5), what
+    for name in ("loss", "largest", "first", "val"):
+        assert found["logged"][name] == pytest.approx(expected["logged"][name], rel=2e-5), name
+    for name, weight in expected["weights"].items():
+        torch.testing.assert_close(found["weights"][name], weight, rtol=1e-4, atol=1e-5)
+
+
+# --- resuming ---------------------------------------------------------------------------------------------------------
+
+
+def test_a_run_goes_on_on_another_number_of_ranks(tmp_path: Path) -> None:
+    """In the middle of an epoch: next batches, random numbers and bits are those of the unbroken run."""
+    path = str(tmp_path / "middle.ckpt")
+    expected = run(1, {"stage": 3}, PLAIN, "Habits", (path, 4))
+    check_continued(run(3, {"stage": 2}, PLAIN, "Habits", None, path), expected)
+
+
+def check_continued(found: Result, expected: Result) -> None:
+    for what in ("losses", "norms"):
+        assert found[what] == expected[what][-len(found[what]) :], what
+    for result in (found, expected):  # Lightning does not save what it has logged of an epoch so far
+        result["logged"] = {k: v for k, v in result["logged"].items() if k not in ("loss", "loss_epoch")}
+    check_equal({**found, "losses": expected["losses"], "norms": expected["norms"]}, expected)
+
+
+@pytest.mark.wide
+@pytest.mark.parametrize("save_as", ["sharded", "file"])
+def test_many_ranks_to_few_and_back(save_as: str, tmp_path: Path) -> None:
+    first, second = str(tmp_path / "first.ckpt"), str(tmp_path / "second.ckpt")
+    options, trainer_options = {"stage": 1, "checkpoint.format": save_as}, {**HARD, "accumulate_grad_batches": 1}
+    expected = run(1, options, trainer_options)
+    run(4, options, trainer_options, "Habits", (first, 1))
+    run(1, options, trainer_options, "Habits", (second, 4), first)
+    check_continued(run(2, options, trainer_options, "Habits", None, second), expected)
+
+
+# --- loaders ----------------------------------------------------------------------------------------------------------
+
+
+class Several(Habits):
+    """Two training loaders at once, two validation loaders one after the other."""
+
+    def training_step(self, batch: Any, i: int) -> Any:
+        return {"loss": self.loss(batch["a"]) + 0.5 * self.loss(batch["b"]), "more": 1}
+
+    def on_after_batch_transfer(self, batch: Any, i: int) -> Any:
+        return batch
+
+    def validation_step(self, batch: Any, i: int, dataloader_idx: int = 0) -> None:
+        self.log("val", self.loss(batch), sync_dist=True)
+
+    def train_dataloader(self) -> Any:
+        return {"a": DataLoader(Noise(), batch_size=4, shuffle=True), "b": batches(48, seed=4)}
+
+    def val_dataloader(self) -> Any:
+        return [batches(24, seed=9), batches(16, seed=8)]
+
+
+def train_several(rank: int, world_size: int, workers: int) -> Result:
+    quiet()
+    seed_everything(3, verbose=False, workers=True)
+    strategy = ZeROStrategy(3, sharding={"min_unit_numel": 0}, parallel={"virtual_ranks": VIRTUAL})
+    trainer = trainer_of(strategy, max_epochs=2, limit_train_batches=2, callbacks=[Records()])
+    module: Any = Several() if not workers else Habits()
+    if workers:
+        trainer.fit(module, DataLoader(Noise(), batch_size=4, shuffle=True, num_workers=workers))
+    else:
+        trainer.fit(module)
+    validated = trainer.validate(module, batches(24, seed=9), verbose=False) if workers else []
+    predicted = trainer.predict(Net(), batches(24, seed=9))
+    assert sum(map(len, predicted)) == 24 // world_size, "predictions are those of the real ranks"  # type: ignore
+    weights = trainer.strategy.lightning_module_state_dict()
+    return {
+        "weights": {name: value.clone() for name, value in weights.items()},
+        "losses": validated,
+        "norms": [],
+        "logged": {name: value.item() for name, value in trainer.callback_metrics.items()},
+        "steps": trainer.global_step,
+    }
+
+
+@pytest.mark.wide
+@pytest.mark.parametrize("workers", [0, slow(1)], ids=["several loaders", "workers"])
+def test_several_loaders_and_workers(workers: int) -> None:
+    expected, found = (
+        spawn(train_several, ranks, workers, init_process_group=False, timeout_s=120)[0] for ranks in (1, 2)
+    )
+    found["logged"].pop("predicted", None)
+    check_equal(found, expected)
+
+
+# --- traffic and memory -----------------------------------------------------------------------------------------------
+
+
+def sent(rank: int, world_size: int, virtual: int | None) -> dict[str, int]:
+    quiet()
+    parallel = {} if virtual is None else {"virtual_ranks": virtual}
+    strategy = ZeROStrategy(2, sharding={"min_unit_numel": 0}, parallel=parallel)
+    trainer = trainer_of(strategy, max_epochs=1)
+    trainer.fit(Wide(), batches(16))
+    return dict(strategy.traffic.bytes)
+
+
+class Wide(Net):
+    """Multiples of the alignment, so that padding is the same with virtual ranks."""
+
+    def build(self) -> None:
+        self.first = nn.Linear(WIDTH, 64, bias=False)
+        self.blocks = nn.ModuleList([nn.Linear(64, 64, bias=False) for _ in range(2)])
+        self.last = nn.Linear(64, WIDTH, bias=False)
+
+
+def test_bytes_are_those_without_virtual_ranks() -> None:
+    plain, virtual, twice = (spawn(sent, 2, count, init_process_group=False, timeout_s=60)[0] for count in (None, 2, 4))
+    assert virtual["reduce_scatter"] == plain["reduce_scatter"]
+    assert virtual["all_gather"] == plain["all_gather"]
+    assert twice["reduce_scatter"] == plain["reduce_scatter"], "half as many steps, with two rounds each"
+
+
+# --- refusals ---------------------------------------------------------------------------------------------------------
+
+
+class Endless(IterableDataset):
+    def __iter__(self) -> Any:
+        yield from zip(*samples(8), strict=True)
+
+
+class Manual(Net):
+    manual = True
+
+
+class Names(Net):
+    """Logs other names on one virtual rank."""
+
+    def training_step(self, batch: Any, i: int) -> Any:
+        loss = self.loss(batch)
+        self.log(f"loss_{int(batch[0].sum() * 1e6) % 7919}", loss, sync_dist=True)
+        return loss
+
+
+def refused(rank: int, world_size: int, what: str) -> str:
+    quiet()
+    strategy = ZeROStrategy(2, parallel={"virtual_ranks": 1 if what == "few" else 2})
+    data: Any = batches(16)
+    if what == "iterable":
+        data = DataLoader(Endless(), batch_size=2)
+    elif what == "iterator":
+        data = iter([tuple(samples(4))])
+    module: Any = {"manual": Manual, "names": Names}.get(what, Net)()
+    with pytest.raises(StateError if what == "names" else PlanError) as caught:
+        trainer_of(strategy, sync_batchnorm=what == "sync", max_epochs=1).fit(module, data)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("what", "says"),
+    [
+        ("few", "every rank needs a virtual rank"),
+        ("manual", "automatic_optimization"),
+        ("iterable", "IterableDataset"),
+        ("iterator", "begins anew"),
+        ("names", "different names"),
+    ],
+)
+def test_what_cannot_work_is_an_error_on_every_rank(what: str, says: str) -> None:
+    found = spawn(refused, 2, what, init_process_group=False, timeout_s=60)
+    assert all(says in message for message in found)
