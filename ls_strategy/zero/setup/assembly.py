@@ -27,8 +27,9 @@ from ls_strategy.zero.setup import materialize as materials
 from ls_strategy.zero.setup.frozen import quantized_params
 from ls_strategy.zero.setup.partition import UnitSpec, partition
 from ls_strategy.zero.setup.share import Share
-from ls_strategy.zero.step.elementwise import is_elementwise, refuse_wrapper, require_elementwise, require_one_pass
+from ls_strategy.zero.step.elementwise import is_elementwise, refuse_wrapper, require_one_pass
 from ls_strategy.zero.step.offload import Offload
+from ls_strategy.zero.step.whole_groups import check_whole_groups
 from ls_strategy.zero_stages import StagePolicy
 
 
@@ -80,8 +81,10 @@ class Draft:
             for optimizer in optimizers:
                 refuse_wrapper(optimizer)
                 require_one_pass(optimizer)
-                check = require_elementwise if policy.optimizer or parts else is_elementwise
-                check(optimizer)
+                if policy.optimizer or parts:
+                    check_whole_groups(optimizer, parts, {id(p): n for n, p in model.named_parameters()})
+                else:
+                    is_elementwise(optimizer)
         except PlanError as error:
             self._error = error
 

@@ -26,6 +26,7 @@ from ls_strategy.zero.flat.storage import StateStorage, gradient_buffers
 from ls_strategy.zero.step.kernels import FUSED_NAMES, kernel_for
 from ls_strategy.zero.step.states import moment_sizes
 from ls_strategy.zero.step.where_to_step import measure
+from ls_strategy.zero.step.whole_groups import whole_groups
 
 
 def states_by_tier(
@@ -50,7 +51,9 @@ def states_by_tier(
             result[flat.gradient_tier][number, "grad"] = (numel, torch.float32)
         for optimizer in (optimizers[i] for i in flat.owners):
             kernel = kernel_for(optimizer)
-            if kernel is None or flat.master_dtype != torch.float32:
+            if kernel is None and not TIERS[flat.optimizer_tier].resident and any(whole_groups(optimizer)):
+                _refuse_without_kernel(optimizer, "cpu", config, fp32=True)  # its states are in host memory
+            elif kernel is None or flat.master_dtype != torch.float32:
                 _refuse_without_kernel(optimizer, flat.optimizer_tier, config, fp32=flat.master_dtype == torch.float32)
             elif flat.optimizer_tier != "device":
                 moments = {n: s for group in optimizer.param_groups for n, s in kernel.moments(group).items()}
