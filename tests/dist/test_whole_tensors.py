@@ -15,7 +15,6 @@ from ls_strategy.lightning.strategy import ZeROStrategy
 from ls_strategy.testing import spawn
 from tests.dist.ranks import assert_close, fit, global_batches, quiet, weights
 from tests.dist.whole_optimizers import MAKE, STEPS, Trained, one_process
-from tests.marks import slow
 
 LIMIT = 1e-5
 TIERS = ("device", "cpu", "nvme")
@@ -46,7 +45,7 @@ def test_a_run_in_shards_is_the_run_in_one_process(world_size: int, tmp_path: Pa
     spawn(as_in_one_process, world_size, SOME, str(tmp_path), init_process_group=False)
 
 
-@slow
+@pytest.mark.slow
 @pytest.mark.parametrize("world_size", [1, 2, 3, 4])
 def test_all_stages_and_tiers_are_the_run_in_one_process(world_size: int, tmp_path: Path) -> None:
     spawn(as_in_one_process, world_size, ALL, str(tmp_path), init_process_group=False, timeout_s=600)

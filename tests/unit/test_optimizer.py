@@ -15,10 +15,11 @@ from torch.optim import Optimizer
 from ls_strategy.distributed.comm import Comm
 from ls_strategy.distributed.mesh import Mesh
 from ls_strategy.errors import PlanError, StateError
-from ls_strategy.layout import FlatLayout
+from ls_strategy.layout import FlatLayout, TensorPart
 from ls_strategy.plan import FlatPlan
 from ls_strategy.zero.flat.units import Flat
-from ls_strategy.zero.step.elementwise import require_elementwise
+from ls_strategy.zero.step.elementwise import is_elementwise
+from ls_strategy.zero.step.whole_groups import check_whole_groups, steps_one_by_one, whole_groups
 from ls_strategy.zero.step.optimizer import OwnStep, ShardedOptimizer
 from ls_strategy.zero_stages import POLICIES
 
@@ -368,20 +369,97 @@ def test_elementwise_optimizers_are_accepted_and_not_touched(name) -> None:
     params = parameters(torch.float32)
     optimizer = build(name, params)
     state, weights = repr(optimizer.state_dict()), [p.detach().clone() for p in params]
-    require_elementwise(optimizer)
+    assert is_elementwise(optimizer)
+    assert whole_groups(optimizer) == (False, False)
     assert repr(optimizer.state_dict()) == state
     assert all(map(torch.equal, params, weights))
 
 
-REFUSED = {
-    "LAMB": Lamb,
-    "Adafactor": torch.optim.Adafactor,
-    "LBFGS": torch.optim.LBFGS,
-    **({"Muon": torch.optim.Muon} if hasattr(torch.optim, "Muon") else {}),
-}
+class OneNorm(Optimizer):
+    """Clips by the norm of all its parameters."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, {})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        params = [p for group in self.param_groups for p in group["params"]]
+        norm = torch.stack([p.grad.norm() for p in params]).norm()
+        for p in params:
+            p.sub_(p.grad / norm)
 
 
-@pytest.mark.parametrize("name", REFUSED)
-def test_optimizers_that_look_at_whole_parameters_are_refused(name) -> None:
-    with pytest.raises(PlanError, match=REFUSED[name].__name__):
-        require_elementwise(REFUSED[name](matrices()))
+class OneRate(OneNorm):
+    """A rate common to all elements, as D-Adaptation finds one: halves that are stepped together hide it."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        params = [p for group in self.param_groups for p in group["params"]]
+        rate = 1 / sum(float(p.grad.abs().sum()) for p in params)
+        for p in params:
+            p.sub_(rate * p.grad)
+
+
+class Noisy(OneNorm):
+    """Langevin dynamics."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            for p in group["params"]:
+                p.sub_(0.1 * p.grad + torch.randn_like(p))
+
+
+class Declared(Lamb):
+    whole_tensors = True
+
+
+class ByDimension(OneNorm):
+    """Matrices by their norms, everything else element by element."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            for p in group["params"]:
+                p.sub_(p.grad / p.grad.norm() if p.dim() == 2 else p.grad)
+
+
+WHOLE = {"LAMB": Lamb, "Adafactor": torch.optim.Adafactor, "Muon": torch.optim.Muon, "declared": Declared}
+
+
+@pytest.mark.parametrize("name", WHOLE)
+def test_optimizers_that_look_at_whole_parameters_are_found(name) -> None:
+    optimizer = WHOLE[name](matrices())
+    before = repr(optimizer.state_dict())
+    check_whole_groups(optimizer, {}, {})
+    assert whole_groups(optimizer) == (True,)
+    assert steps_one_by_one(optimizer) == (name != "LAMB")  # which may count its calls, for all that is known
+    assert repr(optimizer.state_dict()) == before
+
+
+def test_groups_are_found_one_by_one() -> None:
+    optimizer = ByDimension([{"params": matrices()}, {"params": [nn.Parameter(torch.ones(5))]}])
+    assert whole_groups(optimizer) == (True, False)
+    assert whole_groups(Lamb([{"params": matrices()}, {"params": [nn.Parameter(torch.ones(5))]}])) == (True, True)
+
+
+@pytest.mark.parametrize(
+    ("make", "words"),
+    [
+        (OneNorm, "OneNorm.*steps a tensor differently if it has a second one.*stage 0"),
+        (OneRate, "OneRate.*steps a tensor differently if it has a second one.*AdamW"),
+        (Noisy, "Noisy.*random numbers"),
+        (torch.optim.LBFGS, "LBFGS"),
+    ],
+)
+def test_optimizers_that_look_at_all_parameters_are_refused(make, words) -> None:
+    with pytest.raises(PlanError, match=words):
+        check_whole_groups(make(matrices()), {}, {})
+
+
+def test_a_matrix_that_tensor_parallelism_splits_is_refused() -> None:
+    optimizer = torch.optim.Muon(matrices())
+    first = optimizer.param_groups[0]["params"][0]
+    part = TensorPart.cut((8, 6), 0, 0, 2)
+    with pytest.raises(PlanError, match=r"tensor parallelism splits 'up.weight'.*parallel\.tensor to 1"):
+        check_whole_groups(optimizer, {id(first): part}, {id(first): "up.weight"})
