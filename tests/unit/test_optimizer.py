@@ -19,8 +19,8 @@ from ls_strategy.layout import FlatLayout, TensorPart
 from ls_strategy.plan import FlatPlan
 from ls_strategy.zero.flat.units import Flat
 from ls_strategy.zero.step.elementwise import is_elementwise
-from ls_strategy.zero.step.whole_groups import check_whole_groups, steps_one_by_one, whole_groups
 from ls_strategy.zero.step.optimizer import OwnStep, ShardedOptimizer
+from ls_strategy.zero.step.whole_groups import check_whole_groups, steps_one_by_one, whole_groups
 from ls_strategy.zero_stages import POLICIES
 
 SHAPES = ((5, 7), (3,), (), (16, 16), (0,), (1, 1), (2, 3, 4), (33,))

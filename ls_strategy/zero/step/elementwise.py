@@ -118,6 +118,11 @@ def require_one_pass(optimizer: Optimizer) -> None:
 
 @contextmanager
 def on_gradients_alone(optimizer: Optimizer) -> Iterator[None]:
+    """Turn what ``step`` raises inside into the error that says which optimizers work.
+
+    Raises:
+        PlanError: the optimizer cannot step on gradients alone.
+    """
     try:
         yield
     except Exception as error:

@@ -138,9 +138,7 @@ class Exchange:
         received = self._received([width * sum(m.ranges[r][1] for m in mine) for r in range(ranks)], home)
         return PendingWholes(self._axis.start_all_to_all(sends, received), mine, received, width)
 
-    def start_scatter(
-        self, members: Sequence[WholeTensor], values: Callable[[WholeTensor], Tensor]
-    ) -> PendingParts:
+    def start_scatter(self, members: Sequence[WholeTensor], values: Callable[[WholeTensor], Tensor]) -> PendingParts:
         """Start sending every rank its part of the tensors that this rank owns. Collective.
 
         Args:

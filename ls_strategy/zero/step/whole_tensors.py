@@ -251,9 +251,7 @@ class WholeTensors:
             if m.is_mine and self._state.get(m.number)
         }
 
-    def _named(
-        self, mine: dict[int, dict[str, torch.dtype]]
-    ) -> Iterator[tuple[str, torch.dtype, list[WholeTensor]]]:
+    def _named(self, mine: dict[int, dict[str, torch.dtype]]) -> Iterator[tuple[str, torch.dtype, list[WholeTensor]]]:
         """Agree on the element-wise states, and yield the tensors that have each of them. Collective.
 
         Every rank marks them in the entries of the tensors of which it has a part, or which it owns.
