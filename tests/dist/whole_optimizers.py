@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+import ls_strategy
 from tests.dist.ranks import Net, global_batches
 
 STEPS = 20
@@ -91,10 +92,18 @@ def muon(module: nn.Module) -> list[Optimizer]:
     return [torch.optim.Muon(groups, lr=0.02), torch.optim.SGD(vectors(module), lr=2**-6)]
 
 
+def muon_and_adamw(module: nn.Module) -> list[Optimizer]:
+    """In one optimizer. Vectors do not change: other roundings of theirs would reach the iteration in bf16."""
+    groups = [{"params": matrices(module)}, {"params": vectors(module), "use_muon": False, "lr": 0.0}]
+    return [ls_strategy.Muon(groups, lr=0.02)]
+
+
 MAKE: dict[str, Callable[[nn.Module], list[Optimizer]]] = {
     "Muon": muon,
+    "Muon and AdamW": muon_and_adamw,
     "Adafactor": lambda m: [torch.optim.Adafactor(m.parameters(), lr=0.05)],
     "Lamb": lambda m: [Lamb(m.parameters())],
+    "ours": lambda m: [ls_strategy.Lamb(matrices(m), lr=0.01), ls_strategy.Lars(vectors(m), lr=1.0)],
     "Shampoo": lambda m: [Shampoo(m.parameters())],
 }
 
