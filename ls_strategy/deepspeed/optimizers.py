@@ -102,8 +102,8 @@ class OptimizerBlock:
         kind = getattr(torch.optim, self.type, None)
         if not inspect.isclass(kind) or not issubclass(kind, Optimizer):
             raise ConfigError(
-                f"Got optimizer.type={self.type!r}. Choose Adam, AdamW, Lion, Adagrad, Muon, Lamb or the exact name of an "
-                "optimizer of torch.optim, or build one in configure_optimizers."
+                f"Got optimizer.type={self.type!r}. Choose Adam, AdamW, Lion, Adagrad, Muon, Lamb or the exact name of "
+                "an optimizer of torch.optim, or build one in configure_optimizers."
             )
         return kind, arguments
 
@@ -118,7 +118,7 @@ def _adam(name: str, arguments: dict[str, Any]) -> tuple[Callable[..., Optimizer
     return kind, {**_ADAM, **arguments}
 
 
-def muon(
+def muon(  # noqa: PLR0913  (the arguments of the block)
     params: Iterable[tuple[str, Any]],
     lr: float = 2e-2,
     muon_lr: float | None = None,
