@@ -67,7 +67,8 @@ class Draft:
         self._quantized: set[int] = set()
         """``id`` of frozen parameters that are stored in 4 or 8 bits."""
         self.config = config
-        self._options = repr((config.stage, config.sharding, config.precision, config.offload, precision))
+        kinds = [type(optimizer).__name__ for optimizer in optimizers]  # some exchange more than others in a step
+        self._options = repr((config.stage, config.sharding, config.precision, config.offload, precision, kinds))
         self._error: PlanError | None = None
         try:
             self.specs = partition(model, config.sharding.block_classes, config.sharding.min_unit_numel, share.absent)

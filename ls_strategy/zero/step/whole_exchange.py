@@ -177,15 +177,13 @@ class PendingWholes:
         self._received = received
         self._width = width
 
-    def wait(self) -> dict[int, list[Tensor]]:
-        """Return ``width`` flattened tensors for every one that this rank owns, by number, on the masters' device."""
+    def wait(self, device: torch.device) -> dict[int, list[Tensor]]:
+        """Return ``width`` flattened tensors for every one that this rank owns, by number, on ``device``."""
         self._exchange.wait()
         result: dict[int, list[Tensor]] = {}
         for member in self._mine:
-            home, source = member.flat.master.device, self._received[0]
-            result[member.number] = [
-                torch.empty(member.numel, dtype=source.dtype, device=home) for _ in range(self._width)
-            ]
+            dtype = self._received[0].dtype
+            result[member.number] = [torch.empty(member.numel, dtype=dtype, device=device) for _ in range(self._width)]
         for rank, buffer in enumerate(self._received):
             at = 0
             for member in self._mine:

@@ -139,7 +139,7 @@ class WholeTensors:
     def _take(self, bucket: list[WholeTensor], pending: PendingWholes, leaving: list[PendingParts]) -> None:
         """Step a bucket that has arrived, or keep its tensors for the optimizer's own call."""
         if not self.one_by_one:
-            self._shown |= self._tensors(pending)
+            self._shown |= self._tensors(pending, bucket[0].flat.master.device)
             return
         leaving.append(self._step(bucket, pending))
         if len(leaving) > 1:
@@ -192,19 +192,23 @@ class WholeTensors:
         start, stop = member.mine
         return [_gradient(member.flat, start, stop), member.flat.master_range(start, stop)]
 
-    def _tensors(self, pending: PendingWholes) -> dict[int, Tensor]:
-        """Return this rank's tensors with their gradients, by number."""
+    def _tensors(self, pending: PendingWholes, device: torch.device) -> dict[int, Tensor]:
+        """Return this rank's tensors with their gradients, by number, on ``device``."""
         shapes = {m.number: m.shape for m in self.members}
         result: dict[int, Tensor] = {}
-        for number, (grad, master) in pending.wait().items():
+        for number, (grad, master) in pending.wait(device).items():
             tensor = master.view(shapes[number]).requires_grad_()
             tensor.grad = grad.view(shapes[number])
             result[number] = tensor
         return result
 
     def _step(self, bucket: list[WholeTensor], pending: PendingWholes) -> PendingParts:
-        """Step this rank's tensors of one bucket with a copy of the optimizer, and start returning them."""
-        tensors = self._tensors(pending)
+        """Step this rank's tensors of one bucket with a copy of the optimizer, and start returning them.
+
+        This runs on the model's device, wherever the states are stored: products of matrices are what it is for.
+        """
+        device, home = bucket[0].flat.full.device, bucket[0].flat.master.device
+        tensors = self._tensors(pending, device)
         if tensors:
             groups = [
                 {**group, "params": [t for n, t in tensors.items() if self._groups[n] == g]}
@@ -212,10 +216,10 @@ class WholeTensors:
             ]
             copied = copy_of_optimizer(self._optimizer, groups)
             forget_step_hooks(copied)
-            copied.state = defaultdict(dict, {t: self._state.pop(n, {}) for n, t in tensors.items()})
+            copied.state = defaultdict(dict, {t: _moved(self._state.pop(n, {}), device) for n, t in tensors.items()})
             type(self._optimizer).step(copied)
             for n, t in tensors.items():
-                self._state[n] = copied.state.pop(t, {})
+                self._state[n] = _moved(copied.state.pop(t, {}), home)
                 t.grad = None
         return self._exchange(bucket).start_scatter(bucket, lambda m: tensors[m.number])
 
@@ -293,9 +297,10 @@ class WholeTensors:
             def parts(member: WholeTensor, name: str = name) -> list[Tensor]:
                 return [self._store(member).range(name, *member.mine)]
 
-            for number, (value,) in exchange.start_gather(members, parts, 1).wait().items():
-                shape = next(m.shape for m in members if m.number == number)
-                self._state.setdefault(number, {})[name] = value.view(shape)
+            home = members[0].flat.master.device
+            for number, (value,) in exchange.start_gather(members, parts, 1).wait(home).items():
+                member = next(m for m in members if m.number == number)
+                self._state.setdefault(number, {})[name] = value.view(member.shape).to(member.flat.master.device)
         for member in self.members:
             kept = entries.pop(member.number, {})
             if member.is_mine and kept:
@@ -354,6 +359,11 @@ def _is_elementwise(name: str, value: Any, shape: tuple[int, ...]) -> bool:
 
 def _is_mark(value: Any) -> bool:
     return isinstance(value, str) and value == ELEMENTWISE
+
+
+def _moved(state: dict[str, Any], device: torch.device) -> dict[str, Any]:
+    """Return a state on ``device``, except for numbers."""
+    return {k: v.to(device) if isinstance(v, Tensor) and v.dim() else v for k, v in state.items()}
 
 
 def _copied(value: Any, device: torch.device) -> Any:
