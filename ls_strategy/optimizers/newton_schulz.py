@@ -13,18 +13,24 @@ COEFFICIENTS = (3.4445, -4.7750, 2.0315)
 
 
 def orthogonalized(
-    matrices: Tensor, *, steps: int = 5, coefficients: tuple[float, float, float] = COEFFICIENTS, eps: float = 1e-7
+    matrices: Tensor,
+    *,
+    steps: int = 5,
+    coefficients: tuple[float, float, float] = COEFFICIENTS,
+    eps: float = 1e-7,
+    dtype: torch.dtype = torch.bfloat16,
 ) -> Tensor:
-    """Return matrices with the same singular vectors, and singular values near 1, in bf16.
+    """Return matrices with the same singular vectors, and singular values near 1.
 
     Args:
         matrices: ``(m, n)``, with the bits of `torch.optim.Muon`; or a batch ``(b, m, n)``, each by itself.
         steps: of the iteration.
         coefficients: of its polynomial ``a x + b x^3 + c x^5``.
         eps: smallest norm that a matrix is divided by.
+        dtype: of the iteration and of the result.
     """
     a, b, c = coefficients
-    x = matrices.to(torch.bfloat16, copy=True)
+    x = matrices.to(dtype, copy=True)
     tall = x.shape[-2] > x.shape[-1]
     x = x.mT if tall else x
     x.div_(torch.linalg.matrix_norm(x, keepdim=True).clamp(min=eps))  # the spectral norm is at most this one

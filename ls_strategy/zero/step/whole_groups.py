@@ -99,14 +99,16 @@ def _check_alone(optimizer: Optimizer, group: dict[str, Any]) -> None:
         together = probe(optimizer, settings, values, grads)
         again = probe(optimizer, settings, values, grads, seed=1)
         alone = [probe(optimizer, settings, [v], [[g[i]] for g in grads])[0] for i, v in enumerate(values)]
-    given = f"{type(optimizer).__name__} is not element-wise, and "
+    name = type(optimizer).__name__
     cure = "Use an element-wise optimizer (AdamW, SGD, Lion, ...), or stage 0, where every rank steps all parameters."
     if not _equal(together, again):
-        raise PlanError(f"{given}it draws random numbers, which would differ on every world size. {cure}")
+        raise PlanError(
+            f"{name} is not element-wise, and it draws random numbers, which would differ on every world size. {cure}"
+        )
     if not _equal(together, alone):
         raise PlanError(
-            f"{given}it steps a tensor differently if it has a second one, so it computes over all tensors (a norm, a "
-            f"common step size), while every rank has only some of them. {cure}"
+            f"{name} is not element-wise, and it steps a tensor differently if it has a second one, so it computes "
+            f"over all tensors (a norm, a common step size), while every rank has only some of them. {cure}"
         )
 
 

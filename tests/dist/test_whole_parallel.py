@@ -1,0 +1,111 @@
+"""Whole tensors with experts and in pipelines, and parameters that join such an optimizer during a fit.
+
+Trusted runs: one process, or DDP. The iteration of Muon runs in fp32 here: in bf16 it shows the order of every sum.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+
+import ls_strategy
+from ls_strategy.config import nested
+from ls_strategy.errors import PlanError
+from ls_strategy.lightning.strategy import ZeROStrategy
+from ls_strategy.optimizers.newton_schulz import orthogonalized
+from ls_strategy.testing import spawn
+from tests.dist.parallel_runs import Module, Outcome, Run, attention_plan, train, unequal
+from tests.dist.ranks import Net, assert_close, assert_equal, fit, global_batches, on_ranks, quiet, weights
+from tests.dist.whole_optimizers import Shampoo, matrices, vectors
+
+pytestmark = pytest.mark.dist
+STEPS = 6
+EXPERTS = {"drop_tokens": False, "k": 2, "balance_loss": 0.0, "second_expert_sampling": False}
+LIMITS = {"losses": 1e-5, "norms": 1e-4, "weights": 1e-5}
+
+
+class WithLamb(Module):
+    def configure_optimizers(self) -> Any:
+        return ls_strategy.Lamb([{"params": matrices(self)}, {"params": vectors(self), "lr": 1e-3}], lr=2e-3, eps=1e-2)
+
+
+class WithMuon(Module):
+    """The blocks' matrices and stacks of experts by Muon."""
+
+    def configure_optimizers(self) -> Any:
+        hidden = [p for p in self.model.blocks.parameters() if p.dim() >= 2]
+        taken = set(map(id, hidden))
+        others = [p for p in self.parameters() if id(p) not in taken]
+        return ls_strategy.Muon([{"params": hidden}, {"params": others, "use_muon": False}], lr=2e-3, eps=1e-2)
+
+
+def runs(rank: int, world_size: int, cases: list[Run], kind: type[Module]) -> list[Outcome]:
+    with mock.patch("ls_strategy.optimizers.muon.orthogonalized", partial(orthogonalized, dtype=torch.float32)):
+        return [train(rank, world_size, run, kind) for run in cases]
+
+
+@pytest.mark.parametrize(("size", "tier"), [(2, None), pytest.param(1, "cpu", marks=pytest.mark.slow)])
+def test_stacks_of_experts_are_stepped_expert_by_expert(size: int, tier: str | None) -> None:
+    alone = [Run(experts=EXPERTS, steps=STEPS)]
+    expected = spawn(runs, 1, alone, WithMuon, init_process_group=False)[0][0]
+    offload = {} if tier is None else {"offload.optimizer": tier}
+    cases = [
+        Run({"stage": stage, "parallel.expert": size, **offload}, experts=EXPERTS, steps=STEPS) for stage in (1, 3)
+    ]
+    found = spawn(runs, 2, cases, WithMuon, init_process_group=False)[0]
+    assert not unequal(expected, cases, found, **LIMITS)
+
+
+@pytest.mark.slow
+def test_pipelines_and_experts_on_four_ranks() -> None:
+    pipeline = [Run({"stage": 1, "parallel.pipeline": 2}, steps=STEPS), Run({"stage": 2}, steps=STEPS)]
+    alone = spawn(runs, 1, [Run(steps=STEPS)], WithLamb, init_process_group=False)[0][0]
+    found = spawn(runs, 4, pipeline, WithLamb, init_process_group=False)[0]
+    for outcome in found:
+        outcome.losses, outcome.norms = outcome.losses or alone.losses, outcome.norms or alone.norms
+    assert not unequal(alone, pipeline, found, **LIMITS)
+    experts = [Run({"stage": 3, "parallel.expert": 2}, experts=EXPERTS, steps=STEPS)]
+    alone = spawn(runs, 1, [Run(experts=EXPERTS, steps=STEPS)], WithMuon, init_process_group=False)[0][0]
+    found = spawn(runs, 4, experts, WithMuon, init_process_group=False)[0]
+    assert not unequal(alone, experts, found, **LIMITS)
+
+
+@on_ranks(2)
+def test_matrices_that_tensor_parallelism_splits_are_refused(rank: int, world_size: int) -> None:
+    options = {"stage": 1, "parallel.tensor": {"size": 2, "plan": attention_plan()}}
+    with pytest.raises(PlanError, match=r"Muon is not element-wise.*tensor parallelism splits 'model\.blocks"):
+        train(rank, world_size, Run(options), WithMuon)
+
+
+class Joins(Net):
+    """A block begins to train in the second epoch."""
+
+    def build(self) -> None:
+        super().build()
+        self.blocks[1].requires_grad_(False)
+
+    def configure_optimizers(self) -> Any:
+        return Shampoo([p for p in self.parameters() if p.requires_grad])
+
+    def on_train_epoch_start(self) -> None:
+        if self.trainer.current_epoch == 1:
+            self.blocks[1].requires_grad_(True)
+            self.trainer.optimizers[0].add_param_group({"params": list(self.blocks[1].parameters()), "lr": 0.02})
+
+
+@on_ranks(2)
+def test_parameters_that_join_keep_the_states_of_the_others(rank: int, world_size: int) -> None:
+    quiet()
+    found: dict[str, Any] = {}
+    for name, options in {"0": {"stage": 0}, "1": {"stage": 1, "offload.optimizer": "cpu"}, "3": {"stage": 3}}.items():
+        module = Joins()
+        data = global_batches(rank, world_size, 4)
+        strategy = ZeROStrategy(**nested({"sharding.min_unit_numel": 0, **options}))
+        fit(strategy, module, data, use_distributed_sampler=False, max_epochs=3)
+        found[name] = weights(module)
+    assert_equal(found["3"], found["1"], "stage 3 and stage 1")
+    assert_close(found["1"], found["0"], "stage 1 and stage 0", 1e-6)
