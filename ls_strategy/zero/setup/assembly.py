@@ -67,7 +67,8 @@ class Draft:
         self._quantized: set[int] = set()
         """``id`` of frozen parameters that are stored in 4 or 8 bits."""
         self.config = config
-        kinds = [type(optimizer).__name__ for optimizer in optimizers]  # some exchange more than others in a step
+        # Some send more than others in a step. Stages of a pipeline may have parameters of different ones.
+        kinds = [type(optimizer).__name__ for optimizer in optimizers if share.pipeline is None]
         self._options = repr((config.stage, config.sharding, config.precision, config.offload, precision, kinds))
         self._error: PlanError | None = None
         try:

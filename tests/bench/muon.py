@@ -1,0 +1,118 @@
+"""Validation loss of the GPT recipe with Muon and with AdamW: equal steps, equal learning rates, several seeds each.
+
+``python -m tests.bench.muon --record tests/bench/records/muon.json``
+
+A seed decides initial weights and order of the text, so losses are compared in pairs. Muon matches the size of AdamW's
+updates, so both have the same learning rate, and every rate is tried with both. The record is written after every run.
+"""
+
+from __future__ import annotations
+
+import logging
+import statistics
+import tempfile
+import time
+import warnings
+from pathlib import Path
+from typing import Any, Literal, get_args
+
+import lightning.pytorch as pl
+
+from ls_strategy.lightning.strategy import ZeROStrategy
+from recipes.gpt.corpus import CorpusConfig
+from recipes.gpt.data import TextData
+from recipes.gpt.model import GPTModule, OptimConfig, SampleConfig
+from recipes.gpt.network import GPTConfig
+from tests.bench import record
+
+MINUTES = 10
+SPREAD = "over seeds"
+SEEDS = "1 to --seeds, for weights and the order of the text"
+QUICK = ("--rates", "3e-3", "--seeds", "1", "--steps", "2")
+
+NETWORK = {"num_layers": 4, "num_heads": 4, "width": 64}
+BLOCK, BATCH = 128, 16
+Name = Literal["adamw", "muon"]
+CONTENDERS: tuple[Name, ...] = get_args(Name)
+
+
+def train(name: Name, rate: float, seed: int, steps: int, cache: Path) -> dict[str, float]:
+    """One run; validation loss in nats per byte, and seconds."""
+    pl.seed_everything(seed, verbose=False)
+    trainer = pl.Trainer(
+        accelerator="cpu",
+        devices=1,
+        strategy=ZeROStrategy(1),
+        max_steps=steps,
+        val_check_interval=steps,
+        check_val_every_n_epoch=None,
+        num_sanity_val_steps=0,
+        gradient_clip_val=1.0,
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+    )
+    data = TextData(
+        corpus=CorpusConfig(cache_dir=str(cache)), block_size=BLOCK, batch_size=BATCH, val_crops=512, seed=seed
+    )
+    module = GPTModule(
+        GPTConfig(vocab_size=256, block_size=BLOCK, **NETWORK),
+        OptimConfig(name=name, lr=rate, warmup_steps=50),
+        SampleConfig(max_new_tokens=0),
+    )
+    start = time.perf_counter()
+    trainer.fit(module, data)
+    return {"val": float(trainer.callback_metrics["val/loss"]), "seconds": round(time.perf_counter() - start, 1)}
+
+
+Runs = dict[str, dict[str, dict[str, float]]]
+"""By contender with rate, and seed."""
+
+
+def compare(runs: Runs) -> dict[str, dict[str, float]]:
+    """Per contender and rate: the mean over seeds, and how far it is below AdamW with that rate, in pairs."""
+    result: dict[str, dict[str, float]] = {}
+    for contender, by_seed in runs.items():
+        trusted = runs[contender.replace("muon", "adamw")]
+        margins = [trusted[seed]["val"] - run["val"] for seed, run in by_seed.items()]
+        result[contender] = {
+            "seeds": len(by_seed),
+            "val": round(statistics.fmean(run["val"] for run in by_seed.values()), 4),
+            "margin": round(statistics.fmean(margins), 4),
+            "margin_spread": round(statistics.stdev(margins), 4) if len(margins) > 1 else 0.0,
+            "smallest_margin": round(min(margins), 4),
+        }
+    return result
+
+
+def main() -> None:
+    """Parse, measure, print, write the record."""
+    parser = record.parser(__doc__)
+    parser.add_argument("--rates", nargs="+", type=float, default=[3e-3], help="learning rates of both")
+    parser.add_argument("--seeds", type=int, default=3, help="runs of each contender")
+    parser.add_argument("--steps", type=int, default=300, help="optimizer steps")
+    args = parser.parse_args()
+    warnings.filterwarnings("ignore")
+    for name in ("lightning.pytorch", "lightning.fabric"):
+        logging.getLogger(name).setLevel(logging.ERROR)
+    runs: Runs = {}
+    found: dict[str, Any] = {
+        **record.header("muon"), "network": NETWORK, "steps": args.steps, "tokens": args.steps * BATCH * BLOCK,
+        "results": {}, "runs": runs,
+    }  # fmt: skip
+    with tempfile.TemporaryDirectory() as cache:
+        for seed in range(1, args.seeds + 1):
+            for rate in args.rates:
+                for contender in CONTENDERS:
+                    run = train(contender, rate, seed, args.steps, Path(cache))
+                    runs.setdefault(f"{contender}, {rate:g}", {})[str(seed)] = run
+                    print(f"{contender}, {rate:g}, seed {seed}: {run}", flush=True)
+            found["results"] = compare(runs)
+            record.write(args.record, found)
+    for contender, row in found["results"].items():
+        print(contender, row)
+
+
+if __name__ == "__main__":
+    main()
