@@ -1,4 +1,4 @@
-"""Whole tensors with experts and in pipelines, and parameters that join such an optimizer during a fit.
+"""Whole tensors with experts, in pipelines and under tensor parallelism, and parameters that join during a fit.
 
 Trusted runs: one process, or DDP. The iteration of Muon runs in fp32 here: in bf16 it shows the order of every sum.
 """
@@ -18,7 +18,7 @@ from ls_strategy.errors import PlanError
 from ls_strategy.lightning.strategy import ZeROStrategy
 from ls_strategy.optimizers.newton_schulz import orthogonalized
 from ls_strategy.testing import spawn
-from tests.dist.parallel_runs import Module, Outcome, Run, attention_plan, train, unequal
+from tests.dist.parallel_runs import Module, Outcome, Run, train, unequal
 from tests.dist.ranks import Net, assert_close, assert_equal, fit, global_batches, on_ranks, quiet, weights
 from tests.dist.whole_optimizers import Shampoo, matrices, vectors
 
@@ -74,11 +74,19 @@ def test_pipelines_and_experts_on_four_ranks() -> None:
     assert not unequal(alone, experts, found, **LIMITS)
 
 
+@pytest.mark.parametrize(("ranks", "stages"), [(2, (1,)), pytest.param(4, (0, 1, 3), marks=pytest.mark.slow)])
+def test_matrices_that_tensor_parallelism_splits_are_stepped_in_full(ranks: int, stages: tuple[int, ...]) -> None:
+    for kind in (WithMuon, WithLamb):
+        alone = spawn(runs, 1, [Run(steps=STEPS)], kind, init_process_group=False)[0][0]
+        cases = [Run({"stage": stage, "parallel.tensor": 2}, steps=STEPS) for stage in stages]
+        found = spawn(runs, ranks, cases, kind, init_process_group=False)[0]
+        assert not unequal(alone, cases, found, **LIMITS)
+
+
 @on_ranks(2)
-def test_matrices_that_tensor_parallelism_splits_are_refused(rank: int, world_size: int) -> None:
-    options = {"stage": 1, "parallel.tensor": {"size": 2, "plan": attention_plan()}}
-    with pytest.raises(PlanError, match=r"Muon is not element-wise.*tensor parallelism splits 'model\.blocks"):
-        train(rank, world_size, Run(options), WithMuon)
+def test_a_stack_of_experts_is_refused_by_optimizers_that_take_it_for_one_tensor(rank: int, world_size: int) -> None:
+    with pytest.raises(PlanError, match=r"Lamb is not element-wise.*expert parallelism splits 'model\.blocks"):
+        train(rank, world_size, Run({"stage": 1, "parallel.expert": 2}, experts=EXPERTS), WithLamb)
 
 
 class Joins(Net):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import os
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -16,6 +17,7 @@ from ls_strategy.distributed.comm import Comm
 from ls_strategy.distributed.mesh import Mesh
 from ls_strategy.errors import PlanError, StateError
 from ls_strategy.layout import FlatLayout, TensorPart
+from ls_strategy.optimizers.muon import Muon
 from ls_strategy.plan import FlatPlan
 from ls_strategy.zero.flat.units import Flat
 from ls_strategy.zero.step.elementwise import is_elementwise
@@ -457,9 +459,10 @@ def test_optimizers_that_look_at_all_parameters_are_refused(make, words) -> None
         check_whole_groups(make(matrices()), {}, {})
 
 
-def test_a_matrix_that_tensor_parallelism_splits_is_refused() -> None:
-    optimizer = torch.optim.Muon(matrices())
-    first = optimizer.param_groups[0]["params"][0]
-    part = TensorPart.cut((8, 6), 0, 0, 2)
-    with pytest.raises(PlanError, match=r"tensor parallelism splits 'up.weight'.*parallel\.tensor to 1"):
-        check_whole_groups(optimizer, {id(first): part}, {id(first): "up.weight"})
+def test_a_stack_that_expert_parallelism_splits_needs_an_optimizer_of_stacks() -> None:
+    stack = nn.Parameter(torch.ones(4, 3, 3))
+    part = {id(stack): TensorPart.cut((8, 3, 3), 0, 0, 2)}
+    part = {k: replace(v, axis="expert") for k, v in part.items()}
+    check_whole_groups(Muon([stack]), part, {})
+    with pytest.raises(PlanError, match=r"expert parallelism splits 'up'.*parallel\.expert to 1"):
+        check_whole_groups(Lamb([stack]), part, {id(stack): "up"})

@@ -84,7 +84,8 @@ class Draft:
                 refuse_wrapper(optimizer)
                 require_one_pass(optimizer)
                 if policy.optimizer or parts:
-                    check_whole_groups(optimizer, parts, {id(p): n for n, p in model.named_parameters()})
+                    names = {id(p): n for n, p in model.named_parameters()}
+                    check_whole_groups(optimizer, parts, names)
                 else:
                     is_elementwise(optimizer)
         except PlanError as error:

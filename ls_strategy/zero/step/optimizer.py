@@ -36,7 +36,7 @@ from ls_strategy.zero.step.runs import Run, Runs
 from ls_strategy.zero.step.states import FlatStates
 from ls_strategy.zero.step.update import Update, UpdatePart
 from ls_strategy.zero.step.whole_groups import steps_one_by_one, whole_groups
-from ls_strategy.zero.step.whole_tensors import WholeTensors
+from ls_strategy.zero.step.whole_tensors import WholeTensors, splits_tensors_of
 
 
 class _Elsewhere(defaultdict):
@@ -87,7 +87,7 @@ class ShardedOptimizer:
         self._fused_flats = [self._takes_fused_update(flat, moment_format) for flat in flats]
         for flat, fused in zip(flats, self._fused_flats, strict=True):
             flat.averages.folds_factors = fused
-        self._cuts = any(flat.policy.optimizer for flat in flats) or is_elementwise(optimizer)
+        self._cuts = any(map(splits_tensors_of, flats)) or is_elementwise(optimizer)
         """Whether parameters may be split and joined. Otherwise (stage 0) the optimizer gets each one unchanged."""
         store = [self._states_of(n, flat, moment_format) for n, flat in enumerate(flats)]
         self.states = OptimizerStates(optimizer, store, mesh, group_names)
@@ -131,8 +131,8 @@ class ShardedOptimizer:
 
     def _whole_tensors(self) -> WholeTensors:
         """Return the parameters that need to be stepped whole, and all that this optimizer has on the NVMe tier."""
-        sharded = any(flat.policy.optimizer for flat in self.flats)
-        needed = whole_groups(self.optimizer) if sharded and self._kernel is None else ()
+        split = any(map(splits_tensors_of, self.flats))
+        needed = whole_groups(self.optimizer) if split and self._kernel is None else ()
         return WholeTensors(self.optimizer, self.states, needed, one_by_one=steps_one_by_one(self.optimizer))
 
     def _collect(self) -> None:

@@ -269,7 +269,7 @@ class OptimizerStates:
                 for at, part in parts_of(own, piece.param_start, piece.param_start + piece.numel):
                     self.store[n].write(k, piece.start + at - piece.param_start, part.to(dtype))
                 kept[k] = ELEMENTWISE
-            elif number not in self.owners or self._keeps_scalars(number):
+            elif number not in self.owners or not flat.policy.optimizer or self._keeps_scalars(number):
                 kept[k] = v.detach().clone().cpu() if isinstance(v, Tensor) else v
         self.entries[number] = kept
 

@@ -20,7 +20,9 @@ from torch import Tensor
 
 from ls_strategy.distributed.axis import Axis, PendingExchange
 from ls_strategy.distributed.comm import Comm
+from ls_strategy.layout import TensorPart
 from ls_strategy.zero.flat.units import Flat
+from ls_strategy.zero.parts import full_of, part_of
 
 
 def balanced(costs: Sequence[float], ranks: int) -> list[int]:
@@ -50,10 +52,10 @@ class WholeTensor:
     """Position in the flat buffer."""
 
     owner: int
-    """Rank of ``flat.comm`` that steps it."""
+    """Rank of ``flat.comm`` that steps it, if states are sharded. Otherwise every rank does."""
 
     ranges: tuple[tuple[int, int], ...]
-    """``(first element, elements)`` of every rank's part."""
+    """``(first element, elements)`` of every rank's part; all of this rank's own, if states are not sharded."""
 
     @classmethod
     def of(cls, number: int, flat: Flat, index: int, owner: int) -> WholeTensor:
@@ -61,6 +63,9 @@ class WholeTensor:
         layout = flat.layout
         slot = layout.slots[index]
         ranges: list[tuple[int, int]] = []
+        if not flat.policy.optimizer:
+            ranges = [(0, slot.numel if r == flat.comm.rank else 0) for r in range(layout.world_size)]
+            return cls(number, flat, index, owner, tuple(ranges))
         for rank in range(layout.world_size):
             start, stop = layout.shard_range(rank)
             lo, hi = max(slot.offset, start), min(slot.end, stop)
@@ -69,23 +74,51 @@ class WholeTensor:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Return the shape of the parameter."""
+        """Return the shape of the parameter; of this rank's part, with tensor parallelism."""
         return self.flat.layout.slots[self.index].shape
 
     @property
     def numel(self) -> int:
-        """Return the elements of the parameter."""
+        """Return the elements of the parameter; of this rank's part, with tensor parallelism."""
         return self.flat.layout.slots[self.index].numel
+
+    @property
+    def full_shape(self) -> tuple[int, ...]:
+        """Return the shape that is stepped: that of the parameter over all tensor-parallel ranks."""
+        part = self._split
+        return self.shape if part is None else part.full_shape
+
+    @property
+    def _split(self) -> TensorPart | None:
+        """Return this rank's part of a matrix that tensor parallelism splits. Experts are stepped where they are."""
+        part = self.flat.layout.slots[self.index].part
+        return None if part is None or part.axis == "expert" else part
+
+    def full_of(self, values: Tensor) -> Tensor:
+        """Return the full tensor, of `full_shape`, from this rank's part. Collective over tensor-parallel ranks.
+
+        They all own the same tensors, since they assign them by the same costs.
+        """
+        return full_of(values.view(self.shape), self._split, self.flat.axis)
+
+    def part_of(self, full: Tensor) -> Tensor:
+        """Return this rank's part of a full tensor."""
+        return part_of(full, self._split)
 
     @property
     def is_mine(self) -> bool:
         """Whether this rank steps it."""
-        return self.owner == self.flat.comm.rank
+        return self.stepped_by == self.flat.comm.rank
+
+    @property
+    def stepped_by(self) -> int:
+        """Return the rank that steps this rank's part."""
+        return self.owner if self.flat.policy.optimizer else self.flat.comm.rank
 
     @property
     def away_numel(self) -> int:
         """Return the elements that other ranks than the owner hold: what one gather, or one scatter, sends."""
-        return self.numel - self.ranges[self.owner][1]
+        return self.numel - self.ranges[self.stepped_by][1]
 
     @property
     def mine(self) -> tuple[int, int]:
@@ -132,7 +165,7 @@ class Exchange:
         outgoing: list[list[Tensor]] = [[] for _ in range(ranks)]
         for member in members:
             if member.ranges[rank][1]:
-                outgoing[member.owner] += parts(member)
+                outgoing[member.stepped_by] += parts(member)
         sends = [self._wire(tensors, home) for tensors in outgoing]
         mine = [m for m in members if m.is_mine]
         received = self._received([width * sum(m.ranges[r][1] for m in mine) for r in range(ranks)], home)
@@ -156,7 +189,7 @@ class Exchange:
                         outgoing[r].append(value[start : start + numel])
         sends = [self._wire(tensors, home) for tensors in outgoing]
         here = [m for m in members if m.ranges[rank][1]]
-        sizes = [sum(m.ranges[rank][1] for m in here if m.owner == r) for r in range(ranks)]
+        sizes = [sum(m.ranges[rank][1] for m in here if m.stepped_by == r) for r in range(ranks)]
         received = self._received(sizes, home)
         return PendingParts(self._axis.start_all_to_all(sends, received), here, received)
 
@@ -211,8 +244,9 @@ class PendingParts:
         rank = self._here[0].flat.comm.rank if self._here else 0
         for member in self._here:
             numel = member.ranges[rank][1]
-            start = at[member.owner]
-            result.append((member, self._received[member.owner][start : start + numel]))
-            at[member.owner] = start + numel
+            source = member.stepped_by
+            start = at[source]
+            result.append((member, self._received[source][start : start + numel]))
+            at[source] = start + numel
         self._received = []
         return result

@@ -61,7 +61,7 @@ def check_whole_groups(optimizer: Optimizer, parts: Mapping[int, TensorPart], na
         names: ``id(parameter)`` -> its name.
 
     Raises:
-        PlanError: the optimizer computes over several tensors, is random, or a tensor is split by tensor parallelism.
+        PlanError: the optimizer computes over several tensors, is random, or steps a stack of experts as one tensor.
     """
     name = type(optimizer).__name__
     whole = whole_groups(optimizer)
@@ -69,12 +69,12 @@ def check_whole_groups(optimizer: Optimizer, parts: Mapping[int, TensorPart], na
         _check_alone(optimizer, group)
         for p in group["params"]:
             part = parts.get(id(p))
-            if part is None or (part.axis == "expert" and part.dim == 0 and _is_batch(optimizer, p)):
+            if part is None or (part.dim == 0 and _is_batch(optimizer, p)) or part.axis == "tensor":
                 continue
             raise PlanError(
-                f"{name} is not element-wise, so it needs whole tensors, but {part.axis} parallelism splits "
+                f"{name} is not element-wise, so it needs whole tensors, but expert parallelism splits "
                 f"{names.get(id(p), 'a parameter')!r} over ranks. Give this parameter to an element-wise optimizer "
-                f"(AdamW, SGD, Lion, ...), or set parallel.{part.axis} to 1 and shard by ZeRO alone."
+                "(AdamW, SGD, Lion, ...) or to ls_strategy.Muon, or set parallel.expert to 1."
             )
 
 

@@ -79,12 +79,12 @@ class WholeTensors:
         by_comm: defaultdict[int, list[int]] = defaultdict(list)
         for n in numbers:
             flat = self._states.flats[places[n][0]]
-            if flat.layout.slots[places[n][1]].numel:
+            if all(flat.layout.slots[places[n][1]].full_shape):
                 by_comm[id(flat.comm)].append(n)
         result: list[WholeTensor] = []
         for members in by_comm.values():
             at = [(self._states.flats[places[n][0]], places[n][1]) for n in members]
-            costs = [self._cost(n, flat.layout.slots[i].shape) for n, (flat, i) in zip(members, at, strict=True)]
+            costs = [self._cost(n, flat.layout.slots[i].full_shape) for n, (flat, i) in zip(members, at, strict=True)]
             owners = balanced(costs, at[0][0].comm.world_size)
             result += [WholeTensor.of(n, f, i, o) for n, (f, i), o in zip(members, at, owners, strict=True)]
         return sorted(result, key=lambda m: m.number)
@@ -133,6 +133,7 @@ class WholeTensors:
         for n, flat in enumerate(self._states.flats):
             numbers = range(self._states.offsets[n], self._states.offsets[n + 1])
             flags = flat.comm.agree(torch.tensor([i in dropped for i in numbers], dtype=torch.uint8))
+            flags = flat.axis.comm.agree(flags)
             result.update(i for i, flag in zip(numbers, flags.tolist(), strict=True) if flag)
         return frozenset(result)
 
@@ -149,7 +150,7 @@ class WholeTensors:
         """Return to the shards what the optimizer's own call of ``step`` has made. Collective."""
         members, self._stepped = self._stepped, []
         for bucket in self._buckets(members):
-            self._write(self._exchange(bucket).start_scatter(bucket, lambda m: self._shown[m.number]))
+            self._write(self._exchange(bucket).start_scatter(bucket, lambda m: m.part_of(self._shown[m.number])))
         self._shown = {}
 
     def shown(self, group: int) -> list[Tensor]:
@@ -194,11 +195,11 @@ class WholeTensors:
 
     def _tensors(self, pending: PendingWholes, device: torch.device) -> dict[int, Tensor]:
         """Return this rank's tensors with their gradients, by number, on ``device``."""
-        shapes = {m.number: m.shape for m in self.members}
+        members = {m.number: m for m in self.members}
         result: dict[int, Tensor] = {}
         for number, (grad, master) in pending.wait(device).items():
-            tensor = master.view(shapes[number]).requires_grad_()
-            tensor.grad = grad.view(shapes[number])
+            tensor = members[number].full_of(master).requires_grad_()
+            tensor.grad = members[number].full_of(grad)
             result[number] = tensor
         return result
 
@@ -221,7 +222,7 @@ class WholeTensors:
             for n, t in tensors.items():
                 self._state[n] = _moved(copied.state.pop(t, {}), home)
                 t.grad = None
-        return self._exchange(bucket).start_scatter(bucket, lambda m: tensors[m.number])
+        return self._exchange(bucket).start_scatter(bucket, lambda m: m.part_of(tensors[m.number]))
 
     @staticmethod
     def _write(pending: PendingParts) -> None:
@@ -237,7 +238,7 @@ class WholeTensors:
         self._collected = True
         for name, dtype, members in self._named(self._elementwise_of_mine()):
             exchange = Exchange(members[0].flat.comm, dtype, members[0].flat.full.device)
-            values = exchange.start_scatter(members, lambda m, name=name: self._state[m.number].pop(name))
+            values = exchange.start_scatter(members, lambda m, name=name: m.part_of(self._state[m.number].pop(name)))
             for store in {id(m.flat): self._store(m) for m in members}.values():
                 store.ensure(name, dtype)
             for member, part in values.wait():
@@ -250,7 +251,7 @@ class WholeTensors:
     def _elementwise_of_mine(self) -> dict[int, dict[str, torch.dtype]]:
         """Return the names and dtypes of the element-wise states of this rank's tensors."""
         return {
-            m.number: {k: v.dtype for k, v in self._state[m.number].items() if _is_elementwise(k, v, m.shape)}
+            m.number: {k: v.dtype for k, v in self._state[m.number].items() if _is_elementwise(k, v, m.full_shape)}
             for m in self.members
             if m.is_mine and self._state.get(m.number)
         }
@@ -300,7 +301,7 @@ class WholeTensors:
             home = members[0].flat.master.device
             for number, (value,) in exchange.start_gather(members, parts, 1).wait(home).items():
                 member = next(m for m in members if m.number == number)
-                self._state.setdefault(number, {})[name] = value.view(member.shape).to(member.flat.master.device)
+                self._state.setdefault(number, {})[name] = member.full_of(value).to(member.flat.master.device)
         for member in self.members:
             kept = entries.pop(member.number, {})
             if member.is_mine and kept:
@@ -324,6 +325,12 @@ class WholeTensors:
     def tensors(self) -> list[Tensor]:
         """Return the states in memory that this rank owns."""
         return [v for state in self._state.values() for v in state.values() if isinstance(v, Tensor)]
+
+
+def splits_tensors_of(flat: Flat) -> bool:
+    """Whether this rank has only parts of a buffer's parameters: sharded by ZeRO, or split by tensor parallelism."""
+    parts = (slot.part for slot in flat.layout.slots)
+    return flat.policy.optimizer or any(part is not None and part.axis == "tensor" for part in parts)
 
 
 def tensor_cost(optimizer: Optimizer, group: dict[str, Any], shape: tuple[int, ...]) -> float:
