@@ -6,6 +6,7 @@ Trusted runs: one process, or DDP. The iteration of Muon runs in fp32 here: in b
 from __future__ import annotations
 
 from functools import partial
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -81,6 +82,25 @@ def test_matrices_that_tensor_parallelism_splits_are_stepped_in_full(ranks: int,
         cases = [Run({"stage": stage, "parallel.tensor": 2}, steps=STEPS) for stage in stages]
         found = spawn(runs, ranks, cases, kind, init_process_group=False)[0]
         assert not unequal(alone, cases, found, **LIMITS)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", [WithMuon, WithLamb])
+@pytest.mark.parametrize("save_as", ["sharded", "file"])
+def test_states_go_between_splits(kind: type[Module], save_as: str, tmp_path: Path) -> None:
+    """Saved under tensor parallelism at stage 1, resumed at stage 3 without; and the other way round."""
+    layouts = [{"stage": 1, "parallel.tensor": 2}, {"stage": 3, "offload.optimizer": "cpu"}]
+    alone = spawn(runs, 1, [Run(steps=STEPS)], kind, init_process_group=False)[0][0]
+    for n, layout in enumerate(layouts):
+        file = str(tmp_path / f"{n}.ckpt")
+        first = Run({**layout, "checkpoint": save_as}, steps=STEPS, save=(STEPS // 2, file))
+        spawn(runs, 2, [first], kind, init_process_group=False)
+        later = [Run({**other, "checkpoint": save_as}, steps=STEPS, resume=file) for other in layouts]
+        found = spawn(runs, 2, later, kind, init_process_group=False)[0]
+        for outcome in found:
+            outcome.losses = alone.losses[: STEPS // 2] + outcome.losses
+            outcome.norms = alone.norms[: STEPS // 2] + outcome.norms
+        assert not unequal(alone, later, found, **LIMITS)
 
 
 @on_ranks(2)
