@@ -38,6 +38,9 @@ class OptimConfig:
     lr: float = 1e-3
     """Peak learning rate."""
 
+    muon_lr: float | None = None
+    """Peak learning rate of the matrices that Muon updates. None: ``lr``."""
+
     final_lr_ratio: float = 0.1
     """Final learning rate, as a fraction of ``lr``."""
 
@@ -154,7 +157,9 @@ def _muon(module: pl.LightningModule, groups: list[dict[str, Any]], config: Opti
     others = [
         {**group, "params": [p for p in group["params"] if id(p) not in hidden], "use_muon": False} for group in groups
     ]
-    groups = [{"params": chosen, "weight_decay": config.weight_decay}, *(g for g in others if g["params"])]
+    rate = config.lr if config.muon_lr is None else config.muon_lr
+    matrices = {"params": chosen, "weight_decay": config.weight_decay, "lr": rate}
+    groups = [matrices, *(g for g in others if g["params"])]
     return Muon(groups, lr=config.lr, betas=config.betas, eps=config.eps)
 
 
