@@ -49,6 +49,7 @@ def test_a_run_in_shards_is_the_run_in_one_process(world_size: int, tmp_path: Pa
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(600)
 @pytest.mark.parametrize("world_size", [1, 2, 3, 4])
 def test_all_stages_and_tiers_are_the_run_in_one_process(world_size: int, tmp_path: Path) -> None:
     spawn(as_in_one_process, world_size, ALL, str(tmp_path), init_process_group=False, timeout_s=600)
