@@ -142,3 +142,4 @@ def test_every_tensor_is_stepped_once_and_what_is_sent_is_the_formula(rank: int,
         # The gradient and the master weight to the owner, the new master weight back; states are exchanged in no step.
         assert [total(n) for n in module.sent] == [3 * away] * 3
         assert away > 0
+        assert f"by one of 2 ranks, {3 * away:,} elements sent" in sharded.describe()

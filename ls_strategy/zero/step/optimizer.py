@@ -282,7 +282,8 @@ class ShardedOptimizer:
             members = self._whole.members
             ranks = members[0].flat.comm.world_size
             rest = "" if len(members) == self.states.offsets[-1] else "; the others in shards, by its own step()"
-            return f"{name}: {len(members)} parameters are stepped whole, each by one of {ranks} ranks{rest}"
+            sent = f"{self._whole.elements_sent:,} elements sent for it per step by all of them"
+            return f"{name}: {len(members)} parameters are stepped whole, each by one of {ranks} ranks, {sent}{rest}"
         if not any(self._fused_flats):
             return f"{name}: stepped by its own step()"
         device = "cpu" if any(f.optimizer_tier != "device" for f in self.flats) else self.flats[0].full.device.type
