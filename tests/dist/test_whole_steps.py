@@ -40,7 +40,6 @@ class Scheduled(Net):
         overflows = (self.trainer.strategy.loss_scale or 1) > 1 and i == 1 and self.global_rank == 1
         return self.noted_loss(batch) * (float("inf") if overflows else 1.0)
 
-
     def on_train_end(self) -> None:
         self.seen.append(self.trainer.strategy.skipped_steps)
 
