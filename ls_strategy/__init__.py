@@ -53,6 +53,8 @@ if TYPE_CHECKING:
     from ls_strategy.moe.layer import MoE
     from ls_strategy.moe.losses import moe_losses
     from ls_strategy.ops.lion import Lion
+    from ls_strategy.optimizers.layerwise import Lamb, Lars
+    from ls_strategy.optimizers.muon import Muon
     from ls_strategy.pretrained.load import load_safetensors
 
 __version__ = "0.2.0"
@@ -68,10 +70,13 @@ __all__ = [
     "GatedFeedForward",
     "InferenceEngine",
     "LSError",
+    "Lamb",
+    "Lars",
     "Lion",
     "LossScaleConfig",
     "MoE",
     "Monitor",
+    "Muon",
     "NVMeIOConfig",
     "OffloadConfig",
     "ParallelConfig",
@@ -128,6 +133,8 @@ _HOME = {
         "moe.layer": "MoE",
         "moe.losses": "moe_losses",
         "ops.lion": "Lion",
+        "optimizers.layerwise": "Lamb Lars",
+        "optimizers.muon": "Muon",
         "pretrained.load": "load_safetensors",
     }.items()
     for name in names.split()

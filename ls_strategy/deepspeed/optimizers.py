@@ -1,7 +1,8 @@
 """Factories for the ``optimizer`` and ``scheduler`` blocks of a DeepSpeed configuration.
 
 Fills in DeepSpeed's defaults where they differ from torch's: its Adam decouples weight decay by default, as AdamW does,
-and its weight decay is 0, not AdamW's 0.01.
+and its weight decay is 0, not AdamW's 0.01. Lamb is the paper's, in which the bias correction is part of the update
+whose norm counts; DeepSpeed's kernel multiplies the rate by it.
 """
 
 from __future__ import annotations
@@ -17,6 +18,8 @@ from torch.optim import Optimizer
 from ls_strategy.deepspeed.schedules import SCHEDULES, Schedule
 from ls_strategy.errors import ConfigError
 from ls_strategy.ops.lion import Lion
+from ls_strategy.optimizers.layerwise import Lamb
+from ls_strategy.optimizers.muon import Muon
 
 _ADAM = {"lr": 1e-3, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.0}
 _AUTO = {"betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.0, "warmup_min_lr": 0.0}
@@ -26,11 +29,9 @@ _HARMLESS = {"bias_correction": True, "amsgrad": False, "set_grad_none": True, "
 """Arguments of DeepSpeed's kernels, with the only value that is supported."""
 
 _NOT_SUPPORTED = {
-    "lamb": "Lamb scales every layer by its norm, which a shard does not have",
     "onebitadam": "DeepSpeed itself has removed it",
     "onebitlamb": "DeepSpeed itself has removed it",
     "zerooneadam": "DeepSpeed itself has removed it",
-    "muon": "Muon needs full matrices, but optimizers work on shards",
     "muadam": "it needs the package mup",
     "muadamw": "it needs the package mup",
     "musgd": "it needs the package mup",
@@ -59,14 +60,22 @@ class OptimizerBlock:
         kind, arguments = self._resolve()
         return f"{kind.__name__}({', '.join(f'{k}={v}' for k, v in arguments.items())})"
 
-    def build(self, params: Iterable[Any], auto: Mapping[str, Any] | None = None) -> Optimizer:
-        """Return the optimizer. ``auto`` has the values of "auto", by argument: ``{"lr": module.lr}``.
+    def build(
+        self, params: Iterable[Any], auto: Mapping[str, Any] | None = None, names: Mapping[int, str] | None = None
+    ) -> Optimizer:
+        """Return the optimizer.
+
+        Args:
+            params: parameters.
+            auto: values of "auto", by argument: ``{"lr": module.lr}``.
+            names: ``id(parameter)`` -> its name, by which DeepSpeed chooses what Muon updates.
 
         Raises:
             ConfigError: The value of an "auto" is unknown.
         """
         kind, arguments = self._resolve()
-        return kind(params, **_without_auto(arguments, auto or {}, "optimizer"))
+        given = [((names or {}).get(id(p), ""), p) for p in params] if kind is muon else params
+        return kind(given, **_without_auto(arguments, auto or {}, "optimizer"))
 
     def _resolve(self) -> tuple[Callable[..., Optimizer], dict[str, Any]]:
         arguments, name = dict(self.params), self.type.lower()
@@ -86,11 +95,15 @@ class OptimizerBlock:
             defaults = {"lr": 1e-3, "betas": (0.9, 0.99)} if name == "lion" else {}
             kind = Lion if name == "lion" else torch.optim.Adagrad
             return kind, {**defaults, **arguments}
+        if name == "muon":
+            return muon, arguments
+        if name == "lamb":
+            return _lamb(arguments)
         kind = getattr(torch.optim, self.type, None)
         if not inspect.isclass(kind) or not issubclass(kind, Optimizer):
             raise ConfigError(
-                f"Got optimizer.type={self.type!r}. Choose Adam, AdamW, Lion, Adagrad or the exact name of an "
-                "optimizer of torch.optim, or build one in configure_optimizers."
+                f"Got optimizer.type={self.type!r}. Choose Adam, AdamW, Lion, Adagrad, Muon, Lamb or the exact name of "
+                "an optimizer of torch.optim, or build one in configure_optimizers."
             )
         return kind, arguments
 
@@ -103,6 +116,38 @@ def _adam(name: str, arguments: dict[str, Any]) -> tuple[Callable[..., Optimizer
         return kind, arguments
     _drop_harmless(arguments)
     return kind, {**_ADAM, **arguments}
+
+
+def muon(  # noqa: PLR0913  (the arguments of the block)
+    params: Iterable[tuple[str, Any]],
+    lr: float = 2e-2,
+    muon_lr: float | None = None,
+    adam_lr: float | None = None,
+    *,
+    momentum: float = 0.95,
+    weight_decay: float = 0.0,
+    betas: tuple[float, float] = (0.9, 0.95),
+    eps: float = 1e-10,
+) -> Optimizer:
+    """Return Muon with DeepSpeed's defaults, and its choice: matrices without "embed" or "lm_head" in their names."""
+    pairs = list(params)
+    chosen = [p for n, p in pairs if p.dim() >= 2 and not any(word in n.lower() for word in ("embed", "lm_head"))]
+    taken = set(map(id, chosen))
+    others = [p for _, p in pairs if id(p) not in taken]
+    groups = [
+        {"params": chosen, "lr": lr if muon_lr is None else muon_lr},
+        {"params": others, "lr": lr if adam_lr is None else adam_lr, "use_muon": False},
+    ]
+    settings: dict[str, Any] = {"momentum": momentum, "weight_decay": weight_decay, "betas": betas, "eps": eps}
+    return Muon([group for group in groups if group["params"]], lr=lr, adjust_lr="original", **settings)
+
+
+def _lamb(arguments: dict[str, Any]) -> tuple[Callable[..., Optimizer], dict[str, Any]]:
+    _drop_harmless(arguments)
+    for theirs, ours in (("max_coeff", "max_ratio"), ("min_coeff", "min_ratio")):
+        if theirs in arguments:
+            arguments[ours] = arguments.pop(theirs)
+    return Lamb, {"eps": 1e-8, "max_ratio": 10.0, "min_ratio": 0.01, **arguments}
 
 
 def _drop_harmless(arguments: dict[str, Any]) -> None:

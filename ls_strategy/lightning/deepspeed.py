@@ -136,7 +136,8 @@ def _configure(translation: Translation, module: pl.LightningModule, own: Callab
         )
     auto = {"lr": _learning_rate(module)}
     if optimizer is not None:
-        result = optimizer.build((p for p in module.parameters() if p.requires_grad), auto)
+        names = {id(p): name for name, p in module.named_parameters()}
+        result = optimizer.build([p for p in module.parameters() if p.requires_grad], auto, names)
     if schedule is None or result is None:
         return result
     result = result["optimizer"] if isinstance(result, dict) and "lr_scheduler" not in result else result

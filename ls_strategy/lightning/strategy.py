@@ -404,7 +404,7 @@ class ZeROStrategy(EngineStrategy):  # its many public members are Lightning's h
         """Return the state in torch's own format, full tensors on the CPU of rank 0. Collective.
 
         While a checkpoint folder is collected the state is by parameter name, with stand-ins for what is sharded, and
-        the call is not collective.
+        the call is collective only if some parameters are stepped whole (Muon).
         """
         return self.saves.optimizer_state(optimizer)
 

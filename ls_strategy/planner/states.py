@@ -20,10 +20,11 @@ from ls_strategy.zero.setup.assembly import Draft
 from ls_strategy.zero.setup.share import Share
 from ls_strategy.zero.step.elementwise import copy_of
 from ls_strategy.zero.step.kernels import kernel_for
+from ls_strategy.zero.step.whole_groups import whole_groups
 from ls_strategy.zero_stages import policy_of
 
 _PROBED = 64
-"""Elements of the parameter that an optimizer is probed with."""
+"""Elements of the parameter that an optimizer is probed with: a square matrix, if it needs whole tensors."""
 
 _TORCH_FUSED = (torch.optim.AdamW, torch.optim.Adam, torch.optim.SGD, torch.optim.Adagrad)
 """Optimizers whose step is a single pass over memory. Others need temporaries as large as the stepped shards."""
@@ -81,26 +82,27 @@ class ModelStates:
 def moment_bytes(optimizer: Optimizer, config: ZeROConfig) -> float:
     """Return the bytes that an optimizer stores per element: in the format of ``precision.moments`` for fused updates.
 
-    Other optimizers are probed on a vector, and their element-wise states are counted.
+    Other optimizers are probed on a small parameter, and their element-wise states are counted.
     """
     kernel = kernel_for(optimizer)
     if kernel is not None:
         names = {name for group in optimizer.param_groups for name in kernel.moments(group)}
         return MOMENT_BYTES[config.precision.moments] * len(names)
     most = 0.0
-    for group in optimizer.param_groups:
-        state = _state_after_a_step(optimizer, {k: v for k, v in group.items() if k != "params"})
+    for group, whole in zip(optimizer.param_groups, whole_groups(optimizer), strict=True):
+        settings = {k: v for k, v in group.items() if k != "params"}
+        state = _state_after_a_step(optimizer, settings, (8, _PROBED // 8) if whole else (_PROBED,))
         kept = [v for v in state.values() if isinstance(v, Tensor) and v.numel() == _PROBED]
         most = max(most, float(sum(v.element_size() for v in kept)))
     return most
 
 
-def _state_after_a_step(optimizer: Optimizer, settings: dict[str, Any]) -> dict[str, Any]:
+def _state_after_a_step(optimizer: Optimizer, settings: dict[str, Any], shape: tuple[int, ...]) -> dict[str, Any]:
     early = next((s for s in optimizer.state.values() if s), None)
     if early is not None:  # Adagrad creates its state before the first step
         return {k: torch.zeros(_PROBED) if isinstance(v, Tensor) and v.ndim else v for k, v in early.items()}
-    value = torch.ones(_PROBED, requires_grad=True)
-    value.grad = torch.ones(_PROBED)
+    value = torch.ones(shape, requires_grad=True)
+    value.grad = torch.ones(shape)
     fresh = copy_of(optimizer, settings, [value])
     type(optimizer).step(fresh)
     return dict(fresh.state[value])

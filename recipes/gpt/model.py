@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any, Literal, cast
 
 import lightning.pytorch as pl
 import torch
@@ -13,14 +13,15 @@ from lightning.pytorch.loggers import TensorBoardLogger
 from lightning.pytorch.utilities import rank_zero_warn
 from lightning.pytorch.utilities.types import OptimizerLRSchedulerConfig
 from torch import Tensor
-from torch.nn import functional
-from torch.optim import AdamW
+from torch.nn import ModuleList, functional
+from torch.optim import AdamW, Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 
 from ls_strategy.errors import PlanError
 from ls_strategy.inference.cache import KVCache
 from ls_strategy.inference.generate import generate, refuse_absent
 from ls_strategy.inference.sampling import SamplingConfig, row_seed
+from ls_strategy.optimizers.muon import Muon
 from recipes.gpt.network import GPT, GPTConfig
 
 if TYPE_CHECKING:
@@ -29,10 +30,16 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class OptimConfig:
-    """AdamW with linear warmup and cosine decay."""
+    """AdamW, or Muon for the matrices of the blocks, with linear warmup and cosine decay."""
+
+    name: Literal["adamw", "muon"] = "adamw"
+    """``muon`` updates the blocks' matrices by ``ls_strategy.Muon``, and all other parameters by AdamW."""
 
     lr: float = 1e-3
     """Peak learning rate."""
+
+    muon_lr: float | None = None
+    """Peak learning rate of the matrices that Muon updates. None: ``lr``."""
 
     final_lr_ratio: float = 0.1
     """Final learning rate, as a fraction of ``lr``."""
@@ -123,7 +130,9 @@ def adamw_with_cosine(module: pl.LightningModule, config: OptimConfig) -> Optimi
         {"params": [p for p in params if p.dim() < 2], "weight_decay": 0.0},
     ]
     groups = [group for group in groups if group["params"]]
-    optimizer = AdamW(groups, lr=config.lr, betas=config.betas, eps=config.eps)
+    optimizer: Optimizer = AdamW(groups, lr=config.lr, betas=config.betas, eps=config.eps)
+    if config.name == "muon":
+        optimizer = _muon(module, groups, config)
     steps = module.trainer.estimated_stepping_batches if config.total_steps is None else config.total_steps
     if not math.isfinite(steps) or steps < 1:
         raise ValueError(
@@ -138,6 +147,20 @@ def adamw_with_cosine(module: pl.LightningModule, config: OptimConfig) -> Optimi
 
     scheduler = LambdaLR(optimizer, factor)
     return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step", "name": "train/lr"}}
+
+
+def _muon(module: pl.LightningModule, groups: list[dict[str, Any]], config: OptimConfig) -> Optimizer:
+    """Return Muon for the matrices of the blocks, and AdamW for tables and vectors."""
+    blocks = (child for child in module.modules() if isinstance(child, ModuleList))
+    hidden = {id(p) for block in blocks for p in block.parameters() if p.dim() >= 2}
+    chosen = [p for group in groups for p in group["params"] if id(p) in hidden]
+    others = [
+        {**group, "params": [p for p in group["params"] if id(p) not in hidden], "use_muon": False} for group in groups
+    ]
+    rate = config.lr if config.muon_lr is None else config.muon_lr
+    matrices = {"params": chosen, "weight_decay": config.weight_decay, "lr": rate}
+    groups = [matrices, *(g for g in others if g["params"])]
+    return Muon(groups, lr=config.lr, betas=config.betas, eps=config.eps)
 
 
 class GPTModule(pl.LightningModule):
@@ -319,5 +342,5 @@ class GPTModule(pl.LightningModule):
         return self.network.flops_per_token()
 
     def configure_optimizers(self) -> OptimizerLRSchedulerConfig:
-        """Return AdamW with two parameter groups, and one schedule per optimizer step for both."""
+        """Return the optimizer with its parameter groups, and one schedule per optimizer step for all."""
         return adamw_with_cosine(self, self.optim)

@@ -151,6 +151,18 @@ def _moe_quality(record: dict[str, Any]) -> list[list[str]]:
     return rows
 
 
+def _muon(record: dict[str, Any]) -> list[list[str]]:
+    """One row per contender: validation loss, and how far it is below AdamW at its best rate."""
+    rows = [["optimizer, rate of the matrices", "validation loss, nats per byte", "below AdamW at its best, by seed"]]
+    results, runs = record["results"], record["runs"]
+    best = min((name for name in results if name.startswith("adamw")), key=lambda name: results[name]["val"])
+    for name, cells in results.items():
+        below = (runs[best][seed]["val"] - run["val"] for seed, run in sorted(runs[name].items()))
+        margins = "" if name == best else ", ".join(f"{margin:.3f}" for margin in below)
+        rows.append([f"`{name}`", f"{cells['val']:.3f}", margins])
+    return rows
+
+
 def _planner(record: dict[str, Any]) -> list[list[str]]:
     """One row per combination: the forecast as a multiple of what was measured."""
     rows = [["", "peak, MB", "predicted over measured", "sent per step, MB", "predicted over measured"]]
@@ -327,6 +339,7 @@ _TABLES: dict[str, Callable[[dict[str, Any]], list[list[str]]]] = {
     "moments": _moments,
     "checkpoint": _checkpoint,
     "moe_quality": _moe_quality,
+    "muon": _muon,
     "host_time#alone": _host_time("alone"),
     "host_time#unsent": _host_time("unsent"),
     "host_time#gloo": _host_time("gloo"),

@@ -148,10 +148,23 @@ class WithOptimizer(Net):
         return self.make(self.parameters())
 
 
+class Together(Lamb):
+    """Clips by the norm of all parameters that it sees."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        loss = run_closure(closure)
+        params = [p for group in self.param_groups for p in group["params"] if p.grad is not None]
+        norm = torch.stack([p.grad.norm() for p in params]).norm()
+        for p in params:
+            p.sub_(p.grad / norm)
+        return loss
+
+
 @on_ranks(2)
-def test_optimizers_that_need_whole_matrices_are_refused(rank: int, world_size: int) -> None:
+def test_optimizers_that_need_all_parameters_are_refused(rank: int, world_size: int) -> None:
     cure = r"(element-wise|first-order) optimizer \(AdamW"
-    for make in (Muon, Lamb, torch.optim.LBFGS, torch.optim.Adafactor):
+    for make in (Together, torch.optim.LBFGS):
         for stage in (1, 2, 3):
             with pytest.raises(PlanError, match=rf"{make.__name__}.*{cure}"):
                 fit(stage, WithOptimizer(make))
@@ -248,7 +261,9 @@ def test_ranks_with_different_options_are_refused(rank: int, world_size: int) ->
 @on_ranks(2)
 def test_one_rank_with_a_bad_model_stops_both(rank: int, world_size: int) -> None:
     """Only rank 1 has the problem; rank 0 hears of it."""
-    with pytest.raises(PlanError, match=r"(rank 1: )?.*Muon.*element-wise"):
+    with pytest.raises(PlanError, match=r"(rank 1: )?.*Together.*element-wise"):
+        fit(2, WithOptimizer(Together if rank == 1 else torch.optim.SGD))
+    with pytest.raises(PlanError, match=r"different options"):
         fit(2, WithOptimizer(Muon if rank == 1 else torch.optim.SGD))
 
 

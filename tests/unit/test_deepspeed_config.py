@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from ls_strategy import ConfigError, Lion, LossScaleConfig, NVMeIOConfig, TierConfig, ZeROStrategy
+from ls_strategy import ConfigError, Lamb, Lion, LossScaleConfig, NVMeIOConfig, TierConfig, ZeROStrategy
 from ls_strategy.config import nested
 from ls_strategy.config.renamed import RENAMED
 from ls_strategy.deepspeed import translate
@@ -363,6 +363,7 @@ def test_loader():
         ("Lion", {"lr": 1e-4}, Lion, {"lr": 1e-4, "betas": (0.9, 0.99)}),
         ("Adagrad", {}, torch.optim.Adagrad, {"lr": 0.01, "eps": 1e-10}),
         ("SGD", {"lr": 0.5, "momentum": 0.9}, torch.optim.SGD, {"momentum": 0.9}),
+        ("Lamb", {"lr": 0.5, "max_coeff": 5.0}, Lamb, {"lr": 0.5, "max_ratio": 5.0, "min_ratio": 0.01, "eps": 1e-8}),
     ],
 )
 def test_optimizers(name, params, kind, expected):
@@ -371,12 +372,23 @@ def test_optimizers(name, params, kind, expected):
     assert {key: optimizer.param_groups[0][key] for key in expected} == expected
 
 
+def test_muon_updates_what_deepspeed_lets_it_update():
+    model = torch.nn.ModuleDict({"embed": torch.nn.Embedding(3, 2), "up": torch.nn.Linear(2, 4)})
+    names = {id(p): name for name, p in model.named_parameters()}
+    block = OptimizerBlock("Muon", {"lr": 0.1, "adam_lr": 0.01, "weight_decay": 0.2})
+    optimizer = block.build(model.parameters(), names=names)
+    chosen, others = optimizer.param_groups
+    assert [names[id(p)] for p in chosen["params"]] == ["up.weight"]
+    assert [names[id(p)] for p in others["params"]] == ["embed.weight", "up.bias"]
+    assert (chosen["lr"], chosen["use_muon"], chosen["adjust_lr"]) == (0.1, True, "original")
+    assert (others["lr"], others["use_muon"], others["weight_decay"]) == (0.01, False, 0.2)
+
+
 @pytest.mark.parametrize(
     ("name", "params", "word"),
     [
-        ("Lamb", {}, "Lamb scales"),
         ("OneBitAdam", {}, "removed"),
-        ("Muon", {}, "full matrices"),
+        ("Muon", {"nesterov": False}, "nesterov"),
         ("AdamX", {}, "torch.optim"),
         ("Optimizer", {"learning": 1}, "learning"),
         ("AdamW", {"amsgrad": True}, "amsgrad"),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import os
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -15,11 +16,13 @@ from torch.optim import Optimizer
 from ls_strategy.distributed.comm import Comm
 from ls_strategy.distributed.mesh import Mesh
 from ls_strategy.errors import PlanError, StateError
-from ls_strategy.layout import FlatLayout
+from ls_strategy.layout import FlatLayout, TensorPart
+from ls_strategy.optimizers.muon import Muon
 from ls_strategy.plan import FlatPlan
 from ls_strategy.zero.flat.units import Flat
-from ls_strategy.zero.step.elementwise import require_elementwise
+from ls_strategy.zero.step.elementwise import is_elementwise
 from ls_strategy.zero.step.optimizer import OwnStep, ShardedOptimizer
+from ls_strategy.zero.step.whole_groups import check_whole_groups, steps_one_by_one, whole_groups
 from ls_strategy.zero_stages import POLICIES
 
 SHAPES = ((5, 7), (3,), (), (16, 16), (0,), (1, 1), (2, 3, 4), (33,))
@@ -368,20 +371,98 @@ def test_elementwise_optimizers_are_accepted_and_not_touched(name) -> None:
     params = parameters(torch.float32)
     optimizer = build(name, params)
     state, weights = repr(optimizer.state_dict()), [p.detach().clone() for p in params]
-    require_elementwise(optimizer)
+    assert is_elementwise(optimizer)
+    assert whole_groups(optimizer) == (False, False)
     assert repr(optimizer.state_dict()) == state
     assert all(map(torch.equal, params, weights))
 
 
-REFUSED = {
-    "LAMB": Lamb,
-    "Adafactor": torch.optim.Adafactor,
-    "LBFGS": torch.optim.LBFGS,
-    **({"Muon": torch.optim.Muon} if hasattr(torch.optim, "Muon") else {}),
-}
+class OneNorm(Optimizer):
+    """Clips by the norm of all its parameters."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, {})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        params = [p for group in self.param_groups for p in group["params"]]
+        norm = torch.stack([p.grad.norm() for p in params]).norm()
+        for p in params:
+            p.sub_(p.grad / norm)
 
 
-@pytest.mark.parametrize("name", REFUSED)
-def test_optimizers_that_look_at_whole_parameters_are_refused(name) -> None:
-    with pytest.raises(PlanError, match=REFUSED[name].__name__):
-        require_elementwise(REFUSED[name](matrices()))
+class OneRate(OneNorm):
+    """A rate common to all elements, as D-Adaptation finds one: halves that are stepped together hide it."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        params = [p for group in self.param_groups for p in group["params"]]
+        rate = 1 / sum(float(p.grad.abs().sum()) for p in params)
+        for p in params:
+            p.sub_(rate * p.grad)
+
+
+class Noisy(OneNorm):
+    """Langevin dynamics."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            for p in group["params"]:
+                p.sub_(0.1 * p.grad + torch.randn_like(p))
+
+
+class Declared(Lamb):
+    whole_tensors = True
+
+
+class ByDimension(OneNorm):
+    """Matrices by their norms, everything else element by element."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            for p in group["params"]:
+                p.sub_(p.grad / p.grad.norm() if p.dim() == 2 else p.grad)
+
+
+WHOLE = {"LAMB": Lamb, "Adafactor": torch.optim.Adafactor, "Muon": torch.optim.Muon, "declared": Declared}
+
+
+@pytest.mark.parametrize("name", WHOLE)
+def test_optimizers_that_look_at_whole_parameters_are_found(name) -> None:
+    optimizer = WHOLE[name](matrices())
+    before = repr(optimizer.state_dict())
+    check_whole_groups(optimizer, {}, {})
+    assert whole_groups(optimizer) == (True,)
+    assert steps_one_by_one(optimizer) == (name != "LAMB")  # which may count its calls, for all that is known
+    assert repr(optimizer.state_dict()) == before
+
+
+def test_groups_are_found_one_by_one() -> None:
+    optimizer = ByDimension([{"params": matrices()}, {"params": [nn.Parameter(torch.ones(5))]}])
+    assert whole_groups(optimizer) == (True, False)
+    assert whole_groups(Lamb([{"params": matrices()}, {"params": [nn.Parameter(torch.ones(5))]}])) == (True, True)
+
+
+@pytest.mark.parametrize(
+    ("make", "words"),
+    [
+        (OneNorm, "OneNorm.*steps a tensor differently if it has a second one.*stage 0"),
+        (OneRate, "OneRate.*steps a tensor differently if it has a second one.*AdamW"),
+        (Noisy, "Noisy.*random numbers"),
+        (torch.optim.LBFGS, "LBFGS"),
+    ],
+)
+def test_optimizers_that_look_at_all_parameters_are_refused(make, words) -> None:
+    with pytest.raises(PlanError, match=words):
+        check_whole_groups(make(matrices()), {}, {})
+
+
+def test_a_stack_that_expert_parallelism_splits_needs_an_optimizer_of_stacks() -> None:
+    stack = nn.Parameter(torch.ones(4, 3, 3))
+    part = {id(stack): TensorPart.cut((8, 3, 3), 0, 0, 2)}
+    part = {k: replace(v, axis="expert") for k, v in part.items()}
+    check_whole_groups(Muon([stack]), part, {})
+    with pytest.raises(PlanError, match=r"expert parallelism splits 'up'.*parallel\.expert to 1"):
+        check_whole_groups(Lamb([stack]), part, {id(stack): "up"})

@@ -28,8 +28,9 @@ from ls_strategy.zero.setup import materialize as materials
 from ls_strategy.zero.setup.frozen import adapter_params, quantized_params
 from ls_strategy.zero.setup.partition import UnitSpec, partition
 from ls_strategy.zero.setup.share import Share
-from ls_strategy.zero.step.elementwise import is_elementwise, refuse_wrapper, require_elementwise, require_one_pass
+from ls_strategy.zero.step.elementwise import is_elementwise, refuse_wrapper, require_one_pass
 from ls_strategy.zero.step.offload import Offload
+from ls_strategy.zero.step.whole_groups import check_whole_groups
 from ls_strategy.zero_stages import StagePolicy
 
 
@@ -69,7 +70,9 @@ class Draft:
         self._quantized: set[int] = set()
         """``id`` of frozen parameters that are stored in 4 or 8 bits."""
         self.config = config
-        self._options = repr((config.stage, config.sharding, config.precision, config.offload, precision))
+        # Some send more than others in a step. Stages of a pipeline may have parameters of different ones.
+        kinds = [type(optimizer).__name__ for optimizer in optimizers if share.pipeline is None]
+        self._options = repr((config.stage, config.sharding, config.precision, config.offload, precision, kinds))
         self._error: PlanError | None = None
         try:
             self.specs = partition(model, config.sharding.block_classes, config.sharding.min_unit_numel, share.absent)
@@ -83,8 +86,11 @@ class Draft:
             for optimizer in optimizers:
                 refuse_wrapper(optimizer)
                 require_one_pass(optimizer)
-                check = require_elementwise if policy.optimizer or parts else is_elementwise
-                check(optimizer)
+                if policy.optimizer or parts:
+                    names = {id(p): n for n, p in model.named_parameters()}
+                    check_whole_groups(optimizer, parts, names)
+                else:
+                    is_elementwise(optimizer)
         except PlanError as error:
             self._error = error
 

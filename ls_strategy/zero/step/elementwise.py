@@ -18,23 +18,35 @@ from ls_strategy.errors import PlanError
 
 
 def is_elementwise(optimizer: Optimizer) -> bool:
-    """Whether the optimizer updates every element independently: compare its steps on a matrix and on its two halves.
-
-    Flat shards split parameters anywhere. An optimizer that uses the full matrix (Muon, LAMB, Adafactor) would train
-    differently on every world size.
+    """Whether the optimizer updates every element of all its parameters independently.
 
     Raises:
         PlanError: the optimizer cannot step without a closure (LBFGS).
     """
-    generator = torch.Generator().manual_seed(0)
-    value = torch.randn(8, 6, generator=generator)
-    grads = [torch.randn(8, 6, generator=generator) for _ in range(3)]
-    for group in optimizer.param_groups:
-        settings = {k: v for k, v in group.items() if k != "params"}
-        with _on_gradients_alone(optimizer):
-            (full,) = _probe(optimizer, settings, [value], [[g] for g in grads])
+    return all(splits_tensors(optimizer, group) for group in optimizer.param_groups)
+
+
+def splits_tensors(optimizer: Optimizer, group: dict[str, Any]) -> bool:
+    """Whether one group's parameters may be split anywhere: compare steps on a tensor with those on its two halves.
+
+    Flat shards split parameters anywhere. What uses the full matrix (Muon, LAMB, Adafactor), or numbers over several
+    tensors, would train differently on every world size. The halves are stepped one without the other.
+
+    Raises:
+        PlanError: the optimizer cannot step without a closure (LBFGS).
+    """
+    settings = {k: v for k, v in group.items() if k != "params"}
+    for shape in probed_shapes(group["params"]):
+        generator = torch.Generator().manual_seed(0)
+        value = torch.randn(shape, generator=generator)
+        grads = [torch.randn(shape, generator=generator) for _ in range(3)]
+        with on_gradients_alone(optimizer):
+            (full,) = probe(optimizer, settings, [value], [[g] for g in grads])
         try:
-            halves = _probe(optimizer, settings, _halves(value), [_halves(g) for g in grads])
+            halves = [
+                probe(optimizer, settings, [half], [[_halves(g)[i]] for g in grads])[0]
+                for i, half in enumerate(_halves(value))
+            ]
         except Exception:
             return False
         if not torch.allclose(full.flatten(), torch.cat(halves), rtol=1e-5, atol=1e-7):
@@ -42,18 +54,13 @@ def is_elementwise(optimizer: Optimizer) -> bool:
     return True
 
 
-def require_elementwise(optimizer: Optimizer) -> None:
-    """Refuse an optimizer that cannot step parts of parameters.
+_SHAPES = {1: (48,), 2: (8, 6), 3: (4, 4, 3), 4: (4, 3, 2, 2)}
 
-    Raises:
-        PlanError: the optimizer is not element-wise.
-    """
-    if not is_elementwise(optimizer):
-        raise PlanError(
-            f"{type(optimizer).__name__} is not element-wise: it treats a matrix differently from its two halves, and "
-            "ZeRO shards cut parameters. Use an element-wise optimizer (AdamW, SGD, Lion, ...), or stage 0, where "
-            "parameters are not cut."
-        )
+
+def probed_shapes(params: list[Tensor]) -> list[tuple[int, ...]]:
+    """Return one small shape for every number of dimensions that the parameters have: optimizers may depend on it."""
+    found = sorted({min(p.dim(), max(_SHAPES)) for p in params if p.dim() and p.numel()})
+    return [_SHAPES[n] for n in found or [2]]
 
 
 ONE_PASS = (
@@ -97,7 +104,7 @@ def require_one_pass(optimizer: Optimizer) -> None:
     name = type(optimizer).__name__
     for group in optimizer.param_groups:
         settings = {k: v for k, v in group.items() if k != "params"}
-        with _on_gradients_alone(optimizer):
+        with on_gradients_alone(optimizer):
             _, before = _probe_closure(optimizer, settings, inside=False)
             calls, inside = _probe_closure(optimizer, settings, inside=True)
         if calls > _CLOSURE_STEPS:
@@ -110,7 +117,12 @@ def require_one_pass(optimizer: Optimizer) -> None:
 
 
 @contextmanager
-def _on_gradients_alone(optimizer: Optimizer) -> Iterator[None]:
+def on_gradients_alone(optimizer: Optimizer) -> Iterator[None]:
+    """Turn what ``step`` raises inside into the error that says which optimizers work.
+
+    Raises:
+        PlanError: the optimizer cannot step on gradients alone.
+    """
     try:
         yield
     except Exception as error:
@@ -156,19 +168,26 @@ def _probe_closure(optimizer: Optimizer, settings: dict[str, Any], *, inside: bo
 
 def _halves(value: Tensor) -> list[Tensor]:
     flat = value.flatten()
-    return [flat[:19], flat[19:]]
+    return [flat[:19].clone(), flat[19:].clone()]
 
 
-def _probe(
-    optimizer: Optimizer, settings: dict[str, Any], values: list[Tensor], grads: list[list[Tensor]]
+def probe(
+    optimizer: Optimizer,
+    settings: dict[str, Any],
+    values: list[Tensor],
+    grads: list[list[Tensor]],
+    *,
+    seed: int = 0,
 ) -> list[Tensor]:
-    """Run a copy of the optimizer on ``values`` for ``len(grads)`` steps."""
+    """Run a copy of the optimizer on ``values`` for ``len(grads)`` steps; return their values after it."""
     params = [v.clone().requires_grad_() for v in values]
     fresh = copy_of(optimizer, settings, params)
-    for step_grads in grads:
-        for p, g in zip(params, step_grads, strict=True):
-            p.grad = g.clone()
-        type(optimizer).step(fresh)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        for step_grads in grads:
+            for p, g in zip(params, step_grads, strict=True):
+                p.grad = g.clone()
+            type(optimizer).step(fresh)
     return [p.detach() for p in params]
 
 

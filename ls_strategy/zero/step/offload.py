@@ -27,6 +27,7 @@ from ls_strategy.zero.flat.storage import StateStorage, gradient_buffers
 from ls_strategy.zero.step.kernels import FUSED_NAMES, kernel_for
 from ls_strategy.zero.step.states import moment_sizes
 from ls_strategy.zero.step.where_to_step import measure
+from ls_strategy.zero.step.whole_groups import whole_groups
 from ls_strategy.zero_stages import StagePolicy
 
 
@@ -59,8 +60,10 @@ def _states_by_tier(
         stepped = flat.unfrozen or flat
         for optimizer in (optimizers[i] for i in flat.owners):
             kernel = kernel_for(optimizer)
-            if kernel is None or stepped.master_dtype != torch.float32:
-                fp32 = stepped.master_dtype == torch.float32
+            fp32 = stepped.master_dtype == torch.float32
+            if kernel is None and not TIERS[stepped.optimizer_tier].resident and any(whole_groups(optimizer)):
+                _refuse_without_kernel(optimizer, "cpu", config, fp32=True)  # its states are in host memory
+            elif kernel is None or not fp32:
                 _refuse_without_kernel(optimizer, stepped.optimizer_tier, config, fp32=fp32)
             elif flat.trainable and flat.optimizer_tier != "device":
                 moments = {n: s for group in optimizer.param_groups for n, s in kernel.moments(group).items()}

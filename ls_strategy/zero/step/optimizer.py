@@ -13,8 +13,8 @@ on the NVMe tier need a fused update, since ``step`` needs all states in memory 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, ExitStack
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from operator import is_
 from types import TracebackType
@@ -35,6 +35,8 @@ from ls_strategy.zero.step.optimizer_state import OptimizerStates
 from ls_strategy.zero.step.runs import Run, Runs
 from ls_strategy.zero.step.states import FlatStates
 from ls_strategy.zero.step.update import Update, UpdatePart
+from ls_strategy.zero.step.whole_groups import steps_one_by_one, whole_groups
+from ls_strategy.zero.step.whole_tensors import WholeTensors, splits_tensors_of
 
 
 class _Elsewhere(defaultdict):
@@ -86,12 +88,13 @@ class ShardedOptimizer:
         self._fused_flats = [self._takes_fused_update(flat) for flat in flats]
         for flat, fused in zip(flats, self._fused_flats, strict=True):
             flat.averages.folds_factors = fused
-        self._cuts = any(flat.policy.optimizer for flat in flats) or is_elementwise(optimizer)
+        self._cuts = any(map(splits_tensors_of, flats)) or is_elementwise(optimizer)
         """Whether parameters may be split and joined. Otherwise (stage 0) the optimizer gets each one unchanged."""
         store = [self._states_of(n, flat) for n, flat in enumerate(flats)]
         self.states = OptimizerStates(optimizer, store, mesh, group_names)
+        self._whole = self._whole_tensors()
         self._runs = Runs(optimizer, self.states, self._kernel, self._fused_flats, cuts=self._cuts)
-        self.states.collect = self._runs.dissolve
+        self.states.collect = self._collect
         self._grad_views: dict[int, tuple[Tensor, list[Tensor]]] = {}
         self._dropped: set[int] = set()
         """Numbers of parameters with a gradient that user code has set to None; plain torch skips those."""
@@ -126,6 +129,16 @@ class ShardedOptimizer:
             for group in self.optimizer.param_groups:
                 moments |= self._kernel.moments(group)
         return FlatStates(flat, moments, self._moment_format)
+
+    def _whole_tensors(self) -> WholeTensors:
+        """Return the parameters that need to be stepped whole, and all that this optimizer has on the NVMe tier."""
+        split = any(map(splits_tensors_of, self.flats))
+        needed = whole_groups(self.optimizer) if split and self._kernel is None else ()
+        return WholeTensors(self.optimizer, self.states, needed, one_by_one=steps_one_by_one(self.optimizer))
+
+    def _collect(self) -> None:
+        self._runs.dissolve()
+        self._whole.collect()
 
     def _make_piece(self, number: int, param: nn.Parameter) -> None:
         n, i = self.states.locate(number)
@@ -254,18 +267,41 @@ class ShardedOptimizer:
 
     def compose(self, used: list[bool], *, shown: bool) -> None:
         """Compose the runs to step. ``shown``: leave out parameters that `take_edits` found dropped."""
-        self._runs.compose(used, frozenset(self._dropped if shown else ()))
+        dropped = frozenset(self._dropped if shown else ())
+        if self._whole and shown and self.shows_pieces:
+            dropped = self._whole.agree(dropped)
+        self._runs.compose(used, dropped)
+        if self._whole:
+            self._whole.begin(used, dropped)
         for r in self._runs:
             if not r.fused:
                 r.flat.before_change()
 
-    def showing_runs(self) -> AbstractContextManager[None]:
-        """Let the optimizer's groups hold the runs that its own ``step`` updates, inside the context."""
-        return self._runs.shown()
+    @contextmanager
+    def showing_runs(self) -> Iterator[None]:
+        """Let the optimizer's groups hold the tensors that its own ``step`` updates, inside the context."""
+        with self._runs.shown():
+            for g, group in enumerate(self.optimizer.param_groups):
+                group["params"] += self._whole.shown(g)
+            self._whole.lend(self.optimizer.state)
+            try:
+                yield
+            finally:
+                self._whole.take_back(self.optimizer.state)
+
+    def end_whole(self) -> None:
+        """Send what the optimizer's own ``step`` has made of whole tensors to their shards. Collective."""
+        self._whole.end()
 
     def describe(self) -> str:
         """Return one line that says what steps the parameters."""
         name = type(self.optimizer).__name__
+        if self._whole:
+            members = self._whole.members
+            ranks = members[0].flat.comm.world_size
+            rest = "" if len(members) == self.states.offsets[-1] else "; the others in shards, by its own step()"
+            sent = f"{self._whole.elements_sent:,} elements sent for it per step by all of them"
+            return f"{name}: {len(members)} parameters are stepped whole, each by one of {ranks} ranks, {sent}{rest}"
         if not any(self._fused_flats):
             return f"{name}: stepped by its own step()"
         device = "cpu" if any(f.optimizer_tier != "device" for f in self.flats) else self.flats[0].full.device.type
@@ -341,13 +377,17 @@ class ShardedOptimizer:
 
     def state_tensors(self) -> list[Tensor]:
         """Return the optimizer's states in memory, without masters."""
-        return [*(t for each in self.states.store for t in each.tensors()), *self._runs.tensors()]
+        stored = [t for each in self.states.store for t in each.tensors()]
+        return [*stored, *self._runs.tensors(), *self._whole.tensors()]
 
     def state_bytes(self) -> int:
         """Return the bytes of optimizer state that this rank has in memory, without masters."""
         store = self.states.store
         held = {t.untyped_storage().data_ptr() for each in store for t in each.tensors()}
-        own = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in self._runs.tensors()}
+        own = {
+            t.untyped_storage().data_ptr(): t.untyped_storage().nbytes()
+            for t in (*self._runs.tensors(), *self._whole.tensors())
+        }
         return sum(each.nbytes() for each in store) + sum(n for address, n in own.items() if address not in held)
 
 
@@ -398,8 +438,9 @@ class OwnStep:
             self._submit(updates)
 
     def end(self) -> None:
-        """Restore the groups."""
+        """Restore the groups, and send whole tensors back to their shards. Collective if there are any."""
         self._while_stepping.close()
+        self.sharded.end_whole()
 
     def __enter__(self) -> OwnStep:
         """Return itself."""
@@ -410,6 +451,8 @@ class OwnStep:
     ) -> None:
         """End the step."""
         self._while_stepping.__exit__(kind, error, trace)
+        if kind is None:
+            self.sharded.end_whole()
 
 
 def _run_all(updates: list[Update]) -> None:

@@ -64,6 +64,8 @@ class OptimizerStates:
         """Numbers of the parameters, in the optimizer's order: positions in the parameters of all flats."""
         self.entries: dict[int, dict[str, Any]] = {}
         """States by parameter number, with torch's names."""
+        self.owners: dict[int, int] = {}
+        """Rank of the flat buffer's group that steps a parameter whole, by number; no entry for those in shards."""
         self.steps_taken = 0
         """Number of steps so far, for states that do not count steps."""
         self.unfreeze: Callable[[list[Flat]], None] = _nothing_to_unfreeze
@@ -156,7 +158,9 @@ class OptimizerStates:
     def named_state(
         self, stand_in: Callable[[Flat, int, Callable[[int, int], Tensor], torch.dtype], Any]
     ) -> dict[str, Any]:
-        """Return the states by parameter name, for parameters of which this rank has a part. Not collective.
+        """Return the states by parameter name, for parameters of which this rank has a part.
+
+        Collective if some parameters are stepped whole.
 
         Args:
             stand_in: creates the placeholder for an element-wise state of one parameter, from its buffer, slot, a
@@ -168,7 +172,7 @@ class OptimizerStates:
             n, i = self.locate(number)
             flat, store = self.flats[n], self.store[n]
             dtypes, piece = store.dtypes(), flat.pieces[i]
-            owner = self._owns(flat, i) and flat.axis.rank == 0
+            owner = self._keeps_scalars(number) and flat.axis.rank == 0
             kept: dict[str, Any] = {}
             for key, value in entries.items():
                 if isinstance(value, str) and value == ELEMENTWISE:
@@ -179,6 +183,13 @@ class OptimizerStates:
             if kept:
                 state[flat.layout.slots[i].name] = kept
         return {"state": state, "param_groups": self._groups(self.group_names)}
+
+    def _keeps_scalars(self, number: int) -> bool:
+        """Whether this rank is the one that saves what a parameter has besides element-wise states."""
+        n, i = self.locate(number)
+        if number in self.owners:
+            return self.flats[n].comm.rank == self.owners[number]
+        return self._owns(self.flats[n], i)
 
     @staticmethod
     def _owns(flat: Flat, i: int) -> bool:
@@ -248,7 +259,7 @@ class OptimizerStates:
         n, i = self.locate(number)
         flat = self.flats[n]
         slot, piece = flat.layout.slots[i], flat.pieces[i]
-        if not piece.numel and not self._owns(flat, i):
+        if not piece.numel and not self._keeps_scalars(number):
             return  # this rank never steps it, so the state would be outdated after the next step
         if state:
             self.unfreeze([flat])
@@ -262,7 +273,7 @@ class OptimizerStates:
                 for at, part in parts_of(own, piece.param_start, piece.param_start + piece.numel):
                     self.store[n].write(k, piece.start + at - piece.param_start, part.to(dtype))
                 kept[k] = ELEMENTWISE
-            else:
+            elif number not in self.owners or not flat.policy.optimizer or self._keeps_scalars(number):
                 kept[k] = v.detach().clone().cpu() if isinstance(v, Tensor) else v
         self.entries[number] = kept
 

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import replace
 
 import torch
 from torch import Tensor
 
-from ls_strategy.config import MomentFormat
+from ls_strategy.config import MomentFormat, TierName
 from ls_strategy.ops.moments import BLOCK, Moment
 from ls_strategy.tiers import TIERS
 from ls_strategy.zero.flat.storage import chunks
@@ -48,6 +49,12 @@ class FlatStates:
         """Whether the states are tensors in memory."""
         return TIERS[self.flat.optimizer_tier].resident
 
+    @property
+    def _tier(self) -> TierName:
+        """Return the tier of states in memory. Only those of a fused update can be out of memory."""
+        tier = self.flat.optimizer_tier
+        return tier if TIERS[tier].resident else "cpu"
+
     def dtypes(self) -> dict[str, torch.dtype]:
         """Return the names of existing states, with the dtype that a state dict shows."""
         names = [*self._in_memory, *self._stored]
@@ -57,18 +64,17 @@ class FlatStates:
         """Create a state of zeros unless it exists. ``dtype`` applies to states without a fused update."""
         if name in self._in_memory or name in self._stored:
             return
-        flat, storage = self.flat, self.flat.storage
-        if not self.resident:
-            assert name in self.moments
+        storage = self.flat.storage
+        if not self.resident and name in self.moments:
             self._stored.add(name)
             return
         fused = name in self.moments
         codes_dtype = _CODES[self.moment_format] if fused else dtype
-        codes = storage.resident(flat.optimizer_tier, name, self.numel, codes_dtype)
+        codes = storage.resident(self._tier, name, self.numel, codes_dtype)
         scales = None
         if fused and self.moment_format == "int8":
             blocks = -(-self.numel // BLOCK)
-            scales = storage.resident(flat.optimizer_tier, f"{name}.scales", blocks, torch.float32)
+            scales = storage.resident(self._tier, f"{name}.scales", blocks, torch.float32)
         self._in_memory[name] = Moment(codes, scales, self.moments.get(name, True))
 
     def tensor(self, name: str, dtype: torch.dtype) -> Tensor:
@@ -139,6 +145,11 @@ class FlatStates:
             storage.write(name, lo, part.codes)
             if part.scales is not None:
                 storage.write(f"{name}.scales", lo // BLOCK, part.scales)
+
+    def forget(self, kept: Collection[str]) -> None:
+        """Free the states that are not of a fused update, except those with a name in ``kept``."""
+        for name in [n for n in self._in_memory if n not in kept and n not in self.moments]:
+            del self._in_memory[name]
 
     def nbytes(self) -> int:
         """Return the bytes in memory."""

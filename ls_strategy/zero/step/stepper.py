@@ -285,7 +285,7 @@ class Stepper:
             norm = global_norm.global_norm(state.flats, self._world, norm_type)
         state.norm = norm if norm_type == 2.0 else None
         factor = global_norm.clip_factor(norm, max_norm)
-        if factor is None:
+        if factor is None or state.overflow:  # a factor of NaN would stay in the padding, which nothing overwrites
             return norm
         for flat in state.flats:
             if state.folded and flat.averages.folds_factors:

@@ -1,0 +1,171 @@
+"""The Muon optimizer, with AdamW for what is not a hidden matrix."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+from torch.optim.adamw import adamw
+
+from ls_strategy.checked import Range, above, at_least, checked
+from ls_strategy.errors import ConfigError
+from ls_strategy.optimizers.newton_schulz import COEFFICIENTS, multiplications, orthogonalized
+
+AdjustLR = Literal["match_rms_adamw", "original"]
+"""How the learning rate depends on a matrix's shape."""
+
+
+class Muon(Optimizer):
+    """Updates every matrix by its orthogonalized momentum, and other groups as AdamW does.
+
+    A group with ``use_muon=False`` is updated by AdamW: give it embeddings, the output head, norms and biases. The same
+    optimizer steps both, so one scheduler and one checkpoint serve both. A 3-d parameter is a batch of matrices, such
+    as a stack of experts; one with more dimensions is a matrix of its first dimension and all others.
+
+    Jordan et al., https://kellerjordan.github.io/posts/muon; Liu et al., "Muon is Scalable for LLM Training",
+    arXiv:2502.16982.
+
+    Args:
+        params: parameters, or groups of them, each with its own values of the arguments below if it has any.
+        lr: learning rate.
+        weight_decay: decoupled.
+        momentum: share of the old momentum in the new one.
+        nesterov: look ahead by one step of the momentum.
+        ns_steps: steps of the Newton-Schulz iteration.
+        ns_coefficients: of its polynomial.
+        adjust_lr: ``"match_rms_adamw"`` multiplies the rate by ``0.2 * sqrt(max(m, n))``, so that updates are as large
+            as AdamW's, and its rates and weight decay can be used. ``"original"``: by ``sqrt(max(1, m / n))``.
+        use_muon: update by Muon. False: by AdamW.
+        betas: of AdamW.
+        eps: of AdamW.
+
+    Raises:
+        ConfigError: a value is out of range, or a parameter of a Muon group is not a matrix.
+    """
+
+    batches_matrices = True
+    """Every matrix of a 3-d parameter is updated by itself, so ranks may hold some of them (expert parallelism)."""
+
+    @checked(
+        lr=at_least(0), weight_decay=at_least(0), momentum=Range(least=0, below=1), ns_steps=Range(least=1, most=99),
+        betas=Range(least=0, below=1), eps=above(0),
+    )  # fmt: skip
+    def __init__(  # noqa: PLR0913  (one argument per setting of a group, as in torch)
+        self,
+        params: Iterable[Any],
+        lr: float = 1e-3,
+        weight_decay: float = 0.1,
+        momentum: float = 0.95,
+        *,
+        nesterov: bool = True,
+        ns_steps: int = 5,
+        ns_coefficients: tuple[float, float, float] = COEFFICIENTS,
+        adjust_lr: AdjustLR = "match_rms_adamw",
+        use_muon: bool = True,
+        betas: tuple[float, float] = (0.9, 0.95),
+        eps: float = 1e-8,
+    ) -> None:
+        defaults = {
+            "lr": lr, "weight_decay": weight_decay, "momentum": momentum, "nesterov": nesterov, "ns_steps": ns_steps,
+            "ns_coefficients": ns_coefficients, "adjust_lr": adjust_lr, "use_muon": use_muon, "betas": betas,
+            "eps": eps,
+        }  # fmt: skip
+        super().__init__(params, defaults)
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add a group, as torch does.
+
+        Raises:
+            ConfigError: the group is for Muon, but has a parameter that is not a matrix.
+        """
+        super().add_param_group(param_group)
+        group = self.param_groups[-1]
+        wrong = next((p for p in group["params"] if group["use_muon"] and p.dim() < 2), None)
+        if wrong is not None:
+            del self.param_groups[-1]
+            raise ConfigError(
+                f"Got a parameter of shape {tuple(wrong.shape)} in a group of Muon, which orthogonalizes matrices. Put "
+                "vectors, and also embeddings and the output head, in a group with use_muon=False."
+            )
+
+    @staticmethod
+    def whole_tensors(group: dict[str, Any]) -> bool:
+        """Whether a group's parameters have to be stepped whole: those of Muon, but not those of AdamW."""
+        return bool(group["use_muon"])
+
+    @staticmethod
+    def tensor_cost(group: dict[str, Any], shape: tuple[int, ...]) -> float:
+        """Return the multiplications of one tensor's update."""
+        if not group["use_muon"]:
+            return float(math.prod(shape))
+        return float(multiplications(_matrices(shape), group["ns_steps"]))
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Step every parameter that has a gradient."""
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        for group in self.param_groups:
+            if not group["use_muon"]:
+                self._adamw(group)
+                continue
+            for p in group["params"]:
+                if p.grad is not None:
+                    self._update(p, p.grad, group)
+        return loss
+
+    def _update(self, p: Tensor, grad: Tensor, group: dict[str, Any]) -> None:
+        state = self.state[p]
+        if "momentum_buffer" not in state:
+            state["momentum_buffer"] = torch.zeros_like(grad, memory_format=torch.preserve_format)
+        momentum = state["momentum_buffer"].lerp_(grad, 1 - group["momentum"])
+        direction = grad.lerp(momentum, group["momentum"]) if group["nesterov"] else momentum
+        shape = _matrices(tuple(p.shape))
+        update = orthogonalized(
+            direction.reshape(shape), steps=group["ns_steps"], coefficients=tuple(group["ns_coefficients"])
+        )
+        lr = float(group["lr"])
+        p.mul_(1 - lr * group["weight_decay"])
+        p.add_(update.reshape(p.shape).to(p.dtype), alpha=-lr * _factor(group["adjust_lr"], *shape[-2:]))
+
+    def _adamw(self, group: dict[str, Any]) -> None:
+        params = [p for p in group["params"] if p.grad is not None]
+        if not params:
+            return
+        for p in params:
+            state = self.state[p]
+            if "step" not in state:
+                state["step"] = torch.tensor(0.0)
+                state["exp_avg"] = torch.zeros_like(p, memory_format=torch.preserve_format)
+                state["exp_avg_sq"] = torch.zeros_like(p, memory_format=torch.preserve_format)
+        states = [self.state[p] for p in params]
+        adamw(
+            params,
+            [p.grad for p in params],
+            [s["exp_avg"] for s in states],
+            [s["exp_avg_sq"] for s in states],
+            [],
+            [s["step"] for s in states],
+            amsgrad=False,
+            beta1=group["betas"][0],
+            beta2=group["betas"][1],
+            lr=float(group["lr"]),
+            weight_decay=group["weight_decay"],
+            eps=group["eps"],
+            maximize=False,
+        )
+
+
+def _matrices(shape: tuple[int, ...]) -> tuple[int, ...]:
+    """Return the shape of the matrices, or batch of matrices, that a parameter is."""
+    return shape if len(shape) <= 3 else (shape[0], math.prod(shape[1:]))
+
+
+def _factor(adjust: str, rows: int, columns: int) -> float:
+    return 0.2 * math.sqrt(max(rows, columns)) if adjust == "match_rms_adamw" else math.sqrt(max(1, rows / columns))

@@ -1,0 +1,116 @@
+"""Which parameter groups an optimizer has to step in whole tensors, and which optimizers cannot be sharded at all.
+
+==========================  ==========================================================  ==========================
+the optimizer's group       found by                                                    stepped
+==========================  ==========================================================  ==========================
+element-wise                a tensor and its halves, stepped apart, give the same       in flat shards, on all ranks
+whole tensors               the attribute ``whole_tensors``, or anything else           each by one rank
+across tensors, or random   two tensors together differ from each one alone; two seeds  never above stage 0
+==========================  ==========================================================  ==========================
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from ls_strategy.errors import PlanError
+from ls_strategy.layout import TensorPart
+from ls_strategy.zero.step.elementwise import on_gradients_alone, probe, probed_shapes, splits_tensors
+
+_ONE_BY_ONE: tuple[type[Optimizer], ...] = tuple(
+    getattr(torch.optim, name) for name in ("Muon", "Adafactor") if hasattr(torch.optim, name)
+)
+"""Classes of torch that step every tensor by itself, so that ``step`` may be called with some of them at a time."""
+
+
+def steps_one_by_one(optimizer: Optimizer) -> bool:
+    """Whether ``step`` may be called several times in a step, each time with other tensors.
+
+    An optimizer says so by its attribute ``whole_tensors``. Of others it is not known: they may count their calls.
+    """
+    return bool(getattr(optimizer, "whole_tensors", False)) or type(optimizer) in _ONE_BY_ONE
+
+
+def whole_groups(optimizer: Optimizer) -> tuple[bool, ...]:
+    """Return for every group whether its parameters have to be stepped whole.
+
+    An optimizer may have an attribute ``whole_tensors``: True, or a function of the group. Otherwise groups are tested.
+
+    Raises:
+        PlanError: the optimizer cannot step without a closure (LBFGS).
+    """
+    declared = getattr(optimizer, "whole_tensors", None)
+    if callable(declared):
+        return tuple(bool(declared(group)) for group in optimizer.param_groups)
+    if declared:
+        return tuple(True for _ in optimizer.param_groups)
+    return tuple(not splits_tensors(optimizer, group) for group in optimizer.param_groups)
+
+
+def check_whole_groups(optimizer: Optimizer, parts: Mapping[int, TensorPart], names: Mapping[int, str]) -> None:
+    """Refuse what cannot be stepped in shards, and not in whole tensors either.
+
+    Args:
+        optimizer: stays unchanged.
+        parts: ``id(parameter)`` -> this rank's part of a tensor- or expert-parallel parameter.
+        names: ``id(parameter)`` -> its name.
+
+    Raises:
+        PlanError: the optimizer computes over several tensors, is random, or steps a stack of experts as one tensor.
+    """
+    name = type(optimizer).__name__
+    whole = whole_groups(optimizer)
+    for group in (g for g, needed in zip(optimizer.param_groups, whole, strict=True) if needed):
+        _check_alone(optimizer, group)
+        for p in group["params"]:
+            part = parts.get(id(p))
+            if part is None or (part.dim == 0 and _is_batch(optimizer, p)) or part.axis == "tensor":
+                continue
+            raise PlanError(
+                f"{name} is not element-wise, so it needs whole tensors, but expert parallelism splits "
+                f"{names.get(id(p), 'a parameter')!r} over ranks. Give this parameter to an element-wise optimizer "
+                "(AdamW, SGD, Lion, ...) or to ls_strategy.Muon, or set parallel.expert to 1."
+            )
+
+
+def _is_batch(optimizer: Optimizer, param: nn.Parameter) -> bool:
+    """Whether the optimizer treats every matrix of a 3-d parameter by itself, such as every expert of a stack."""
+    return param.dim() == 3 and bool(getattr(optimizer, "batches_matrices", False))
+
+
+def _check_alone(optimizer: Optimizer, group: dict[str, Any]) -> None:
+    """Compare steps on two tensors together with steps on each of them alone, and with another seed.
+
+    Raises:
+        PlanError: they differ.
+    """
+    settings = {k: v for k, v in group.items() if k != "params"}
+    shapes = probed_shapes(group["params"])
+    shapes = shapes * 2 if len(shapes) == 1 else shapes
+    generator = torch.Generator().manual_seed(1)
+    values = [torch.randn(s, generator=generator) for s in shapes]
+    grads = [[3.0**i * torch.randn(s, generator=generator) for i, s in enumerate(shapes)] for _ in range(3)]
+    with on_gradients_alone(optimizer):
+        together = probe(optimizer, settings, values, grads)
+        again = probe(optimizer, settings, values, grads, seed=1)
+        alone = [probe(optimizer, settings, [v], [[g[i]] for g in grads])[0] for i, v in enumerate(values)]
+    name = type(optimizer).__name__
+    cure = "Use an element-wise optimizer (AdamW, SGD, Lion, ...), or stage 0, where every rank steps all parameters."
+    if not _equal(together, again):
+        raise PlanError(
+            f"{name} is not element-wise, and it draws random numbers, which would differ on every world size. {cure}"
+        )
+    if not _equal(together, alone):
+        raise PlanError(
+            f"{name} is not element-wise, and it steps a tensor differently if it has a second one, so it computes "
+            f"over all tensors (a norm, a common step size), while every rank has only some of them. {cure}"
+        )
+
+
+def _equal(a: list[Tensor], b: list[Tensor]) -> bool:
+    return all(torch.allclose(x, y, rtol=1e-5, atol=1e-7) for x, y in zip(a, b, strict=True))

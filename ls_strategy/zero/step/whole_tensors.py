@@ -1,0 +1,380 @@
+"""The parameters of an optimizer that need to be stepped whole, each by the one rank that owns it.
+
+::
+
+    averages   | a | b |  ─┐ gather                            ┌─ scatter  ──>  masters   | a | b |
+    masters    | a | b |  ─┴────> a with its gradient, whole ──┘
+                                  and its states, whole        the optimizer's own step, once in the whole job
+
+The owner keeps the states between steps, on the tier of the flat buffer. `WholeTensors.collect` moves them to where all
+other states are, for checkpoints: element-wise ones to the flat store, in shards, others to the owner's entries. The
+next step brings them back.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from ls_strategy._compat import copy_of_optimizer, forget_step_hooks
+from ls_strategy.tiers import TIERS
+from ls_strategy.zero.flat.units import Flat
+from ls_strategy.zero.step.optimizer_state import ELEMENTWISE, OptimizerStates
+from ls_strategy.zero.step.whole_exchange import Exchange, PendingParts, PendingWholes, WholeTensor, balanced
+
+BUCKET = 1 << 24
+"""Elements of parameters that are exchanged together: 64 MiB of gradients and as much of master weights in fp32."""
+
+_SENT = 2
+"""Values per element that the owner gets: the gradient and the master weight. It sends one back."""
+
+
+class WholeTensors:
+    """The parameters of one optimizer that are stepped whole."""
+
+    def __init__(
+        self,
+        optimizer: Optimizer,
+        states: OptimizerStates,
+        needed: Sequence[bool],
+        *,
+        one_by_one: bool,
+    ) -> None:
+        """Choose an owner for every parameter. Nothing is sent.
+
+        Args:
+            optimizer: the user's.
+            states: of all its parameters.
+            needed: for every group, whether its parameters have to be stepped whole. Empty: none.
+            one_by_one: `step` may be called once per bucket. Otherwise all tensors are gathered for one call.
+        """
+        self._optimizer = optimizer
+        self._states = states
+        order = iter(states.order)
+        self._groups = {next(order): g for g, group in enumerate(optimizer.param_groups) for _ in group["params"]}
+        """Parameter group by number."""
+        self.one_by_one = one_by_one
+        self.members = self._assigned([n for n in sorted(self._groups) if any(needed) and self._is_whole(n, needed)])
+        states.owners = {m.number: m.owner for m in self.members}
+        self._state: dict[int, dict[str, Any]] = {}
+        """States of this rank's tensors by number, while they are here."""
+        self._collected = True
+        """Whether the states are in ``states``; the same on all ranks."""
+        self._shown: dict[int, Tensor] = {}
+        self._stepped: list[WholeTensor] = []
+
+    def _is_whole(self, number: int, needed: Sequence[bool]) -> bool:
+        """Whether a parameter's group asks for it, or its shard is out of memory, where no ``step`` can reach it."""
+        flat = self._states.flats[self._states.locate(number)[0]]
+        return needed[self._groups[number]] or not TIERS[flat.optimizer_tier].resident
+
+    def _assigned(self, numbers: Sequence[int]) -> list[WholeTensor]:
+        """Give every tensor to a rank of its communicator, balanced by cost."""
+        places = {n: self._states.locate(n) for n in numbers}
+        by_comm: defaultdict[int, list[int]] = defaultdict(list)
+        for n in numbers:
+            flat = self._states.flats[places[n][0]]
+            if all(flat.layout.slots[places[n][1]].full_shape):
+                by_comm[id(flat.comm)].append(n)
+        result: list[WholeTensor] = []
+        for members in by_comm.values():
+            at = [(self._states.flats[places[n][0]], places[n][1]) for n in members]
+            costs = [self._cost(n, flat.layout.slots[i].full_shape) for n, (flat, i) in zip(members, at, strict=True)]
+            owners = balanced(costs, at[0][0].comm.world_size)
+            result += [WholeTensor.of(n, f, i, o) for n, (f, i), o in zip(members, at, owners, strict=True)]
+        return sorted(result, key=lambda m: m.number)
+
+    def _cost(self, number: int, shape: tuple[int, ...]) -> float:
+        return tensor_cost(self._optimizer, self._optimizer.param_groups[self._groups[number]], shape)
+
+    def __bool__(self) -> bool:
+        """Whether there are any."""
+        return bool(self.members)
+
+    @property
+    def elements_sent(self) -> int:
+        """Return the elements that all ranks together send in a step that steps all of them."""
+        return (_SENT + 1) * sum(m.away_numel for m in self.members)
+
+    # step ------------------------------------------------------------------------------------------------------------
+
+    def begin(self, used: Sequence[bool], dropped: frozenset[int]) -> None:
+        """Gather the tensors to step, and step them if the optimizer steps them one by one. Collective.
+
+        Args:
+            used: one flag per parameter of the flats, the same on all ranks.
+            dropped: numbers of used parameters that are not stepped, the same on all ranks.
+        """
+        self.restore()
+        members = [m for m in self.members if used[m.number] and m.number not in dropped]
+        for flat in {id(m.flat): m.flat for m in members}.values():
+            flat.wait_updated()
+            flat.before_change()
+        arriving: list[tuple[list[WholeTensor], PendingWholes]] = []
+        leaving: list[PendingParts] = []
+        for bucket in self._buckets(members):
+            arriving.append((bucket, self._exchange(bucket).start_gather(bucket, self._parts, _SENT)))
+            if len(arriving) > 1:  # the next bucket is on its way while this one is stepped
+                self._take(*arriving.pop(0), leaving)
+        for bucket, pending in arriving:
+            self._take(bucket, pending, leaving)
+        for pending in leaving:
+            self._write(pending)
+        self._stepped = [] if self.one_by_one else members
+
+    def agree(self, dropped: frozenset[int]) -> frozenset[int]:
+        """Return the parameters that any rank has dropped. Collective."""
+        result = set(dropped)
+        for n, flat in enumerate(self._states.flats):
+            numbers = range(self._states.offsets[n], self._states.offsets[n + 1])
+            flags = flat.comm.agree(torch.tensor([i in dropped for i in numbers], dtype=torch.uint8))
+            flags = flat.axis.comm.agree(flags)
+            result.update(i for i, flag in zip(numbers, flags.tolist(), strict=True) if flag)
+        return frozenset(result)
+
+    def _take(self, bucket: list[WholeTensor], pending: PendingWholes, leaving: list[PendingParts]) -> None:
+        """Step a bucket that has arrived, or keep its tensors for the optimizer's own call."""
+        if not self.one_by_one:
+            self._shown |= self._tensors(pending, bucket[0].flat.master.device)
+            return
+        leaving.append(self._step(bucket, pending))
+        if len(leaving) > 1:
+            self._write(leaving.pop(0))
+
+    def end(self) -> None:
+        """Return to the shards what the optimizer's own call of ``step`` has made. Collective."""
+        members, self._stepped = self._stepped, []
+        for bucket in self._buckets(members):
+            self._write(self._exchange(bucket).start_scatter(bucket, lambda m: m.part_of(self._shown[m.number])))
+        self._shown = {}
+
+    def shown(self, group: int) -> list[Tensor]:
+        """Return the tensors that this rank's call of ``step`` has to see in a parameter group."""
+        return [tensor for number, tensor in self._shown.items() if self._groups[number] == group]
+
+    def lend(self, state: dict[Tensor, Any]) -> None:
+        """Add the states of the tensors that are shown to ``optimizer.state``."""
+        state.update({tensor: self._state.pop(number, {}) for number, tensor in self._shown.items()})
+
+    def take_back(self, state: dict[Tensor, Any]) -> None:
+        """Take the states of the tensors that are shown out of ``optimizer.state``."""
+        for number, tensor in self._shown.items():
+            self._state[number] = state.pop(tensor, {})
+            tensor.grad = None
+
+    def _buckets(self, members: Sequence[WholeTensor]) -> Iterator[list[WholeTensor]]:
+        """Split tensors into those that are exchanged together: of one communicator, dtype and device."""
+        kinds: defaultdict[tuple[Any, ...], list[WholeTensor]] = defaultdict(list)
+        for member in members:
+            flat = member.flat
+            kinds[id(flat.comm), flat.master_dtype, flat.master.device].append(member)
+        for same in kinds.values():
+            bucket: list[WholeTensor] = []
+            for member in same:
+                if bucket and sum(m.numel for m in bucket) + member.numel > BUCKET:
+                    yield bucket
+                    bucket = []
+                bucket.append(member)
+            yield bucket
+
+    @staticmethod
+    def _exchange(bucket: Sequence[WholeTensor]) -> Exchange:
+        flat = bucket[0].flat
+        return Exchange(flat.comm, flat.master_dtype, flat.full.device)
+
+    @staticmethod
+    def _parts(member: WholeTensor) -> list[Tensor]:
+        """Return this rank's parts of gradient and master weights."""
+        start, stop = member.mine
+        return [_gradient(member.flat, start, stop), member.flat.master_range(start, stop)]
+
+    def _tensors(self, pending: PendingWholes, device: torch.device) -> dict[int, Tensor]:
+        """Return this rank's tensors with their gradients, by number, on ``device``."""
+        members = {m.number: m for m in self.members}
+        result: dict[int, Tensor] = {}
+        for number, (grad, master) in pending.wait(device).items():
+            tensor = members[number].full_of(master).requires_grad_()
+            tensor.grad = members[number].full_of(grad)
+            result[number] = tensor
+        return result
+
+    def _step(self, bucket: list[WholeTensor], pending: PendingWholes) -> PendingParts:
+        """Step this rank's tensors of one bucket with a copy of the optimizer, and start returning them.
+
+        This runs on the model's device, wherever the states are stored: products of matrices are what it is for.
+        """
+        device, home = bucket[0].flat.full.device, bucket[0].flat.master.device
+        tensors = self._tensors(pending, device)
+        if tensors:
+            groups = [
+                {**group, "params": [t for n, t in tensors.items() if self._groups[n] == g]}
+                for g, group in enumerate(self._optimizer.param_groups)
+            ]
+            copied = copy_of_optimizer(self._optimizer, groups)
+            forget_step_hooks(copied)
+            copied.state = defaultdict(dict, {t: _moved(self._state.pop(n, {}), device) for n, t in tensors.items()})
+            type(self._optimizer).step(copied)
+            for n, t in tensors.items():
+                self._state[n] = _moved(copied.state.pop(t, {}), home)
+                t.grad = None
+        return self._exchange(bucket).start_scatter(bucket, lambda m: m.part_of(tensors[m.number]))
+
+    @staticmethod
+    def _write(pending: PendingParts) -> None:
+        for member, part in pending.wait():
+            member.flat.write_master(member.mine[0], part)
+
+    # states ----------------------------------------------------------------------------------------------------------
+
+    def collect(self) -> None:
+        """Move the states of the owners to where all other states are: element-wise ones into shards. Collective."""
+        if self._collected or not self.members:
+            return
+        self._collected = True
+        for name, dtype, members in self._named(self._elementwise_of_mine()):
+            exchange = Exchange(members[0].flat.comm, dtype, members[0].flat.full.device)
+            values = exchange.start_scatter(members, lambda m, name=name: m.part_of(self._state[m.number].pop(name)))
+            for store in {id(m.flat): self._store(m) for m in members}.values():
+                store.ensure(name, dtype)
+            for member, part in values.wait():
+                self._store(member).write(name, member.mine[0], part)
+        for number, state in self._state.items():
+            kept = self._states.entries.setdefault(number, {})
+            kept.update({k: v.cpu() if isinstance(v, Tensor) else v for k, v in state.items()})
+        self._state = {}
+
+    def _elementwise_of_mine(self) -> dict[int, dict[str, torch.dtype]]:
+        """Return the names and dtypes of the element-wise states of this rank's tensors."""
+        return {
+            m.number: {k: v.dtype for k, v in self._state[m.number].items() if _is_elementwise(k, v, m.full_shape)}
+            for m in self.members
+            if m.is_mine and self._state.get(m.number)
+        }
+
+    def _named(self, mine: dict[int, dict[str, torch.dtype]]) -> Iterator[tuple[str, torch.dtype, list[WholeTensor]]]:
+        """Agree on the element-wise states, and yield the tensors that have each of them. Collective.
+
+        Every rank marks them in the entries of the tensors of which it has a part, or which it owns.
+        """
+        by_comm: dict[int, list[WholeTensor]] = {}
+        for member in self.members:
+            by_comm.setdefault(id(member.flat.comm), []).append(member)
+        for members in by_comm.values():
+            own = {m.number: mine[m.number] for m in members if m.number in mine}
+            agreed: dict[int, dict[str, torch.dtype]] = {}
+            for each in members[0].flat.comm.exchange_objects(own):
+                agreed.update(each)
+            found: defaultdict[tuple[str, torch.dtype], list[WholeTensor]] = defaultdict(list)
+            for member in members:
+                names = agreed.get(member.number, {})
+                if names and (member.is_mine or member.flat.pieces[member.index].numel):
+                    self._states.entries.setdefault(member.number, {}).update(dict.fromkeys(names, ELEMENTWISE))
+                for name, dtype in names.items():
+                    found[name, dtype].append(member)
+            for (name, dtype), having in sorted(found.items(), key=lambda item: str(item[0])):
+                yield name, dtype, having
+
+    def restore(self) -> None:
+        """Bring the states to the owners, if `collect` or a checkpoint has moved them. Collective then."""
+        if not self._collected:
+            return
+        self._collected = False
+        entries = self._states.entries
+        marked = {
+            m.number: {k: self._store(m).dtypes()[k] for k, v in entries[m.number].items() if _is_mark(v)}
+            for m in self.members
+            if m.is_mine and m.number in entries
+        }
+        for name, dtype, members in self._named(marked):
+            for member in members:
+                self._store(member).flat.before_change()
+            exchange = Exchange(members[0].flat.comm, dtype, members[0].flat.full.device)
+
+            def parts(member: WholeTensor, name: str = name) -> list[Tensor]:
+                return [self._store(member).range(name, *member.mine)]
+
+            home = members[0].flat.master.device
+            for number, (value,) in exchange.start_gather(members, parts, 1).wait(home).items():
+                member = next(m for m in members if m.number == number)
+                self._state.setdefault(number, {})[name] = member.full_of(value).to(member.flat.master.device)
+        for member in self.members:
+            kept = entries.pop(member.number, {})
+            if member.is_mine and kept:
+                device = member.flat.master.device
+                own = {k: _copied(v, device) for k, v in kept.items() if not _is_mark(v)}
+                state = self._state.setdefault(member.number, {})
+                self._state[member.number] = {k: own.get(k, state.get(k)) for k in kept}
+        self._forget_stored()
+
+    def _forget_stored(self) -> None:
+        """Free the flat stores of states that no other parameter has."""
+        for n, store in enumerate(self._states.store):
+            others = range(self._states.offsets[n], self._states.offsets[n + 1])
+            kept = {k for i in others for k, v in self._states.entries.get(i, {}).items() if _is_mark(v)}
+            if any(m.flat is store.flat for m in self.members):
+                store.forget(kept)
+
+    def _store(self, member: WholeTensor) -> Any:
+        return self._states.store[self._states.locate(member.number)[0]]
+
+    def tensors(self) -> list[Tensor]:
+        """Return the states in memory that this rank owns."""
+        return [v for state in self._state.values() for v in state.values() if isinstance(v, Tensor)]
+
+
+def splits_tensors_of(flat: Flat) -> bool:
+    """Whether this rank has only parts of a buffer's parameters: sharded by ZeRO, or split by tensor parallelism."""
+    parts = (slot.part for slot in flat.layout.slots)
+    return flat.policy.optimizer or any(part is not None and part.axis == "tensor" for part in parts)
+
+
+def tensor_cost(optimizer: Optimizer, group: dict[str, Any], shape: tuple[int, ...]) -> float:
+    """Return what stepping a tensor costs, to balance the ranks: multiplications of Newton-Schulz, or elements.
+
+    An optimizer may have a method ``tensor_cost(group, shape)``.
+    """
+    own: Callable[[dict[str, Any], tuple[int, ...]], float] | None = getattr(optimizer, "tensor_cost", None)
+    if own is not None:
+        return float(own(group, shape))
+    numel = float(torch.Size(shape).numel())
+    if "ns_steps" in group and len(shape) == 2:
+        few, many = sorted(shape)
+        return float(group["ns_steps"] * (2 * few * few * many + few**3))
+    return numel
+
+
+def _gradient(flat: Flat, start: int, stop: int) -> Tensor:
+    """Return elements ``[start, stop)`` of this rank's averaged gradients, without a loss scale."""
+    averages = flat.averages
+    if averages.on_nvme:
+        averages.wait()
+        grads = torch.empty(stop - start, dtype=flat.average_dtype)
+        flat.storage.read_into("grad", grads, start)
+    else:
+        grads = averages.tensor()[start:stop]
+    return grads if averages.unscale == 1.0 else grads * averages.unscale
+
+
+def _is_elementwise(name: str, value: Any, shape: tuple[int, ...]) -> bool:
+    return isinstance(value, Tensor) and name != "step" and tuple(value.shape) == tuple(shape)
+
+
+def _is_mark(value: Any) -> bool:
+    return isinstance(value, str) and value == ELEMENTWISE
+
+
+def _moved(state: dict[str, Any], device: torch.device) -> dict[str, Any]:
+    """Return a state on ``device``, except for numbers."""
+    return {k: v.to(device) if isinstance(v, Tensor) and v.dim() else v for k, v in state.items()}
+
+
+def _copied(value: Any, device: torch.device) -> Any:
+    """Return a state for the optimizer. Numbers, such as step counts, stay on the CPU, as torch creates them."""
+    if not isinstance(value, Tensor):
+        return value
+    return value.clone() if value.dim() == 0 else value.to(device, copy=True)

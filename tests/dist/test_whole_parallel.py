@@ -1,0 +1,139 @@
+"""Whole tensors with experts, in pipelines and under tensor parallelism, and parameters that join during a fit.
+
+Trusted runs: one process, or DDP. The iteration of Muon runs in fp32 here: in bf16 it shows the order of every sum.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+
+import ls_strategy
+from ls_strategy.config import nested
+from ls_strategy.errors import PlanError
+from ls_strategy.lightning.strategy import ZeROStrategy
+from ls_strategy.optimizers.newton_schulz import orthogonalized
+from ls_strategy.testing import spawn
+from tests.dist.parallel_runs import Module, Outcome, Run, train, unequal
+from tests.dist.ranks import Net, assert_close, assert_equal, fit, global_batches, on_ranks, quiet, weights
+from tests.dist.whole_optimizers import Shampoo, matrices, vectors
+
+pytestmark = pytest.mark.dist
+STEPS = 6
+EXPERTS = {"drop_tokens": False, "k": 2, "balance_loss": 0.0, "second_expert_sampling": False}
+LIMITS = {"losses": 1e-5, "norms": 1e-4, "weights": 1e-5}
+
+
+class WithLamb(Module):
+    def configure_optimizers(self) -> Any:
+        return ls_strategy.Lamb([{"params": matrices(self)}, {"params": vectors(self), "lr": 1e-3}], lr=2e-3, eps=1e-2)
+
+
+class WithMuon(Module):
+    """The blocks' matrices and stacks of experts by Muon."""
+
+    def configure_optimizers(self) -> Any:
+        hidden = [p for p in self.model.blocks.parameters() if p.dim() >= 2]
+        taken = set(map(id, hidden))
+        others = [p for p in self.parameters() if id(p) not in taken]
+        return ls_strategy.Muon([{"params": hidden}, {"params": others, "use_muon": False}], lr=2e-3, eps=1e-2)
+
+
+def runs(rank: int, world_size: int, cases: list[Run], kind: type[Module]) -> list[Outcome]:
+    with mock.patch("ls_strategy.optimizers.muon.orthogonalized", partial(orthogonalized, dtype=torch.float32)):
+        return [train(rank, world_size, run, kind) for run in cases]
+
+
+@pytest.mark.parametrize(("size", "tier"), [(2, None), pytest.param(1, "cpu", marks=pytest.mark.slow)])
+def test_stacks_of_experts_are_stepped_expert_by_expert(size: int, tier: str | None) -> None:
+    alone = [Run(experts=EXPERTS, steps=STEPS)]
+    expected = spawn(runs, 1, alone, WithMuon, init_process_group=False)[0][0]
+    offload = {} if tier is None else {"offload.optimizer": tier}
+    cases = [
+        Run({"stage": stage, "parallel.expert": size, **offload}, experts=EXPERTS, steps=STEPS) for stage in (1, 3)
+    ]
+    found = spawn(runs, 2, cases, WithMuon, init_process_group=False)[0]
+    assert not unequal(expected, cases, found, **LIMITS)
+
+
+@pytest.mark.slow
+def test_pipelines_and_experts_on_four_ranks() -> None:
+    pipeline = [Run({"stage": 1, "parallel.pipeline": 2}, steps=STEPS), Run({"stage": 2}, steps=STEPS)]
+    alone = spawn(runs, 1, [Run(steps=STEPS)], WithLamb, init_process_group=False)[0][0]
+    found = spawn(runs, 4, pipeline, WithLamb, init_process_group=False)[0]
+    for outcome in found:
+        outcome.losses, outcome.norms = outcome.losses or alone.losses, outcome.norms or alone.norms
+    assert not unequal(alone, pipeline, found, **LIMITS)
+    experts = [Run({"stage": 3, "parallel.expert": 2}, experts=EXPERTS, steps=STEPS)]
+    alone = spawn(runs, 1, [Run(experts=EXPERTS, steps=STEPS)], WithMuon, init_process_group=False)[0][0]
+    found = spawn(runs, 4, experts, WithMuon, init_process_group=False)[0]
+    assert not unequal(alone, experts, found, **LIMITS)
+
+
+@pytest.mark.parametrize(("ranks", "stages"), [(2, (1,)), pytest.param(4, (0, 1, 3), marks=pytest.mark.slow)])
+def test_matrices_that_tensor_parallelism_splits_are_stepped_in_full(ranks: int, stages: tuple[int, ...]) -> None:
+    for kind in (WithMuon, WithLamb):
+        alone = spawn(runs, 1, [Run(steps=STEPS)], kind, init_process_group=False)[0][0]
+        cases = [Run({"stage": stage, "parallel.tensor": 2}, steps=STEPS) for stage in stages]
+        found = spawn(runs, ranks, cases, kind, init_process_group=False)[0]
+        assert not unequal(alone, cases, found, **LIMITS)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", [WithMuon, WithLamb])
+@pytest.mark.parametrize("save_as", ["sharded", "file"])
+def test_states_go_between_splits(kind: type[Module], save_as: str, tmp_path: Path) -> None:
+    """Saved under tensor parallelism at stage 1, resumed at stage 3 without; and the other way round."""
+    layouts = [{"stage": 1, "parallel.tensor": 2}, {"stage": 3, "offload.optimizer": "cpu"}]
+    alone = spawn(runs, 1, [Run(steps=STEPS)], kind, init_process_group=False)[0][0]
+    for n, layout in enumerate(layouts):
+        file = str(tmp_path / f"{n}.ckpt")
+        first = Run({**layout, "checkpoint": save_as}, steps=STEPS, save=(STEPS // 2, file))
+        spawn(runs, 2, [first], kind, init_process_group=False)
+        later = [Run({**other, "checkpoint": save_as}, steps=STEPS, resume=file) for other in layouts]
+        found = spawn(runs, 2, later, kind, init_process_group=False)[0]
+        for outcome in found:
+            outcome.losses = alone.losses[: STEPS // 2] + outcome.losses
+            outcome.norms = alone.norms[: STEPS // 2] + outcome.norms
+        assert not unequal(alone, later, found, **LIMITS)
+
+
+@on_ranks(2)
+def test_a_stack_of_experts_is_refused_by_optimizers_that_take_it_for_one_tensor(rank: int, world_size: int) -> None:
+    with pytest.raises(PlanError, match=r"Lamb is not element-wise.*expert parallelism splits 'model\.blocks"):
+        train(rank, world_size, Run({"stage": 1, "parallel.expert": 2}, experts=EXPERTS), WithLamb)
+
+
+class Joins(Net):
+    """A block begins to train in the second epoch."""
+
+    def build(self) -> None:
+        super().build()
+        self.blocks[1].requires_grad_(False)
+
+    def configure_optimizers(self) -> Any:
+        return Shampoo([p for p in self.parameters() if p.requires_grad])
+
+    def on_train_epoch_start(self) -> None:
+        if self.trainer.current_epoch == 1:
+            self.blocks[1].requires_grad_(True)
+            self.trainer.optimizers[0].add_param_group({"params": list(self.blocks[1].parameters()), "lr": 0.02})
+
+
+@on_ranks(2)
+def test_parameters_that_join_keep_the_states_of_the_others(rank: int, world_size: int) -> None:
+    quiet()
+    found: dict[str, Any] = {}
+    for name, options in {"0": {"stage": 0}, "1": {"stage": 1, "offload.optimizer": "cpu"}, "3": {"stage": 3}}.items():
+        module = Joins()
+        data = global_batches(rank, world_size, 4)
+        strategy = ZeROStrategy(**nested({"sharding.min_unit_numel": 0, **options}))
+        fit(strategy, module, data, use_distributed_sampler=False, max_epochs=3)
+        found[name] = weights(module)
+    assert_equal(found["3"], found["1"], "stage 3 and stage 1")
+    assert_close(found["1"], found["0"], "stage 1 and stage 0", 1e-6)
