@@ -20,12 +20,13 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from ls_strategy.distributed.comm import Comm, PendingReduce
 from ls_strategy.errors import StateError
 from ls_strategy.zero.flat.parameters import grad_of, set_grad, unnoticed
 from ls_strategy.zero.flat.units import Flat, Unit
+from ls_strategy.zero.passes.left_out import LeftOut
 from ls_strategy.zero_stages import StagePolicy
 
 IN_FLIGHT_BYTES = 64 << 20
@@ -48,6 +49,7 @@ class Reducer:
             reduce_in_fp32: whether to send fp32 where the transport computes the sums.
         """
         self.order = [u for u in reversed(units) if u.trainable_flats]
+        self._units = units
         self.policy = policy
         self.comm = comm
         self._wire_dtype = torch.float32 if reduce_in_fp32 else None
@@ -63,6 +65,8 @@ class Reducer:
         """Whether only the step reads averaged gradients, so that they may stay in 16 bit where that is exact."""
         self.on_complete: Callable[[Flat], None] | None = None
         """Called with every buffer as soon as its averages are complete, before backward is over."""
+        self._left_out: LeftOut | None = None
+        """Set during a backward pass whose gradients do not count on this rank."""
         self._next = 0
         self._in_flight: deque[Flat] = deque()
         self._in_flight_bytes = 0
@@ -83,10 +87,13 @@ class Reducer:
                 unit.launched = False
                 unit.waiting_for = sum(p.requires_grad for f in unit.trainable_flats for p in f.nonempty_params)
 
-    def begin_backward(self, *, eager: bool, loss_scale: float = 1.0) -> None:
+    def begin_backward(self, *, eager: bool, loss_scale: float = 1.0, counts: bool = True) -> None:
         """Begin a backward pass with a loss scale.
 
-        ``eager``: send the gradients in this pass, because it is the last one before the step (stages 0 and 1).
+        Args:
+            eager: send the gradients in this pass, because it is the last one before the step (stages 0 and 1).
+            loss_scale: factor in the gradients.
+            counts: whether this rank's gradients of the pass count. If not, it only takes part in the collectives.
         """
         self.finish_in_flight()
         self.eager = eager or (self.policy.gradients and not self.holds)
@@ -97,12 +104,24 @@ class Reducer:
                 if not self.policy.gradients and any(flat.local.mask):
                     flat.local.widen()
                 flat.local.rescale(loss_scale)
+        self._left_out = None if counts else LeftOut(self._units)
 
     def on_grad(self, unit: Unit, flat: Flat, index: int, param: nn.Parameter) -> None:
         """Take ``param.grad`` from autograd."""
         grad = grad_of(param)
         if grad is None:
             return
+        if self._left_out is not None:
+            self._left_out.drop(param)
+        else:
+            self._take(unit, flat, index, grad)
+        if param.numel() == 0:
+            return  # never waited for
+        unit.waiting_for -= 1
+        if unit.waiting_for == 0 and self.eager:
+            self._advance()
+
+    def _take(self, unit: Unit, flat: Flat, index: int, grad: Tensor) -> None:
         flat.require_here("gradients")
         local = flat.local
         if local.scale != self.loss_scale:
@@ -114,11 +133,6 @@ class Reducer:
                 local.add(index, grad, flat.average_dtype if self.holds else grad.dtype)
         elif not (unit.launched and local.reducing is not None):
             local.collect(index, grad, grad.dtype if self.policy.optimizer else flat.average_dtype)
-        if param.numel() == 0:
-            return  # never waited for
-        unit.waiting_for -= 1
-        if unit.waiting_for == 0 and self.eager:
-            self._advance()
 
     def _begin_scale(self, flat: Flat, index: int) -> None:
         """Adopt the loss scale of a pass that began without `begin_backward`."""
@@ -138,8 +152,13 @@ class Reducer:
     def end_backward(self) -> None:
         """End the backward pass: send the remaining units, in order. Collective if the pass was eager."""
         self.loss_scale = 1.0
-        if not self.eager:
-            return
+        if self.eager:
+            self._send_all()
+        if self._left_out is not None:
+            self._left_out.put_back([flat for unit in self._units for flat in unit.flats])
+            self._left_out = None
+
+    def _send_all(self) -> None:
         unsent = self.order[self._next :]
         if self.selective and self.policy.gradients:
             touched = torch.tensor([u.launched or any(f.local.dirty for f in u.trainable_flats) for u in self.order])
@@ -159,6 +178,8 @@ class Reducer:
 
     def _launch_unit(self, unit: Unit) -> None:
         unit.launched = True
+        if self._left_out is not None:
+            self._left_out.put_back(unit.trainable_flats)
         for flat in unit.trainable_flats:
             self._launch(flat)
 
@@ -372,4 +393,5 @@ class Reducer:
                 flat.local.reducing = None
                 flat.local.gathering = None
         self.loss_scale = 1.0
+        self._left_out = None
         self.reset()

@@ -1,0 +1,131 @@
+"""``uneven="join"``: ranks with different numbers of batches train as one process that has all samples."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils.data import DataLoader, IterableDataset, TensorDataset
+
+from ls_strategy import ZeROStrategy
+from ls_strategy.testing import spawn
+from tests.dist.ranks import Net, assert_close, quiet, samples, trainer_of, weights
+
+LENGTHS = (7, 3)
+"""Batches of each rank."""
+
+SIZES = (2, 3)
+"""Samples in each rank's batches."""
+
+
+def batches_of(rank: int, lengths: Sequence[int] = LENGTHS, seed: int = 1) -> list[tuple[Tensor, Tensor]]:
+    """All batches of a rank."""
+    x, y = samples(lengths[rank] * SIZES[rank], seed + rank)
+    return list(zip(x.split(SIZES[rank]), y.split(SIZES[rank]), strict=True))
+
+
+class Stream(IterableDataset):
+    """Batches, of no known length."""
+
+    def __init__(self, batches: list[Any]) -> None:
+        self.batches = batches
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self.batches)
+
+
+def loader(rank: int, *, sized: bool, lengths: Sequence[int] = LENGTHS) -> DataLoader:
+    """One rank's own data."""
+    batches = batches_of(rank, lengths)
+    if not sized:
+        return DataLoader(Stream(batches), batch_size=None)
+    x, y = (torch.cat(each) for each in zip(*batches, strict=True))
+    return DataLoader(TensorDataset(x, y), batch_size=SIZES[rank])
+
+
+def together(lengths: Sequence[int] = LENGTHS) -> list[list[tuple[Tensor, Tensor]]]:
+    """What all ranks have at the same time: one list of batches per step."""
+    ranks = [batches_of(rank, lengths) for rank in range(len(lengths))]
+    return [[each[i] for each in ranks if i < len(each)] for i in range(max(lengths))]
+
+
+class All(Net):
+    """The trusted run: one process that has the batches of all ranks."""
+
+    by_samples = False
+
+    def loss(self, batch: Any) -> Tensor:
+        if isinstance(batch, tuple) or (len(batch) == 2 and isinstance(batch[0], Tensor)):
+            return super().loss(batch)
+        losses = torch.stack([super(All, self).loss(each) for each in batch])
+        sizes = torch.tensor([len(each[0]) if self.by_samples else 1.0 for each in batch])
+        return (losses * sizes).sum() / sizes.sum()
+
+
+CASES: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "clipped": {"gradient_clip_val": 0.05},
+    "accumulated": {"accumulate_grad_batches": 2},
+    "accumulated, clipped, bf16": {
+        "accumulate_grad_batches": 2,
+        "gradient_clip_val": 0.05,
+        "precision": "bf16-mixed",
+    },
+}
+
+
+def trusted(rank: int, world_size: int, by_samples: bool, names: list[str]) -> dict[str, dict[str, Tensor]]:
+    """Weights after two epochs of the run on one process."""
+    quiet()
+    found = {}
+    for name in names:
+        module = All()
+        module.by_samples = by_samples
+        trainer_of("auto", **CASES[name]).fit(module, DataLoader(Stream(together()), batch_size=None))
+        found[name] = weights(module)
+    return found
+
+
+def joined(
+    rank: int, world_size: int, by_samples: bool, names: list[str], stages: Sequence[int], sized: bool
+) -> dict[str, dict[str, Tensor]]:
+    """The same on two ranks with their own data."""
+    quiet()
+    found = {}
+    for name in names:
+        for stage in stages:
+            module = Net()
+            mode = "join_samples" if by_samples else "join"
+            strategy = ZeROStrategy(stage, sharding={"min_unit_numel": 0}, uneven=mode)  # type: ignore[arg-type]
+            trainer = trainer_of(strategy, use_distributed_sampler=False, **CASES[name])
+            trainer.fit(module, loader(rank, sized=sized))
+            every = CASES[name].get("accumulate_grad_batches", 1)
+            assert trainer.global_step == 2 * -(-7 // every)
+            assert trainer.fit_loop.epoch_loop.batch_progress.total.completed == 14
+            found[f"{name}, stage {stage}"] = weights(module)
+    return found
+
+
+def compare(names: list[str], stages: Sequence[int], *, by_samples: bool, sized: bool) -> None:
+    (expected,) = spawn(trusted, 1, by_samples, names, init_process_group=False)
+    ranks = spawn(joined, 2, by_samples, names, stages, sized, init_process_group=False)
+    for ours in ranks:
+        for what, found in ours.items():
+            name = what.rpartition(",")[0]
+            limit = 2e-2 if "bf16" in name else 1e-6
+            assert_close(found, expected[name], what, limit)
+
+
+@pytest.mark.parametrize(("by_samples", "stage", "sized"), [(False, 3, True), (True, 1, False)])
+def test_as_one_process_with_all_samples(by_samples: bool, stage: int, sized: bool) -> None:
+    compare(["plain", "accumulated"], [stage], by_samples=by_samples, sized=sized)
+
+
+@pytest.mark.wide
+@pytest.mark.parametrize("sized", [True, False])
+@pytest.mark.parametrize("by_samples", [True, False])
+def test_every_stage(by_samples: bool, sized: bool) -> None:
+    compare(list(CASES), [0, 1, 2, 3], by_samples=by_samples, sized=sized)
