@@ -70,7 +70,7 @@ class Steps:
         """Run ``training_step``, in a pipeline together with its backward."""
         strategy, module = self._strategy, self._module
         # DDP broadcasts rank 0's buffers before a forward if the step before it synchronised gradients.
-        synchronises = module.automatic_optimization and not self.accumulating
+        synchronises = self._synchronises(module)
         comm = strategy.require_engine().comm
         with self._lockstep.step(), comm.naming_failures(), strategy.engine_setup.explaining_memory():
             strategy.resume.restore_random_states()
@@ -82,7 +82,6 @@ class Steps:
                     return pipeline.train(module, engine, step, args, last=not self.accumulating)
                 output = step(*args, **kwargs)
             engine.end_forward()
-            strategy.uneven.after_forward(engine, synchronizes=synchronises)
             return strategy.parallel.full_outputs(output)
 
     def evaluate(self, step: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
@@ -114,8 +113,12 @@ class Steps:
             yield False
             return
         counts = not strategy.uneven.fills
-        engine.begin_backward(eager=module.automatic_optimization and not self.accumulating, counts=counts)
+        engine.begin_backward(eager=self._synchronises(module), counts=counts)
         explained = strategy.engine_setup.explaining_memory()
         with guards.explain_released_parameters(), engine.comm.naming_failures(), explained:
             yield True
         engine.end_backward(local=self.accumulating)
+        strategy.uneven.after_backward(engine, synchronizes=self._synchronises(module))
+
+    def _synchronises(self, module: pl.LightningModule) -> bool:
+        return module.automatic_optimization and not self.accumulating

@@ -238,12 +238,12 @@ class ZeROStrategy(EngineStrategy):  # its many public members are Lightning's h
         if fitting or self.engine is None or Engine.holding(module) is not self.engine:
             kinds = "" if self.parallel.mesh is None else self.parallel.mesh.shape.kinds
             guards.check_trainer(trainer, self.zero_precision(), kinds)
+            self.uneven.prepare(trainer)
             if fitting and self._layer_sync:
                 self.model = self._layer_sync.apply(module)
             note_deferred(module)
             self.engine_setup.place(module)
             parts = self.parallel.shard(module, self.root_device, recomputes=self.activations.recomputes)
-            self.uneven.prepare(trainer)
             if fitting:
                 self.setup_optimizers(trainer)
                 self.engine_setup.plan(trainer, module)

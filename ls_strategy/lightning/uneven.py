@@ -286,20 +286,20 @@ class UnevenData:
         finally:
             strategy._contribution = None
 
-    def after_forward(self, engine: Engine, *, synchronizes: bool) -> None:
+    def after_backward(self, engine: Engine, *, synchronizes: bool) -> None:
         """Give every rank the buffers of the first rank that has a batch, if rank 0 has none. Collective then.
 
-        DDP broadcasts rank 0's before the next forward, and nothing that rank 0 does now counts.
+        DDP broadcasts rank 0's before the next forward, and nothing that rank 0 does now counts. This comes after
+        backward, which may read buffers.
         """
         now = self._passes[-1] if self._passes else None
-        if now is None or now.turn is None:
+        if now is None or now.turn is None or not synchronizes or 0 in now.turn.ranks:
             return
         if self._restore is not None:
             self._restore.buffers()
-        if synchronizes and 0 not in now.turn.ranks:
-            broadcast_buffers(engine.model, engine.comm, now.turn.ranks[0])
-            if self._restore is not None:
-                self._restore = _Restore(self._module, self._restore)
+        broadcast_buffers(engine.model, engine.comm, now.turn.ranks[0])
+        if self._restore is not None:
+            self._restore.take_buffers(engine.model)
 
     def _fill_training(self) -> None:
         now, trainer = self._passes[-1], self._module.trainer
@@ -341,11 +341,14 @@ class UnevenData:
 class _Restore:
     """What a step changes in a module besides its parameters, as it was before."""
 
-    def __init__(self, module: nn.Module, before: _Restore | None = None) -> None:
-        """``before``: an earlier one, of which only the buffers are outdated."""
+    def __init__(self, module: nn.Module) -> None:
+        self.take_buffers(module)
+        self._metrics = metric_snapshot(module)
+        self._random = random_states()
+
+    def take_buffers(self, module: nn.Module) -> None:
+        """Keep the buffers as they are now."""
         self._buffers = [(b, b.detach().clone()) for b in module.buffers() if not b.is_meta]
-        self._metrics = metric_snapshot(module) if before is None else before._metrics
-        self._random = random_states() if before is None else before._random
 
     def buffers(self) -> None:
         """Restore the buffers."""
