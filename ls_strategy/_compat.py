@@ -843,7 +843,8 @@ class Results:
                 value._update_count = 1  # else torchmetrics warns of a metric without values
             value.has_reset = False
             value._forward_cache = None
-            self._own.setdefault(key, value)
+            if key not in self._own or self._own[key].has_reset:  # reset at the end of an earlier pass
+                self._own[key] = value
 
 
 def metric_snapshot(module: nn.Module) -> Callable[[], None]:

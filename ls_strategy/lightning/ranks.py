@@ -56,6 +56,8 @@ class RankStrategy(Connection, DDPStrategy):
         self.engine: Engine | None = None
         """Made in `setup`, for one module on one process group."""
         self._lockstep: Lockstep | None = None
+        self.runs_filler = False
+        """Whether this rank runs a batch that does not count, because others have more (``uneven="join"``)."""
         self._contribution: float | None = None
         """During a step of ranks of which some have no batch: this rank's weight in averages over ranks."""
         self._logs_are_named = False

@@ -112,7 +112,7 @@ class Steps:
             engine.keeps_gradients = False
             yield False
             return
-        counts = not strategy.uneven.fills
+        counts = not strategy.runs_filler
         engine.begin_backward(eager=self._synchronises(module), counts=counts)
         explained = strategy.engine_setup.explaining_memory()
         with guards.explain_released_parameters(), engine.comm.naming_failures(), explained:

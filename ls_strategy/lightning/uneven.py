@@ -17,7 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Generator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
@@ -39,7 +39,7 @@ from ls_strategy._compat import (
 )
 from ls_strategy.checkpoint.random import random_states, restore_random_states
 from ls_strategy.engine import Engine
-from ls_strategy.errors import DataError, PlanError
+from ls_strategy.errors import DataError, PlanError, StateError
 from ls_strategy.host.fabric import sized_len
 from ls_strategy.host.pytorch import Callback, extract_batch_size, pl
 from ls_strategy.zero.setup.shard import broadcast_buffers
@@ -73,8 +73,12 @@ class _Pass:
     """The last batch on this rank's device."""
     kept_loader: int = -1
     kept_index: int = 0
-    own: int = 0
-    """Number of batches of this rank."""
+    counts: list[int] = field(default_factory=list)
+    """Batches of each rank so far."""
+    logged: bool = False
+    """Whether this rank has run a batch of its own."""
+    finished: bool = False
+    """Whether this rank had no more batches when the checkpoint was saved that the pass continues from."""
     waiting: Any = None
     """An item of a later loader, for which other ranks are not ready."""
     turn: Turn | None = None
@@ -88,9 +92,9 @@ class UnevenData:
         self.joins = mode != "error"
         self._by_samples = mode == "join_samples"
         self._passes: list[_Pass] = []
-        self.fills = False
-        """Whether this rank runs a filler."""
         self._restore: _Restore | None = None
+        self._resumed: list[int] | None = None
+        """Batches of each rank in the epoch that continues."""
 
     # set-up ----------------------------------------------------------------------------------------------------------
 
@@ -173,6 +177,34 @@ class UnevenData:
         assert module is not None
         return module
 
+    @property
+    def _world_size(self) -> int:
+        return 1 if self._strategy._comm is None else self._strategy._comm.world_size
+
+    # checkpoints -----------------------------------------------------------------------------------------------------
+
+    def position(self) -> dict[str, Any]:
+        """Return what a checkpoint needs: the batches of each rank in this epoch, none between two epochs."""
+        training = bool(self._passes) and self._passes[0].loop is self._module.trainer.fit_loop.epoch_loop
+        return {"own_batches": list(self._passes[0].counts) if training else []} if self.joins else {}
+
+    def resume(self, trainer: pl.Trainer, saved: dict[str, Any]) -> None:
+        """Continue an epoch where a checkpoint was saved.
+
+        Raises:
+            StateError: on another number of ranks, whose batches would be others.
+        """
+        counts, progress = saved.get("own_batches"), trainer.fit_loop.epoch_loop.batch_progress
+        if not counts or progress.is_last_batch:
+            return
+        if len(counts) != self._world_size:
+            raise StateError(
+                f"Got a checkpoint of {len(counts)} ranks with different numbers of batches, saved in the middle of an "
+                f"epoch, on {self._world_size} ranks: nothing says which batches are still to come. Resume on "
+                f"{len(counts)} ranks, or from a checkpoint of the end of an epoch."
+            )
+        self._resumed = list(counts)
+
     # a pass over batches ---------------------------------------------------------------------------------------------
 
     def fetcher(self, loop: Any, inner: Any) -> Any:
@@ -188,8 +220,13 @@ class UnevenData:
                 "Got uneven='join' with a step that takes dataloader_iter, but a rank can wait for others only before "
                 "Lightning fetches a batch. Take (batch, batch_idx) in the step, or leave uneven out."
             )
-        self._passes.append(_Pass(loop))
         training = loop is self._module.trainer.fit_loop.epoch_loop
+        now = _Pass(loop, counts=[0] * self._world_size)
+        if training and self._resumed is not None:
+            done, now.counts = self._module.trainer.fit_loop.epoch_loop.batch_progress.current.processed, self._resumed
+            now.finished = now.counts[self._strategy.global_rank] < done
+            self._resumed = None
+        self._passes.append(now)
         return JoinedFetcher(inner, self._fetch_training if training else self._fetch_evaluation)
 
     def end_pass(self) -> None:
@@ -199,8 +236,8 @@ class UnevenData:
 
     def _fetch_training(self, fetcher: JoinedFetcher) -> Any:
         now = self._passes[-1]
-        item = fetcher.take()
-        turn = self._agree(now, item, more=fetcher.has_more)
+        item = None if now.finished else fetcher.take()
+        turn = self._agree(now, item, more=not now.finished and fetcher.has_more)
         if turn is None:
             fetcher.agreed(done=True, all_done=True)
             raise StopIteration
@@ -245,11 +282,13 @@ class UnevenData:
         mine = weights[ranks.index(rank)] if rank in ranks else 0
         last = not any(each[2] & 1 for each in said) and all(each in (-1, current) for each in loaders)
         now.turn = Turn(ranks, mine * len(said) / sum(weights), last)
+        for r in ranks:
+            now.counts[r] += 1
         needed = [r for r, each in enumerate(said) if r not in ranks and each[3] - 1 != current]
         if needed:
             self._lend(now, item, ranks[0], rank in needed, current)
         if rank in ranks:
-            now.own += 1
+            now.logged = True
             now.kept_index, now.kept_loader = item[1], current
         return now.turn
 
@@ -275,11 +314,11 @@ class UnevenData:
         if now is None or turn is None:
             yield
             return
-        if not self.fills and args:
+        if not self._strategy.runs_filler and args:
             now.kept = args[0]
         strategy = self._strategy
         strategy._contribution = turn.weight
-        if self.fills:
+        if self._strategy.runs_filler:
             self._restore = _Restore(self._module)
         try:
             yield
@@ -303,8 +342,8 @@ class UnevenData:
 
     def _fill_training(self) -> None:
         now, trainer = self._passes[-1], self._module.trainer
-        results = Results(now.loop, is_first=now.own == 0)
-        self.fills = True
+        results = Results(now.loop, is_first=not now.logged)
+        self._strategy.runs_filler = True
         try:
             run_filler_in_training(trainer, now.kept, _collective_callbacks(trainer), results.shared)
         finally:
@@ -312,8 +351,8 @@ class UnevenData:
             results.end()
 
     def _fill_evaluation(self, now: _Pass) -> None:
-        results = Results(now.loop, is_first=now.own == 0)
-        self.fills = True
+        results = Results(now.loop, is_first=not now.logged)
+        self._strategy.runs_filler = True
         try:
             run_filler_in_evaluation(self._module.trainer, now.loop, now.kept, now.kept_index, now.kept_loader)
         finally:
@@ -321,7 +360,7 @@ class UnevenData:
             results.end()
 
     def _end_filler(self) -> None:
-        self.fills = False
+        self._strategy.runs_filler = False
         if self._restore is not None:
             self._restore.all()
             self._restore = None

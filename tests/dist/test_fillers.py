@@ -16,7 +16,7 @@ from torchmetrics import Metric, SumMetric
 
 from ls_strategy import ZeROStrategy
 from ls_strategy.errors import DataError, LSError, PlanError
-from tests.dist.ranks import WIDTH, Net, on_ranks, trainer_of
+from tests.dist.ranks import WIDTH, Net, on_ranks, trainer_of, weights
 from tests.dist.test_join import SIZES, Stream, batches_of, loader
 
 FEWER_ON_0 = (3, 7)
@@ -75,9 +75,11 @@ class Everything(Net):
         self.samples(len(batch[0]))
         self.log("samples", self.samples, on_step=False, on_epoch=True)
         self.log("loss", loss, sync_dist=True, on_step=True, on_epoch=True)
-        self.log("most", torch.tensor(i + 10.0 * (self.global_rank == 0)), sync_dist=True, reduce_fx="max", on_step=True)
+        self.log(
+            "most", torch.tensor(i + 10.0 * (self.global_rank == 0)), sync_dist=True, reduce_fx="max", on_step=True
+        )
         self.log("local", loss, on_step=True, on_epoch=False)
-        if not self.trainer.strategy.uneven.fills:
+        if not self.trainer.strategy.runs_filler:
             self.own.append((loss.item(), len(batch[0])))
         return loss
 
@@ -133,7 +135,7 @@ class Validated(Net):
     def validation_step(self, batch: Any, i: int, dataloader_idx: int = 0) -> None:
         loss = self.loss(batch)
         self.log("val", loss, sync_dist=True)
-        if not self.trainer.strategy.uneven.fills:
+        if not self.trainer.strategy.runs_filler:
             self.seen.append(loss.item())
 
     test_step = validation_step
@@ -247,8 +249,8 @@ def test_a_checkpoint_in_mid_epoch(rank: int, world_size: int, stage: int, tmp_p
     trainer = trainer_of(strategy(stage), **{**options, "enable_checkpointing": False})
     trainer.fit(again, loader(rank, sized=True), ckpt_path=tmp_path / "step=5.ckpt")
     assert trainer.global_step == 14
-    for name, value in whole.state_dict().items():
-        assert torch.equal(value, again.state_dict()[name]), name
+    for name, value in weights(whole).items():
+        assert torch.equal(value, weights(again)[name]), name
 
 
 @on_ranks(2)
