@@ -41,6 +41,9 @@ _IN_FABRIC = (
 class RankStrategy(Connection, DDPStrategy):
     """DDPStrategy with monitored collectives and with errors that reach every rank. `ZeROStrategy` adds the engine."""
 
+    runs_filler: bool = False
+    """Whether this rank runs a batch that does not count, because others have more (``uneven="join"``)."""
+
     _precision = None
     """A Fabric reads this before it sets the accelerator, where it is refused."""
 
@@ -56,8 +59,6 @@ class RankStrategy(Connection, DDPStrategy):
         self.engine: Engine | None = None
         """Made in `setup`, for one module on one process group."""
         self._lockstep: Lockstep | None = None
-        self.runs_filler = False
-        """Whether this rank runs a batch that does not count, because others have more (``uneven="join"``)."""
         self._contribution: float | None = None
         """During a step of ranks of which some have no batch: this rank's weight in averages over ranks."""
         self._logs_are_named = False
