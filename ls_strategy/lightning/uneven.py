@@ -269,7 +269,7 @@ class UnevenData:
         assert strategy._lockstep is not None
         assert strategy._comm is not None
         rank = strategy._comm.rank
-        samples = extract_batch_size(item[0]) if item is not None and self._by_samples else 1
+        samples = max(extract_batch_size(item[0]), 1) if item is not None and self._by_samples else 1
         loader = -1 if item is None else item[2]
         said = strategy._lockstep.turn((1, loader + 1, samples << 1 | more, now.kept_loader + 1))
         loaders = [each[1] - 1 for each in said]
@@ -296,7 +296,7 @@ class UnevenData:
         """Send a batch to the ranks that have had none. Collective."""
         comm = self._strategy._comm
         assert comm is not None
-        sent = [item if comm.rank == lender else None]
+        sent: list[Any] = [item if comm.rank == lender else None]
         with comm.blocking("broadcast", "batch", group=comm.control, source=lender):
             dist.broadcast_object_list(sent, src=lender, group=comm.control)
         if borrows:
