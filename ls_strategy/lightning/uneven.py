@@ -160,7 +160,8 @@ class UnevenData:
             )
         trainer = self._module.trainer
         every = self._all(-1.0 if validates_every is None else validates_every)
-        validates = trainer.enable_validation and trainer.check_val_every_n_epoch is not None
+        steps = trainer.max_steps * trainer.accumulate_grad_batches
+        validates = trainer.enable_validation and (trainer.max_steps == -1 or steps > min(every))
         if validates and trainer.val_check_interval != 1.0 and len(set(every)) > 1:
             numbers = ", ".join(f"{number:g}" for number in lengths)
             raise DataError(

@@ -16,7 +16,7 @@ from torchmetrics import Metric, SumMetric
 
 from ls_strategy import ZeROStrategy
 from ls_strategy.errors import DataError, LSError, PlanError
-from tests.dist.ranks import WIDTH, Net, on_ranks, trainer_of, weights
+from tests.dist.ranks import WIDTH, Net, assert_equal, on_ranks, trainer_of, weights
 from tests.dist.test_join import SIZES, Stream, batches_of, loader
 
 FEWER_ON_0 = (3, 7)
@@ -226,14 +226,86 @@ class Manual(Net):
     manual = True
 
 
+class TwoOptimizers(Net):
+    """Each steps in every other batch, by its number."""
+
+    manual = True
+
+    def training_step(self, batch: Any, i: int) -> None:
+        optimizer: Any = self.optimizers()[i % 2]  # type: ignore[index]
+        optimizer.zero_grad()
+        self.manual_backward(self.noted_loss(batch))
+        optimizer.step()
+
+    def configure_optimizers(self) -> Any:
+        parts = ([*self.first.parameters(), *self.blocks.parameters()], self.last.parameters())
+        return [torch.optim.AdamW(part, lr=self.lr) for part in parts]
+
+
+@pytest.mark.wide
+@pytest.mark.parametrize("kind", [Manual, TwoOptimizers])
+@pytest.mark.parametrize("stage", [1, 2, 3])
+@on_ranks(2)
+def test_manual_optimization(rank: int, world_size: int, stage: int, kind: type[Net]) -> None:
+    """A finished rank steps with the others: the weights are those of the same run at stage 0."""
+    found = []
+    for each in (0, stage):
+        module = kind()
+        trainer = trainer_of(strategy(each), max_epochs=1, use_distributed_sampler=False)
+        trainer.fit(module, loader(rank, sized=True))
+        assert trainer.global_step == 7
+        found.append(weights(module))
+    assert_equal(found[1], found[0], kind.__name__)
+
+
+class Breaks(Net):
+    """In fillers: the loss is not a number, and a layer is used that no batch uses."""
+
+    breaks = True
+
+    def build(self) -> None:
+        super().build()
+        self.unused = nn.Linear(WIDTH, WIDTH)
+
+    def training_step(self, batch: Any, i: int) -> Tensor:
+        loss = self.loss(batch)
+        if self.breaks and self.trainer.strategy.runs_filler:
+            return (loss + self.unused(batch[0]).sum()) * float("nan")
+        return loss
+
+
+@pytest.mark.parametrize(
+    ("stage", "every"),
+    [(3, 1), (1, 2), pytest.param(0, 3, marks=pytest.mark.wide), pytest.param(2, 2, marks=pytest.mark.wide)],
+)
+@on_ranks(2)
+def test_gradients_of_fillers_are_left_out_whatever_they_are(
+    rank: int, world_size: int, stage: int, every: int
+) -> None:
+    found = []
+    for breaks in (False, True):
+        module = Breaks()
+        module.breaks = breaks
+        trainer = trainer_of(
+            strategy(stage), max_epochs=2, accumulate_grad_batches=every, use_distributed_sampler=False
+        )
+        trainer.fit(module, loader(rank, sized=True))
+        found.append(weights(module))
+    assert_equal(found[1], found[0], "with NaN")
+    assert_equal(found[1]["unused.weight"], Breaks().unused.weight.detach(), "a layer that no batch uses")
+
+
 @pytest.mark.wide
 @pytest.mark.parametrize("stage", [1, 3])
 @on_ranks(2)
-def test_manual_optimization(rank: int, world_size: int, stage: int) -> None:
-    module = Manual()
-    trainer = trainer_of(strategy(stage), max_epochs=1, use_distributed_sampler=False)
-    trainer.fit(module, loader(rank, sized=True))
-    assert trainer.global_step == 7
+def test_offload_changes_nothing(rank: int, world_size: int, stage: int) -> None:
+    found = []
+    for offload in ({}, {"optimizer": "cpu"}):
+        module = Net()
+        own = ZeROStrategy(stage, sharding={"min_unit_numel": 0}, offload=offload, uneven="join_samples")  # type: ignore[arg-type]
+        trainer_of(own, accumulate_grad_batches=2, use_distributed_sampler=False).fit(module, loader(rank, sized=True))
+        found.append(weights(module))
+    assert_equal(found[1], found[0], "offload")
 
 
 @pytest.mark.wide

@@ -17,10 +17,13 @@ from tests.dist.ranks import Net, assert_close, quiet, samples, trainer_of, weig
 LENGTHS = (7, 3)
 """Batches of each rank."""
 
-BF16 = ", bf16"
+THREE = (2, 5, 3)
+"""The same on three ranks."""
 
-SIZES = (2, 3)
+SIZES = (2, 3, 1)
 """Samples in each rank's batches."""
+
+BF16 = ", bf16"
 
 
 def batches_of(rank: int, lengths: Sequence[int] = LENGTHS, seed: int = 1) -> list[tuple[Tensor, Tensor]]:
@@ -85,22 +88,30 @@ CASES: dict[str, dict[str, Any]] = {
 }
 
 
-def trusted(rank: int, world_size: int, by_samples: bool, names: list[str]) -> dict[str, dict[str, Tensor]]:
+def trusted(
+    rank: int, world_size: int, by_samples: bool, names: list[str], lengths: Sequence[int]
+) -> dict[str, dict[str, Tensor]]:
     """Weights after two epochs of the run on one process."""
     quiet()
     found = {}
     for name in names:
         module = All()
         module.by_samples = by_samples
-        trainer_of("auto", **CASES[name]).fit(module, DataLoader(Stream(together()), batch_size=None))
+        trainer_of("auto", **CASES[name]).fit(module, DataLoader(Stream(together(lengths)), batch_size=None))
         found[name] = weights(module)
     return found
 
 
 def joined(
-    rank: int, world_size: int, by_samples: bool, names: list[str], stages: Sequence[int], sized: bool
+    rank: int,
+    world_size: int,
+    by_samples: bool,
+    names: list[str],
+    lengths: Sequence[int],
+    stages: Sequence[int],
+    sized: bool,
 ) -> dict[str, dict[str, Tensor]]:
-    """The same on two ranks with their own data."""
+    """The same on ranks with their own data."""
     quiet()
     found = {}
     for name in names:
@@ -109,17 +120,19 @@ def joined(
             mode = "join_samples" if by_samples else "join"
             strategy = ZeROStrategy(stage, sharding={"min_unit_numel": 0}, uneven=mode)  # type: ignore[arg-type]
             trainer = trainer_of(strategy, use_distributed_sampler=False, **CASES[name])
-            trainer.fit(module, loader(rank, sized=sized))
+            trainer.fit(module, loader(rank, sized=sized, lengths=lengths))
             every = CASES[name].get("accumulate_grad_batches", 1)
-            assert trainer.global_step == 2 * -(-7 // every)
-            assert trainer.fit_loop.epoch_loop.batch_progress.total.completed == 14
+            assert trainer.global_step == 2 * -(-max(lengths) // every)
+            assert trainer.fit_loop.epoch_loop.batch_progress.total.completed == 2 * max(lengths)
             found[f"{name}, stage {stage}"] = weights(module)
     return found
 
 
-def compare(names: list[str], stages: Sequence[int], *, by_samples: bool, sized: bool) -> None:
-    (expected,) = spawn(trusted, 1, by_samples, names, init_process_group=False)
-    ranks = spawn(joined, 2, by_samples, names, stages, sized, init_process_group=False)
+def compare(
+    names: list[str], stages: Sequence[int], *, by_samples: bool, sized: bool, lengths: Sequence[int] = LENGTHS
+) -> None:
+    (expected,) = spawn(trusted, 1, by_samples, names, lengths, init_process_group=False)
+    ranks = spawn(joined, len(lengths), by_samples, names, lengths, stages, sized, init_process_group=False)
     for ours in ranks:
         for what, found in ours.items():
             name = what.rpartition(",")[0]
@@ -144,3 +157,10 @@ def test_as_one_process_with_all_samples(by_samples: bool, stage: int, sized: bo
 @pytest.mark.parametrize("by_samples", [True, False])
 def test_every_stage(by_samples: bool, sized: bool) -> None:
     compare(list(CASES), [0, 1, 2, 3], by_samples=by_samples, sized=sized)
+
+
+@pytest.mark.wide
+@pytest.mark.parametrize("by_samples", [True, False])
+def test_three_ranks(by_samples: bool) -> None:
+    """Two, then one of them have batches."""
+    compare(["accumulated, clipped"], [1, 3], by_samples=by_samples, sized=True, lengths=THREE)
