@@ -850,7 +850,8 @@ class Results:
 def metric_snapshot(module: nn.Module) -> Callable[[], None]:
     """Return a function that gives a module's torchmetrics the states that they have now."""
     kept = []
-    for part in module.modules():
+    each: Any = module.modules()
+    for part in each:
         if hasattr(part, "_defaults") and hasattr(part, "metric_state"):
             names = ("_update_count", "_computed", "_forward_cache", "_is_synced", "_cache", *part._defaults)
             values = {name: vars(part).get(name, getattr(part, name, None)) for name in names}

@@ -224,9 +224,9 @@ class UnevenData:
         training = loop is self._module.trainer.fit_loop.epoch_loop
         now = _Pass(loop, counts=[0] * self._world_size)
         if training and self._resumed is not None:
-            done, now.counts = self._module.trainer.fit_loop.epoch_loop.batch_progress.current.processed, self._resumed
-            now.finished = now.counts[self._strategy.global_rank] < done
-            self._resumed = None
+            progress: Any = loop.batch_progress.current
+            now.counts, self._resumed = self._resumed, None
+            now.finished = now.counts[self._strategy.global_rank] < progress.processed
         self._passes.append(now)
         return JoinedFetcher(inner, self._fetch_training if training else self._fetch_evaluation)
 
@@ -288,7 +288,7 @@ class UnevenData:
         needed = [r for r, each in enumerate(said) if r not in ranks and each[3] - 1 != current]
         if needed:
             self._lend(now, item, ranks[0], rank in needed, current)
-        if rank in ranks:
+        if item is not None and rank in ranks:
             now.logged = True
             now.kept_index, now.kept_loader = item[1], current
         return now.turn
