@@ -169,7 +169,7 @@ def test_several_loaders_in_validation(rank: int, world_size: int, stage: int) -
     assert len(module.seen) == 2 + (3 + 4 if rank == 0 else 7 + 1)
 
 
-@pytest.mark.parametrize("stage", [2, 3])
+@pytest.mark.parametrize("stage", [pytest.param(2, marks=pytest.mark.wide), 3])
 @on_ranks(2)
 def test_a_rank_without_data(rank: int, world_size: int, stage: int) -> None:
     """It runs another rank's batch, and logs nothing."""
@@ -276,7 +276,12 @@ class Breaks(Net):
 
 @pytest.mark.parametrize(
     ("stage", "every"),
-    [(3, 1), (1, 2), pytest.param(0, 3, marks=pytest.mark.wide), pytest.param(2, 2, marks=pytest.mark.wide)],
+    [
+        (3, 1),
+        pytest.param(1, 2, marks=pytest.mark.wide),
+        pytest.param(0, 3, marks=pytest.mark.wide),
+        pytest.param(2, 2, marks=pytest.mark.wide),
+    ],
 )
 @on_ranks(2)
 def test_gradients_of_fillers_are_left_out_whatever_they_are(
