@@ -235,9 +235,13 @@ def logs_graph(logger: Any) -> bool:
 def around_data_setup(trainer: Any, context: Callable[[], AbstractContextManager[None]]) -> None:
     """Make the fit loop create its first iterator over the training data inside ``context()``."""
     loop = trainer.fit_loop
+    before = vars(loop).get("setup_data")
 
     def setup_data() -> None:
-        del loop.setup_data  # only once
+        if before is None:
+            del loop.setup_data  # only once
+        else:
+            loop.setup_data = before
         with context():
             loop.setup_data()
 
@@ -271,7 +275,12 @@ def around_fetches(trainer: Any, before: Callable[[], None], after: Callable[[],
 
 
 def around_batches(
-    trainer: Any, begin: Callable[[str, str, Callable[[], bool]], None], end: Callable[[], None], *, evaluation: bool
+    trainer: Any,
+    begin: Callable[[str, str, Callable[[], bool]], None],
+    end: Callable[[], None],
+    *,
+    evaluation: bool,
+    fetcher: Callable[[Any, Any], Any] = lambda _, given: given,
 ) -> None:
     """Call ``begin(what, limit, is_last)`` and ``end()`` around every pass over the batches of a loader.
 
@@ -283,6 +292,7 @@ def around_batches(
             fetched batch is the last one.
         end: called without arguments.
         evaluation: also around validation, test and prediction.
+        fetcher: gets a loop and its data fetcher, after ``begin``; returns the one that the loop uses.
     """
     epochs = trainer.fit_loop.epoch_loop
 
@@ -293,7 +303,7 @@ def around_batches(
 
     def run(data_fetcher: Any) -> None:
         begin("training epoch", "limit_train_batches", is_last)
-        type(epochs).run(epochs, data_fetcher)
+        type(epochs).run(epochs, fetcher(epochs, data_fetcher))
         end()
 
     epochs.run = run
@@ -306,7 +316,7 @@ def around_batches(
         for name in ("on_run_start", "on_run_end"):
             vars(loop).pop(name, None)
         if evaluation:
-            _around_evaluation(loop, partial(begin, what, limit, partial(_is_last_batch, loop)), end)
+            _around_evaluation(loop, partial(begin, what, limit, partial(_is_last_batch, loop)), end, fetcher)
 
 
 def _reaches_max_steps(trainer: Any) -> bool:
@@ -317,13 +327,16 @@ def _reaches_max_steps(trainer: Any) -> bool:
 
 
 def _is_last_batch(loop: Any) -> bool:
-    return loop.batch_progress.is_last_batch
+    return getattr(loop._data_fetcher, "all_done", loop.batch_progress.is_last_batch)
 
 
-def _around_evaluation(loop: Any, begin: Callable[[], None], end: Callable[[], None]) -> None:
+def _around_evaluation(
+    loop: Any, begin: Callable[[], None], end: Callable[[], None], fetcher: Callable[[Any, Any], Any]
+) -> None:
     def on_run_start() -> None:
         type(loop).on_run_start(loop)
         begin()
+        loop._data_fetcher = fetcher(loop, loop._data_fetcher)
 
     def on_run_end() -> Any:
         end()
@@ -616,6 +629,246 @@ def set_metric_state(metric: Any, state: tuple[int, dict[str, Any]]) -> None:
     metric._computed = None
     for name, value in state[1].items():
         setattr(metric, name, value.to(metric.device) if isinstance(value, Tensor) else value)
+
+
+# --- uneven data -----------------------------------------------------------------------------------------------------
+
+
+class NoBatch(Exception):  # noqa: N818  (control flow, like StopIteration)
+    """Raised instead of a batch on a rank that has none, while other ranks have one."""
+
+
+class JoinedFetcher:
+    """Lightning's data fetcher with another ``__next__``, which agrees with the other ranks."""
+
+    all_done = False
+    """Whether no rank has another batch after the one that was fetched last."""
+
+    def __init__(self, inner: Any, fetch: Callable[[JoinedFetcher], Any]) -> None:
+        """``fetch`` gets this object and returns the next ``(batch, batch_idx, dataloader_idx)``."""
+        vars(self).update(inner=inner, fetch=fetch, done=False)
+
+    def __iter__(self) -> JoinedFetcher:
+        iter(self.inner)
+        vars(self).update(done=False, all_done=False)
+        return self
+
+    def __next__(self) -> Any:
+        return self.fetch(self)
+
+    @property
+    def has_more(self) -> bool:
+        """Whether this rank has another batch, as far as its loader knows."""
+        inner = self.inner
+        return not (inner.done or (inner.length is not None and inner.fetched >= inner.length))
+
+    def take(self) -> Any:
+        """Return this rank's next item, None at the end."""
+        return next(self.inner, None) if self.has_more else None
+
+    def agreed(self, *, done: bool, all_done: bool) -> None:
+        """Record whether this rank's loop, and whether all ranks, end after this batch."""
+        vars(self).update(done=done, all_done=all_done)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(vars(self)["inner"], name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        setattr(self.inner, name, value)
+
+
+def hides_batches(fetcher: Any) -> bool:
+    """Whether the user's step fetches its batches itself (``dataloader_iter``)."""
+    return type(fetcher).__name__ == "_DataLoaderIterDataFetcher"
+
+
+def around_lengths(trainer: Any, agree: Callable[[float, float | None], float]) -> None:
+    """Make the fit loop take its number of batches from ``agree`` whenever it has set up its data.
+
+    Args:
+        trainer: about to fit.
+        agree: gets this rank's number of batches, and after how many it validates (None: by the clock). Returns the
+            number of batches of the loop.
+    """
+    loop = trainer.fit_loop
+
+    def setup_data() -> None:
+        before = loop._data_fetcher
+        type(loop).setup_data(loop)
+        if loop._data_fetcher is before or loop._data_fetcher is None:
+            return
+        every = trainer.val_check_interval
+        timed = getattr(trainer, "_val_check_time_interval", None) is not None
+        loop.max_batches = agree(loop.max_batches, None if timed else trainer.val_check_batch)
+        if not timed and not isinstance(every, int):
+            batches = loop.max_batches
+            trainer.val_check_batch = batches if batches == float("inf") else max(1, int(batches * every))
+
+    loop.setup_data = setup_data
+
+
+def around_evaluation_lengths(trainer: Any, agree: Callable[[float], float]) -> None:
+    """Make validation, test and prediction take the number of batches of each loader from ``agree``."""
+    for loop, name in (
+        (trainer.fit_loop.epoch_loop.val_loop, "_max_batches"),
+        (trainer.validate_loop, "_max_batches"),
+        (trainer.test_loop, "_max_batches"),
+        (trainer.predict_loop, "max_batches"),
+    ):
+
+        def setup_data(loop: Any = loop, name: str = name) -> None:
+            before = getattr(loop, name)
+            type(loop).setup_data(loop)
+            if getattr(loop, name) is not before:
+                setattr(loop, name, [agree(batches) for batches in getattr(loop, name)])
+
+        loop.setup_data = setup_data
+
+
+def around_training_batches(trainer: Any, fill: Callable[[], None], after: Callable[[], None]) -> None:
+    """Call ``fill()`` in place of a training batch where the fetcher raises `NoBatch`, and ``after()`` after each."""
+    loop = trainer.fit_loop.epoch_loop
+
+    def advance(data_fetcher: Any) -> None:
+        try:
+            type(loop).advance(loop, data_fetcher)
+        except NoBatch:
+            loop.batch_progress.is_last_batch = data_fetcher.done
+            fill()
+        after()
+
+    loop.advance = advance
+
+
+def run_filler_in_training(
+    trainer: Any, batch: Any, callbacks: Sequence[Any], results: Callable[[], AbstractContextManager[None]]
+) -> None:
+    """Do what Lightning does in a training batch, without the hooks of the batch but those of ``callbacks``.
+
+    Args:
+        trainer: in a training epoch.
+        batch: on the device.
+        callbacks: their hooks of the batch run.
+        results: context in which a value that was logged for the other ranks' sake is all there is.
+    """
+    loop, connector, module = trainer.fit_loop.epoch_loop, trainer._logger_connector, trainer.lightning_module
+    index = loop.batch_idx + 1
+
+    def call(hook: str, *args: Any) -> None:
+        outer, module._current_fx_name = module._current_fx_name, hook
+        for callback in callbacks:
+            getattr(callback, hook)(trainer, module, *args)
+        module._current_fx_name = outer
+
+    loop.batch_progress.increment_ready()
+    connector.on_batch_start(batch)
+    call("on_train_batch_start", batch, index)
+    loop.batch_progress.increment_started()
+    kwargs = loop._build_kwargs(OrderedDict(), batch, index)
+    if module.automatic_optimization:
+        loop.automatic_optimization.run(trainer.optimizers[0], index, kwargs)
+    else:
+        loop.manual_optimization.run(kwargs)
+    loop.batch_progress.increment_processed()
+    loop.update_lr_schedulers("step", update_plateau_schedulers=False)
+    if loop._num_ready_batches_reached():
+        loop.update_lr_schedulers("epoch", update_plateau_schedulers=False)
+    with results():
+        call("on_train_batch_end", {}, batch, index)
+        connector.on_batch_end()
+        loop.batch_progress.increment_completed()
+        connector.update_train_step_metrics()
+
+
+def run_filler_in_evaluation(trainer: Any, loop: Any, batch: Any, batch_idx: int, dataloader_idx: int) -> None:
+    """Run the validation, test or prediction step on a batch, and no other hook."""
+    predicts = loop is trainer.predict_loop
+    name = "predict_step" if predicts else "test_step" if trainer.testing else "validation_step"
+    several = loop.num_dataloaders > 1 and (predicts or loop._is_sequential)
+    if loop._results is not None:
+        loop._results.batch, loop._results.batch_size = batch, None
+        loop._results.dataloader_idx = dataloader_idx if several else None
+    kwargs = loop._build_kwargs(batch, batch_idx, dataloader_idx if several else None)
+    arguments = loop._build_step_args_from_hook_kwargs(kwargs, name)
+    _hooks()._call_strategy_hook(trainer, name, *arguments)
+
+
+def _hooks() -> Any:
+    return host.import_part("pytorch.trainer.call")
+
+
+def to_device(trainer: Any, batch: Any, dataloader_idx: int) -> Any:
+    """Move a batch to the device with the user's transfer hooks, as Lightning's loops do."""
+    batch = trainer.precision_plugin.convert_input(batch)
+    batch = trainer.lightning_module._on_before_batch_transfer(batch, dataloader_idx=dataloader_idx)
+    return _hooks()._call_strategy_hook(trainer, "batch_to_device", batch, dataloader_idx=dataloader_idx)
+
+
+class Results:
+    """What steps log into a loop while a rank runs a batch that does not count.
+
+    Values that are averaged over ranks (``sync_dist``) are the average of the ranks that have a batch, so they are kept
+    for loggers and callbacks; all others are dropped. Nothing reaches the averages of the epoch.
+    """
+
+    def __init__(self, loop: Any, *, is_first: bool) -> None:
+        """Put a new collection in the place of the loop's, which `end` puts back.
+
+        Args:
+            loop: a loop over batches.
+            is_first: no batch of this rank has logged in this pass. `end` then adds what the other ranks log with
+                weight 0, because values are averaged over ranks at the end of the pass.
+        """
+        self._loop, self._own, self._is_first = loop, loop._results, is_first
+        if self._own is not None:
+            loop._results = type(self._own)(training=self._own.training)
+
+    @contextmanager
+    def shared(self) -> Generator[None, None, None]:
+        """Hide what is not averaged over ranks."""
+        logged = self._loop._results
+        self._loop._results = type(logged)(training=logged.training)
+        self._loop._results.update({key: value for key, value in logged.items() if value.meta.sync.should})
+        yield
+        self._loop._results = logged
+
+    def end(self) -> None:
+        """Put the loop's own collection back."""
+        logged, self._loop._results = self._loop._results, self._own
+        if self._own is None or not self._is_first:
+            return
+        for key, value in logged.items():
+            if value.is_tensor:
+                value.reset()
+                value._update_count = 1  # else torchmetrics warns of a metric without values
+            value.has_reset = False
+            value._forward_cache = None
+            if key not in self._own or self._own[key].has_reset:  # reset at the end of an earlier pass
+                self._own[key] = value
+
+
+def metric_snapshot(module: nn.Module) -> Callable[[], None]:
+    """Return a function that gives a module's torchmetrics the states that they have now."""
+    kept = []
+    each: Any = module.modules()
+    for part in each:
+        if hasattr(part, "_defaults") and hasattr(part, "metric_state"):
+            names = ("_update_count", "_computed", "_forward_cache", "_is_synced", "_cache", *part._defaults)
+            values = {name: vars(part).get(name, getattr(part, name, None)) for name in names}
+            kept.append((part, {name: _copied(value) for name, value in values.items()}))
+
+    def restore() -> None:
+        for part, values in kept:
+            for name, value in values.items():
+                setattr(part, name, value)
+
+    return restore
+
+
+def _copied(value: Any) -> Any:
+    if isinstance(value, Tensor):
+        return value.detach().clone()
+    return list(value) if isinstance(value, list) else value
 
 
 # --- preemption and rendezvous ---------------------------------------------------------------------------------------

@@ -289,8 +289,10 @@ class Engine:
 
     # backward --------------------------------------------------------------------------------------------------------
 
-    def begin_backward(self, *, eager: bool) -> None:
+    def begin_backward(self, *, eager: bool, counts: bool = True) -> None:
         """Begin a backward pass. ``eager``: it is the last one before the step, so send what it completes.
+
+        ``counts``: whether this rank's gradients of it count; else it only takes part in the collectives.
 
         An early update consumes gradients that hooks after the step may read. So the first step updates nothing early,
         nor does any step after user code has read a gradient.
@@ -303,7 +305,8 @@ class Engine:
         early = early and not self.gradients.were_read
         early = early and all(map(self.stepper.is_private, self.optimizers))
         self.reducer.on_complete = None  # buffers of an earlier micro-batch in flight are not complete
-        self.reducer.begin_backward(eager=eager, loss_scale=self.scaler.scale if self.scaler is not None else 1.0)
+        scale = self.scaler.scale if self.scaler is not None else 1.0
+        self.reducer.begin_backward(eager=eager, loss_scale=scale, counts=counts)
         if early:
             self.reducer.on_complete = self.schedule.begin_early if self.stepper.has_stepped else self.schedule.postpone
 

@@ -228,8 +228,9 @@ class Monitor(Callback):
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         """Count, and log at the end of an interval. Collective at the step that is traced."""
-        self._samples += _samples(batch)
-        self._tokens += _tokens(batch)
+        if not getattr(trainer.strategy, "runs_filler", False):
+            self._samples += _samples(batch)
+            self._tokens += _tokens(batch)
         if self._recorder is None or trainer.global_step == self._last_step:
             return
         self._stride, self._last_step = trainer.global_step - self._last_step, trainer.global_step

@@ -9,12 +9,15 @@ The one invariant: a rank that waits for another one also checks whether that ra
                                                                    └─ a rank has a batch that others lack: DataError
 
 To meet is an all-reduce on a separate process group. While a rank waits for it, it reads the notes in the store.
+
+Where finished ranks wait for the others (``uneven="join"``), all ranks take turns: before every batch each says what
+it has. That is the same all-reduce, so a rank that leaves the loop alone meets the others' next turn, and all raise.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -26,7 +29,7 @@ from ls_strategy import device as dev
 from ls_strategy import spans
 from ls_strategy._compat import REQUEUE, STOP, default_store
 from ls_strategy.distributed.comm import Comm, process_group
-from ls_strategy.errors import DataError
+from ls_strategy.errors import DataError, PlanError
 
 _CHECK_EVERY_S = 0.5
 """Seconds between two agreements on the requests of signals, rounded to whole batches."""
@@ -39,6 +42,12 @@ _PATIENCE_S = 20.0
 
 _LOOK_EVERY_S = (0.25, 2.0)
 """Seconds between two reads of the store: at first, and at most."""
+
+TURN_NUMBERS = 4
+"""Numbers that a rank says in a turn."""
+
+_SHARED_NUMBERS = 6
+"""Numbers of `Lockstep._values` that are not one rank's own."""
 
 
 @dataclass
@@ -77,6 +86,7 @@ class Lockstep:
         self._due = 1
         self._batches = 0
         self._since = time.perf_counter()
+        self._slots = 0
         self.in_flight = False
         """Whether an exception has ended a wait for other ranks, which may not have arrived."""
         if comm.world_size > 1:
@@ -89,19 +99,31 @@ class Lockstep:
 
     # rounds ----------------------------------------------------------------------------------------------------------
 
-    def reset(self) -> None:
-        """Forget rounds that an exception ended. Collective."""
+    def reset(self, *, turns: bool = False) -> None:
+        """Forget rounds that an exception ended. Collective.
+
+        Args:
+            turns: whether the ranks will call `turn` before every batch.
+
+        Raises:
+            PlanError: only some ranks will.
+        """
         self._stop = self._requeue = False
         self._rounds.clear()
         self._due = 1
         self._batches = 0
         self._since = time.perf_counter()
         if self._comm.world_size > 1:
-            count = torch.tensor([self._count])
+            begun = torch.tensor([self._count, turns, not turns])
             with self._waiting("beginning of a run"):
-                dist.all_reduce(count, dist.ReduceOp.MAX, group=self._group)
-            self._count = int(count.item())
+                dist.all_reduce(begun, dist.ReduceOp.MAX, group=self._group)
+            self._count = int(begun[0])
             self._comm.where.begin_era()
+            if begun[1] and begun[2]:
+                raise PlanError(
+                    "Got uneven='join' on some ranks only. Give the strategy the same options on all ranks."
+                )
+            self._slots = TURN_NUMBERS * self._comm.world_size if turns else 0
 
     def begin(self, what: str, limit: str, is_last: Callable[[], bool]) -> None:
         """Begin a pass over a loader."""
@@ -127,6 +149,26 @@ class Lockstep:
             self._meet(now)
         yield
         now.completed = now.started
+
+    def turn(self, said: Sequence[int]) -> list[list[int]]:
+        """Return what each rank says before the next batch, by rank. Collective.
+
+        Args:
+            said: at most `TURN_NUMBERS` numbers, not negative; the first one not 0.
+
+        Raises:
+            DataError: a rank has left the loop.
+        """
+        if self._comm.world_size == 1:
+            return [list(said)]
+        now = self._rounds[-1]
+        values = self._values(now, meeting=False)
+        first = _SHARED_NUMBERS + TURN_NUMBERS * self._comm.rank
+        values[first : first + len(said)] = torch.tensor(said)
+        with self._waiting(f"next batch of a {now.what}"):
+            dist.all_reduce(values, dist.ReduceOp.MAX, group=self._group)
+        self._check(values, now)
+        return values[_SHARED_NUMBERS:].view(-1, TURN_NUMBERS).tolist()
 
     def end(self) -> None:
         """End a pass over a loader: wait for all ranks.
@@ -187,9 +229,12 @@ class Lockstep:
 
     def _check(self, values: torch.Tensor, now: Round) -> None:
         """Raise on all ranks if they are not at the same place."""
-        met, passing, most, least = values[2:].tolist()
+        met, passing, most, least = values[2:_SHARED_NUMBERS].tolist()
         if not (met and passing) and most == -least:
             return
+        went_on = values[_SHARED_NUMBERS::TURN_NUMBERS].tolist()
+        if any(went_on) and most == -least:
+            raise DataError(_left(now, [rank for rank, on in enumerate(went_on) if not on]))
         counts = {self._comm.rank: now.started}
         for rank, note in enumerate(self._store.multi_get(self._keys)):
             number, started, _ = (int(word) for word in note.decode().split())
@@ -240,7 +285,8 @@ class Lockstep:
         """Return what ranks compare by maximum: request, batch time, meeting?, passing?, batch, -batch."""
         batch_us = int(1e6 * (time.perf_counter() - self._since) / max(self._batches, 1))
         place = now.number << 32 | now.started
-        return torch.tensor([self.asked, batch_us, meeting, not meeting, place, -place], dtype=torch.int64)
+        shared = [self.asked, batch_us, meeting, not meeting, place, -place]
+        return torch.tensor([*shared, *[0] * self._slots], dtype=torch.int64)
 
 
 _PREDICTION = (
@@ -256,8 +302,19 @@ def _uneven(now: Round, few: dict[int, int], more: dict[int, int]) -> str:
     return (
         f"Got {_counts(few)} in this {now.what}, and {others}. Ranks wait for each other in every step, "
         "so all need the same number. Let a DistributedSampler split the data (Lightning inserts one unless "
-        "use_distributed_sampler=False), let an IterableDataset yield as many batches on every rank, or set "
-        f"Trainer({now.limit}={max(fewest, 1)})." + (_PREDICTION if now.what == "prediction" else "")
+        "use_distributed_sampler=False), let an IterableDataset yield as many batches on every rank, set "
+        f'Trainer({now.limit}={max(fewest, 1)}), or use all batches there are with ZeROStrategy(uneven="join").'
+        + (_PREDICTION if now.what == "prediction" else "")
+    )
+
+
+def _left(now: Round, ranks: list[int]) -> str:
+    """Return the message for ranks that have ended a pass while others take their next turn."""
+    who = f"rank{'' if len(ranks) == 1 else 's'} {', '.join(map(str, ranks))}"
+    return (
+        f"Got the end of this {now.what} on {who} after batch {now.started}, where other ranks go on. With "
+        "uneven='join' all ranks end it together, when the last one has no more batches. Set trainer.should_stop on "
+        "all ranks in the same batch, and return -1 from on_train_batch_start on all of them or on none."
     )
 
 

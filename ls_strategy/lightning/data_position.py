@@ -82,13 +82,17 @@ def resume(trainer: pl.Trainer, loader: Any, saved: dict[str, Any]) -> None:
     progress: Any = trainer.fit_loop.epoch_loop.batch_progress
     in_epoch = epochs.started > epochs.processed
     no_more = in_epoch and progress.is_last_batch and progress.current.processed == progress.current.ready
-    _convert(trainer, loader, saved, no_more=no_more)
+    own = saved.get("own_batches")  # of ranks that have different numbers
+    if own is None:
+        _convert(trainer, loader, saved, no_more=no_more)
     if not in_epoch:
         return
     sampler = loader.batch_sampler.sampler
     if hasattr(sampler, "set_epoch"):  # loaders with workers take their first indices before Lightning does this
         sampler.set_epoch(epochs.processed + no_more)
     done = progress.current.processed  # a batch that an exception ended is repeated
+    if own and own[trainer.global_rank] < done:
+        return  # this rank has finished the epoch
     if not no_more and done % len(loader):
         loader.batch_sampler.sampler = SkippingSampler(sampler, done % len(loader) * loader.batch_sampler.batch_size)
         rank_zero_info(f"ZeROStrategy: the training data continues after batch {done} of {len(loader)} of the epoch")

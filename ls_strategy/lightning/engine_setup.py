@@ -118,6 +118,7 @@ class EngineSetup:
         strategy = self._strategy
         kinds = "" if strategy.parallel.mesh is None else strategy.parallel.mesh.shape.kinds
         guards.check_trainer(trainer, strategy.zero_precision(), kinds)
+        strategy.uneven.prepare(trainer)
         if strategy.virtual is not None:
             strategy.virtual.check(trainer, module)
 

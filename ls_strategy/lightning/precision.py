@@ -85,6 +85,8 @@ class ZeROPrecision(Precision):
         """Called when a batch has been fetched, before any hook sees it."""
         self.around_backward: Callable[[pl.LightningModule], AbstractContextManager[bool]] | None = None
         """Surrounds the user's backward; yields whether that is still to run."""
+        self.weight = 1.0
+        """Factor in the gradients of the current batch, where ranks have batches of different weight."""
 
     @classmethod
     def from_plugin(cls, plugin: Precision) -> ZeROPrecision:
@@ -156,6 +158,8 @@ class ZeROPrecision(Precision):
     @override
     def pre_backward(self, tensor: Tensor, module: pl.LightningModule) -> Tensor:  # type: ignore[override]
         """Scale the loss, then run the ``on_before_backward`` hooks."""
+        if self.weight != 1.0:
+            tensor = tensor * self.weight
         if self.engine is not None and self.engine.scaler is not None:
             tensor = tensor * self.engine.scaler.scale
         return super().pre_backward(tensor, module)

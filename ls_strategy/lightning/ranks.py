@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 from typing import Any, TypeVar
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 from typing_extensions import override
@@ -40,6 +41,9 @@ _IN_FABRIC = (
 class RankStrategy(Connection, DDPStrategy):
     """DDPStrategy with monitored collectives and with errors that reach every rank. `ZeROStrategy` adds the engine."""
 
+    runs_filler: bool = False
+    """Whether this rank runs a batch that does not count, because others have more (``uneven="join"``)."""
+
     _precision = None
     """A Fabric reads this before it sets the accelerator, where it is refused."""
 
@@ -55,6 +59,8 @@ class RankStrategy(Connection, DDPStrategy):
         self.engine: Engine | None = None
         """Made in `setup`, for one module on one process group."""
         self._lockstep: Lockstep | None = None
+        self._contribution: float | None = None
+        """During a step of ranks of which some have no batch: this rank's weight in averages over ranks."""
         self._logs_are_named = False
         self._stops_alone = False
         """Whether a signal ended an evaluation on this rank only."""
@@ -124,6 +130,8 @@ class RankStrategy(Connection, DDPStrategy):
         result = tensor.detach().clone().contiguous().to(self.root_device)
         if mean and not result.is_floating_point():
             result = result.float()
+        if self._contribution is not None:
+            result = _weigh(result, self._contribution, "mean" if mean else op)
         with mesh.data.blocking("reduce", group=None if group is mesh.data.group else group):
             dist.all_reduce(result, op=op, group=group)
         return result / dist.get_world_size(group) if mean else result
@@ -175,3 +183,22 @@ class RankStrategy(Connection, DDPStrategy):
 
     def _abandon_saves(self) -> None:
         """Give up saves in the background that other ranks will not complete."""
+
+
+def _weigh(value: Tensor, weight: float, op: Any) -> Tensor:
+    """Return what a rank contributes to a reduction over ranks of which only some have a batch.
+
+    Args:
+        value: this rank's; of sums it contributes its value, of means ``weight`` times it.
+        weight: 0 for a rank without a batch.
+        op: ``mean`` or an operation of ``torch.distributed``.
+    """
+    if op == "mean":
+        return value * weight if weight else torch.zeros_like(value)
+    if weight:
+        return value
+    neutral = {dist.ReduceOp.SUM: 0, dist.ReduceOp.PRODUCT: 1}.get(op)
+    if neutral is None:
+        info = torch.finfo(value.dtype) if value.is_floating_point() else torch.iinfo(value.dtype)
+        neutral = info.min if op == dist.ReduceOp.MAX else info.max
+    return torch.full_like(value, neutral)

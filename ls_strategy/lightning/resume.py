@@ -170,4 +170,5 @@ class Resume:
         trainer = None if module is None else module._trainer
         data_position.forget(dataloader)
         if self._position and trainer is not None and trainer.training and trainer.fit_loop.restarting:
+            self._strategy.uneven.resume(trainer, self._position)
             data_position.resume(trainer, dataloader, self._position)

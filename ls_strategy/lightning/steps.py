@@ -46,24 +46,35 @@ class Steps:
     def begin_run(self, trainer: pl.Trainer) -> None:
         """Compare the batches of all ranks, and handle signals on all ranks at the same batch. Collective."""
         strategy, lockstep, parallel = self._strategy, self._lockstep, self._strategy.parallel
-        lockstep.reset()
+        lockstep.reset(turns=strategy.uneven.joins)
         strategy._stops_alone = False
         if strategy.virtual is not None:
             strategy.virtual.begin_run(self._module, fitting=trainer.state.fn == "fit")
+        if POLICIES[strategy.config.stage].parameters:
+            # A gathered inference tensor could not take part in autograd later.
+            for loop in (trainer.validate_loop, trainer.test_loop, trainer.predict_loop):
+                loop.inference_mode = False
         # Otherwise ranks may evaluate different numbers of batches, as under DDP.
         self._meets_in_evaluation = (
             POLICIES[strategy.config.stage].parameters
             or parallel.config.expert > 1
             or (parallel.shards and strategy.data_parallel_size == 1)
         )
-        around_batches(trainer, lockstep.begin, lockstep.end, evaluation=self._meets_in_evaluation)
+        strategy.uneven.begin_run(trainer, evaluation=self._meets_in_evaluation)
+
+        def end() -> None:
+            strategy.uneven.end_pass()
+            lockstep.end()
+
+        fetcher = strategy.uneven.fetcher
+        around_batches(trainer, lockstep.begin, end, evaluation=self._meets_in_evaluation, fetcher=fetcher)
         defer_signals(trainer, lockstep.ask, lockstep.agree)
 
     def train(self, step: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         """Run ``training_step``, in a pipeline together with its backward."""
         strategy, module = self._strategy, self._module
         # DDP broadcasts rank 0's buffers before a forward if the step before it synchronised gradients.
-        synchronises = module.automatic_optimization and not self.accumulating
+        synchronises = self._synchronises(module)
         comm = strategy.require_engine().comm
         with self._lockstep.step(), comm.naming_failures(), strategy.engine_setup.explaining_memory():
             strategy.resume.restore_random_states()
@@ -72,7 +83,7 @@ class Steps:
                 return self._train_virtual(strategy.virtual, engine, step, args, synchronises=synchronises)
             engine.begin_step(sync_buffers_after=synchronises)
             pipeline = strategy.parallel.pipeline
-            with strategy.activations.around_forward():
+            with strategy.activations.around_forward(), strategy.uneven.around_step(args):
                 if pipeline is not None:
                     return pipeline.train(module, engine, step, args, last=not self.accumulating)
                 output = step(*args, **kwargs)
@@ -107,7 +118,8 @@ class Steps:
             engine.begin_step()
             if strategy.parallel.pipeline is not None:
                 return strategy.parallel.pipeline.evaluate(module, step, args)
-            return strategy.parallel.full_outputs(step(*args, **kwargs))
+            with strategy.uneven.around_step(args) if self._meets_in_evaluation else nullcontext():
+                return strategy.parallel.full_outputs(step(*args, **kwargs))
 
     def _stop_if_asked(self, trainer: pl.Trainer, lockstep: Lockstep) -> None:
         """End an evaluation after SIGTERM, on all ranks together if they wait for each other."""
@@ -125,10 +137,14 @@ class Steps:
             engine.keeps_gradients = False
             yield False
             return
-        virtual = strategy.virtual
+        virtual, counts = strategy.virtual, not strategy.runs_filler
         with nullcontext(True) if virtual is None else virtual.around_backward(engine) as is_last:
-            engine.begin_backward(eager=module.automatic_optimization and not self.accumulating and is_last)
+            engine.begin_backward(eager=self._synchronises(module) and is_last, counts=counts)
             explained = strategy.engine_setup.explaining_memory()
             with guards.explain_released_parameters(), engine.comm.naming_failures(), explained:
                 yield True
             engine.end_backward(local=self.accumulating)
+        strategy.uneven.after_backward(engine, synchronizes=self._synchronises(module))
+
+    def _synchronises(self, module: pl.LightningModule) -> bool:
+        return module.automatic_optimization and not self.accumulating

@@ -60,6 +60,7 @@ from ls_strategy.lightning.readings import EngineStrategy
 from ls_strategy.lightning.resume import Resume
 from ls_strategy.lightning.saving import Saves
 from ls_strategy.lightning.steps import Steps
+from ls_strategy.lightning.uneven import UnevenData, UnevenMode
 from ls_strategy.lightning.virtual_ranks import VirtualRanks
 from ls_strategy.pretrained.huggingface import without_memory
 from ls_strategy.zero.deferred import note_deferred
@@ -99,6 +100,8 @@ class ZeROStrategy(EngineStrategy):  # its many public members are Lightning's h
         explain_waits_after: seconds. When a rank has waited this long for others, every rank prints where it is. If no
             rank could ever continue (code that ran on one rank only), all of them fail. None disables it.
         start_method: how ranks are started when no launcher did: ``popen``, ``spawn``, ``fork``, ``forkserver``.
+        uneven: ranks with different numbers of batches. ``error``: all ranks raise. ``join``: finished ranks wait, and
+            averages are over the ranks that have a batch. ``join_samples``: the same, weighted by batch size.
     """
 
     # As long as it is because of one argument per option, which parsers read off the signature.
@@ -125,20 +128,16 @@ class ZeROStrategy(EngineStrategy):  # its many public members are Lightning's h
         timeout: timedelta | None = timedelta(minutes=30),
         explain_waits_after: float | None = 20.0,
         start_method: Literal["popen", "spawn", "fork", "forkserver"] = "popen",
+        uneven: UnevenMode = "error",
     ) -> None:
         translated = isinstance(deepspeed_config, Translation)
         self._deepspeed = DeepSpeedConfiguration(deepspeed_config) if translated else None
         self.auto = stage == "auto"
         """Whether `setup` still has to choose; until then this is stage 3, which builds on the meta device."""
         self.config = ZeROConfig.of(
-            stage,
-            sharding=sharding,
-            precision=precision,
-            offload=offload,
-            activations=activations,
-            parallel=parallel,
+            stage, sharding=sharding, precision=precision, offload=offload, activations=activations, parallel=parallel,
             checkpoint=checkpoint,
-        )
+        )  # fmt: skip
         """Every option, in groups."""
         self.activations = ActivationMemory(self.config.activations)
         self.collection: Collection | None = None
@@ -149,6 +148,7 @@ class ZeROStrategy(EngineStrategy):  # its many public members are Lightning's h
         self.virtual = None if virtual is None else VirtualRanks(self, virtual)
         self.saves = Saves(self)
         self.resume = Resume(self)
+        self.uneven = UnevenData(self, uneven)
         super().__init__(
             ModelParallel(self.config.parallel),
             explain_waits_after,
@@ -258,10 +258,6 @@ class ZeROStrategy(EngineStrategy):  # its many public members are Lightning's h
             around_data_setup(trainer, self.resume.making_iterators)
         self.setup_precision_plugin()
         self.engine_setup.arm(trainer, module, fitting=fitting)
-        if POLICIES[self.config.stage].parameters:
-            # A gathered inference tensor could not take part in autograd later.
-            for loop in (trainer.validate_loop, trainer.test_loop, trainer.predict_loop):
-                loop.inference_mode = False
 
     @override
     def setup_optimizers(self, trainer: pl.Trainer) -> None:
@@ -339,6 +335,7 @@ class ZeROStrategy(EngineStrategy):  # its many public members are Lightning's h
     @override
     def process_dataloader(self, dataloader: Any) -> Any:
         """Let the training data continue where a checkpoint was saved, and seed workers by replica."""
+        self.uneven.check_sized(dataloader)
         if self.virtual is not None and self.virtual.applies:
             return self.virtual.loader(dataloader, self.resume.data)
         self.resume.data(dataloader)

@@ -97,6 +97,11 @@ class VirtualRanks:
                 "run one after the other, before one optimizer step. Set automatic_optimization=True, or leave "
                 "virtual_ranks out."
             )
+        if self._strategy.uneven.joins:
+            raise PlanError(
+                "Got parallel.virtual_ranks with uneven='join', but the batches of virtual ranks come from a "
+                "DistributedSampler, which gives all of them equally many. Leave one of the two out."
+            )
         if self._strategy._layer_sync is not None:
             raise PlanError(
                 "Got parallel.virtual_ranks with sync_batchnorm=True, but statistics would be those of the real ranks. "

@@ -41,6 +41,8 @@ def make(calls: list[Any], *, pipeline: Any = None, automatic: bool = True, aske
         virtual=None,
         _lockstep=lockstep,
         _stops_alone=False,
+        runs_filler=False,
+        uneven=SimpleNamespace(around_step=lambda _: nullcontext(), after_backward=lambda *_, **__: None),
         require_engine=lambda: engine,
         engine=engine,
         engine_setup=SimpleNamespace(explaining_memory=nullcontext, follow_optimizers=lambda: engine),
@@ -91,7 +93,10 @@ def test_gradients_stay_local_while_they_accumulate(calls: list[Any], accumulati
     steps.accumulating = accumulating
     with steps.around_backward(own.lightning_module) as to_run:
         assert to_run
-    assert calls == [("begin_backward", {"eager": not accumulating}), ("end_backward", {"local": accumulating})]
+    assert calls == [
+        ("begin_backward", {"eager": not accumulating, "counts": True}),
+        ("end_backward", {"local": accumulating}),
+    ]
 
 
 def test_a_pipelines_backward_has_run(calls: list[Any]) -> None:

@@ -33,7 +33,7 @@ class Ranks:
         self.rank = rank
         self.sent: list[int] = []
 
-    def broadcast_(self, flat: Tensor) -> None:
+    def broadcast_(self, flat: Tensor, source: int = 0) -> None:
         self.sent.append(flat.numel())
         if self.rank:
             flat.fill_(1)

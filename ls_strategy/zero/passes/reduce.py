@@ -20,13 +20,14 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from ls_strategy.distributed.comm import Comm, PendingReduce
 from ls_strategy.distributed.tree_sum import LastRound, Round
 from ls_strategy.errors import StateError
 from ls_strategy.zero.flat.parameters import grad_of, set_grad, unnoticed
 from ls_strategy.zero.flat.units import Flat, Unit
+from ls_strategy.zero.passes.left_out import LeftOut
 from ls_strategy.zero_stages import StagePolicy
 
 IN_FLIGHT_BYTES = 64 << 20
@@ -49,6 +50,7 @@ class Reducer:
             reduce_in_fp32: whether to send fp32 where the transport computes the sums.
         """
         self.reorder(units)
+        self._units = units
         self.policy = policy
         self.comm = comm
         self._wire_dtype = torch.float32 if reduce_in_fp32 else None
@@ -68,6 +70,8 @@ class Reducer:
         """Called with every buffer as soon as its averages are complete, before backward is over."""
         self.admit: Callable[[list[Flat]], None] = _admit_nothing
         """Begins to send the gradients of frozen buffers."""
+        self._left_out: LeftOut | None = None
+        """Set during a backward pass whose gradients do not count on this rank."""
         self._next = 0
         self._in_flight: deque[Flat] = deque()
         self._in_flight_bytes = 0
@@ -92,10 +96,13 @@ class Reducer:
                 unit.launched = False
                 unit.waiting_for = sum(p.requires_grad for f in unit.trainable_flats for p in f.nonempty_params)
 
-    def begin_backward(self, *, eager: bool, loss_scale: float = 1.0) -> None:
+    def begin_backward(self, *, eager: bool, loss_scale: float = 1.0, counts: bool = True) -> None:
         """Begin a backward pass with a loss scale.
 
-        ``eager``: send the gradients in this pass, because it is the last one before the step (stages 0 and 1).
+        Args:
+            eager: send the gradients in this pass, because it is the last one before the step (stages 0 and 1).
+            loss_scale: factor in the gradients.
+            counts: whether this rank's gradients of the pass count. If not, it only takes part in the collectives.
         """
         self.finish_in_flight()
         self.eager = eager or (self.policy.gradients and not self.holds)
@@ -106,12 +113,24 @@ class Reducer:
                 if not self.policy.gradients and any(flat.local.mask):
                     flat.local.widen()
                 flat.local.rescale(loss_scale)
+        self._left_out = None if counts else LeftOut(self._units)
 
     def on_grad(self, unit: Unit, flat: Flat, index: int, param: nn.Parameter) -> None:
         """Take ``param.grad`` from autograd."""
         grad = grad_of(param)
         if grad is None:
             return
+        if self._left_out is not None:
+            self._left_out.drop(param)
+        else:
+            self._take(unit, flat, index, grad)
+        if flat.is_frozen or param.numel() == 0:
+            return  # never waited for
+        unit.waiting_for -= 1
+        if unit.waiting_for == 0 and self.eager:
+            self._advance()
+
+    def _take(self, unit: Unit, flat: Flat, index: int, grad: Tensor) -> None:
         flat.require_here("gradients")
         local = flat.local
         if local.scale != self.loss_scale:
@@ -130,11 +149,6 @@ class Reducer:
                 local.add(index, grad, flat.average_dtype if self.holds or flat.is_frozen else grad.dtype)
         elif not (unit.launched and local.reducing is not None):
             local.collect(index, grad, grad.dtype if self.policy.optimizer else flat.average_dtype)
-        if flat.is_frozen or param.numel() == 0:
-            return  # never waited for
-        unit.waiting_for -= 1
-        if unit.waiting_for == 0 and self.eager:
-            self._advance()
 
     def _begin_scale(self, flat: Flat, index: int) -> None:
         """Adopt the loss scale of a pass that began without `begin_backward`."""
@@ -154,8 +168,13 @@ class Reducer:
     def end_backward(self) -> None:
         """End the backward pass: send the remaining units, in order. Collective if the pass was eager."""
         self.loss_scale = 1.0
-        if not self.eager:
-            return
+        if self.eager:
+            self._send_all()
+        if self._left_out is not None:
+            self._left_out.put_back([flat for unit in self._units for flat in unit.flats])
+            self._left_out = None
+
+    def _send_all(self) -> None:
         unsent = self.order[self._next :]
         if self.selective and self.policy.gradients:
             touched = torch.tensor([u.launched or any(f.local.dirty for f in u.trainable_flats) for u in self.order])
@@ -175,6 +194,8 @@ class Reducer:
 
     def _launch_unit(self, unit: Unit) -> None:
         unit.launched = True
+        if self._left_out is not None:
+            self._left_out.put_back(unit.trainable_flats)
         for flat in unit.trainable_flats:
             self._launch(flat)
 
@@ -403,6 +424,7 @@ class Reducer:
                 flat.local.gathering = None
                 flat.averages.tree.forget()
         self.loss_scale = 1.0
+        self._left_out = None
         self.reset()
 
 

@@ -83,8 +83,8 @@ def fp32_boundaries(draft: Draft) -> list[materials.Fp32Boundary]:
     return [materials.Fp32Boundary(m, draft.precision.compute) for m in kept]
 
 
-def broadcast_buffers(model: nn.Module, comm: Comm) -> None:
-    """Broadcast rank 0's module buffers, as DDP does before a forward. Collective."""
+def broadcast_buffers(model: nn.Module, comm: Comm, source: int = 0) -> None:
+    """Broadcast the module buffers of a rank: rank 0's, as DDP does before a forward. Collective."""
     if comm.world_size == 1:
         return
     by_dtype: defaultdict[torch.dtype, list[Tensor]] = defaultdict(list)
@@ -93,7 +93,7 @@ def broadcast_buffers(model: nn.Module, comm: Comm) -> None:
             by_dtype[buffer.dtype].append(buffer)
     for buffers in by_dtype.values():
         flat = torch.cat([b.detach().reshape(-1) for b in buffers])
-        comm.broadcast_(flat)
-        if comm.rank != 0:
+        comm.broadcast_(flat, source)
+        if comm.rank != source:
             for b, part in zip(buffers, flat.split([b.numel() for b in buffers]), strict=True):
                 b.detach().copy_(part.view_as(b))
