@@ -144,8 +144,7 @@ class ZeROStrategy(EngineStrategy):  # its many public members are Lightning's h
         """The contents of a checkpoint folder while ``trainer.save_checkpoint`` collects them."""
         self.engine_setup = EngineSetup(self)
         self.steps = Steps(self)
-        virtual = self.config.parallel.virtual_ranks
-        self.virtual = None if virtual is None else VirtualRanks(self, virtual)
+        self.virtual = VirtualRanks.of(self)
         self.saves = Saves(self)
         self.resume = Resume(self)
         self.uneven = UnevenData(self, uneven)

@@ -63,6 +63,12 @@ class VirtualRanks:
         self._after_backward: Callable[[], None] | None = None
         """Ends a batch."""
 
+    @classmethod
+    def of(cls, strategy: ZeROStrategy) -> VirtualRanks | None:
+        """Return the virtual ranks that a strategy's options set, or None."""
+        count = strategy.config.parallel.virtual_ranks
+        return None if count is None else cls(strategy, count)
+
     # ranks -----------------------------------------------------------------------------------------------------------
 
     @property

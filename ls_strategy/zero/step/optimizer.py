@@ -14,10 +14,9 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from dataclasses import replace
 from operator import is_
-from types import TracebackType
 from typing import Any
 
 import torch
@@ -32,6 +31,7 @@ from ls_strategy.zero.flat.units import Flat
 from ls_strategy.zero.step.elementwise import is_elementwise, takes_closure
 from ls_strategy.zero.step.kernels import kernel_for
 from ls_strategy.zero.step.optimizer_state import OptimizerStates
+from ls_strategy.zero.step.own_step import OwnStep
 from ls_strategy.zero.step.runs import Run, Runs
 from ls_strategy.zero.step.states import FlatStates
 from ls_strategy.zero.step.update import Update, UpdatePart
@@ -389,70 +389,6 @@ class ShardedOptimizer:
             for t in (*self._runs.tensors(), *self._whole.tensors())
         }
         return sum(each.nbytes() for each in store) + sum(n for address, n in own.items() if address not in held)
-
-
-class OwnStep:
-    """One call of the optimizer's own ``step``: the groups hold runs while it computes.
-
-    ::
-
-        with sharded.own_step(...) as step:
-            optimizer.step()                the user's pre-hooks see the groups as usual
-                step.begin()                called by the engine's hook, the last pre-hook
-                ...                         torch's code, on the runs
-                step.end()                  called by the engine's hook, the first post-hook
-
-    Leaving the ``with`` block ends the step too, after an error or if an optimizer skips its hooks.
-    """
-
-    def __init__(
-        self,
-        sharded: ShardedOptimizer,
-        used: list[bool],
-        *,
-        clip: Tensor | None,
-        shown: bool,
-        submit: Callable[[list[Update]], None],
-    ) -> None:
-        """Record the arguments, which `ShardedOptimizer.own_step` documents."""
-        self.sharded = sharded
-        self._used = used
-        self._clip = clip
-        self._shown = shown
-        self._submit = submit
-        self._while_stepping = ExitStack()
-
-    def begin(self, used: list[bool] | None = None) -> None:
-        """Let the groups hold the runs that the optimizer steps, and submit the fused updates.
-
-        Args:
-            used: the parameters to step, if the user's pre-hooks may have changed them.
-        """
-        sharded, used = self.sharded, self._used if used is None else used
-        if self._shown:
-            sharded.take_edits(used)
-        sharded.compose(used, shown=self._shown)
-        updates = sharded.fused_updates(self._clip)
-        self._while_stepping.enter_context(sharded.showing_runs())
-        if updates:
-            self._submit(updates)
-
-    def end(self) -> None:
-        """Restore the groups, and send whole tensors back to their shards. Collective if there are any."""
-        self._while_stepping.close()
-        self.sharded.end_whole()
-
-    def __enter__(self) -> OwnStep:
-        """Return itself."""
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        """End the step."""
-        self._while_stepping.__exit__(kind, error, trace)
-        if kind is None:
-            self.sharded.end_whole()
 
 
 def _run_all(updates: list[Update]) -> None:
