@@ -95,9 +95,9 @@ class TreeSum:
         """Height and sum of the complete subtrees, ``(shard,)`` each, highest first."""
 
     @property
-    def nbytes(self) -> int:
-        """Bytes of the sums between two rounds."""
-        return sum(part.nbytes for _, part in self._levels)
+    def sums(self) -> list[Tensor]:
+        """The sums between two rounds."""
+        return [part for _, part in self._levels]
 
     def forget(self) -> None:
         """Drop the leaves so far."""

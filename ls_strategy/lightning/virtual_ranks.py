@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from ls_strategy._compat import ForwardValues, active_loaders, unflatten_batch
+from ls_strategy._compat import ForwardValues, active_loaders, metric_snapshot, unflatten_batch
 from ls_strategy.checkpoint.random import RandomStream
 from ls_strategy.distributed.tree_sum import Round
 from ls_strategy.engine import Engine
@@ -268,7 +268,7 @@ class VirtualRanks:
                 loss = None
             else:
                 buffers.show(rank if is_real else None)
-                with self.as_rank(rank):
+                with self.as_rank(rank), _counting_metrics(module, counts=is_real):
                     batch = self._prepared(others[number - 1], 0) if number and is_real else args[0]
                     with log.recording(rank if is_real else None, batch):
                         found = forward(batch, *args[1:])
@@ -331,7 +331,7 @@ class VirtualRanks:
             if not is_real and not engine.policy.parameters:
                 continue
             engine.begin_step()
-            with self.as_rank(rank):
+            with self.as_rank(rank), _counting_metrics(module, counts=is_real):
                 index = args[2] if len(args) > 2 else 0
                 batch = self._prepared(others[number - 1], index) if number and is_real else args[0]
                 with log.recording(rank if is_real else None, batch):
@@ -380,6 +380,15 @@ class _Buffers:
     def _set(self, values: Sequence[Tensor]) -> None:
         for buffer, value in zip(self._buffers, values, strict=True):
             buffer.copy_(value)
+
+
+@contextmanager
+def _counting_metrics(module: pl.LightningModule, *, counts: bool) -> Generator[None, None, None]:
+    """Let metrics count what a step gives them, or not: a rank without a virtual rank only takes part in gathers."""
+    restore = None if counts else metric_snapshot(module)
+    yield
+    if restore is not None:
+        restore()
 
 
 class _Carry(torch.autograd.Function):

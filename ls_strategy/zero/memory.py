@@ -29,7 +29,9 @@ def memory_bytes(
     return {
         "parameters": sum(size(f.full, f.shard, f.wire) for f in flats),
         "masters": sum(size(f.master) for f in flats),
-        "gradients": sum(size(f.local.buffer, f.averages.values, *map(grad_of, f.params)) for f in flats),
+        "gradients": sum(
+            size(f.local.buffer, f.averages.values, *f.averages.tree.sums, *map(grad_of, f.params)) for f in flats
+        ),
         "optimizer": sum(s.sharded.state_bytes() for s in optimizers),
         "communication": sum(pool.bytes for pool in pools),
     }

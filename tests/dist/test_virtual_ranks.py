@@ -16,6 +16,7 @@ from lightning.pytorch import seed_everything
 from lightning.pytorch.callbacks import Callback
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset, IterableDataset
+from torchmetrics import SumMetric
 
 from ls_strategy import PlanError, StateError, ZeROStrategy
 from ls_strategy.config import nested
@@ -54,6 +55,7 @@ class Habits(Net):
         super().build()
         self.drop = nn.Dropout(0.3)
         self.norm = nn.BatchNorm1d(WIDTH)
+        self.counted, self.counted_in_validation = SumMetric(), SumMetric()
 
     def forward(self, x: Tensor) -> Tensor:
         h = self.first(x)
@@ -72,13 +74,28 @@ class Habits(Net):
         self.log("loss", loss, sync_dist=True, on_step=True, on_epoch=True)
         self.log("largest", loss, sync_dist=True, reduce_fx="max")
         self.log_dict({"first": loss})
+        self.counted(len(batch[0]))
+        self.log("counted", self.counted, on_step=True, on_epoch=True)
         return {"loss": loss, "more": 1}
 
     def validation_step(self, batch: Any, i: int) -> None:
         self.log("val", self.loss(batch), sync_dist=True)
+        self.counted_in_validation(len(batch[0]))
+        self.log("counted_in_validation", self.counted_in_validation)
 
     def configure_optimizers(self) -> Any:
         return torch.optim.AdamW(self.parameters(), lr=1e-2, eps=1e-4)
+
+
+class Matrices(Habits):
+    """Stepped as whole tensors, of which one block is frozen in the first epoch."""
+
+    def on_train_epoch_start(self) -> None:
+        self.blocks[1].requires_grad_(self.current_epoch > 0)
+
+    def configure_optimizers(self) -> Any:
+        self.blocks[1].requires_grad_(False)
+        return torch.optim.Muon([p for p in self.parameters() if p.ndim == 2], lr=1e-2)
 
 
 class Quiet(Habits):
@@ -165,7 +182,14 @@ def test_ranks_stages_and_tiers_give_the_same_bits(trainer_options: dict[str, An
         check_equal(run(world_size, options, trainer_options), expected)
 
 
-@slow
+@pytest.mark.wide
+def test_whole_tensors_and_frozen_blocks() -> None:
+    expected = run(1, {"stage": 2}, PLAIN, "Matrices")
+    for world_size, options in ((2, {"stage": 3}), (3, {"stage": 2}), (4, CPU)):
+        check_equal(run(world_size, options, PLAIN, "Matrices"), expected)
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("trainer_options", [PLAIN, HARD], ids=["plain", "accumulation and bf16"])
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 def test_every_stage_on_every_number_of_ranks(stage: int, trainer_options: dict[str, Any]) -> None:
@@ -215,7 +239,9 @@ def check_continued(found: Result, expected: Result) -> None:
     for what in ("losses", "norms"):
         assert found[what] == expected[what][-len(found[what]) :], what
     for result in (found, expected):  # Lightning does not save what it has logged of an epoch so far
-        result["logged"] = {k: v for k, v in result["logged"].items() if k not in ("loss", "loss_epoch")}
+        result["logged"] = {
+            k: v for k, v in result["logged"].items() if k not in ("loss", "loss_epoch", "counted", "counted_epoch")
+        }
     check_equal({**found, "losses": expected["losses"], "norms": expected["norms"]}, expected)
 
 

@@ -24,7 +24,7 @@ def summed(leaves: list[Tensor], ranks: int, *, before: Tensor | None = None) ->
             tree.close(pending, now).finish(out, accumulate=before is not None)
         else:
             tree.add(pending, now, torch.float32)
-    assert tree.nbytes == 0
+    assert not tree.sums
     return out
 
 
