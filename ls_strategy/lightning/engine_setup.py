@@ -165,6 +165,8 @@ class EngineSetup:
 
     def detach(self) -> None:
         """Give a module with full parameters back; if some are sharded or quantized, the engine stays attached."""
+        if self._strategy.virtual is not None:
+            self._strategy.virtual.end_run()
         engine = self._strategy.engine
         if engine is None:
             return

@@ -44,7 +44,9 @@ class VirtualLoader:
         self.waiting: deque[list[Any]] = deque()
         """For every batch that was fetched, those of the other virtual ranks."""
         self.on_iterate: Callable[[Callable[[], list[Iterator[Any]]]], list[Iterator[Any]]] = lambda make: make()
-        """Makes the iterators, with what has to happen around it after a resume."""
+        """Makes the iterators, with what has to happen before it."""
+        self.on_batch: Callable[[], None] = lambda: None
+        """Called before a batch is fetched."""
 
     @property
     def sampler(self) -> Any:
@@ -80,6 +82,7 @@ class VirtualLoader:
 
     def _batches(self, iterators: list[Iterator[Any]]) -> Iterator[Any]:
         while True:
+            self.on_batch()
             found = []
             for rank, iterator in zip(self._ranks, iterators, strict=True):
                 with self._as(rank):

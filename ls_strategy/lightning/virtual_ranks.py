@@ -30,7 +30,7 @@ from ls_strategy.checkpoint.random import RandomStream
 from ls_strategy.distributed.tree_sum import Round
 from ls_strategy.engine import Engine
 from ls_strategy.errors import PlanError, StateError
-from ls_strategy.host.pytorch import TrainerFn, pl
+from ls_strategy.host.pytorch import TrainerFn, is_overridden, pl
 from ls_strategy.lightning.virtual_data import VirtualLoader, check
 from ls_strategy.lightning.virtual_log import VirtualLog
 from ls_strategy.transient import Method
@@ -41,6 +41,9 @@ if TYPE_CHECKING:
 
 VIRTUAL = "virtual_ranks"
 """Under which a checkpoint has the random states of virtual ranks, among those of a process."""
+
+
+_TRANSFER = ("on_before_batch_transfer", "transfer_batch_to_device", "on_after_batch_transfer")
 
 
 class VirtualRanks:
@@ -54,10 +57,15 @@ class VirtualRanks:
         self._at_epoch: dict[int, RandomStream] = {}
         """The same before the iterators over the training data were made."""
         self._resumed: dict[str, Any] | None = None
-        """What a checkpoint holds of them, until the first batch."""
+        """What a checkpoint holds of them, until iterators are made."""
+        self._continued: dict[int, RandomStream] | None = None
+        """From the iterators of an epoch to its first batch: the random numbers of a run that continues inside it."""
+        self._replaced: Method | None = None
         self._views: dict[int, list[Tensor]] = {}
         """Buffers by virtual rank, between two synchronizing steps."""
         self._current: int | None = None
+        self._has_hooks = True
+        """Whether user code runs while batches are moved."""
         self._round: tuple[Round, int] | None = None
         """Round and virtual rank of the next backward."""
         self._after_backward: Callable[[], None] | None = None
@@ -138,7 +146,7 @@ class VirtualRanks:
 
     def as_first(self) -> AbstractContextManager[None]:
         """Draw the random numbers of this process's first virtual rank inside, unless inside `as_rank`."""
-        return self.as_rank(self._rank) if self.applies else nullcontext()
+        return self.as_rank(self._rank) if self._has_hooks and self.applies else nullcontext()
 
     @property
     def _trainer(self) -> pl.Trainer:
@@ -162,6 +170,11 @@ class VirtualRanks:
 
     def _make_iterators(self, make: Callable[[], list[Iterator[Any]]]) -> list[Iterator[Any]]:
         """Make iterators over the training data, from the random states that the run had when it made them."""
+        if self._continued is None:  # else it is not the first of several loaders
+            self._begin_epoch()
+        return make()
+
+    def _begin_epoch(self) -> None:
         saved, self._resumed = self._resumed or {}, None
         progress: Any = self._trainer.fit_loop.epoch_loop.batch_progress
         in_epoch = not progress.is_last_batch and progress.current.processed > 0
@@ -171,10 +184,13 @@ class VirtualRanks:
             self._streams[rank] = RandomStream.of(before or state["now"])
         now = RandomStream()
         self._at_epoch = {rank: copy.copy(self._streams.get(rank, now)) for rank in self.ranks}
-        iterators = make()
-        if in_epoch:
-            self._streams.update((rank, RandomStream.of(state["now"])) for rank, state in states.items())
-        return iterators
+        self._continued = {rank: RandomStream.of(state["now"]) for rank, state in states.items() if in_epoch}
+
+    def _before_batch(self) -> None:
+        """Continue with the random numbers that the run had after it had made its iterators."""
+        if self._continued is not None:
+            self._streams.update(self._continued)
+            self._continued = None
 
     # data ------------------------------------------------------------------------------------------------------------
 
@@ -183,16 +199,25 @@ class VirtualRanks:
         self._streams.clear()
         self._at_epoch.clear()
         self._views.clear()
-        self._round = self._current = self._after_backward = None
+        self._round = self._current = self._after_backward = self._continued = None
         if not fitting:
             self._resumed = None
         warnings.filterwarnings("ignore", "It is recommended to use `self.log")  # values are the same on all ranks
+        self._has_hooks = self._trainer.datamodule is not None or any(  # type: ignore[attr-defined]
+            is_overridden(hook, module, parent=pl.LightningModule) for hook in _TRANSFER
+        )
 
         def before_transfer(method: Method, *args: Any, **kwargs: Any) -> Any:
             with self.as_first():
                 return method.original(*args, **kwargs)
 
-        Method(module, "_on_before_batch_transfer", before_transfer)
+        self._replaced = Method(module, "_on_before_batch_transfer", before_transfer)
+
+    def end_run(self) -> None:
+        """Give the module its own methods back."""
+        if self._replaced is not None:
+            self._replaced.remove()
+            self._replaced = None
 
     @property
     def applies(self) -> bool:
@@ -211,7 +236,7 @@ class VirtualRanks:
         for each in made.loaders:
             continue_in(each)
         if self._trainer.training:
-            made.on_iterate = self._make_iterators
+            made.on_iterate, made.on_batch = self._make_iterators, self._before_batch
         return made
 
     def _others(self, args: Sequence[Any]) -> list[Any]:

@@ -278,6 +278,12 @@ def _adapters(record: dict[str, Any]) -> list[list[str]]:
     return [["", "step time over adapters by hand"], *rows]
 
 
+def _virtual_ranks(record: dict[str, Any]) -> list[list[str]]:
+    """One row per stage."""
+    rows = [[f"`{name}`", _quartiles(cell), f"{cell['bytes']:.3f}"] for name, cell in record["results"].items()]
+    return [["", "step time with virtual ranks", "bytes sent with virtual ranks"], *rows]
+
+
 def _inference(record: dict[str, Any]) -> list[list[str]]:
     """One row per batch and format of weights."""
     rows = [["batch", "weights", "speedup over fp32", "MB read per step", "share of memory bandwidth"]]
@@ -330,6 +336,7 @@ def _host_time(world: str) -> Callable[[dict[str, Any]], list[list[str]]]:
 _TABLES: dict[str, Callable[[dict[str, Any]], list[list[str]]]] = {
     "trainer_time": _ratios,
     "adapters": _adapters,
+    "virtual_ranks": _virtual_ranks,
     "published_packages": _published,
     "finetune": _finetune,
     "cifar_accuracy": _accuracy,

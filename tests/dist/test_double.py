@@ -151,9 +151,9 @@ def test_transports_that_sum_do_it_in_fp64(rank: int, world_size: int) -> None:
     asked: list[tuple[torch.dtype, torch.dtype | None]] = []
     reduce_scatter = Comm.reduce_scatter
 
-    def noted(self: Comm, full: Tensor, dtype: torch.dtype | None = None, *args: Any) -> Any:
+    def noted(self: Comm, full: Tensor, dtype: torch.dtype | None = None, *args: Any, **options: Any) -> Any:
         asked.append((full.dtype, dtype))
-        return reduce_scatter(self, full, dtype, *args)
+        return reduce_scatter(self, full, dtype, *args, **options)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Comm, "reduce_scatter", noted)

@@ -80,7 +80,7 @@ def test_an_engine_is_detached_only_where_every_rank_has_full_parameters() -> No
         detach=lambda: events.append("detach"),
         away=SimpleNamespace(take_back=lambda: events.append("take back")),
     )
-    setup = EngineSetup(SimpleNamespace(engine=engine))  # type: ignore[arg-type]
+    setup = EngineSetup(SimpleNamespace(engine=engine, virtual=None))  # type: ignore[arg-type]
     setup.detach()
     assert events == ["take back", "wait", "detach"]
     assert engine.gradients.local
