@@ -28,6 +28,22 @@ def test_the_sum_is_that_of_any_split_in_blocks(numel: int, cuts: list[int], see
     assert torch.equal(sum(exact_sum_of_squares(part) for part in parts), whole)  # type: ignore[arg-type]
 
 
+@pytest.mark.parametrize("threads", [1, 2, 4])
+def test_the_sum_of_a_block_depends_on_nothing_else(threads: int) -> None:
+    """Neither on the number of blocks that are added in one call, nor on that of threads."""
+    grad = gradient(512 * BLOCK, 5)
+    expected = [exact_sum_of_squares(block) for block in grad.split(BLOCK)]
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        for blocks in (1, 2, 3, 17, 127, 128, 129, 256, 511, 512):
+            found = [exact_sum_of_squares(part) for part in grad.split(blocks * BLOCK)]
+            wanted = [sum(expected[i : i + blocks]) for i in range(0, 512, blocks)]
+            assert all(map(torch.equal, found, wanted)), blocks
+    finally:
+        torch.set_num_threads(before)
+
+
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("unscale", [1.0, 2.0**-10])
 def test_the_value_is_the_sum_of_squares(dtype: torch.dtype, unscale: float) -> None:
