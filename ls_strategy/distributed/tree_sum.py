@@ -112,8 +112,8 @@ class TreeSum:
             parts = self._with(terms, lo, hi, dtype)
             if not sums:
                 sums = [(level, part.new_empty(numel)) for level, part in parts]
-            for (_, whole), (_, part) in zip(sums, parts, strict=True):
-                whole[lo:hi] = part
+            for (_, full), (_, part) in zip(sums, parts, strict=True):
+                full[lo:hi] = part
         self._levels = sums
         reducing.release()
 

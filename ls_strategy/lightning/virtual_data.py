@@ -37,6 +37,8 @@ class VirtualLoader:
         Raises:
             PlanError: the batches of other virtual ranks cannot be had from this loader.
         """
+        for each in _samplers_of(loader):  # on every rank, also those with one virtual rank
+            _check_replicas(each, count)
         self.loaders = [loader if rank == ranks[0] else _for_rank(loader, rank, count) for rank in ranks]
         for rank, each in zip(ranks, self.loaders, strict=True):
             _seed_workers(each, rank)
@@ -118,7 +120,7 @@ def check(loader: Any) -> None:
     if isinstance(loader, Iterator):
         raise PlanError(
             f"Got a {type(loader).__name__} as a loader with parallel.virtual_ranks, but every virtual rank needs an "
-            "iterator of its own. Return a DataLoader, or an object whose __iter__ begins anew."
+            "iterator of its own. Return a DataLoader, or an object whose __iter__ starts at its first batch."
         )
     if not isinstance(loader, DataLoader):
         return
@@ -136,35 +138,39 @@ def check(loader: Any) -> None:
 
 
 def _for_rank(loader: Any, rank: int, count: int) -> Any:
-    """Return a copy of a loader for another virtual rank."""
-    twin = copy.copy(loader)
+    """Return a copy of a loader for another virtual rank, with the same dataset and samplers of its own."""
+    other = copy.copy(loader)
+    if not isinstance(loader, DataLoader):
+        return other
+    # Samplers draw from generators and remember an order: every rank under DDP has its own.
+    memo = {id(loader.dataset): loader.dataset}
+    try:
+        own = copy.deepcopy((loader.batch_sampler, loader.sampler, loader.generator), memo)
+    except Exception as error:
+        raise PlanError(
+            f"Got parallel.virtual_ranks with a loader whose samplers cannot be copied ({error}), but every virtual "
+            "rank needs its own. Use samplers that copy.deepcopy can copy."
+        ) from error
+    # DataLoader refuses setattr.
+    vars(other).update(zip(("batch_sampler", "sampler", "generator"), own, strict=True), _iterator=None)
+    for each in _samplers_of(other):
+        if hasattr(each, "rank"):
+            each.rank = rank
+    return other
+
+
+def _samplers_of(loader: Any) -> list[Any]:
     batch_sampler = getattr(loader, "batch_sampler", None)
-    if not isinstance(loader, DataLoader) or batch_sampler is None:
-        return twin
-    inner = getattr(batch_sampler, "sampler", None)
-    sampler = _sampler_for(loader.sampler if inner is None else inner, rank, count)
-    theirs = copy.copy(batch_sampler)
-    if inner is not None:
-        theirs.sampler = sampler  # type: ignore[attr-defined]
-    elif hasattr(batch_sampler, "rank"):
-        theirs = _sampler_for(batch_sampler, rank, count)
-    vars(twin).update(batch_sampler=theirs, sampler=sampler, _iterator=None)  # DataLoader refuses setattr
-    return twin
+    found = (getattr(loader, "sampler", None), batch_sampler, getattr(batch_sampler, "sampler", None))
+    return [getattr(sampler, "inner", sampler) for sampler in found]  # what a `SkippingSampler` has inside
 
 
-def _sampler_for(sampler: Any, rank: int, count: int) -> Any:
-    twin = copy.copy(sampler)
-    if hasattr(sampler, "inner"):  # a `SkippingSampler`
-        twin.inner = _sampler_for(sampler.inner, rank, count)
-    if not hasattr(sampler, "rank"):
-        return twin
-    if getattr(sampler, "num_replicas", count) != count:
+def _check_replicas(sampler: Any, count: int) -> None:
+    if hasattr(sampler, "rank") and getattr(sampler, "num_replicas", count) != count:
         raise PlanError(
             f"Got a {type(sampler).__name__} for {sampler.num_replicas} ranks with parallel.virtual_ranks={count}. "
             f"Make it with num_replicas={count}, or leave it to Lightning (use_distributed_sampler=True)."
         )
-    twin.rank = rank
-    return twin
 
 
 def _seed_workers(loader: Any, rank: int) -> None:

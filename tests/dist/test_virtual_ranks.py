@@ -15,7 +15,15 @@ import torch
 from lightning.pytorch import seed_everything
 from lightning.pytorch.callbacks import Callback
 from torch import Tensor, nn
-from torch.utils.data import DataLoader, Dataset, IterableDataset
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    Dataset,
+    IterableDataset,
+    RandomSampler,
+    TensorDataset,
+    WeightedRandomSampler,
+)
 from torchmetrics import SumMetric
 
 from ls_strategy import PlanError, StateError, ZeROStrategy
@@ -311,6 +319,44 @@ def test_several_loaders_and_workers(workers: int) -> None:
     check_equal(found, expected)
 
 
+def train_with(rank: int, world_size: int, strategy: Any, kind: str) -> dict[str, Tensor]:
+    quiet()
+    seed_everything(3, verbose=False)
+    data = TensorDataset(*samples(48))
+    options: dict[str, Any] = {"batch_size": 4}
+    if kind == "generator of a sampler":
+        own = torch.Generator().manual_seed(1)
+        options["sampler"] = WeightedRandomSampler(torch.rand(48).tolist(), 48, generator=own)
+    elif kind == "generator of a loader":
+        options |= {"shuffle": True, "generator": torch.Generator().manual_seed(1)}
+    else:
+        options = {"batch_sampler": BatchSampler(RandomSampler(data), 4, drop_last=False)}
+    trainer = trainer_of(strategy, max_epochs=2)
+    trainer.fit(Sums(), DataLoader(data, **options))
+    weights = trainer.strategy.lightning_module_state_dict()
+    return {name: value.clone() for name, value in weights.items()}
+
+
+class Sums(Net):
+    """Without anything random, so that DDP's weights are near."""
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.AdamW(self.parameters(), lr=1e-2, eps=1e-4)
+
+
+@pytest.mark.parametrize("kind", ["generator of a sampler", "generator of a loader", "batch sampler"])
+def test_samplers_draw_for_one_virtual_rank(kind: str) -> None:
+    """One process has the samplers of several virtual ranks, which must not share generators or orders."""
+    strategy = ZeROStrategy(2, parallel={"virtual_ranks": 2})
+    ddp, one, two = (
+        spawn(train_with, ranks, which, kind, init_process_group=False, timeout_s=60)[0]
+        for ranks, which in ((2, "ddp"), (1, strategy), (2, strategy))
+    )
+    for name, weight in two.items():
+        assert torch.equal(one[name], weight), name
+        torch.testing.assert_close(weight, ddp[name], rtol=1e-4, atol=1e-5)
+
+
 # --- traffic and memory -----------------------------------------------------------------------------------------------
 
 
@@ -380,7 +426,7 @@ def refused(rank: int, world_size: int, what: str) -> str:
         ("few", "every rank needs a virtual rank"),
         ("manual", "automatic_optimization"),
         ("iterable", "IterableDataset"),
-        ("iterator", "begins anew"),
+        ("iterator", "starts at its first batch"),
         ("names", "different names"),
     ],
 )
