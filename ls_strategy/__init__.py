@@ -20,6 +20,7 @@ from ls_strategy.autoload import install as _install
 
 if TYPE_CHECKING:
     from ls_strategy.callbacks import Monitor, PipelineTimeline, ShardedEMA
+    from ls_strategy.callbacks.elastic import ElasticTraining
     from ls_strategy.callbacks.expert_monitor import ExpertMonitor
     from ls_strategy.callbacks.preemption import PreemptionHandler
     from ls_strategy.config import (
@@ -65,6 +66,7 @@ __all__ = [
     "CheckpointConfig",
     "CheckpointError",
     "ConfigError",
+    "ElasticTraining",
     "ExpertMonitor",
     "FeedForward",
     "GatedFeedForward",
@@ -112,6 +114,7 @@ _HOME = {
     for module, names in {
         "callbacks": "Monitor PipelineTimeline ShardedEMA",
         "callbacks.expert_monitor": "ExpertMonitor",
+        "callbacks.elastic": "ElasticTraining",
         "callbacks.preemption": "PreemptionHandler",
         "config": (
             "ActivationOffloadConfig ActivationsConfig CheckpointConfig LossScaleConfig NVMeIOConfig OffloadConfig "

@@ -968,6 +968,171 @@ def resume_from(trainer: Any, path: str) -> None:
     connector.resume_start = resume_start
 
 
+def choose_checkpoint(trainer: Any, choose: Callable[[Any], Any]) -> None:
+    """Make the next restore use ``choose(ckpt_path)``, which gets what the user gave, or None."""
+    connector: Any = trainer._checkpoint_connector
+
+    def resume_start(checkpoint_path: Any = None, weights_only: bool | None = None) -> None:
+        vars(connector).pop("resume_start", None)
+        connector.resume_start(choose(checkpoint_path), weights_only=weights_only)
+
+    connector.resume_start = resume_start
+
+
+def name_logs(trainer: Any, name: str) -> None:
+    """Give TensorBoard's loggers without a version of their own the folder ``name``, so that restarts continue in it.
+
+    Loggers of CSV files would empty the folder. Call it before they write.
+    """
+    loggers = host.import_part("pytorch.loggers")
+    for logger in trainer.loggers:
+        if isinstance(logger, loggers.TensorBoardLogger) and logger._version is None:
+            logger._version = name
+
+
+# --- between two batches ---------------------------------------------------------------------------------------------
+
+
+def before_batches(trainer: Any, action: Callable[[], None]) -> Callable[[], None]:
+    """Make the fit loop call ``action()`` before it fetches a batch: validation and schedulers are done with the last.
+
+    Returns:
+        a function that undoes this.
+    """
+    loop = trainer.fit_loop.epoch_loop
+
+    def advance(data_fetcher: Any) -> None:
+        action()
+        type(loop).advance(loop, data_fetcher)
+
+    loop.advance = advance
+
+    def undo() -> None:
+        vars(loop).pop("advance", None)
+
+    return undo
+
+
+def accumulates(trainer: Any) -> bool:
+    """Return whether gradients of earlier batches wait for the next one."""
+    return trainer.fit_loop.epoch_loop.batch_progress.current.ready % trainer.accumulate_grad_batches != 0
+
+
+def fetches_ahead(trainer: Any) -> bool:
+    """Return whether the loop holds batches that it has fetched and not used: of loaders without a length."""
+    return bool(getattr(trainer.fit_loop._data_fetcher, "batches", None))
+
+
+def dump_for_resume(trainer: Any) -> dict[str, Any]:
+    """Return what ``trainer.save_checkpoint`` would save. Collective as that is."""
+    return trainer._checkpoint_connector.dump_checkpoint(weights_only=False)
+
+
+def end_restart(trainer: Any, then: Callable[[], None]) -> None:
+    """Let a fit that continues between two batches go on as if it had never stopped, and call ``then()`` there.
+
+    Lightning takes a fit that restarts to be at the end of a batch: it would validate again or not at all, count a step
+    of the loggers twice, and leave out schedulers that follow a metric until the epoch has ended.
+    """
+    loop = trainer.fit_loop.epoch_loop
+
+    def on_run_start(data_fetcher: Any) -> None:
+        vars(loop).pop("on_run_start", None)
+        loop.on_run_start(data_fetcher)
+        trainer.fit_loop.restarting = False
+        then()
+
+    loop.on_run_start = on_run_start
+
+
+def loader_states(trainer: Any) -> list[dict[str, Any]]:
+    """Return the states of training loaders that have one, as Lightning saves rank 0's."""
+    combined = trainer.fit_loop._combined_loader
+    return [] if combined is None else combined._state_dicts()
+
+
+def set_loader_states(trainer: Any, states: list[dict[str, Any]]) -> None:
+    """Make training loaders that are about to be made continue from these states."""
+    trainer.fit_loop._combined_loader_states_to_load = states
+
+
+def epoch_values(trainer: Any) -> dict[str, dict[str, Any]]:
+    """Return the averages over the epoch so far of what ``training_step`` has logged, by key."""
+    found: dict[str, dict[str, Any]] = {}
+    for key, metric in trainer.fit_loop.epoch_loop._results.items():
+        if metric.is_tensor and metric.meta.on_epoch and not metric.has_reset:
+            state = {name: _copied(getattr(metric, name)) for name in metric._defaults}
+            found[key] = {"state": state, "count": metric._update_count}
+    return found
+
+
+def add_epoch_values(trainer: Any, saved: Mapping[str, Mapping[str, Any]]) -> None:
+    """Begin averages over the epoch with what `epoch_values` has returned, when their keys are logged again."""
+    results, left = trainer.fit_loop.epoch_loop._results, dict(saved)
+
+    def update_metrics(key: str, value: Any, batch_size: int) -> None:
+        values = left.pop(key, None)
+        metric = results[key]
+        if values is not None and metric.is_tensor:
+            for name, state in values["state"].items():
+                setattr(metric, name, state.to(getattr(metric, name)))
+            metric._update_count = values["count"]
+        type(results).update_metrics(results, key, value, batch_size)
+
+    results.update_metrics = update_metrics
+
+
+def reported_metrics(trainer: Any) -> dict[str, dict[str, Any]]:
+    """Return the last values that callbacks, loggers and the progress bar got."""
+    connector = trainer._logger_connector
+    trainer.callback_metrics  # noqa: B018 - brings the dictionary up to date
+    return {name: dict(getattr(connector, name)) for name in _REPORTED}
+
+
+def set_reported_metrics(trainer: Any, saved: Mapping[str, Mapping[str, Any]]) -> None:
+    """Restore the result of `reported_metrics`."""
+    for name in _REPORTED:
+        getattr(trainer._logger_connector, name).update(saved.get(name, {}))
+
+
+_REPORTED = ("_callback_metrics", "_logged_metrics", "_progress_bar_metrics")
+
+
+def metric_states(module: nn.Module) -> dict[str, dict[str, Any]]:
+    """Return the states of a module's torchmetrics that have counted something, by name."""
+    found: dict[str, dict[str, Any]] = {}
+    for name, part in module.named_modules():
+        metric: Any = part
+        if hasattr(metric, "_defaults") and hasattr(metric, "metric_state") and metric._update_count:
+            state = {key: _copied(getattr(metric, key)) for key in metric._defaults}
+            found[name] = {"state": state, "count": metric._update_count}
+    return found
+
+
+def set_metric_states(module: nn.Module, saved: Sequence[Mapping[str, Mapping[str, Any]]]) -> None:
+    """Restore results of `metric_states`; those of several ranks are combined as at the end of an epoch."""
+    parts = dict(module.named_modules())
+    for name in dict.fromkeys(name for each in saved for name in each):
+        metric: Any = parts.get(name)
+        if metric is None:
+            continue
+        values = [each[name] for each in saved if name in each]
+        for key in metric._defaults:
+            states = [each["state"][key] for each in values if key in each["state"]]
+            if states:
+                setattr(metric, key, _combined_state(states, metric._reductions[key], metric.device))
+        metric._update_count, metric._computed = sum(each["count"] for each in values), None
+
+
+def _combined_state(states: list[Any], reduction: Any, device: Any) -> Any:
+    if isinstance(states[0], list):
+        return [each.to(device) for state in states for each in state]
+    if len(states) == 1:
+        return states[0].to(device)
+    stacked = torch.stack([state.to(device) for state in states])
+    return stacked if reduction is None else reduction(stacked)
+
+
 def overwrite_saved_config(trainer: Any) -> None:
     """Let LightningCLI overwrite ``config.yaml`` in the log folder of a resumed run. Call it before its ``setup``."""
     cli = host.loaded_part("pytorch.cli")

@@ -54,8 +54,18 @@ class BackgroundSaver:
         self._exchange: StoreExchange | None = None
         self._staging = torch.empty(0, dtype=torch.uint8)
 
-    def submit(self, save: Save, done: Callable[[int, float], None]) -> None:
-        """Capture the state and start the save. ``done(bytes, seconds)`` is called after the commit.
+    def submit(
+        self,
+        save: Save,
+        done: Callable[[int, float], None],
+        failed: Callable[[CheckpointError], None] | None = None,
+    ) -> None:
+        """Capture the state and start the save.
+
+        Args:
+            save: what to write, and where.
+            done: called with bytes and seconds after the commit.
+            failed: called with the error, which is then not raised later. The thread of the save calls both.
 
         Raises:
             CheckpointError: The previous save failed.
@@ -72,6 +82,11 @@ class BackgroundSaver:
                 done(*run(save, self._rank, exchange))
                 if before is not None:
                     before.forget()  # every rank reported to this save, so every rank has read the previous reports
+            except CheckpointError as error:
+                self._failed = True
+                if failed is None:
+                    raise
+                failed(error)
             except BaseException:
                 self._failed = True
                 raise
@@ -93,6 +108,11 @@ class BackgroundSaver:
                 _log.error("%s", error)
 
         self._pending.append(self._worker.submit(work))
+
+    @property
+    def in_flight(self) -> bool:
+        """Whether a save has not ended yet on this rank."""
+        return any(not future.done() for future in self._pending)
 
     def wait(self) -> None:
         """Wait until nothing is in flight.

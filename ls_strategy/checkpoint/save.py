@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack
+from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -18,6 +18,7 @@ from ls_strategy.checkpoint import commit
 from ls_strategy.checkpoint.files import RankFile
 from ls_strategy.checkpoint.manifest import FileRecord, Manifest, record_of
 from ls_strategy.checkpoint.metadata import Item, Path, write_metadata
+from ls_strategy.checkpoint.place import Place
 from ls_strategy.checkpoint.reshard import Entry, write_entries
 from ls_strategy.checkpoint.target import META
 from ls_strategy.errors import CheckpointError
@@ -29,6 +30,30 @@ class Exchange(Protocol):
     def __call__(self, value: dict[str, Any]) -> list[dict[str, Any]]:
         """Exchange ``value``, which consists of JSON types: data from other processes is never unpickled."""
         ...
+
+
+class Target:
+    """Where a save writes. This one is a folder that gets its name when the save is committed: see `commit`."""
+
+    def begin(self, path: str, save_id: str) -> AbstractContextManager[object]:
+        """Prepare, and return what the save holds until it has ended. Rank 0 only."""
+        return commit.begin(path, save_id)
+
+    def folder(self, path: str, save_id: str) -> Place:
+        """Return the folder that this rank writes to."""
+        return commit.staging(path, save_id)
+
+    def written(self, path: str, save_id: str, file: str) -> None:
+        """Follow the end of this rank's file. On every rank."""
+
+    def commit(self, path: str, save_id: str, manifest: Manifest) -> None:
+        """Make the save count. Rank 0 only."""
+        commit.commit(path, save_id, manifest)
+
+    def ended(self, path: str, save_id: str, rank: int, *, failed: bool) -> None:
+        """Remove what the save leaves behind. On every rank, when all know whether it has failed."""
+        if failed and rank == 0:
+            commit.discard(path, save_id)
 
 
 @dataclass
@@ -48,6 +73,8 @@ class Save:
 
     writes: Callable[[Path], bool] | None = None
     """Which unsharded values this rank writes, by path. Default: rank 0 writes all."""
+
+    target: Target = field(default_factory=Target)
 
 
 @dataclass
@@ -119,7 +146,7 @@ def run(save: Save, rank: int, exchange: Exchange) -> tuple[int, float]:
 def _run(save: Save, rank: int, claims: ExitStack, exchange: Exchange) -> int:
     first = _Report(path=save.path, save_id=commit.new_save_id())
     if rank == 0:
-        _attempt(first, lambda: claims.enter_context(commit.begin(first.path, first.save_id)))
+        _attempt(first, lambda: claims.enter_context(save.target.begin(first.path, first.save_id)))
     begun = _exchanged(exchange, first)[0]
     mine = _Report()
     if begun.error is None:
@@ -130,9 +157,11 @@ def _run(save: Save, rank: int, claims: ExitStack, exchange: Exchange) -> int:
         if outcome.error is None:
             _attempt(outcome, lambda: _commit(save, begun, reports))
         if outcome.error is not None:
-            commit.discard(begun.path, begun.save_id)
+            save.target.ended(begun.path, begun.save_id, rank, failed=True)
         claims.close()
     error = _exchanged(exchange, outcome)[0].error
+    if rank != 0 or error is None:
+        save.target.ended(begun.path, begun.save_id, rank, failed=error is not None)
     if error is not None:
         raise CheckpointError(
             f"saving {begun.path} failed: {error}. Nothing of it remains; earlier checkpoints are untouched."
@@ -181,7 +210,7 @@ def _first_error(reports: Sequence[_Report]) -> str | None:
 
 
 def _write(report: _Report, save: Save, rank: int, begun: _Report) -> None:
-    place = commit.staging(begun.path, begun.save_id)
+    place = save.target.folder(begun.path, begun.save_id)
     file = RankFile(place, f"__{rank}_0.distcp")
     try:
         report.aliases = write_entries(file, save.entries, save.writes or (lambda _: rank == 0))
@@ -191,10 +220,11 @@ def _write(report: _Report, save: Save, rank: int, begun: _Report) -> None:
         file.abandon()
         raise
     report.file, report.items = file.name, file.items
+    save.target.written(begun.path, begun.save_id, file.name)
 
 
 def _commit(save: Save, begun: _Report, reports: list[_Report]) -> None:
-    place = commit.staging(begun.path, begun.save_id)
+    place = save.target.folder(begun.path, begun.save_id)
     files: dict[str, FileRecord] = {}
     aliases: dict[Path, Path] = {}
     for report in reports:
@@ -210,4 +240,4 @@ def _commit(save: Save, begun: _Report, reports: list[_Report]) -> None:
     save.write_meta(f"{place}/{META}")
     files[META] = record_of(place, META)
     save.manifest.files = files
-    commit.commit(begun.path, begun.save_id, save.manifest)
+    save.target.commit(begun.path, begun.save_id, save.manifest)

@@ -14,6 +14,7 @@ import copy
 import time
 import zipfile
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -65,13 +66,23 @@ class Collection:
         return self.engine.optimizers[index].sharded.states.named_state(stand_in)
 
 
+@dataclass(frozen=True)
+class Background:
+    """How a save runs while training goes on."""
+
+    saver: BackgroundSaver
+    target: save.Target = field(default_factory=save.Target)
+    failed: Callable[[CheckpointError], None] | None = None
+    """Gets the error of a save that must not end the run."""
+
+
 def write(
     collection: Collection,
     checkpoint: dict[str, Any],
     path: str,
     checkpoint_io: CheckpointIO,
     storage_options: Any,
-    background: BackgroundSaver | None = None,
+    background: Background | None = None,
     random: dict[str, Any] | None = None,
 ) -> None:
     """Write a checkpoint folder; with ``background``, return when training can no longer change it. Collective.
@@ -94,10 +105,13 @@ def write(
         ),
         writes=partial(_writes, engine),
         write_meta=partial(_write_meta, plain_checkpoint_io(checkpoint_io), rest, storage_options),
+        target=save.Target() if background is None else background.target,
     )
     started = time.perf_counter()
 
     def done(total: int, seconds: float) -> None:
+        if background is not None and background.failed is not None:
+            return  # whoever handles failures reports
         stalled = f", {stall:.1f} s of it blocked training" if background is not None else ""
         rank_zero_info(f"ZeROStrategy: saved {path} ({total / 2**20:,.1f} MiB in {seconds:.1f} s{stalled})")
 
@@ -105,7 +119,7 @@ def write(
         done(*save.run(job, engine.mesh.world.rank, engine.mesh.world.exchange_objects))
         return
     stall = 0.0
-    background.submit(job, done)
+    background.saver.submit(job, done, background.failed)
     stall = time.perf_counter() - started
 
 

@@ -22,7 +22,7 @@ from ls_strategy.distributed.launcher import end_processes
 from ls_strategy.distributed.lockstep import Lockstep
 from ls_strategy.engine import Engine
 from ls_strategy.errors import ConfigError, OutOfStepError, PlanError, RankFailedError, StateError
-from ls_strategy.host.pytorch import Accelerator, DDPStrategy, SIGTERMException
+from ls_strategy.host.pytorch import Accelerator, Callback, DDPStrategy, SIGTERMException, pl
 from ls_strategy.lightning.connection import Connection
 from ls_strategy.lightning.parallel import ModelParallel
 from ls_strategy.slurm import job
@@ -36,6 +36,17 @@ _IN_FABRIC = (
     "Got ZeROStrategy, the strategy of a Trainer, for a Fabric. Use ls_strategy.ZeROFabricStrategy with the same "
     'options, or an alias such as Fabric(strategy="zero3").'
 )
+
+
+class ConnectedCallback(Callback):
+    """A callback that acts before the ranks of a strategy meet."""
+
+    def connecting(self, trainer: pl.Trainer) -> None:
+        """Act before the process group is made. Not collective.
+
+        Raises:
+            ConfigError: on every rank.
+        """
 
 
 class RankStrategy(Connection, DDPStrategy):
@@ -91,6 +102,10 @@ class RankStrategy(Connection, DDPStrategy):
 
     @override
     def setup_environment(self) -> None:
+        trainer: Any = None if self.lightning_module is None else self.lightning_module._trainer
+        for callback in () if trainer is None else trainer.callbacks:
+            if isinstance(callback, ConnectedCallback):
+                callback.connecting(trainer)
         super().setup_environment()
         self.parallel.show_device_mesh(self.lightning_module)
         name = job.job_id(os.environ)

@@ -8,13 +8,13 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ls_strategy._compat import unwrap_optimizer
+from ls_strategy._compat import end_restart, set_loader_states, unwrap_optimizer
 from ls_strategy.checkpoint.commit import recover
 from ls_strategy.checkpoint.full import load_full_state_dict
 from ls_strategy.checkpoint.random import random_states, restore_random_states
 from ls_strategy.engine import Engine
-from ls_strategy.errors import StateError
-from ls_strategy.lightning import checkpoints, data_position
+from ls_strategy.errors import PlanError, StateError
+from ls_strategy.lightning import before_batch, checkpoints, data_position
 from ls_strategy.lightning.virtual_ranks import VIRTUAL
 from ls_strategy.parallel.dtensor import has_dtensors
 from ls_strategy.zero.lazy import LazyTensor
@@ -35,6 +35,8 @@ class Resume:
         """Loads weights that wait for the engine."""
         self._random: dict[str, Any] | None = None
         """Random states that wait for the first batch."""
+        self._between: dict[str, Any] | None = None
+        """What a snapshot that was taken between two batches holds of this rank, in addition to a checkpoint."""
 
     def load(
         self,
@@ -71,11 +73,43 @@ class Resume:
 
     def _take_random_states(self, saved: dict[str, Any]) -> None:
         states, virtual = saved.pop(checkpoints.RANDOM, {}), self._strategy.virtual
+        self._between = None
+        if self._ours.get(before_batch.MARK):
+            self._take_between(states)
         self._random = states.get(f"rank_{self._strategy.parallel.first_rank}")
         if virtual is not None:
             self._random = self._random or states.get("rank_0")  # of the same seed, as long as hooks draw on all ranks
             virtual.restore({k: v for each in states.values() for k, v in each.get(VIRTUAL, {}).items()})
         (self._random or {}).pop(VIRTUAL, None)
+
+    def _take_between(self, states: dict[str, Any]) -> None:
+        ranks, module = self._strategy.world_size, self._strategy.lightning_module
+        if len(states) != ranks and self._strategy.virtual is None:
+            raise PlanError(
+                f"Got a snapshot of {len(states)} ranks on {ranks} ranks, but without virtual ranks another number of "
+                f"ranks trains on other batches. Set parallel.virtual_ranks={len(states)}, or start as many ranks."
+            )
+        self._between = before_batch.of_rank(states, self._strategy.global_rank, ranks)
+        assert module is not None
+        trainer = module.trainer
+        loaders = self._between["loaders"]
+        if loaders:
+            set_loader_states(trainer, loaders)
+        end_restart(trainer, self._continue_between)
+
+    @property
+    def between_batches(self) -> bool:
+        """Whether the run continues where a snapshot was taken, inside an epoch whose iterators had been made."""
+        return self._between is not None
+
+    def _continue_between(self) -> None:
+        """Restore what a snapshot holds besides a checkpoint, before the first batch is fetched."""
+        module, states = self._strategy.lightning_module, self._between
+        assert module is not None
+        assert states is not None
+        before_batch.restore(states, module.trainer, module)
+        self._between = None
+        self.restore_random_states()
 
     # weights and optimizer states ------------------------------------------------------------------------------------
 

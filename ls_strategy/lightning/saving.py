@@ -13,17 +13,18 @@ from typing import TYPE_CHECKING, Any
 
 from torch.optim import Optimizer
 
-from ls_strategy._compat import unwrap_optimizer
+from ls_strategy._compat import dump_for_resume, unwrap_optimizer
 from ls_strategy.checkpoint.background import BackgroundSaver
 from ls_strategy.checkpoint.commit import link as link_checkpoint
 from ls_strategy.checkpoint.commit import remove as remove_checkpoint
 from ls_strategy.checkpoint.full import full_state_dict
 from ls_strategy.checkpoint.random import random_states
+from ls_strategy.checkpoint.save import Target
 from ls_strategy.checkpoint.target import check_replaceable
 from ls_strategy.errors import CheckpointError
 from ls_strategy.host.pytorch import TrainerFn, TrainerStatus, rank_zero_warn
-from ls_strategy.lightning import checkpoints, data_position
-from ls_strategy.lightning.checkpoints import Collection
+from ls_strategy.lightning import before_batch, checkpoints, data_position
+from ls_strategy.lightning.checkpoints import Background, Collection
 from ls_strategy.lightning.virtual_ranks import VIRTUAL
 from ls_strategy.zero.flat.parameters import unnoticed
 
@@ -44,6 +45,8 @@ class Saves:
         """Whether the last checkpoint could not be written and training went on (``checkpoint.on_error``)."""
         self._strategy = strategy
         self._saver: BackgroundSaver | None = None
+        self._snapshot: Target | None = None
+        """Where the checkpoint that is being collected goes, if that is not a path of the user's."""
 
     @contextmanager
     def collecting(self) -> Generator[bool, None, None]:
@@ -57,7 +60,7 @@ class Saves:
         state = None if module is None else module.trainer.state
         if engine is not None and state is not None and (state.fn, state.status) == _FITTING:
             engine = strategy.engine_setup.follow_optimizers()
-        if engine is None or strategy.config.checkpoint.format == "file":
+        if engine is None or (strategy.config.checkpoint.format == "file" and self._snapshot is None):
             yield True
             return
         engine.check_complete()
@@ -135,7 +138,40 @@ class Saves:
             saver = self._background() if config.background and fitting else None
             if saver is not None:  # a wrong path is an error now, not at the next save
                 strategy.on_all_ranks(partial(check_replaceable, path) if strategy.is_global_zero else lambda: None)
-            checkpoints.write(collection, checkpoint, path, checkpoint_io, storage_options, saver, self._random())
+            background = None if saver is None else Background(saver)
+            checkpoints.write(collection, checkpoint, path, checkpoint_io, storage_options, background, self._random())
+
+    @property
+    def in_flight(self) -> bool:
+        """Whether this rank still writes a checkpoint in the background."""
+        return self._saver is not None and self._saver.in_flight
+
+    def snapshot(self, target: Target, name: str, failed: Callable[[CheckpointError], None]) -> None:
+        """Save a checkpoint to ``target`` in the background, between two batches of a fit. Collective.
+
+        Args:
+            target: where it goes.
+            name: for messages.
+            failed: gets the error, on every rank, if it fails; called by the thread that writes.
+
+        Raises:
+            CheckpointError: on every rank, if a checkpoint in the background failed before.
+        """
+        strategy = self._strategy
+        module = strategy.lightning_module
+        assert module is not None
+        self._snapshot = target
+        try:
+            checkpoint = dump_for_resume(module.trainer)
+        finally:
+            self._snapshot = None
+        collection, strategy.collection = strategy.collection, None
+        assert collection is not None
+        position = {**data_position.position(module.trainer), before_batch.MARK: True}
+        checkpoint = checkpoints.with_full_modules({**checkpoint, checkpoints.OURS: position}, collection.engine)
+        random = {**self._random(), before_batch.STATES: before_batch.states(module.trainer, module)}
+        background = Background(self._background(), target, failed)
+        checkpoints.write(collection, checkpoint, name, strategy.checkpoint_io, None, background, random)
 
     def _random(self) -> dict[str, Any]:
         """Return the random states of this process and of its virtual ranks."""

@@ -177,7 +177,9 @@ class VirtualRanks:
     def _begin_epoch(self) -> None:
         saved, self._resumed = self._resumed or {}, None
         progress: Any = self._trainer.fit_loop.epoch_loop.batch_progress
-        in_epoch = not progress.is_last_batch and progress.current.processed > 0
+        in_epoch = self._strategy.resume.between_batches or (
+            not progress.is_last_batch and progress.current.processed > 0
+        )
         states = {rank: saved[str(rank)] for rank in self.ranks if str(rank) in saved}
         for rank, state in states.items():
             before = state["epoch"] if in_epoch else None

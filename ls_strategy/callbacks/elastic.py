@@ -1,0 +1,375 @@
+"""`ElasticTraining`: a run that continues when ranks or nodes are lost or added, from snapshots in memory."""
+
+from __future__ import annotations
+
+import os
+import time
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from fsspec.core import url_to_fs
+from torch import Tensor
+from typing_extensions import override
+
+from ls_strategy import _compat as compat
+from ls_strategy.checked import at_least, checked
+from ls_strategy.checkpoint.commit import newest as newest_on_disk
+from ls_strategy.checkpoint.target import META
+from ls_strategy.errors import CheckpointError, ConfigError, StateError
+from ls_strategy.host.pytorch import ModelCheckpoint, pl, rank_zero_info, rank_zero_warn
+from ls_strategy.lightning.ranks import ConnectedCallback
+from ls_strategy.lightning.strategy import ZeROStrategy
+from ls_strategy.slurm import job
+from ls_strategy.snapshots import progress
+from ls_strategy.snapshots.find import Found, listing, newest
+from ls_strategy.snapshots.identity import agent_store_is_shared, run_name
+from ls_strategy.snapshots.memory import Memory, root
+from ls_strategy.snapshots.nodes import Nodes
+from ls_strategy.snapshots.remote import close_snapshots, open_snapshot
+from ls_strategy.snapshots.write import InMemory
+
+_COST = 0.01
+"""The share of the time that snapshots may take with ``max_repeated_steps="auto"``."""
+
+_MOST_STEPS = 1000
+"""Limits ``"auto"`` where steps are short."""
+
+
+class ElasticTraining(ConnectedCallback):
+    """Takes snapshots in memory, and continues from the newest complete one when the launcher starts the ranks again.
+
+    ::
+
+        every K optimizer steps   each rank copies its states in the background to its node's memory and to a buddy node
+        a rank or a node is lost  torchrun starts all ranks again, on the nodes that there are
+        start                     the ranks find the newest snapshot that is complete; without one, the newest
+                                  checkpoint of this run in the folders of ModelCheckpoint
+        end of the fit            the snapshots are removed
+
+    With ``parallel.virtual_ranks`` the run continues on any number of ranks with the bits of a run that nothing
+    happened to; without, on as many ranks as before. Start the program with
+    ``torchrun --nnodes=MIN:MAX --max-restarts=R --rdzv-backend=c10d --rdzv-id=NAME --rdzv-endpoint=HOST:PORT`` and
+    ``TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1``. ``Trainer(num_nodes=...)`` follows the launcher.
+
+    The log, and the loggers under ``elastic/``, have every restart: the ranks, the nodes that left and came, the steps
+    that are repeated, and the seconds from the last finished step to the next one.
+    """
+
+    @checked(max_repeated_steps=at_least(1))
+    def __init__(
+        self,
+        max_repeated_steps: int | Literal["auto"] = "auto",
+        *,
+        memory: str | os.PathLike[str] | None = None,
+        run: str | None = None,
+    ) -> None:
+        """Set the options; none is required.
+
+        Args:
+            max_repeated_steps: optimizer steps between two snapshots, which is the most that a loss repeats. ``"auto"``
+                takes as many as keep the time that training waits for snapshots below 1 %.
+            memory: folder on a memory file system of the node. Default: ``$LS_STRATEGY_MEMORY``, or a folder of this
+                user in ``/dev/shm``. A snapshot needs the bytes of a checkpoint, twice with more than one node, and
+                twice again while it is written.
+            run: the name of the run, the same whenever it is started again. Default: the SLURM job, or the
+                ``--rdzv-id``, together with the Trainer's ``default_root_dir``.
+
+        Raises:
+            ConfigError: a value is out of its range.
+        """
+        self.max_repeated_steps = max_repeated_steps
+        self.memory = memory
+        self.run = run
+        self._run = ""
+        self._nodes: Nodes | None = None
+        self._progress: progress.Progress | None = None
+        self._undo: Any = None
+        self._found: Found | None = None
+        self._lost_at = 0.0
+        self._last_step = -1
+        self._lost_steps = 0
+        self._reports = False
+        self._every = 1
+        self._due = 0
+        self._since = 0.0
+        self._saved = 0
+        self._error: CheckpointError | None = None
+
+    # start -----------------------------------------------------------------------------------------------------------
+
+    @override
+    def connecting(self, trainer: pl.Trainer) -> None:
+        """Let the launcher decide on the number of nodes, and name the logs by the run."""
+        strategy: Any = trainer.strategy
+        if agent_store_is_shared(os.environ):
+            raise ConfigError(
+                "Got ElasticTraining under torchrun with a store that the agents share with the ranks, but that store "
+                "keeps the addresses of ranks that have ended, and a change of nodes would hang. Set "
+                "TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 in the environment of torchrun."
+            )
+        self._run = run_name(self.run, os.environ, trainer.default_root_dir)
+        if "TORCHELASTIC_RUN_ID" in os.environ:
+            ranks, here = int(os.environ["WORLD_SIZE"]), int(os.environ["LOCAL_WORLD_SIZE"])
+            strategy.num_nodes = max(ranks // here, 1)
+            strategy.takes_any_size = True
+            if trainer.state.fn == "fit":
+                compat.name_logs(trainer, f"run_{self._run}")
+
+    @override
+    def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
+        """Find the newest snapshot of this run in the memories of all nodes. Collective."""
+        if stage != "fit":
+            return
+        strategy = self._check(trainer, pl_module)
+        # Last, so that other callbacks have seen the end of a step before its snapshot is taken.
+        trainer.callbacks = [c for c in trainer.callbacks if c is not self] + [self]  # type: ignore[attr-defined]
+        comm = strategy._comm
+        assert comm is not None
+        folder = root(os.environ) if self.memory is None else Path(self.memory)
+        memory = strategy.on_all_ranks(lambda: Memory(folder, self._run))
+        self._close()
+        self._nodes = Nodes(
+            memory, comm.rank, os.environ.get("MASTER_ADDR"), comm.exchange_objects, strategy.on_all_ranks
+        )
+        self._find(comm.exchange_objects)
+        compat.choose_checkpoint(trainer, lambda given: self._choose(trainer, strategy, given))
+
+    def _check(self, trainer: pl.Trainer, module: pl.LightningModule) -> ZeROStrategy:
+        strategy = trainer.strategy
+        if not isinstance(strategy, ZeROStrategy):
+            raise ConfigError(
+                f"Got ElasticTraining with {type(strategy).__name__}, whose states it cannot copy. Use a strategy of "
+                'ls_strategy, such as Trainer(strategy="zero2").'
+            )
+        if not module.automatic_optimization:
+            raise ConfigError(
+                "Got ElasticTraining with automatic_optimization=False, but then nothing says between which batches no "
+                "gradients are waiting. Use PreemptionHandler and ModelCheckpoint instead."
+            )
+        if strategy.uneven.joins:
+            raise ConfigError(
+                "Got ElasticTraining with uneven='join', whose ranks take snapshots at different batches. Leave one of "
+                "the two out."
+            )
+        if sum(isinstance(c, ElasticTraining) for c in trainer.callbacks) > 1:  # type: ignore[attr-defined]
+            raise ConfigError("Got ElasticTraining twice. Leave one of the two out.")
+        return strategy
+
+    def _find(self, exchange: Any) -> None:
+        """Find the newest complete snapshot, and what the run did last. Collective."""
+        nodes = self._nodes
+        assert nodes is not None
+        mine: Any = None
+        if nodes.is_lead:
+            nodes.memory.free_unused()
+            folder = nodes.memory.folder
+            mine = nodes.own.id, listing(nodes.memory), progress.last(folder), progress.members(folder)
+        found = [each for each in exchange(mine) if each is not None]
+        self._found = newest({node: snapshots for node, snapshots, _, _ in found})
+        self._last_step, self._lost_at = max(last for _, _, last, _ in found)
+        before = max((members for _, _, _, members in found), key=lambda each: (len(each), str(each)))
+        members = exchange({"rank": nodes.rank, "host": os.uname().nodename, "node": nodes.own.id})
+        if self._last_step >= 0:
+            rank_zero_info(f"ElasticTraining: {_change(before, members)}")
+        if nodes.is_lead:
+            progress.note_members(nodes.memory.folder, members)
+            self._progress = progress.Progress(nodes.memory.folder)
+
+    def _choose(self, trainer: pl.Trainer, strategy: ZeROStrategy, given: Any) -> Any:
+        """Return the path to continue from: a snapshot, a checkpoint of this run on disk, or what the user gave."""
+        nodes = self._nodes
+        assert nodes is not None
+        started = nodes.memory.folder / "started"
+        command = strategy.broadcast(repr(given))
+        if nodes.is_lead and started.exists() and started.read_text() != command:
+            self._found = None  # the user has started the run again, from another checkpoint
+        self._found = strategy.broadcast(self._found)
+        if nodes.is_lead:
+            started.write_text(command)
+        self._reports = False
+        if self._found is not None:
+            self._report_snapshot(self._found, nodes)
+            return open_snapshot(self._run, self._found, nodes)
+        restarted = self._last_step >= 0 or _is_restarted(os.environ)
+        on_disk = None
+        if restarted:
+            look = trainer.is_global_zero
+            on_disk = strategy.broadcast(strategy.on_all_ranks(lambda: self._newest_of_run(trainer) if look else None))
+        if restarted:
+            where = f"{on_disk} on disk" if on_disk else (given or "the beginning")
+            rank_zero_warn(
+                f"ElasticTraining: no complete snapshot of the run {self._run} is in memory, so it continues from "
+                f"{where}. Parts of a snapshot were lost with more nodes than one copy makes up for."
+            )
+        return on_disk or given
+
+    def _report_snapshot(self, found: Found, nodes: Nodes) -> None:
+        self._lost_steps = max(self._last_step - found.step, 0)
+        self._reports = self._lost_at > 0
+        here = sum(nodes.own.id in having for _, having in found.files.values())
+        rank_zero_info(
+            f"ElasticTraining: continues after step {found.step} from the snapshot of {found.world_size} ranks in "
+            f"memory ({here} of its {len(found.files)} files on this node); {self._lost_steps} steps are repeated"
+        )
+
+    def _newest_of_run(self, trainer: pl.Trainer) -> str | None:
+        callbacks: list[Any] = trainer.callbacks  # type: ignore[attr-defined]
+        path = newest_on_disk(compat.checkpoint_folder(c, trainer) for c in callbacks if isinstance(c, ModelCheckpoint))
+        return path if path is not None and _run_of(path, self.state_key) == self._run else None
+
+    @override
+    def state_dict(self) -> dict[str, Any]:
+        """Return the name of the run: a checkpoint of another one is not continued from."""
+        return {"run": self._run}
+
+    # steps -----------------------------------------------------------------------------------------------------------
+
+    @override
+    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Take a snapshot between batches from now on."""
+        fixed = self.max_repeated_steps
+        self._every = 1 if isinstance(fixed, str) else fixed
+        self._due = trainer.global_step + self._every
+        self._saved, self._error = 0, None
+        self._since = time.perf_counter()
+        self._begun_at = trainer.global_step
+        self._undo = compat.before_batches(trainer, lambda: self._before_batch(trainer))
+
+    @override
+    def on_train_batch_end(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        """Note the step, and after a restart log what it has cost."""
+        if self._progress is not None:
+            self._progress.note(trainer.global_step)
+        if self._reports and trainer.global_step > self._begun_at:
+            self._reports = False
+            seconds = time.time() - self._lost_at
+            rank_zero_info(
+                f"ElasticTraining: {seconds:.1f} s from the last finished step to the next one, on "
+                f"{trainer.world_size} ranks"
+            )
+            values = {
+                "elastic/seconds": seconds,
+                "elastic/repeated_steps": float(self._lost_steps),
+                "elastic/ranks": float(trainer.world_size),
+            }
+            for logger in trainer.loggers:
+                logger.log_metrics(values, step=trainer.global_step)
+
+    def _before_batch(self, trainer: pl.Trainer) -> None:
+        """Take a snapshot if it is due. Collective then."""
+        step = trainer.global_step
+        if step < self._due or compat.accumulates(trainer) or compat.fetches_ahead(trainer):
+            return
+        strategy: Any = trainer.strategy
+        world = strategy.require_engine().mesh.world
+        if bool(world.agree(torch.tensor([strategy.saves.in_flight], dtype=torch.uint8)).item()):
+            return  # a checkpoint, or the snapshot before this one, is still being written
+        self._check_the_last(step)
+        start = time.perf_counter()
+        nodes = self._nodes
+        assert nodes is not None
+        strategy.saves.snapshot(InMemory(nodes, step), f"the snapshot of step {step}", self._failed)
+        self._saved += 1
+        self._due = step + self._next(world, start, step)
+
+    def _failed(self, error: CheckpointError) -> None:
+        self._error = error
+
+    def _check_the_last(self, step: int) -> None:
+        """Report the error of the last snapshot, which is the same on all ranks; of the first one, raise it.
+
+        Raises:
+            CheckpointError: the run has no snapshot at all.
+        """
+        error, self._error = self._error, None
+        if error is None:
+            return
+        if self._saved == 1:
+            raise CheckpointError(
+                f"{error} The run could not survive a loss. Free memory on the nodes, or set "
+                "ElasticTraining(memory=...)."
+            ) from error
+        rank_zero_warn(f"ElasticTraining: at step {step} the snapshot before the last one counts. {error}")
+
+    def _next(self, world: Any, start: float, step: int) -> int:
+        """Return the steps until the next snapshot. Collective."""
+        now = time.perf_counter()
+        if not isinstance(self.max_repeated_steps, str):
+            return self.max_repeated_steps
+        steps = max(step - self._begun_at, 1)
+        times: Tensor = world.agree(torch.tensor([now - start, (start - self._since) / steps], dtype=torch.float64))
+        self._since, self._begun_at = now, step
+        stall, each = times.tolist()
+        return min(max(int(stall / (_COST * max(each, 1e-6))) + 1, 1), _MOST_STEPS)
+
+    # end -------------------------------------------------------------------------------------------------------------
+
+    @override
+    def on_fit_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Remove the snapshots: the run is complete. Collective."""
+        strategy, nodes = trainer.strategy, self._nodes
+        assert isinstance(strategy, ZeROStrategy)
+        if nodes is None:
+            return
+        strategy.wait_for_saves()
+        if self._error is not None:
+            rank_zero_warn(f"ElasticTraining: {self._error}")
+        strategy.barrier("ElasticTraining.on_fit_end")
+        lead, memory = nodes.is_lead, nodes.memory
+        self._close()
+        if lead:
+            memory.clear()
+
+    @override
+    def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
+        """Leave the snapshots for the next start."""
+        if self._undo is not None:
+            self._undo()
+            self._undo = None
+
+    @override
+    def teardown(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
+        """Stop serving this node's memory."""
+        self._close()
+
+    def _close(self) -> None:
+        if self._undo is not None:
+            self._undo()
+            self._undo = None
+        if self._progress is not None:
+            self._progress.close()
+            self._progress = None
+        if self._nodes is not None:
+            self._nodes.close()
+            self._nodes = None
+        close_snapshots()
+
+
+def _is_restarted(environ: Any) -> bool:
+    """Whether the launcher has started this run before."""
+    return environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0" or bool(job.restarts(environ))
+
+
+def _change(before: list[dict[str, Any]], now: list[dict[str, Any]]) -> str:
+    """Describe which nodes have left and come."""
+    old, new = ({each["node"]: each["host"] for each in members} for members in (before, now))
+    ranks = {node: [m["rank"] for m in before if m["node"] == node] for node in old}
+    lost = [f"{host} (ranks {', '.join(map(str, ranks[node]))})" for node, host in old.items() if node not in new]
+    came = [host for node, host in new.items() if node not in old]
+    text = f"started again on {len(now)} ranks of {len(new)} nodes, after {len(before)} ranks of {len(old)}"
+    text += f"; lost {', '.join(lost)}" if lost else ""
+    return text + (f"; new {', '.join(came)}" if came else "")
+
+
+def _run_of(path: str, key: str) -> str | None:
+    """Return the run that a checkpoint on disk belongs to, or None."""
+    fs, bare = url_to_fs(path)
+    with fs.open(f"{bare}/{META}" if fs.isdir(bare) else bare, "rb") as file:
+        try:
+            saved = torch.load(file, map_location="cpu", weights_only=False)
+        except Exception as error:
+            raise StateError(f"{path} cannot be read: {error}. Remove it, or give another ckpt_path.") from error
+    return saved.get("callbacks", {}).get(key, {}).get("run")
