@@ -1178,6 +1178,15 @@ def free_main_port(environment: Any, choose: Callable[[], int]) -> None:
         environment._main_port = choose()
 
 
+def accept_any_size(environment: Any) -> None:
+    """Leave it to the strategy to compare the ranks that ``torchrun`` has started with the Trainer's options.
+
+    Lightning compares them before a callback of the run is asked, which may follow the launcher.
+    """
+    if isinstance(environment, host.import_part("fabric.plugins.environments").TorchElasticEnvironment):
+        environment.validate_settings = lambda num_devices, num_nodes: None
+
+
 def is_started_by_lightning(environment: Any) -> bool:
     """Whether Lightning's launcher started this process as a rank above 0."""
     return type(environment) is _plain_environment() and environment.local_rank() > 0

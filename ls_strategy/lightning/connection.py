@@ -13,7 +13,7 @@ from torch import Tensor
 from typing_extensions import override
 
 from ls_strategy import host
-from ls_strategy._compat import free_main_port, is_started_by_lightning, open_sockets
+from ls_strategy._compat import accept_any_size, free_main_port, is_started_by_lightning, open_sockets
 from ls_strategy.distributed import rendezvous
 from ls_strategy.distributed.comm import Comm, make_comm
 from ls_strategy.distributed.launcher import VARIABLE as LAUNCHER
@@ -58,6 +58,7 @@ class Connection(_DDPStrategy):
     def _configure_launcher(self) -> None:
         environment = self.cluster_environment
         free_main_port(environment, rendezvous.free_port)
+        accept_any_size(environment)
         if environment is not None and not environment.creates_processes_externally:
             # Before the other ranks start: they would wait for a rank 0 that has raised.
             rendezvous.check_port(environment.main_address, environment.main_port, environment.global_rank())

@@ -103,6 +103,11 @@ class Losses(Callback):
         self.values = dict(state_dict)
 
 
+def rank_of(rank: int, world_size: int, options: dict[str, Any]) -> None:
+    """Run as a rank of `ls_strategy.testing.spawn`."""
+    main(options)
+
+
 def main(options: dict[str, Any]) -> None:
     folder = Path(options["folder"])
     pl.seed_everything(7, verbose=False)
@@ -110,11 +115,16 @@ def main(options: dict[str, Any]) -> None:
     data = torch.Generator().manual_seed(1)
     x, y = torch.randn(192, 8, generator=data), torch.randint(0, 4, (192,), generator=data)
     losses = Losses()
-    elastic = ElasticTraining(max_repeated_steps=options.get("every", 1))
+    elastic = ElasticTraining(options.get("every", 1), run=options.get("run"))
     trainer = Trainer(
         accelerator="cpu",
         devices=int(os.environ.get("LOCAL_WORLD_SIZE", "1")),
-        strategy=ZeROStrategy(stage=options.get("stage", 2), parallel=options.get("parallel", {"virtual_ranks": 4})),
+        strategy=ZeROStrategy(
+            stage=options.get("stage", 2),
+            offload=options.get("offload"),
+            parallel=options.get("parallel", {"virtual_ranks": 4}),
+        ),
+        precision=options.get("precision", "32-true"),
         max_epochs=options.get("epochs", 2),
         accumulate_grad_batches=options.get("accumulate", 1),
         gradient_clip_val=0.5,

@@ -1,0 +1,228 @@
+"""Runs that lose ranks or nodes continue from snapshots in memory, with the bits of a run that nothing happened to."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ls_strategy.snapshots import progress
+from ls_strategy.testing import spawn
+from tests.dist import elastic_program
+
+ROOT = Path(__file__).parents[2]
+
+pytestmark = pytest.mark.timeout(400)
+
+
+@pytest.fixture
+def memory() -> Iterator[Path]:
+    """A folder on the memory file system, as a node of its own."""
+    folder = Path(tempfile.mkdtemp(prefix="ls_strategy_test_", dir="/dev/shm" if Path("/dev/shm").is_dir() else None))
+    yield folder
+    shutil.rmtree(folder, ignore_errors=True)
+
+
+def fit(ranks: int, folder: Path, memory: Path, **options: Any) -> dict[str, Any] | None:
+    """Run the program on ``ranks`` ranks. Returns its results, or None if a rank ended itself as ``kills`` says."""
+    folder.mkdir(exist_ok=True)
+    options = {"folder": str(folder), "run": "test", "logger": False, **options}
+    before = len(list(folder.glob("killed-*")))
+    env = {"LS_STRATEGY_MEMORY": str(memory)}
+    try:
+        spawn(elastic_program.rank_of, ranks, options, timeout_s=100, env=env, init_process_group=False)
+    except Exception:
+        if len(list(folder.glob("killed-*"))) == before:
+            raise
+        return None
+    result = json.loads((folder / "out.json").read_text())
+    return {key: value for key, value in result.items() if key != "world_size"}
+
+
+def test_continues_on_other_numbers_of_ranks_with_the_same_bits(tmp_path: Path, memory: Path):
+    kills = [[7, 1, "train"]]
+    expected = fit(1, tmp_path / "unbroken", memory, run="unbroken")
+    assert fit(2, tmp_path / "lossy", memory, kills=kills) is None
+    assert fit(3, tmp_path / "lossy", memory, kills=kills) == expected
+    assert list(memory.glob("*")) == []  # a complete run leaves nothing
+
+
+@pytest.mark.wide
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"stage": 3, "offload": "cpu", "accumulate": 3, "epochs": 3},
+        {"stage": 1, "precision": "bf16-mixed", "val_check_interval": 1.0},
+        {"stage": 0, "every": 3},
+    ],
+    ids=["zero3 offloaded, accumulation", "zero1 bf16", "zero0, every third step"],
+)
+def test_stages_tiers_and_accumulation(options: dict[str, Any], tmp_path: Path, memory: Path):
+    kills = [[3, 0, "optimizer"], [8, 1, "validation"]]
+    expected = fit(2, tmp_path / "unbroken", memory, run="unbroken", **options)
+    assert fit(2, tmp_path / "lossy", memory, kills=kills, **options) is None
+    assert fit(2, tmp_path / "lossy", memory, kills=kills, **options) is None
+    assert fit(2, tmp_path / "lossy", memory, kills=kills, **options) == expected
+
+
+@pytest.mark.wide
+def test_without_virtual_ranks_on_the_same_number_of_ranks(tmp_path: Path, memory: Path):
+    options = {"parallel": {}, "stage": 2}
+    kills = [[7, 1, "train"]]
+    expected = fit(2, tmp_path / "unbroken", memory, run="unbroken", **options)
+    assert fit(2, tmp_path / "lossy", memory, kills=kills, **options) is None
+    with pytest.raises(Exception, match="Set parallel.virtual_ranks=2, or start as many ranks"):
+        fit(1, tmp_path / "lossy", memory, kills=kills, **options)
+    assert fit(2, tmp_path / "lossy", memory, kills=kills, **options) == expected
+
+
+@pytest.mark.wide
+def test_a_torn_snapshot_and_one_of_another_run_do_not_count(tmp_path: Path, memory: Path):
+    kills = [[7, 1, "train"]]
+    assert fit(2, tmp_path / "lossy", memory, kills=kills) is None
+    (run,) = memory.iterdir()
+    shutil.copytree(run, memory / "other-000000000000")
+    for manifest in run.glob("step-*/manifest.json"):
+        manifest.write_text(manifest.read_text().replace('"step"', '"stop"', 1))
+    result = fit(2, tmp_path / "lossy", memory, kills=kills)
+    assert result == fit(1, tmp_path / "unbroken", memory, run="unbroken")  # from the beginning
+    assert [p.name for p in memory.iterdir()] == ["other-000000000000"]
+
+
+# --- torchrun ---------------------------------------------------------------------------------------------------------
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+class Agent:
+    """``torchrun`` on one emulated node: a memory of its own, and a process group that can be killed."""
+
+    def __init__(self, number: int, port: int, memory: Path, options: Path, *, ranks: int, nodes: str) -> None:
+        self.memory = memory / f"node{number}"
+        self.memory.mkdir(exist_ok=True)
+        self.log = options.parent / f"node{number}.log"
+        command = [
+            sys.executable, "-m", "torch.distributed.run", f"--nnodes={nodes}", f"--nproc-per-node={ranks}",
+            "--max-restarts=5", "--rdzv-backend=c10d", "--rdzv-id=elastic", f"--rdzv-endpoint=127.0.0.1:{port}",
+            "--rdzv-conf=last_call_timeout=3", "-m", "tests.dist.elastic_program", str(options),
+        ]  # fmt: skip
+        env = {**os.environ, "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1", "LS_STRATEGY_MEMORY": str(self.memory)}
+        with self.log.open("a") as log:
+            self.process = subprocess.Popen(
+                command, cwd=ROOT, env=env, stdout=log, stderr=subprocess.STDOUT, start_new_session=True
+            )
+
+    def descendants(self) -> list[int]:
+        found, queue = [], [self.process.pid]
+        while queue:
+            pid = queue.pop()
+            found.append(pid)
+            for children in Path(f"/proc/{pid}/task").glob("*/children"):
+                queue += map(int, children.read_text().split())
+        return found
+
+    def lose(self) -> None:
+        """Kill the agent and its ranks, and remove what the node had in memory."""
+        for pid in self.descendants():
+            try:
+                os.kill(pid, signal.SIGKILL)
+            except ProcessLookupError:
+                continue
+        self.process.wait(20)
+        shutil.rmtree(self.memory)
+
+    def step(self) -> int:
+        """The last finished step that the node has noted."""
+        return max((progress.last(folder)[0] for folder in self.memory.glob("*")), default=-1)
+
+    def wait_for_step(self, step: int, limit_s: float = 120) -> None:
+        until = time.monotonic() + limit_s
+        while self.step() < step:
+            assert self.process.poll() is None, self.log.read_text()[-4000:]
+            assert time.monotonic() < until, self.log.read_text()[-4000:]
+            time.sleep(0.05)
+
+
+@pytest.fixture
+def options(tmp_path: Path) -> Path:
+    path = tmp_path / "options.json"
+    path.write_text(json.dumps({"folder": str(tmp_path), "epochs": 3, "sleep": 0.1}))
+    return path
+
+
+def outcome(folder: Path) -> dict[str, Any]:
+    return json.loads((folder / "out.json").read_text())
+
+
+@pytest.mark.wide
+def test_torchrun_starts_a_killed_rank_again(tmp_path: Path, memory: Path, options: Path):
+    pytest.importorskip("tensorboard")
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    options.write_text(json.dumps({**json.loads(options.read_text()), "kills": [[9, 1, "train"]]}))
+    agent = Agent(0, free_port(), memory, options, ranks=2, nodes="1")
+    assert agent.process.wait(150) == 0, agent.log.read_text()[-4000:]
+    result = outcome(tmp_path)
+    expected = fit(1, tmp_path / "unbroken", memory, run="unbroken", epochs=3)
+    assert expected is not None
+    assert {key: result[key] for key in expected} == expected
+    (logs,) = (tmp_path / "lightning_logs").iterdir()  # the restart continues in the folder of the first start
+    events = EventAccumulator(str(logs))
+    events.Reload()
+    (repeated,) = events.Scalars("elastic/repeated_steps")
+    assert 0 <= repeated.value <= 2
+    assert 0 < events.Scalars("elastic/seconds")[0].value < 100
+    assert "steps are repeated" in agent.log.read_text()
+
+
+@pytest.mark.wide
+def test_a_lost_node_is_restored_from_its_buddy(tmp_path: Path, memory: Path, options: Path):
+    port = free_port()
+    first = Agent(0, port, memory, options, ranks=1, nodes="1:2")
+    time.sleep(2)
+    second = Agent(1, port, memory, options, ranks=1, nodes="1:2")
+    second.wait_for_step(9)
+    second.lose()
+    assert first.process.wait(200) == 0, first.log.read_text()[-4000:]
+    expected = fit(1, tmp_path / "unbroken", memory, run="unbroken", epochs=3)
+    assert expected is not None
+    result = outcome(tmp_path)
+    assert {key: result[key] for key in expected} == expected
+    assert result["world_size"] == 1
+    assert "lost " in first.log.read_text()
+
+
+@pytest.mark.slow
+def test_a_node_joins_again(tmp_path: Path, memory: Path, options: Path):
+    options.write_text(json.dumps({"folder": str(tmp_path), "epochs": 6, "sleep": 0.4}))
+    port = free_port()
+    first = Agent(0, port, memory, options, ranks=1, nodes="1:2")
+    time.sleep(2)
+    second = Agent(1, port, memory, options, ranks=1, nodes="1:2")
+    second.wait_for_step(5)
+    second.lose()
+    first.wait_for_step(first.step() + 3)
+    again = Agent(1, port, memory, options, ranks=1, nodes="1:2")
+    assert first.process.wait(250) == 0, first.log.read_text()[-4000:]
+    assert again.process.wait(60) == 0, again.log.read_text()[-4000:]
+    expected = fit(1, tmp_path / "unbroken", memory, run="unbroken", epochs=6)
+    assert expected is not None
+    result = outcome(tmp_path)
+    assert {key: result[key] for key in expected} == expected
+    assert result["world_size"] == 2
+    assert "new " in first.log.read_text()
