@@ -959,21 +959,22 @@ def _do_nothing() -> None:
 
 def resume_from(trainer: Any, path: str) -> None:
     """Make the next restore use ``path`` unless the user gave another checkpoint."""
-    connector: Any = trainer._checkpoint_connector
-
-    def resume_start(checkpoint_path: Any = None, weights_only: bool | None = None) -> None:
-        vars(connector).pop("resume_start", None)
-        connector.resume_start(checkpoint_path or path, weights_only=weights_only)
-
-    connector.resume_start = resume_start
+    choose_checkpoint(trainer, lambda given: given or path)
 
 
 def choose_checkpoint(trainer: Any, choose: Callable[[Any], Any]) -> None:
-    """Make the next restore use ``choose(ckpt_path)``, which gets what the user gave, or None."""
+    """Make the next restore use ``choose(ckpt_path)``, which gets what the user gave, or None.
+
+    Of several choices the last one comes first, and gives its result to the one before it.
+    """
     connector: Any = trainer._checkpoint_connector
+    before = vars(connector).get("resume_start")
 
     def resume_start(checkpoint_path: Any = None, weights_only: bool | None = None) -> None:
-        vars(connector).pop("resume_start", None)
+        if before is None:
+            vars(connector).pop("resume_start", None)
+        else:
+            connector.resume_start = before
         connector.resume_start(choose(checkpoint_path), weights_only=weights_only)
 
     connector.resume_start = resume_start

@@ -13,6 +13,7 @@ from torch import Tensor
 from typing_extensions import override
 
 from ls_strategy import _compat as compat
+from ls_strategy.callbacks.preemption import PreemptionHandler
 from ls_strategy.checked import at_least, checked
 from ls_strategy.checkpoint.commit import newest as newest_on_disk
 from ls_strategy.checkpoint.target import META
@@ -215,6 +216,8 @@ class ElasticTraining(ConnectedCallback):
 
     def _newest_of_run(self, trainer: pl.Trainer) -> str | None:
         callbacks: list[Any] = trainer.callbacks  # type: ignore[attr-defined]
+        if any(isinstance(c, PreemptionHandler) for c in callbacks):
+            return None  # it looks there, and in its own folder
         path = newest_on_disk(compat.checkpoint_folder(c, trainer) for c in callbacks if isinstance(c, ModelCheckpoint))
         return path if path is not None and _run_of(path, self.state_key) == self._run else None
 

@@ -18,6 +18,7 @@ FOLDER = "slurm"
 """Folder of scripts and logs, in the current folder."""
 
 HANDLER = "ls_strategy.callbacks.preemption.PreemptionHandler"
+ELASTIC = "ls_strategy.callbacks.elastic.ElasticTraining"
 _VERSIONED = ("TensorBoardLogger", "CSVLogger")
 
 
@@ -60,6 +61,15 @@ def add(subcommands: argparse._SubParsersAction[argparse.ArgumentParser]) -> Non
         "--time", type=arguments.line, help="time limit, MINUTES or D-HH:MM:SS (default: the partition's)"
     )
     _add_what_sbatch_takes(parser)
+    parser.add_argument(
+        "--elastic",
+        type=arguments.integer(),
+        nargs="?",
+        const=1,
+        metavar="MIN",
+        help="continue on as few as MIN nodes (default: 1) when nodes fail: torchrun starts the processes, and "
+        "ElasticTraining is added to the callbacks",
+    )
     parser.add_argument(
         "--signal-lead-s",
         type=arguments.integer(most=86400),
@@ -121,18 +131,20 @@ def run(args: argparse.Namespace) -> int:
     tasks = args.tasks_per_node or args.gpus_per_node or 1
     follow = accelerator_option(trainer, args.extra, args.gpus_per_node)
     check_geometry(trainer, args.extra, nodes=args.nodes, tasks=tasks)
+    check_elastic(args.elastic, configs, args.extra, nodes=args.nodes, tasks=tasks)
     job = Job(
         name=name,
         command=[
             sys.executable, "-m", module, "fit",
             *(f"--config={c}" for c in configs),
-            *handler_option(configs, args.extra),
+            *handler_option(configs, args.extra, HANDLER),
+            *(handler_option(configs, args.extra, ELASTIC) if args.elastic else []),
             *args.extra,
             *follow,
         ],
         raw=[
             '--trainer.num_nodes="$SLURM_JOB_NUM_NODES"',
-            '--trainer.devices="$SLURM_NTASKS_PER_NODE"',
+            '--trainer.devices="$SLURM_NTASKS_PER_NODE"' if args.elastic is None else f"--trainer.devices={tasks}",
             *version_option(trainer, args.extra),
         ],
         nodes=args.nodes,
@@ -147,6 +159,7 @@ def run(args: argparse.Namespace) -> int:
         array=args.array,
         mail_user=args.mail_user,
         signal_lead_s=args.signal_lead_s,
+        elastic=args.elastic,
         setup=args.setup,
         env=[_variable(text) for text in args.env],
         python=sys.executable,
@@ -164,13 +177,14 @@ def run(args: argparse.Namespace) -> int:
     job_id = submit(script)
     log = f"{FOLDER}/{name}-{job_id}_*" if args.array else f"{FOLDER}/{name}-{job_id}"
     print(f"submitted {script} as job {job_id}\n")
-    _say_how_to_watch(job_id, log, log_folder(trainer))
+    first = "rank-0.log" if args.elastic is None else "node-0.log"
+    _say_how_to_watch(job_id, f"{log}.log {log}/{first}", log_folder(trainer))
     return 0
 
 
 def _say_how_to_watch(job_id: str, log: str, curves: str | Path) -> None:
     print(f"  state       squeue -j {job_id}")
-    print(f"  output      tail -F {log}.log {log}/rank-0.log")
+    print(f"  output      tail -F {log}")
     print(f"  curves      tensorboard --logdir {curves}")
     print(f"  end it      scancel {job_id}")
 
@@ -213,10 +227,27 @@ def trainer_options(configs: Sequence[Path]) -> dict[str, Any]:
     return result
 
 
-def handler_option(configs: Sequence[Path], extra: Sequence[str]) -> list[str]:
-    """Return the option that adds `PreemptionHandler`, unless it is configured already."""
-    named = any("PreemptionHandler" in text for text in (*extra, *(c.read_text(encoding="utf-8") for c in configs)))
-    return [] if named else [f"--trainer.callbacks+={HANDLER}"]
+def handler_option(configs: Sequence[Path], extra: Sequence[str], callback: str) -> list[str]:
+    """Return the option that adds a callback, unless it is configured already."""
+    return [] if _is_named(callback.rsplit(".", 1)[-1], configs, extra) else [f"--trainer.callbacks+={callback}"]
+
+
+def _is_named(name: str, configs: Sequence[Path], extra: Sequence[str]) -> bool:
+    return any(name in text for text in (*extra, *(c.read_text(encoding="utf-8") for c in configs)))
+
+
+def check_elastic(least: int | None, configs: Sequence[Path], extra: Sequence[str], *, nodes: int, tasks: int) -> None:
+    """Reject a job that may continue on fewer nodes, and would train on other batches there.
+
+    Raises:
+        ConfigError: with the option to add.
+    """
+    if least is not None and least < nodes and not _is_named("virtual_ranks", configs, extra):
+        raise ConfigError(
+            f"Got --elastic {least} for {nodes} nodes without virtual ranks, but on fewer nodes the run would train on "
+            f"other batches. Add `-- --trainer.strategy.init_args.parallel.virtual_ranks={nodes * tasks}`, or set "
+            f"--elastic {nodes} to wait for as many nodes."
+        )
 
 
 def given(option: str, trainer: dict[str, Any], extra: Sequence[str]) -> tuple[Any, bool]:

@@ -64,7 +64,16 @@ class Job:
     script: str = "job.sbatch"
     """Path of the script, for its first comment."""
 
+    elastic: int | None = None
+    """The fewest nodes that the job may continue on when nodes fail; ``torchrun`` starts the processes. None: `srun`
+    starts them, and a failed node ends the job."""
+
     def __post_init__(self) -> None:
+        if self.elastic is not None and not 1 <= self.elastic <= self.nodes:
+            raise ConfigError(
+                f"Got --elastic {self.elastic} and --nodes {self.nodes}. Give the fewest nodes to continue on, from 1 "
+                f"to {self.nodes}."
+            )
         if not _NAME.fullmatch(self.name):
             raise ConfigError(
                 f"Got --name {self.name!r}. Use letters, digits, dot, dash and underscore: it is also a file name."
@@ -89,6 +98,43 @@ class Job:
                 raise ConfigError(f"Got --env {name}={value}. Give NAME=VALUE in one line.")
 
 
+_SRUN = """
+# `exec`: signals and scancel reach srun itself, and its status becomes the job's. A rank that fails ends the others.
+exec srun --kill-on-bad-exit=1 --output="$logs/rank-%t.log" --open-mode=append \\
+  @COMMAND@
+""".strip()
+
+_TORCHRUN = """
+# One agent per node starts the ranks, and starts them again on the nodes that are left. Agents share no store with the
+# ranks: it would keep the addresses of ranks that have ended. SIGUSR1 is for the ranks.
+export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 OMP_NUM_THREADS=@THREADS@ logs
+rm -f "$logs/complete"
+status=0
+srun --no-kill --kill-on-bad-exit=0 --output="$logs/node-%n.log" --open-mode=append \\
+  bash -c 'trap "" USR1; "$@" && touch "$logs/complete"' agent \\
+  @COMMAND@ || status=$?
+# To srun a node that was lost is a failure, even if the others have completed the run.
+if [[ -e $logs/complete ]]; then exit 0; fi
+exit "$status"
+""".strip()
+
+_RESTARTS = 20
+"""Of each agent. An error of the program repeats as often."""
+
+
+def _launcher(job: Job) -> list[str]:
+    """Return the lines between Python and the program's ``-m module`` that start the ranks of one node."""
+    return [
+        "-m torch.distributed.run",
+        f"--nnodes={job.elastic}:{job.nodes}",
+        f"--nproc-per-node={job.tasks_per_node}",
+        f"--max-restarts={_RESTARTS}",
+        "--rdzv-backend=c10d",
+        '--rdzv-id="$job"',
+        '--rdzv-endpoint="$MASTER_ADDR:$MASTER_PORT"',
+    ]
+
+
 def render(job: Job) -> str:
     """Return the script's text."""
     template = files("ls_strategy.slurm").joinpath("template.sbatch").read_text(encoding="utf-8")
@@ -102,7 +148,9 @@ def render(job: Job) -> str:
         "PYTHON": shlex.quote(job.python),
         "ENV": "".join(f"export {name}={shlex.quote(value)}\n" for name, value in job.env),
         "COMMAND": " \\\n  ".join(_lines(job)),
+        "THREADS": str(job.cpus_per_task or 1),
     }
+    template = template.replace("@LAUNCH@", _SRUN if job.elastic is None else _TORCHRUN)
     return re.sub(r"@([A-Z_]+)@", lambda m: values[m[1]], template)
 
 
@@ -110,9 +158,9 @@ def _directives(job: Job) -> list[tuple[str, str]]:
     options: list[tuple[str, object]] = [
         ("job-name", job.name),
         ("nodes", job.nodes),
-        ("ntasks-per-node", job.tasks_per_node),
+        ("ntasks-per-node", job.tasks_per_node if job.elastic is None else 1),
         ("gpus-per-node", job.gpus_per_node or None),
-        ("cpus-per-task", job.cpus_per_task),
+        ("cpus-per-task", job.cpus_per_task and job.cpus_per_task * (1 if job.elastic is None else job.tasks_per_node)),
         ("time", job.time),
         ("partition", job.partition),
         ("account", job.account),
@@ -122,7 +170,8 @@ def _directives(job: Job) -> list[tuple[str, str]]:
         ("mail-user", job.mail_user),
         ("mail-type", "END,FAIL,REQUEUE,TIME_LIMIT_80" if job.mail_user else None),
     ]
-    return [(option, str(value)) for option, value in options if value is not None]
+    found = [(option, str(value)) for option, value in options if value is not None]
+    return found if job.elastic is None else [*found, ("no-kill", "set")]
 
 
 def _lines(job: Job) -> list[str]:
@@ -133,4 +182,7 @@ def _lines(job: Job) -> list[str]:
             lines[-1] += f" {shlex.quote(word)}"
         else:
             lines.append(shlex.quote(word))
-    return [*lines, *job.raw]
+    if job.elastic is None:
+        return [*lines, *job.raw]
+    python, _, program = lines[0].partition(" ")
+    return [python, *_launcher(job), program, *lines[1:], *job.raw]

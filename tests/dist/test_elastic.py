@@ -82,7 +82,7 @@ def test_without_virtual_ranks_on_the_same_number_of_ranks(tmp_path: Path, memor
     kills = [[7, 1, "train"]]
     expected = fit(2, tmp_path / "unbroken", memory, run="unbroken", **options)
     assert fit(2, tmp_path / "lossy", memory, kills=kills, **options) is None
-    with pytest.raises(Exception, match="Set parallel.virtual_ranks=2, or start as many ranks"):
+    with pytest.raises(Exception, match="or start as many ranks"):
         fit(1, tmp_path / "lossy", memory, kills=kills, **options)
     assert fit(2, tmp_path / "lossy", memory, kills=kills, **options) == expected
 
