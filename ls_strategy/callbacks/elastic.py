@@ -134,6 +134,8 @@ class ElasticTraining(ConnectedCallback):
             memory, comm.rank, os.environ.get("MASTER_ADDR"), comm.exchange_objects, strategy.on_all_ranks
         )
         self._find(comm.exchange_objects)
+        if self._last_step >= 0 or _is_restarted(os.environ):
+            compat.overwrite_saved_config(trainer)
         compat.choose_checkpoint(trainer, lambda given: self._choose(trainer, strategy, given))
 
     def _check(self, trainer: pl.Trainer, module: pl.LightningModule) -> ZeROStrategy:

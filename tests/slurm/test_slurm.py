@@ -39,6 +39,10 @@ pytestmark = [pytest.mark.slurm, pytest.mark.timeout(480)]
 class Slow(Callback):
     """Half a second per step in the first start of a job, none after it was requeued; prints every step."""
 
+    def __init__(self) -> None:
+        if "OWN_MEMORY" in os.environ:  # nodes on one host are nodes with a memory of their own
+            os.environ["LS_STRATEGY_MEMORY"] = os.environ["OWN_MEMORY"] + os.environ["SLURM_NODEID"]
+
     def on_train_start(self, *_: Any) -> None:
         if "IGNORE_SIGUSR1" in os.environ:
             signal.signal(signal.SIGUSR1, signal.SIG_IGN)
@@ -205,6 +209,34 @@ def test_a_killed_rank_ends_the_job_promptly(submit):
     assert time.monotonic() - before < 45
     assert job.show("JobState") == "FAILED"
     assert job.processes() == []
+
+
+def test_a_job_continues_without_a_node_that_fails(submit, tmp_path):
+    """SLURM takes the second node away; the first one has its copies, and completes the run with as many steps."""
+    memory = Path("/dev/shm") if Path("/dev/shm").is_dir() else tmp_path
+    folder = memory / f"ls_strategy_test_{os.getpid()}_"
+    job = submit(
+        "--elastic",
+        f"--env=OWN_MEMORY={folder}",
+        program=("--trainer.max_steps=60", "--trainer.strategy.init_args.parallel.virtual_ranks=2"),
+    )
+    node = ""
+    try:
+        job.wait(lambda: re.search(r"start 0 step 6\b", job.log("node-0.log")), 120, "six steps on two nodes")
+        nodes = slurm("scontrol", "show", "hostnames", job.show("NodeList")).split()
+        node = nodes[-1]
+        slurm("scontrol", "update", f"nodename={node}", "state=down", "reason=test")
+        job.wait(job.ended, 200, "the end on one node")
+        assert job.show("JobState") == "COMPLETED", job.log("node-0.log")
+    finally:
+        if node:
+            slurm("scontrol", "update", f"nodename={node}", "state=resume")
+        for each in memory.glob(f"{folder.name}*"):
+            shutil.rmtree(each)
+    log = job.log("node-0.log")
+    assert "ElasticTraining: continues after step" in log
+    assert "on 1 ranks of 1 nodes, after 2 ranks of 2; lost" in log
+    assert re.search(r"start 0 step 60\b", log)
 
 
 def test_the_same_program_under_torchrun(tmp_path):
