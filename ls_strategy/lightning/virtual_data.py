@@ -12,6 +12,7 @@ from typing import Any
 
 from torch.utils.data import DataLoader, IterableDataset
 
+from ls_strategy.distributed.rounds import Split
 from ls_strategy.errors import PlanError
 from ls_strategy.host.fabric import pl_worker_init_function
 
@@ -25,23 +26,24 @@ class VirtualLoader:
     The batches of the others wait in `waiting`, in the same order.
     """
 
-    def __init__(self, loader: Any, ranks: Sequence[int], count: int, as_rank: As) -> None:
+    def __init__(self, loader: Any, split: Split, rank: int, as_rank: As) -> None:
         """Make a loader per virtual rank.
 
         Args:
-            loader: of virtual rank ``ranks[0]``, with its sampler.
-            ranks: virtual ranks of this process.
-            count: the number of all virtual ranks.
+            loader: of the first virtual rank of this process, with its sampler.
+            split: which virtual ranks every rank computes.
+            rank: this rank.
             as_rank: surrounds everything that may draw random numbers.
 
         Raises:
             PlanError: the batches of other virtual ranks cannot be had from this loader.
         """
+        ranks, count = split.ranks_of(rank), split.count
         for each in _samplers_of(loader):  # on every rank, also those with one virtual rank
             _check_replicas(each, count)
-        self.loaders = [loader if rank == ranks[0] else _for_rank(loader, rank, count) for rank in ranks]
-        for rank, each in zip(ranks, self.loaders, strict=True):
-            _seed_workers(each, rank)
+        self.loaders = [loader if each == ranks[0] else _for_rank(loader, each, count) for each in ranks]
+        for virtual, each in zip(ranks, self.loaders, strict=True):
+            _seed_workers(each, virtual)
         self._ranks, self._as = ranks, as_rank
         self.waiting: deque[list[Any]] = deque()
         """For every batch that was fetched, those of the other virtual ranks."""

@@ -191,6 +191,28 @@ def test_ranks_stages_and_tiers_give_the_same_bits(trainer_options: dict[str, An
 
 
 @pytest.mark.wide
+@pytest.mark.parametrize("trainer_options", [PLAIN, HARD], ids=["plain", "accumulation and bf16"])
+def test_uneven_shares_give_the_same_bits(trainer_options: dict[str, Any], tmp_path: Path) -> None:
+    nvme = {**NVME, "offload.nvme_path": str(tmp_path)}
+    expected = run(1, {"stage": 2}, trainer_options)
+    for shares, options in (
+        ([1, 3], {"stage": 2}), ([3, 1], {"stage": 2}), ([1, 3], {"stage": 3}), ([1, 2, 1], {"stage": 3}),
+        ([2, 1, 1], {"stage": 1}), ([1, 1, 2], CPU), ([1, 3], nvme),
+    ):  # fmt: skip
+        check_equal(run(len(shares), {**options, "parallel.virtual_ranks_per_rank": shares}, trainer_options), expected)
+
+
+def test_a_slow_rank_computes_less(tmp_path: Path) -> None:
+    """And a run continues inside an epoch with other shares."""
+    path = str(tmp_path / "middle.ckpt")
+    expected = run(1, {"stage": 2}, PLAIN)
+    found = run(2, {"stage": 2, "parallel.virtual_ranks_per_rank": [1, 3]}, PLAIN, "Habits", (path, 4))
+    check_equal(found, expected)
+    found = run(2, {"stage": 3, "parallel.virtual_ranks_per_rank": [3, 1]}, PLAIN, "Habits", None, path)
+    check_continued(found, expected)
+
+
+@pytest.mark.wide
 def test_whole_tensors_and_frozen_blocks() -> None:
     expected = run(1, {"stage": 2}, PLAIN, "Matrices")
     for world_size, options in ((2, {"stage": 3}), (3, {"stage": 2}), (4, CPU)):
@@ -408,7 +430,10 @@ class Names(Net):
 
 def refused(rank: int, world_size: int, what: str) -> str:
     quiet()
-    strategy = ZeROStrategy(2, parallel={"virtual_ranks": 1 if what == "few" else 2})
+    parallel: dict[str, Any] = {"virtual_ranks": 1 if what == "few" else 2}
+    if what == "shares":
+        parallel = {"virtual_ranks": 3, "virtual_ranks_per_rank": [1, 1, 1]}
+    strategy = ZeROStrategy(2, parallel=parallel)  # type: ignore[arg-type]
     data: Any = batches(16)
     if what == "iterable":
         data = DataLoader(Endless(), batch_size=2)
@@ -424,6 +449,7 @@ def refused(rank: int, world_size: int, what: str) -> str:
     ("what", "says"),
     [
         ("few", "every rank needs a virtual rank"),
+        ("shares", "one number per rank"),
         ("manual", "automatic_optimization"),
         ("iterable", "IterableDataset"),
         ("iterator", "starts at its first batch"),
