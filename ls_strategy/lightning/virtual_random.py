@@ -18,7 +18,7 @@ from typing import Any
 from ls_strategy.checkpoint.random import RandomStream
 
 VIRTUAL = "virtual_ranks"
-"""Under which a checkpoint has the random states of virtual ranks, among those of a process."""
+"""Under which a checkpoint has what every virtual rank has of its own: random states, and states of loaders."""
 
 
 class VirtualRandom:
@@ -34,6 +34,8 @@ class VirtualRandom:
         """What a checkpoint holds of them, until iterators are made."""
         self._continued: dict[int, RandomStream] | None = None
         """From the iterators of an epoch to its first batch: the random numbers of a run that continues inside it."""
+        self._creating: dict[int, RandomStream] = {}
+        """For the iterators of an epoch inside which the run continues."""
         self.current: int | None = None
         """The virtual rank that draws now."""
         self.keeps: Callable[[], bool] | None = None
@@ -43,6 +45,7 @@ class VirtualRandom:
         """Begin a fit or an evaluation without streams."""
         self._streams.clear()
         self._at_epoch.clear()
+        self._creating.clear()
         self.current = self._continued = None
         if not fitting:
             self._resumed = None
@@ -95,6 +98,22 @@ class VirtualRandom:
         now = RandomStream()
         self._at_epoch = {rank: copy.copy(self._streams.get(rank, now)) for rank in ranks}
         self._continued = {rank: RandomStream.of(state["now"]) for rank, state in states.items() if inside}
+        self._creating = {rank: copy.copy(self._at_epoch[rank]) for rank in self._continued}
+
+    @contextmanager
+    def creating(self, rank: int) -> Generator[None, None, None]:
+        """Surround the creation of an iterator, which may be at the first batch that it is asked for."""
+        stream = self._creating.get(rank)
+        if stream is None:
+            yield
+            return
+        outside = RandomStream()
+        stream.put()
+        try:
+            yield
+        finally:
+            stream.take()
+            outside.put()
 
     def before_batch(self) -> None:
         """Continue with the random numbers that the run had after it had made its iterators."""

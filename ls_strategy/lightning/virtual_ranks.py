@@ -51,6 +51,8 @@ class VirtualRanks:
         self._strategy, self.count = strategy, count
         self.random = VirtualRandom()
         self._replaced: Method | None = None
+        self._loaders: list[VirtualLoader] = []
+        """Of the run."""
         self._views: dict[int, list[Tensor]] = {}
         """Buffers by virtual rank, between two synchronizing steps."""
         self._has_hooks = True
@@ -152,6 +154,9 @@ class VirtualRanks:
         if self._replaced is not None:
             self._replaced.remove()
             self._replaced = None
+        for loader in self._loaders:
+            loader.end_run()
+        self._loaders.clear()
 
     @property
     def applies(self) -> bool:
@@ -166,12 +171,18 @@ class VirtualRanks:
             continue_in: lets a loader continue where a checkpoint was saved.
         """
         check(loader)
-        made = VirtualLoader(loader, self.split, self._rank, self.random.as_rank)
+        made = VirtualLoader(loader, self.split, self._rank, self.random)
+        self._loaders.append(made)
         for each in made.loaders:
             continue_in(each)
+        made.exchange = self._exchange
         if self._trainer.training:
+            made.begin_run()
             made.on_iterate, made.on_batch = self._make_iterators, self.random.before_batch
         return made
+
+    def _exchange(self, own: Any) -> list[Any]:
+        return self._strategy.require_engine().comm.exchange_objects(own)
 
     def _others(self, args: Sequence[Any]) -> list[Any]:
         """Return the batches of this process's other virtual ranks, which belong to the one in ``args``."""

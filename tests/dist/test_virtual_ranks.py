@@ -19,6 +19,7 @@ from torch.utils.data import (
     BatchSampler,
     DataLoader,
     Dataset,
+    DistributedSampler,
     IterableDataset,
     RandomSampler,
     TensorDataset,
@@ -284,6 +285,54 @@ def test_many_ranks_to_few_and_back(save_as: str, tmp_path: Path) -> None:
     run(4, options, trainer_options, "Habits", (first, 1))
     run(1, options, trainer_options, "Habits", (second, 4), first)
     check_continued(run(2, options, trainer_options, "Habits", None, second), expected)
+
+
+class Counting(DataLoader):
+    """Keeps its position itself, and makes its iterator when it is asked for the first batch."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.given = self.start = 0
+
+    def __iter__(self) -> Any:
+        start, self.start = self.start, 0
+        self.given = start
+        for i, batch in enumerate(super().__iter__()):
+            if i < start:
+                continue
+            self.given += 1
+            yield batch
+
+    def state_dict(self) -> dict[str, Any]:
+        rank = self.sampler.rank if isinstance(self.sampler, DistributedSampler) else -1
+        return {"given": self.given, "rank": rank}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        assert state["rank"] == self.sampler.rank, "every virtual rank has a state of its own"  # type: ignore
+        self.start = state["given"]
+
+
+def train_counting(rank: int, world_size: int, save: tuple[str, int] | None, ckpt: str | None) -> Result:
+    quiet()
+    seed_everything(3, verbose=False)
+    strategy = ZeROStrategy(2, sharding={"min_unit_numel": 0}, parallel={"virtual_ranks": VIRTUAL})
+    records = Records(save)
+    trainer = trainer_of(strategy, max_epochs=2, callbacks=[records])
+    data = TensorDataset(*samples(48))
+    trainer.fit(Habits(), Counting(data, batch_size=4, shuffle=True), ckpt_path=ckpt)
+    weights = trainer.strategy.lightning_module_state_dict()
+    return {"weights": {name: value.clone() for name, value in weights.items()}, "losses": records.losses}
+
+
+@pytest.mark.parametrize("step", [1, slow(4)])
+def test_loaders_with_a_state_go_on(step: int, tmp_path: Path) -> None:
+    """After one batch of the first epoch of three; after one of the second."""
+    path = str(tmp_path / "middle.ckpt")
+    expected = spawn(train_counting, 1, (path, step), None, init_process_group=False, timeout_s=60)[0]
+    found = spawn(train_counting, 2, None, path, init_process_group=False, timeout_s=60)[0]
+    assert found["losses"] == expected["losses"][step:]
+    for name, weight in expected["weights"].items():
+        assert torch.equal(found["weights"][name], weight), name
 
 
 # --- loaders ----------------------------------------------------------------------------------------------------------
