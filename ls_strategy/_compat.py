@@ -1295,6 +1295,20 @@ def active_loaders(trainer: Any) -> Any:
     return trainer._evaluation_loop._combined_loader
 
 
+MAKES_ITERATOR = "_get_iterator"
+"""The method with which a DataLoader makes its iterator, also where a subclass calls ``super().__iter__()``."""
+
+SHARED_BY_LOADERS = (
+    "dataset",
+    "collate_fn",
+    "worker_init_fn",
+    "_iterator",
+    "_DataLoader__multiprocessing_context",
+    MAKES_ITERATOR,
+)
+"""Attributes of a DataLoader that copies of it share."""
+
+
 def unflatten_batch(combined: Any, batches: list[Any]) -> Any:
     """Return the batch of a CombinedLoader that is made of one batch per loader."""
     return tree_unflatten(batches, combined._spec)

@@ -137,6 +137,10 @@ class ParallelConfig(Group):
     the same bits on any number of ranks, at every stage and with any offload. Each virtual rank has its own batches and
     random numbers. For data parallelism. None: the real ranks."""
 
+    virtual_ranks_per_rank: tuple[int, ...] | None = None
+    """For ranks of different speed: ``[3, 5]`` lets rank 0 compute three of eight virtual ranks. The numbers do not
+    change. None: as many on each."""
+
     @property
     def tp(self) -> TensorConfig:
         """The full form of ``tensor``."""
@@ -156,9 +160,28 @@ class ParallelConfig(Group):
 
     def __post_init__(self) -> None:
         """Refuse invalid values."""
-        ranks = dict.fromkeys(("tensor", "context", "expert", "pipeline", "virtual_ranks"), _RANKS)
+        ranks = dict.fromkeys(
+            ("tensor", "context", "expert", "pipeline", "virtual_ranks", "virtual_ranks_per_rank"), _RANKS
+        )
         check_fields(self, group="parallel", **ranks)
         if isinstance(self.tensor, int):
             self._set("tensor", TensorConfig(size=self.tensor))
         if isinstance(self.pipeline, int):
             self._set("pipeline", PipelineConfig(size=self.pipeline))
+        self._check_shares()
+
+    def _check_shares(self) -> None:
+        shares = self.virtual_ranks_per_rank
+        if shares is None:
+            return
+        if self.virtual_ranks is None:
+            raise ConfigError(
+                f"Got parallel.virtual_ranks_per_rank={list(shares)!r} without parallel.virtual_ranks, which is their "
+                f"number. Set parallel.virtual_ranks={sum(shares) or 8}, or leave virtual_ranks_per_rank out."
+            )
+        if sum(shares) != self.virtual_ranks:
+            raise ConfigError(
+                f"Got parallel.virtual_ranks_per_rank={list(shares)!r} with parallel.virtual_ranks="
+                f"{self.virtual_ranks}, but the sum must be the number of virtual ranks. Set parallel.virtual_ranks="
+                f"{sum(shares) or 8}, or other shares."
+            )

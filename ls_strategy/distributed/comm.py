@@ -229,10 +229,10 @@ class Comm:
         with self.where.wait(entry), self.naming_failures(), spans.waiting(spans.COMMUNICATION, of or kind):
             yield
 
-    def _exchange(
+    def exchange(
         self, sends: Sequence[Tensor | None], receives: Sequence[Tensor | None], kind: str, of: str
     ) -> Sequence[Any]:
-        """Start sending ``sends[r]`` to every other rank ``r`` and receiving ``receives[r]`` from it.
+        """Start sending ``sends[r]`` to every other rank ``r`` and receiving ``receives[r]`` from it; None: nothing.
 
         Different operations are never matched with each other: their tags differ, so both wait.
         """
@@ -243,14 +243,14 @@ class Comm:
             to = (self.rank + distance) % self.world_size
             frm = (self.rank - distance) % self.world_size
             outgoing, incoming = sends[to], receives[frm]
-            assert outgoing is not None
-            assert incoming is not None
-            self.traffic.count(kind, outgoing)
-            nbytes += outgoing.nbytes
-            operations.append(dist.P2POp(dist.isend, outgoing, group=self.group, group_peer=to, tag=tag))
-            operations.append(dist.P2POp(dist.irecv, incoming, group=self.group, group_peer=frm, tag=tag))
+            if outgoing is not None:
+                self.traffic.count(kind, outgoing)
+                nbytes += outgoing.nbytes
+                operations.append(dist.P2POp(dist.isend, outgoing, group=self.group, group_peer=to, tag=tag))
+            if incoming is not None:
+                operations.append(dist.P2POp(dist.irecv, incoming, group=self.group, group_peer=frm, tag=tag))
         with self.where.wait(entry), self.naming_failures():  # fails here or in the wait if a peer has left
-            works = dist.batch_isend_irecv(operations)
+            works = dist.batch_isend_irecv(operations) if operations else []
         return [Started(spans.followed(works, f"{kind} {of}", nbytes), entry)]
 
     def all_gather(self, full: Tensor, of: str = "", sizes: Sequence[int] | None = None) -> PendingGather:
@@ -277,8 +277,8 @@ class Comm:
                 work = dist.all_gather(list(full.split(list(sizes))), mine, group=self.group, async_op=True)
             works = spans.followed((work,), f"all_gather {of}", mine.nbytes * (self.world_size - 1))
             return PendingGather(works, self)
-        shards = _cut(full, self.world_size, sizes)
-        return PendingGather(self._exchange([mine] * self.world_size, shards, "all_gather", of), self)
+        shards = cut(full, self.world_size, sizes)
+        return PendingGather(self.exchange([mine] * self.world_size, shards, "all_gather", of), self)
 
     def reduce_scatter(
         self,
@@ -286,8 +286,6 @@ class Comm:
         dtype: torch.dtype | None = None,
         of: str = "",
         sizes: Sequence[int] | None = None,
-        *,
-        separate: bool = False,
     ) -> PendingReduce:
         """Average ``full``, ``(world_size * shard,)``, over ranks; this rank keeps its shard.
 
@@ -298,7 +296,6 @@ class Comm:
             of: its name, for traces.
             sizes: elements of every rank's shard, at least 1 each. None: equal shards. With sizes, NCCL reduces to
                 every rank in one group of calls.
-            separate: deliver every rank's term, also where the transport could sum; see `PendingReduce.terms`.
 
         Traffic:
             The other ranks' shards: ``(world_size - 1) * shard`` elements sent per rank with equal shards.
@@ -306,7 +303,7 @@ class Comm:
         mine = self._own(full, sizes)
         if self.world_size == 1 or full.numel() == 0:
             return PendingReduce((), [mine], (), self)
-        if self.native and not separate:
+        if self.native:
             self.journal.enter("reduce_scatter", of)
             wire = full if dtype is None else full.to(dtype)
             out = self.pool.take(mine.numel(), wire.dtype, wire.device)
@@ -321,13 +318,13 @@ class Comm:
             mine if r == self.rank else self.pool.take(mine.numel(), mine.dtype, mine.device)
             for r in range(self.world_size)
         ]
-        works = self._exchange(_cut(full, self.world_size, sizes), parts, "reduce_scatter", of)
+        works = self.exchange(cut(full, self.world_size, sizes), parts, "reduce_scatter", of)
         return PendingReduce(works, parts, [p for r, p in enumerate(parts) if r != self.rank], self)
 
     def _own(self, full: Tensor, sizes: Sequence[int] | None) -> Tensor:
         """Return this rank's shard, a view of ``full``, without making a view of every other rank's."""
         if sizes is not None or full.numel() == 0:
-            return _cut(full, self.world_size, sizes)[self.rank]
+            return cut(full, self.world_size, sizes)[self.rank]
         shard = full.numel() // self.world_size
         return full.narrow(0, self.rank * shard, shard)
 
@@ -373,7 +370,7 @@ class Comm:
         return result
 
 
-def _cut(full: Tensor, ranks: int, sizes: Sequence[int] | None) -> Sequence[Tensor]:
+def cut(full: Tensor, ranks: int, sizes: Sequence[int] | None) -> Sequence[Tensor]:
     """Return the shards, views of ``full``."""
     if full.numel() == 0:
         return [full] * ranks

@@ -10,80 +10,85 @@ r"""Sums over the virtual ranks in one fixed binary tree, on any number of ranks
                        \       /
                            +             what is left at the end is joined from the right
 
-Leaf ``v`` is the gradient of virtual rank ``v``. With ``R`` ranks, leaf ``v`` is computed by rank ``v % R`` in round
-``v // R``, so every round brings the next leaves in order, and the owner of a shard keeps only the sums of complete
-subtrees: at most log2 of the number of leaves. The one invariant: the additions depend on the number of leaves alone.
+Leaf ``v`` is the gradient of virtual rank ``v``. A `Round` says which rank computes which leaf. Leaves arrive in any
+order, and the owner of a shard keeps only the sums of complete subtrees. The one invariant: the additions depend on the
+number of leaves alone.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import TypeVar
 
 import torch
 from torch import Tensor
 
-from ls_strategy.distributed.comm import SUM_CHUNK, PendingReduce
+from ls_strategy.distributed.comm import SUM_CHUNK, Comm, PendingReduce, cut
+from ls_strategy.distributed.rounds import Round
 
 Number = TypeVar("Number", float, Tensor)
-
-
-@dataclass(frozen=True)
-class Round:
-    """One round of backward passes: every rank computes one leaf, or none."""
-
-    first: int
-    """The leaf of rank 0."""
-
-    leaves: int
-    """Leaves in all rounds: the number of virtual ranks."""
-
-    ranks: int
-    """The number of ranks."""
-
-    @property
-    def count(self) -> int:
-        """The number of leaves in this round; they are of ranks 0, 1, ..."""
-        return min(self.ranks, self.leaves - self.first)
-
-    @property
-    def is_last(self) -> bool:
-        """Whether all leaves are there after this round."""
-        return self.first + self.count == self.leaves
-
-    @staticmethod
-    def all(leaves: int, ranks: int) -> list[Round]:
-        """Return every round.
-
-        >>> [(r.first, r.count, r.is_last) for r in Round.all(5, 2)]
-        [(0, 2, False), (2, 2, False), (4, 1, True)]
-        """
-        return [Round(first, leaves, ranks) for first in range(0, leaves, ranks)]
+Node = tuple[int, int]
+"""A complete subtree: its height, and its number among those of this height, from the left."""
 
 
 def tree_sum(terms: Sequence[Number]) -> Number:
     """Return the sum of all terms in the order of the tree."""
-    levels: list[tuple[int, Number]] = []
-    for term in terms:
-        _push(levels, term)
-    return _join(levels)
+    sums: dict[Node, Number] = {}
+    for leaf, term in enumerate(terms):
+        _add(sums, leaf, term)
+    return _join(sums)
 
 
-def _push(levels: list[tuple[int, Number]], term: Number) -> None:
-    """Add the next leaf to the sums of complete subtrees, each with its height, highest first."""
-    level = 0
-    while levels and levels[-1][0] == level:
-        term = levels.pop()[1] + term
-        level += 1
-    levels.append((level, term))
+def _add(sums: dict[Node, Number], leaf: int, term: Number) -> None:
+    """Add a leaf to the sums of complete subtrees."""
+    height, number = 0, leaf
+    while (sibling := (height, number ^ 1)) in sums:
+        other = sums.pop(sibling)
+        term = term + other if number % 2 == 0 else other + term
+        height, number = height + 1, number // 2
+    sums[height, number] = term
 
 
-def _join(levels: Sequence[tuple[int, Number]]) -> Number:
-    *rest, (_, total) = levels
-    for _, part in reversed(rest):
-        total = part + total
+def _join(sums: dict[Node, Number]) -> Number:
+    """Return the sum of all leaves from those of complete subtrees."""
+    *others, last = sorted(sums, key=lambda node: node[1] << node[0])
+    total = sums[last]
+    for node in reversed(others):
+        total = sums[node] + total
     return total
+
+
+def exchange_leaves(
+    comm: Comm, full: Tensor | None, now: Round, *, like: Tensor, of: str, sizes: Sequence[int] | None
+) -> PendingReduce:
+    """Start sending this rank's leaf to the owners of its shards, and receiving those of this rank's shard. Collective.
+
+    Args:
+        comm: all ranks.
+        full: the leaf, ``(world_size * shard,)``; do not change it until it is summed. None: this rank has none in this
+            round, and sends nothing.
+        now: the round.
+        like: of the shape, dtype and device of a leaf.
+        of: its name, for traces.
+        sizes: elements of every rank's shard. None: equal shards.
+
+    Traffic:
+        The other ranks' shards, by ranks with a leaf.
+    """
+    length = like.numel() // comm.world_size if sizes is None else sizes[comm.rank]
+    sends = [None] * comm.world_size if full is None else cut(full, comm.world_size, sizes)
+    parts = [
+        None
+        if leaf is None
+        else sends[rank]
+        if rank == comm.rank
+        else comm.pool.take(length, (like if full is None else full).dtype, like.device)
+        for rank, leaf in enumerate(now.leaves)
+    ]
+    borrowed = [part for rank, part in enumerate(parts) if part is not None and rank != comm.rank]
+    skip = comm.world_size == 1 or like.numel() == 0
+    works = () if skip else comm.exchange(sends, parts, "reduce_scatter", of)
+    return PendingReduce(works, parts, borrowed, comm)  # type: ignore[arg-type]
 
 
 class TreeSum:
@@ -91,53 +96,67 @@ class TreeSum:
 
     def __init__(self) -> None:
         """Begin without a leaf."""
-        self._levels: list[tuple[int, Tensor]] = []
-        """Height and sum of the complete subtrees, ``(shard,)`` each, highest first."""
+        self._sums: dict[Node, Tensor] = {}
+        """Of complete subtrees, ``(shard,)`` each."""
+        self._later: list[tuple[PendingReduce, Round]] = []
+        """Rounds without a leaf of this rank: in flight while it computes the next one."""
 
     @property
     def sums(self) -> list[Tensor]:
         """The sums between two rounds."""
-        return [part for _, part in self._levels]
+        return list(self._sums.values())
 
-    def forget(self) -> None:
-        """Drop the leaves so far."""
-        self._levels.clear()
+    def forget(self) -> list[PendingReduce]:
+        """Drop the leaves so far, and return those in flight, whose buffers must not be freed while they receive."""
+        left = [reducing for reducing, _ in self._later]
+        self._sums.clear()
+        self._later.clear()
+        return left
+
+    def expect(self, reducing: PendingReduce, now: Round) -> None:
+        """Add the leaves of a round before those of the next `add` or `close`, without waiting for them now."""
+        self._later.append((reducing, now))
 
     def add(self, reducing: PendingReduce, now: Round, dtype: torch.dtype) -> None:
         """Wait for the leaves of a round that is not the last one, and add them. Sums are of ``dtype``."""
-        terms = reducing.terms()[: now.count]
-        sums: list[tuple[int, Tensor]] = []
-        numel = terms[0].numel()
-        for lo, hi in _chunks(terms[0]):
-            parts = self._with(terms, lo, hi, dtype)
-            if not sums:
-                sums = [(level, part.new_empty(numel)) for level, part in parts]
-            for (_, full), (_, part) in zip(sums, parts, strict=True):
-                full[lo:hi] = part
-        self._levels = sums
-        reducing.release()
+        later, self._later = [*self._later, (reducing, now)], []
+        for arriving, of in later:
+            leaves = _leaves(arriving, of)
+            numel = next(iter(leaves.values())).numel()
+            sums: dict[Node, Tensor] = {}
+            for lo, hi in _chunks(leaves):
+                parts = self._with(leaves, lo, hi, dtype)
+                sums = sums or {node: part.new_empty(numel) for node, part in parts.items()}
+                for node, part in parts.items():
+                    sums[node][lo:hi] = part
+            self._sums = sums
+            arriving.release()
 
     def close(self, reducing: PendingReduce, now: Round) -> LastRound:
         """Return what adds the last round's leaves and gives the average."""
         return LastRound(self, reducing, now)
 
     def _finish(self, reducing: PendingReduce, now: Round, out: Tensor, *, accumulate: bool) -> None:
-        terms = reducing.terms()[: now.count]
-        for lo, hi in _chunks(terms[0]):
-            total = _join(self._with(terms, lo, hi, out.dtype))
+        if self._later:
+            *before, (last, of) = self._later
+            self._later = before
+            self.add(last, of, out.dtype)
+        leaves = _leaves(reducing, now)
+        for lo, hi in _chunks(leaves):
+            total = _join(self._with(leaves, lo, hi, out.dtype))
             if accumulate:
-                out[lo:hi].add_(total, alpha=1.0 / now.leaves)
+                out[lo:hi].add_(total, alpha=1.0 / now.total)
             else:
-                torch.mul(total, 1.0 / now.leaves, out=out[lo:hi])
+                torch.mul(total, 1.0 / now.total, out=out[lo:hi])
         self.forget()
         reducing.release()
 
-    def _with(self, terms: Sequence[Tensor], lo: int, hi: int, dtype: torch.dtype) -> list[tuple[int, Tensor]]:
-        """Return the sums of subtrees of elements ``lo`` to ``hi`` with the leaves ``terms`` added."""
-        levels = [(level, part[lo:hi]) for level, part in self._levels]
-        for term in terms:
-            _push(levels, term[lo:hi].to(dtype))
-        return levels
+    def _with(self, leaves: dict[int, Tensor], lo: int, hi: int, dtype: torch.dtype) -> dict[Node, Tensor]:
+        """Return the sums of subtrees of elements ``lo`` to ``hi`` with ``leaves`` added."""
+        sums = {node: part[lo:hi] for node, part in self._sums.items()}
+        for leaf, term in leaves.items():
+            _add(sums, leaf, term[lo:hi].to(dtype))
+        return sums
 
 
 class LastRound:
@@ -151,8 +170,14 @@ class LastRound:
         self._tree._finish(self._reducing, self._now, out, accumulate=accumulate)
 
 
-def _chunks(term: Tensor) -> list[tuple[int, int]]:
+def _leaves(reducing: PendingReduce, now: Round) -> dict[int, Tensor]:
+    """Wait for the leaves of a round, and return them by number."""
+    return {leaf: part for leaf, part in zip(now.leaves, reducing.terms(), strict=True) if leaf is not None}
+
+
+def _chunks(leaves: dict[int, Tensor]) -> list[tuple[int, int]]:
     """Return the ranges that are summed at a time: small ones on the CPU, which stay in its cache."""
+    term = next(iter(leaves.values()))
     numel = term.numel()
     step = SUM_CHUNK if term.device.type == "cpu" else max(numel, 1)
     return [(lo, min(lo + step, numel)) for lo in range(0, numel, step)]

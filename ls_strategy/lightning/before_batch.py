@@ -31,9 +31,13 @@ STATES = "before_batch"
 
 
 def states(trainer: pl.Trainer, module: pl.LightningModule) -> dict[str, Any]:
-    """Return this rank's values, in types that ``torch.load(weights_only=True)`` accepts. Not collective."""
+    """Return this rank's values, in types that ``torch.load(weights_only=True)`` accepts. Not collective.
+
+    Loaders of virtual ranks have one state, which a checkpoint holds.
+    """
+    virtual = trainer.strategy.virtual is not None  # type: ignore[attr-defined]
     return {
-        "loaders": loader_states(trainer),
+        "loaders": [] if virtual else loader_states(trainer),
         "epoch": epoch_values(trainer),
         "reported": reported_metrics(trainer),
         "metrics": metric_states(module),

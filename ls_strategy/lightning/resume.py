@@ -15,7 +15,7 @@ from ls_strategy.checkpoint.random import random_states, restore_random_states
 from ls_strategy.engine import Engine
 from ls_strategy.errors import PlanError, StateError
 from ls_strategy.lightning import before_batch, checkpoints, data_position
-from ls_strategy.lightning.virtual_ranks import VIRTUAL
+from ls_strategy.lightning.virtual_random import VIRTUAL
 from ls_strategy.parallel.dtensor import has_dtensors
 from ls_strategy.zero.lazy import LazyTensor
 
@@ -79,7 +79,7 @@ class Resume:
         self._random = states.get(f"rank_{self._strategy.parallel.first_rank}")
         if virtual is not None:
             self._random = self._random or states.get("rank_0")  # of the same seed, as long as hooks draw on all ranks
-            virtual.restore({k: v for each in states.values() for k, v in each.get(VIRTUAL, {}).items()})
+            virtual.random.restore({k: v for each in states.values() for k, v in each.get(VIRTUAL, {}).items()})
         (self._random or {}).pop(VIRTUAL, None)
 
     def _take_between(self, states: dict[str, Any]) -> None:

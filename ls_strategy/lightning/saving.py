@@ -25,7 +25,7 @@ from ls_strategy.errors import CheckpointError
 from ls_strategy.host.pytorch import TrainerFn, TrainerStatus, rank_zero_warn
 from ls_strategy.lightning import before_batch, checkpoints, data_position
 from ls_strategy.lightning.checkpoints import Background, Collection
-from ls_strategy.lightning.virtual_ranks import VIRTUAL
+from ls_strategy.lightning.virtual_random import VIRTUAL
 from ls_strategy.zero.flat.parameters import unnoticed
 
 if TYPE_CHECKING:
@@ -176,7 +176,7 @@ class Saves:
     def _random(self) -> dict[str, Any]:
         """Return the random states of this process and of its virtual ranks."""
         virtual = self._strategy.virtual
-        return random_states() if virtual is None else {**random_states(), VIRTUAL: virtual.saved()}
+        return random_states() if virtual is None else {**random_states(), VIRTUAL: virtual.random.saved()}
 
     def _background(self) -> BackgroundSaver:
         comm = self._strategy._comm

@@ -138,7 +138,7 @@ class Steps:
             yield False
             return
         virtual, counts = strategy.virtual, not strategy.runs_filler
-        with nullcontext(True) if virtual is None else virtual.around_backward(engine) as is_last:
+        with nullcontext((True, counts)) if virtual is None else virtual.around_backward(engine) as (is_last, counts):
             engine.begin_backward(eager=self._synchronises(module) and is_last, counts=counts)
             explained = strategy.engine_setup.explaining_memory()
             with guards.explain_released_parameters(), engine.comm.naming_failures(), explained:

@@ -6,17 +6,17 @@ import copy
 import os
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any
 
 from torch.utils.data import DataLoader, IterableDataset
 
+from ls_strategy._compat import MAKES_ITERATOR, SHARED_BY_LOADERS
+from ls_strategy.distributed.rounds import Split
 from ls_strategy.errors import PlanError
 from ls_strategy.host.fabric import pl_worker_init_function
-
-As = Callable[[int], AbstractContextManager[None]]
-"""Surrounds what is done as a virtual rank."""
+from ls_strategy.lightning.virtual_random import VIRTUAL, VirtualRandom
+from ls_strategy.transient import Method
 
 
 class VirtualLoader:
@@ -25,28 +25,33 @@ class VirtualLoader:
     The batches of the others wait in `waiting`, in the same order.
     """
 
-    def __init__(self, loader: Any, ranks: Sequence[int], count: int, as_rank: As) -> None:
+    def __init__(self, loader: Any, split: Split, rank: int, random: VirtualRandom) -> None:
         """Make a loader per virtual rank.
 
         Args:
-            loader: of virtual rank ``ranks[0]``, with its sampler.
-            ranks: virtual ranks of this process.
-            count: the number of all virtual ranks.
-            as_rank: surrounds everything that may draw random numbers.
+            loader: of the first virtual rank of this process, with its sampler.
+            split: which virtual ranks every rank computes.
+            rank: this rank.
+            random: the random numbers of virtual ranks.
 
         Raises:
             PlanError: the batches of other virtual ranks cannot be had from this loader.
         """
+        ranks, count = split.ranks_of(rank), split.count
         for each in _samplers_of(loader):  # on every rank, also those with one virtual rank
             _check_replicas(each, count)
-        self.loaders = [loader if rank == ranks[0] else _for_rank(loader, rank, count) for rank in ranks]
-        for rank, each in zip(ranks, self.loaders, strict=True):
-            _seed_workers(each, rank)
-        self._ranks, self._as = ranks, as_rank
+        self.loaders = [loader if each == ranks[0] else _for_rank(loader, each, count) for each in ranks]
+        for virtual, each in zip(ranks, self.loaders, strict=True):
+            _seed_workers(each, virtual)
+        self._ranks, self._as = ranks, random.as_rank
+        self._random = random
+        self._replaced: list[Method] = []
         self.waiting: deque[list[Any]] = deque()
         """For every batch that was fetched, those of the other virtual ranks."""
         self.on_iterate: Callable[[Callable[[], list[Iterator[Any]]]], list[Iterator[Any]]] = lambda make: make()
         """Makes the iterators, with what has to happen before it."""
+        self.exchange: Callable[[Any], list[Any]] = lambda own: [own]
+        """Returns what every rank has given."""
         self.on_batch: Callable[[], None] = lambda: None
         """Called before a batch is fetched."""
 
@@ -64,10 +69,32 @@ class VirtualLoader:
     def __len__(self) -> int:
         return len(self.loaders[0])
 
+    def begin_run(self) -> None:
+        """Let iterators over training data draw their seeds from the random numbers of the epoch's begin."""
+        made = [_creating(each, self._random, rank) for rank, each in zip(self._ranks, self.loaders, strict=True)]
+        self._replaced = [method for method in made if method is not None]
+
+    def end_run(self) -> None:
+        """Give the user's loader its own method back."""
+        for method in self._replaced:
+            method.remove()
+        self._replaced = []
+
     def __getattr__(self, name: str) -> Any:
         if name.startswith("_"):
             raise AttributeError(name)
-        return getattr(self.__dict__["loaders"][0], name)
+        found = getattr(self.__dict__["loaders"][0], name)
+        return {"state_dict": self._states, "load_state_dict": self._load_states}.get(name, found)
+
+    def _states(self) -> dict[str, Any]:
+        """Return the states of the loaders of all virtual ranks. Collective."""
+        own = {rank: loader.state_dict() for rank, loader in zip(self._ranks, self.loaders, strict=True)}
+        return {VIRTUAL: {rank: state for each in self.exchange(own) for rank, state in each.items()}}
+
+    def _load_states(self, states: dict[str, Any]) -> None:
+        """Load the states of all virtual ranks; or that of one rank, as Lightning saves it, for all of them."""
+        for rank, loader in zip(self._ranks, self.loaders, strict=True):
+            loader.load_state_dict(states[VIRTUAL][rank] if VIRTUAL in states else states)
 
     def __iter__(self) -> Iterator[Any]:
         """Yield the batches of the first virtual rank."""
@@ -97,6 +124,8 @@ class VirtualLoader:
 
 
 _END = object()
+_OWN = ("batch_sampler", "sampler", "generator")
+"""Attributes of a DataLoader of which every virtual rank needs its own."""
 
 
 class _Samplers:
@@ -130,11 +159,6 @@ def check(loader: Any) -> None:
             "every virtual rank the same samples, or those of the real rank. Use a dataset with __getitem__ and "
             "__len__, whose samples a DistributedSampler splits."
         )
-    if hasattr(loader, "load_state_dict"):
-        raise PlanError(
-            f"Got a loader with a state ({type(loader).__name__}) with parallel.virtual_ranks, but only the state of "
-            "one virtual rank would be saved. Use torch.utils.data.DataLoader: its position is restored by itself."
-        )
 
 
 def _for_rank(loader: Any, rank: int, count: int) -> Any:
@@ -142,17 +166,19 @@ def _for_rank(loader: Any, rank: int, count: int) -> Any:
     other = copy.copy(loader)
     if not isinstance(loader, DataLoader):
         return other
-    # Samplers draw from generators and remember an order: every rank under DDP has its own.
-    memo = {id(loader.dataset): loader.dataset}
+    # Samplers draw from generators and remember an order: every rank under DDP has its own. A class with a state may
+    # keep it anywhere; its other attributes refer to the same samplers.
+    stateful = hasattr(loader, "load_state_dict")
+    owned = [name for name in vars(loader) if name in _OWN or (stateful and name not in SHARED_BY_LOADERS)]
+    memo = {id(each): each for name, each in vars(loader).items() if name in SHARED_BY_LOADERS}
     try:
-        own = copy.deepcopy((loader.batch_sampler, loader.sampler, loader.generator), memo)
+        own = copy.deepcopy({name: vars(loader)[name] for name in owned}, memo)
     except Exception as error:
         raise PlanError(
-            f"Got parallel.virtual_ranks with a loader whose samplers cannot be copied ({error}), but every virtual "
-            "rank needs its own. Use samplers that copy.deepcopy can copy."
+            f"Got parallel.virtual_ranks with a {type(loader).__name__} whose samplers or state cannot be copied "
+            f"({error}), but every virtual rank needs its own. Use samplers that copy.deepcopy can copy."
         ) from error
-    # DataLoader refuses setattr.
-    vars(other).update(zip(("batch_sampler", "sampler", "generator"), own, strict=True), _iterator=None)
+    vars(other).update(own, _iterator=None)  # DataLoader refuses setattr
     for each in _samplers_of(other):
         if hasattr(each, "rank"):
             each.rank = rank
@@ -171,6 +197,18 @@ def _check_replicas(sampler: Any, count: int) -> None:
             f"Got a {type(sampler).__name__} for {sampler.num_replicas} ranks with parallel.virtual_ranks={count}. "
             f"Make it with num_replicas={count}, or leave it to Lightning (use_distributed_sampler=True)."
         )
+
+
+def _creating(loader: Any, random: VirtualRandom, rank: int) -> Method | None:
+    """Let a loader draw its seed there also where it makes its iterator when it is asked for a batch."""
+    if not isinstance(loader, DataLoader):
+        return None
+
+    def make(method: Method) -> Any:
+        with random.creating(rank):
+            return method.original()
+
+    return Method(loader, MAKES_ITERATOR, make)
 
 
 def _seed_workers(loader: Any, rank: int) -> None:

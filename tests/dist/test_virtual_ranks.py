@@ -19,6 +19,7 @@ from torch.utils.data import (
     BatchSampler,
     DataLoader,
     Dataset,
+    DistributedSampler,
     IterableDataset,
     RandomSampler,
     TensorDataset,
@@ -191,6 +192,28 @@ def test_ranks_stages_and_tiers_give_the_same_bits(trainer_options: dict[str, An
 
 
 @pytest.mark.wide
+@pytest.mark.parametrize("trainer_options", [PLAIN, HARD], ids=["plain", "accumulation and bf16"])
+def test_uneven_shares_give_the_same_bits(trainer_options: dict[str, Any], tmp_path: Path) -> None:
+    nvme = {**NVME, "offload.nvme_path": str(tmp_path)}
+    expected = run(1, {"stage": 2}, trainer_options)
+    for shares, options in (
+        ([1, 3], {"stage": 2}), ([3, 1], {"stage": 2}), ([1, 3], {"stage": 3}), ([1, 2, 1], {"stage": 3}),
+        ([2, 1, 1], {"stage": 1}), ([1, 1, 2], CPU), ([1, 3], nvme),
+    ):  # fmt: skip
+        check_equal(run(len(shares), {**options, "parallel.virtual_ranks_per_rank": shares}, trainer_options), expected)
+
+
+def test_a_slow_rank_computes_less(tmp_path: Path) -> None:
+    """And a run continues inside an epoch with other shares."""
+    path = str(tmp_path / "middle.ckpt")
+    expected = run(1, {"stage": 2}, PLAIN)
+    found = run(2, {"stage": 2, "parallel.virtual_ranks_per_rank": [1, 3]}, PLAIN, "Habits", (path, 4))
+    check_equal(found, expected)
+    found = run(2, {"stage": 3, "parallel.virtual_ranks_per_rank": [3, 1]}, PLAIN, "Habits", None, path)
+    check_continued(found, expected)
+
+
+@pytest.mark.wide
 def test_whole_tensors_and_frozen_blocks() -> None:
     expected = run(1, {"stage": 2}, PLAIN, "Matrices")
     for world_size, options in ((2, {"stage": 3}), (3, {"stage": 2}), (4, CPU)):
@@ -262,6 +285,54 @@ def test_many_ranks_to_few_and_back(save_as: str, tmp_path: Path) -> None:
     run(4, options, trainer_options, "Habits", (first, 1))
     run(1, options, trainer_options, "Habits", (second, 4), first)
     check_continued(run(2, options, trainer_options, "Habits", None, second), expected)
+
+
+class Counting(DataLoader):
+    """Keeps its position itself, and makes its iterator when it is asked for the first batch."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.given = self.start = 0
+
+    def __iter__(self) -> Any:
+        start, self.start = self.start, 0
+        self.given = start
+        for i, batch in enumerate(super().__iter__()):
+            if i < start:
+                continue
+            self.given += 1
+            yield batch
+
+    def state_dict(self) -> dict[str, Any]:
+        rank = self.sampler.rank if isinstance(self.sampler, DistributedSampler) else -1
+        return {"given": self.given, "rank": rank}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        assert state["rank"] == self.sampler.rank, "every virtual rank has a state of its own"  # type: ignore
+        self.start = state["given"]
+
+
+def train_counting(rank: int, world_size: int, save: tuple[str, int] | None, ckpt: str | None) -> Result:
+    quiet()
+    seed_everything(3, verbose=False)
+    strategy = ZeROStrategy(2, sharding={"min_unit_numel": 0}, parallel={"virtual_ranks": VIRTUAL})
+    records = Records(save)
+    trainer = trainer_of(strategy, max_epochs=2, callbacks=[records])
+    data = TensorDataset(*samples(48))
+    trainer.fit(Habits(), Counting(data, batch_size=4, shuffle=True), ckpt_path=ckpt)
+    weights = trainer.strategy.lightning_module_state_dict()
+    return {"weights": {name: value.clone() for name, value in weights.items()}, "losses": records.losses}
+
+
+@pytest.mark.parametrize("step", [1, slow(4)])
+def test_loaders_with_a_state_go_on(step: int, tmp_path: Path) -> None:
+    """After one batch of the first epoch of three; after one of the second."""
+    path = str(tmp_path / "middle.ckpt")
+    expected = spawn(train_counting, 1, (path, step), None, init_process_group=False, timeout_s=60)[0]
+    found = spawn(train_counting, 2, None, path, init_process_group=False, timeout_s=60)[0]
+    assert found["losses"] == expected["losses"][step:]
+    for name, weight in expected["weights"].items():
+        assert torch.equal(found["weights"][name], weight), name
 
 
 # --- loaders ----------------------------------------------------------------------------------------------------------
@@ -408,7 +479,10 @@ class Names(Net):
 
 def refused(rank: int, world_size: int, what: str) -> str:
     quiet()
-    strategy = ZeROStrategy(2, parallel={"virtual_ranks": 1 if what == "few" else 2})
+    parallel: dict[str, Any] = {"virtual_ranks": 1 if what == "few" else 2}
+    if what == "shares":
+        parallel = {"virtual_ranks": 3, "virtual_ranks_per_rank": [1, 1, 1]}
+    strategy = ZeROStrategy(2, parallel=parallel)  # type: ignore[arg-type]
     data: Any = batches(16)
     if what == "iterable":
         data = DataLoader(Endless(), batch_size=2)
@@ -424,6 +498,7 @@ def refused(rank: int, world_size: int, what: str) -> str:
     ("what", "says"),
     [
         ("few", "every rank needs a virtual rank"),
+        ("shares", "one number per rank"),
         ("manual", "automatic_optimization"),
         ("iterable", "IterableDataset"),
         ("iterator", "starts at its first batch"),

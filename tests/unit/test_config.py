@@ -148,6 +148,9 @@ def test_every_candidate_of_a_plan_can_be_written_as_it_says() -> None:
         ({"offload.optimzer": "cpu"}, r"OffloadConfig has no option 'optimzer'. Did you mean 'optimizer'"),
         ({"sharding.prefetch_units": -1}, r"Got sharding\.prefetch_units=-1, .* Set sharding\.prefetch_units=0"),
         ({"sharding.rank_weights": []}, r"Got sharding\.rank_weights=\[\]"),
+        ({"parallel.virtual_ranks_per_rank": [1, 3]}, r"without .*Set parallel\.virtual_ranks=4"),
+        ({"parallel.virtual_ranks": 8, "parallel.virtual_ranks_per_rank": [1, 3]}, r"the sum must be"),
+        ({"parallel.virtual_ranks": 3, "parallel.virtual_ranks_per_rank": [0, 3]}, r"virtual_ranks_per_rank"),
         ({"precision": "bf16-mixed"}, r"the numbers' precision is Trainer\(precision=\.\.\.\)"),
         ({"precision": 16}, r"the numbers' precision is Trainer\(precision=\.\.\.\)"),
         ({"precision.reduce_dtype": "bf16"}, r"Got precision\.reduce_dtype='bf16', but .*'fp32' or 'compute'"),
@@ -207,7 +210,13 @@ FLAT = {
 """Options of version 0.1."""
 
 
-SINCE = {"sharding.replicated_modules", "precision.frozen", "precision.frozen_except", "parallel.virtual_ranks"}
+SINCE = {
+    "sharding.replicated_modules",
+    "precision.frozen",
+    "precision.frozen_except",
+    "parallel.virtual_ranks",
+    "parallel.virtual_ranks_per_rank",
+}
 """Options that had no name in 0.1."""
 
 

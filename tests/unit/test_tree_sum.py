@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import chain, product
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -9,18 +11,21 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from ls_strategy.distributed.comm import SUM_CHUNK, Comm, PendingReduce
-from ls_strategy.distributed.tree_sum import Round, TreeSum, tree_sum
+from ls_strategy.distributed.rounds import Split
+from ls_strategy.distributed.tree_sum import TreeSum, tree_sum
 
 
-def summed(leaves: list[Tensor], ranks: int, *, before: Tensor | None = None) -> Tensor:
-    """What the owner of a shard computes if ``ranks`` ranks send it these leaves."""
+def summed(leaves: list[Tensor], split: Split | int, *, before: Tensor | None = None) -> Tensor:
+    """What the owner of a shard computes if the ranks of ``split`` send it these leaves, or as many on each."""
+    split = Split.even(len(leaves), split) if isinstance(split, int) else split
     tree, comm = TreeSum(), Comm(None, None)
     out = torch.zeros(leaves[0].numel()) if before is None else before.clone()
-    for now in Round.all(len(leaves), ranks):
-        sent = leaves[now.first : now.first + now.count]
-        sent = [*sent, *[torch.full_like(sent[0], torch.nan)] * (ranks - now.count)]  # of ranks without a leaf
-        pending = PendingReduce((), sent, (), comm)
-        if now.is_last:
+    for now in split.rounds:
+        parts = [None if leaf is None else leaves[leaf] for leaf in now.leaves]
+        pending = PendingReduce((), parts, (), comm)  # type: ignore[arg-type]
+        if now.leaves[0] is None:  # seen from rank 0
+            tree.expect(pending, now)
+        elif now.is_last:
             tree.close(pending, now).finish(out, accumulate=before is not None)
         else:
             tree.add(pending, now, torch.float32)
@@ -38,6 +43,42 @@ def test_the_bits_do_not_depend_on_the_number_of_ranks(count: int, ranks: int, s
     torch.testing.assert_close(expected, torch.stack(leaves).double().mean(0).float(), rtol=1e-5, atol=1e-5)
     before = torch.randn(37)
     assert torch.equal(summed(leaves, min(ranks, count), before=before), summed(leaves, count, before=before))
+
+
+@given(st.lists(st.integers(1, 7), min_size=1, max_size=5), st.integers(0, 2**16))
+@settings(max_examples=60, deadline=None)
+def test_the_bits_do_not_depend_on_the_shares(shares: list[int], seed: int) -> None:
+    torch.manual_seed(seed)
+    leaves = [torch.randn(37) * 10 ** torch.randn(37) for _ in range(sum(shares))]
+    assert torch.equal(summed(leaves, Split(tuple(shares))), summed(leaves, 1))
+
+
+@given(st.lists(st.integers(1, 9), min_size=1, max_size=6))
+@settings(max_examples=60, deadline=None)
+def test_every_virtual_rank_is_computed_once(shares: list[int]) -> None:
+    split = Split(tuple(shares))
+    found = [split.ranks_of(rank) for rank in range(len(shares))]
+    assert [len(ranks) for ranks in found] == shares
+    assert sorted(chain.from_iterable(found)) == list(range(sum(shares)))
+    assert found[0][0] == 0, "what is logged without sync_dist, and buffers, are those of virtual rank 0"
+    *others, last = split.rounds
+    assert last.is_last
+    assert None not in last.leaves
+    assert not any(now.is_last for now in others)
+
+
+@given(st.lists(st.integers(1, 9), min_size=1, max_size=4), st.integers(0, 8))
+@settings(max_examples=60, deadline=None)
+def test_shares_by_time_are_the_best(seconds: list[int], more: int) -> None:
+    count = len(seconds) + more
+    every = [c for c in product(range(1, count + 1), repeat=len(seconds)) if sum(c) == count]
+    found = Split.by_time(count, [float(each) for each in seconds])
+    assert found.count == count
+
+    def longest(shares: tuple[int, ...]) -> int:
+        return max(n * each for n, each in zip(shares, seconds, strict=True))
+
+    assert longest(found.shares) == min(map(longest, every))
 
 
 def test_the_order_is_a_tree_and_not_a_chain() -> None:

@@ -23,7 +23,8 @@ import torch
 from torch import Tensor, nn
 
 from ls_strategy.distributed.comm import Comm, PendingReduce
-from ls_strategy.distributed.tree_sum import LastRound, Round
+from ls_strategy.distributed.rounds import Round
+from ls_strategy.distributed.tree_sum import LastRound, exchange_leaves
 from ls_strategy.errors import StateError
 from ls_strategy.zero.flat.parameters import grad_of, set_grad, unnoticed
 from ls_strategy.zero.flat.units import Flat, Unit
@@ -204,6 +205,9 @@ class Reducer:
     def _launch(self, flat: Flat) -> None:
         """Start averaging a flat's gradients. Collective."""
         local = flat.local
+        if self.round is not None and self.round.leaves[flat.comm.rank] is None:
+            flat.averages.tree.expect(self._exchange_leaves(flat, None, self.round), self.round)
+            return
         local.allocate(flat.full.dtype if self.policy.optimizer else flat.average_dtype)
         assert local.buffer is not None
         if self.policy.gradients:
@@ -219,14 +223,20 @@ class Reducer:
         if not self.policy.gradients:
             for p in flat.params:
                 set_grad(p, None)  # autograd must not add to what is being sent
-        wire = None if self._wire_dtype is None else torch.promote_types(self._wire_dtype, local.buffer.dtype)
         local.round = self.round
-        separate = self.round is not None
-        local.reducing = flat.comm.reduce_scatter(local.buffer, wire, flat.name, flat.layout.sizes, separate=separate)
+        if self.round is not None:
+            local.reducing = self._exchange_leaves(flat, local.buffer, self.round)
+        else:
+            wire = None if self._wire_dtype is None else torch.promote_types(self._wire_dtype, local.buffer.dtype)
+            local.reducing = flat.comm.reduce_scatter(local.buffer, wire, flat.name, flat.layout.sizes)
         self._in_flight.append(flat)
         self._in_flight_bytes += local.buffer.nbytes
         while self._too_much_in_flight():
             self._finish_oldest()
+
+    @staticmethod
+    def _exchange_leaves(flat: Flat, leaf: Tensor | None, now: Round) -> PendingReduce:
+        return exchange_leaves(flat.comm, leaf, now, like=flat.full, of=flat.name, sizes=flat.layout.sizes)
 
     def _too_much_in_flight(self) -> bool:
         if self.on_complete is not None:
@@ -422,7 +432,7 @@ class Reducer:
             for flat in unit.trainable_flats:
                 flat.local.reducing = flat.local.round = None
                 flat.local.gathering = None
-                flat.averages.tree.forget()
+                self._abandoned.append(flat.averages.tree.forget())
         self.loss_scale = 1.0
         self._left_out = None
         self.reset()

@@ -1,0 +1,122 @@
+"""Random numbers of the virtual ranks of one process: a stream for each, put in place where it draws.
+
+::
+
+    begin of an epoch    iterators are made: `begin_epoch`        a checkpoint has both states, because a run that
+    every batch          fetched and stepped inside `as_rank`     continues inside an epoch makes its iterators first
+
+The one invariant: what a virtual rank draws depends neither on the rank that computes it nor on the other ones.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Generator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+from ls_strategy.checkpoint.random import RandomStream
+
+VIRTUAL = "virtual_ranks"
+"""Under which a checkpoint has what every virtual rank has of its own: random states, and states of loaders."""
+
+
+class VirtualRandom:
+    """The streams of the virtual ranks of this process."""
+
+    def __init__(self) -> None:
+        """Begin without streams."""
+        self._streams: dict[int, RandomStream] = {}
+        """By virtual rank."""
+        self._at_epoch: dict[int, RandomStream] = {}
+        """The same before the iterators over the training data were made."""
+        self._resumed: dict[str, Any] | None = None
+        """What a checkpoint holds of them, until iterators are made."""
+        self._continued: dict[int, RandomStream] | None = None
+        """From the iterators of an epoch to its first batch: the random numbers of a run that continues inside it."""
+        self._creating: dict[int, RandomStream] = {}
+        """For the iterators of an epoch inside which the run continues."""
+        self.current: int | None = None
+        """The virtual rank that draws now."""
+        self.keeps: Callable[[], bool] | None = None
+        """Whether what is drawn counts: not in a sanity check. None: it does."""
+
+    def begin_run(self, *, fitting: bool) -> None:
+        """Begin a fit or an evaluation without streams."""
+        self._streams.clear()
+        self._at_epoch.clear()
+        self._creating.clear()
+        self.current = self._continued = None
+        if not fitting:
+            self._resumed = None
+
+    @contextmanager
+    def as_rank(self, rank: int | None) -> Generator[None, None, None]:
+        """Draw the random numbers of a virtual rank inside. None: none of them, and what is drawn does not count."""
+        if self.current is not None:  # hooks inside a step
+            yield
+            return
+        outside = RandomStream()
+        keeps = rank is not None and (self.keeps is None or self.keeps())
+        if rank is not None and keeps:
+            self._streams.setdefault(rank, RandomStream()).put()
+        self.current = -1 if rank is None else rank
+        try:
+            yield
+        finally:
+            self.current = None
+            if rank is not None and keeps:
+                self._streams[rank].take()
+            outside.put()
+
+    def saved(self) -> dict[str, Any]:
+        """Return the states of this process's virtual ranks, for a checkpoint."""
+        return {
+            str(rank): {
+                "now": stream.saved(),
+                "epoch": self._at_epoch[rank].saved() if rank in self._at_epoch else None,
+            }
+            for rank, stream in self._streams.items()
+        }
+
+    def restore(self, saved: Mapping[str, Any]) -> None:
+        """Continue from what all ranks have saved, at the first batch."""
+        self._resumed = dict(saved)
+
+    def begin_epoch(self, ranks: Sequence[int], *, inside: bool) -> None:
+        """Go back to where the run made its iterators. ``inside``: the run continues inside an epoch.
+
+        Called by the first of several loaders; until `before_batch` the others find the same states.
+        """
+        if self._continued is not None:
+            return
+        saved, self._resumed = self._resumed or {}, None
+        states = {rank: saved[str(rank)] for rank in ranks if str(rank) in saved}
+        for rank, state in states.items():
+            before = state["epoch"] if inside else None
+            self._streams[rank] = RandomStream.of(before or state["now"])
+        now = RandomStream()
+        self._at_epoch = {rank: copy.copy(self._streams.get(rank, now)) for rank in ranks}
+        self._continued = {rank: RandomStream.of(state["now"]) for rank, state in states.items() if inside}
+        self._creating = {rank: copy.copy(self._at_epoch[rank]) for rank in self._continued}
+
+    @contextmanager
+    def creating(self, rank: int) -> Generator[None, None, None]:
+        """Surround the creation of an iterator, which may be at the first batch that it is asked for."""
+        stream = self._creating.get(rank)
+        if stream is None:
+            yield
+            return
+        outside = RandomStream()
+        stream.put()
+        try:
+            yield
+        finally:
+            stream.take()
+            outside.put()
+
+    def before_batch(self) -> None:
+        """Continue with the random numbers that the run had after it had made its iterators."""
+        if self._continued is not None:
+            self._streams.update(self._continued)
+            self._continued = None
