@@ -133,9 +133,9 @@ def test_every_tensor_is_stepped_once_and_what_is_sent_is_the_formula(rank: int,
         assert min(module.flops) > 0
         sharded = trainer.strategy.require_engine().optimizers[0].sharded
         away = 0
-        for number, owner in sharded.states.owners.items():
-            n, i = sharded.states.locate(number)
-            slot, (start, stop) = sharded.flats[n].layout.slots[i], sharded.flats[n].layout.shard_range(owner)
+        for member in sharded.whole.members:
+            slot = member.flat.layout.slots[member.index]
+            start, stop = member.flat.layout.shard_range(member.owner)
             assert len(slot.shape) == 2
             away += slot.numel - max(min(slot.end, stop) - max(slot.offset, start), 0)
         # The gradient and the master weight to the owner, the new master weight back; states are exchanged in no step.

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -22,10 +23,11 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from ls_strategy._compat import copy_of_optimizer, forget_step_hooks
+from ls_strategy.distributed.comm import Comm
 from ls_strategy.tiers import TIERS
 from ls_strategy.zero.flat.units import Flat
-from ls_strategy.zero.step.optimizer_state import ELEMENTWISE, OptimizerStates
-from ls_strategy.zero.step.whole_exchange import Exchange, PendingParts, PendingWholes, WholeTensor, balanced
+from ls_strategy.zero.step.optimizer_state import ELEMENTWISE, OptimizerStates, Owner
+from ls_strategy.zero.step.whole_exchange import Exchange, Holders, PendingParts, PendingWholes, WholeTensor, balanced
 
 BUCKET = 1 << 24
 """Elements of parameters that are exchanged together: 64 MiB of gradients and as much of master weights in fp32."""
@@ -60,7 +62,7 @@ class WholeTensors:
         """Parameter group by number."""
         self.one_by_one = one_by_one
         self.members = self._assigned([n for n in sorted(self._groups) if any(needed) and self._is_whole(n, needed)])
-        states.owners = {m.number: m.owner for m in self.members}
+        states.owners = {m.number: self._owner(m) for m in self.members}
         self._state: dict[int, dict[str, Any]] = {}
         """States of this rank's tensors by number, while they are here."""
         self._collected = True
@@ -70,24 +72,38 @@ class WholeTensors:
 
     def _is_whole(self, number: int, needed: Sequence[bool]) -> bool:
         """Whether a parameter's group asks for it, or its shard is out of memory, where no ``step`` can reach it."""
-        flat = self._states.flats[self._states.locate(number)[0]]
+        flat, _ = self._place(number)
         return needed[self._groups[number]] or not TIERS[flat.optimizer_tier].resident
 
     def _assigned(self, numbers: Sequence[int]) -> list[WholeTensor]:
-        """Give every tensor to a rank of its communicator, balanced by cost."""
-        places = {n: self._states.locate(n) for n in numbers}
-        by_comm: defaultdict[int, list[int]] = defaultdict(list)
-        for n in numbers:
-            flat = self._states.flats[places[n][0]]
-            if all(flat.layout.slots[places[n][1]].full_shape):
-                by_comm[id(flat.comm)].append(n)
+        """Give every tensor to one of the ranks that hold parts of it, balanced by cost. Collective."""
+        holders = Holders(self._states.mesh)
+        by_comm: defaultdict[Comm, list[int]] = defaultdict(list)
+        for number in numbers:
+            flat, index = self._place(number)
+            if all(flat.layout.slots[index].full_shape):
+                by_comm[holders.comm_of(flat)].append(number)
         result: list[WholeTensor] = []
-        for members in by_comm.values():
-            at = [(self._states.flats[places[n][0]], places[n][1]) for n in members]
-            costs = [self._cost(n, flat.layout.slots[i].full_shape) for n, (flat, i) in zip(members, at, strict=True)]
-            owners = balanced(costs, at[0][0].comm.world_size)
-            result += [WholeTensor.of(n, f, i, o) for n, (f, i), o in zip(members, at, owners, strict=True)]
+        for comm, members in by_comm.items():
+            places = [self._place(n) for n in members]
+            held = holders.of(comm, places)
+            new = [WholeTensor(n, *p, comm, 0, h) for n, p, h in zip(members, places, held, strict=True)]
+            owners = balanced([self._cost(m.number, m.shape) for m in new], comm.world_size)
+            result += [replace(m, owner=owner) for m, owner in zip(new, owners, strict=True)]
         return sorted(result, key=lambda m: m.number)
+
+    @staticmethod
+    def _owner(member: WholeTensor) -> Owner:
+        """Return what this rank does with the states of a tensor. One rank of all that have copies saves them."""
+        flat = member.flat
+        first = flat.policy.optimizer or flat.comm.rank == 0  # without sharding, all of them step it
+        across = member.comm is not flat.comm and member.comm.world_size > 1
+        return Owner(saves=member.is_mine and first and (across or flat.axis.rank == 0), loads=member.is_mine)
+
+    def _place(self, number: int) -> tuple[Flat, int]:
+        """Return the buffer of a parameter, and its position there."""
+        n, index = self._states.locate(number)
+        return self._states.flats[n], index
 
     def _cost(self, number: int, shape: tuple[int, ...]) -> float:
         return tensor_cost(self._optimizer, self._optimizer.param_groups[self._groups[number]], shape)
@@ -99,7 +115,7 @@ class WholeTensors:
     @property
     def elements_sent(self) -> int:
         """Return the elements that all ranks together send in a step that steps all of them."""
-        return (_SENT + 1) * sum(m.away_numel for m in self.members)
+        return sum(_SENT * m.gathered_numel + m.scattered_numel for m in self.members)
 
     # step ------------------------------------------------------------------------------------------------------------
 
@@ -150,7 +166,7 @@ class WholeTensors:
         """Return to the shards what the optimizer's own call of ``step`` has made. Collective."""
         members, self._stepped = self._stepped, []
         for bucket in self._buckets(members):
-            self._write(self._exchange(bucket).start_scatter(bucket, lambda m: m.part_of(self._shown[m.number])))
+            self._write(self._exchange(bucket).start_scatter(bucket, lambda m: self._shown[m.number]))
         self._shown = {}
 
     def shown(self, group: int) -> list[Tensor]:
@@ -172,7 +188,7 @@ class WholeTensors:
         kinds: defaultdict[tuple[Any, ...], list[WholeTensor]] = defaultdict(list)
         for member in members:
             flat = member.flat
-            kinds[id(flat.comm), flat.master_dtype, flat.master.device].append(member)
+            kinds[id(member.comm), flat.master_dtype, flat.master.device].append(member)
         for same in kinds.values():
             bucket: list[WholeTensor] = []
             for member in same:
@@ -185,7 +201,7 @@ class WholeTensors:
     @staticmethod
     def _exchange(bucket: Sequence[WholeTensor]) -> Exchange:
         flat = bucket[0].flat
-        return Exchange(flat.comm, flat.master_dtype, flat.full.device)
+        return Exchange(bucket[0].comm, flat.master_dtype, flat.full.device)
 
     @staticmethod
     def _parts(member: WholeTensor) -> list[Tensor]:
@@ -195,12 +211,10 @@ class WholeTensors:
 
     def _tensors(self, pending: PendingWholes, device: torch.device) -> dict[int, Tensor]:
         """Return this rank's tensors with their gradients, by number, on ``device``."""
-        members = {m.number: m for m in self.members}
         result: dict[int, Tensor] = {}
         for number, (grad, master) in pending.wait(device).items():
-            tensor = members[number].full_of(master).requires_grad_()
-            tensor.grad = members[number].full_of(grad)
-            result[number] = tensor
+            master.requires_grad_().grad = grad
+            result[number] = master
         return result
 
     def _step(self, bucket: list[WholeTensor], pending: PendingWholes) -> PendingParts:
@@ -222,7 +236,7 @@ class WholeTensors:
             for n, t in tensors.items():
                 self._state[n] = _moved(copied.state.pop(t, {}), home)
                 t.grad = None
-        return self._exchange(bucket).start_scatter(bucket, lambda m: m.part_of(tensors[m.number]))
+        return self._exchange(bucket).start_scatter(bucket, lambda m: tensors[m.number])
 
     @staticmethod
     def _write(pending: PendingParts) -> None:
@@ -237,8 +251,8 @@ class WholeTensors:
             return
         self._collected = True
         for name, dtype, members in self._named(self._elementwise_of_mine()):
-            exchange = Exchange(members[0].flat.comm, dtype, members[0].flat.full.device)
-            values = exchange.start_scatter(members, lambda m, name=name: m.part_of(self._state[m.number].pop(name)))
+            exchange = Exchange(members[0].comm, dtype, members[0].flat.full.device)
+            values = exchange.start_scatter(members, lambda m, name=name: self._state[m.number].pop(name))
             for store in {id(m.flat): self._store(m) for m in members}.values():
                 store.ensure(name, dtype)
             for member, part in values.wait():
@@ -251,7 +265,7 @@ class WholeTensors:
     def _elementwise_of_mine(self) -> dict[int, dict[str, torch.dtype]]:
         """Return the names and dtypes of the element-wise states of this rank's tensors."""
         return {
-            m.number: {k: v.dtype for k, v in self._state[m.number].items() if _is_elementwise(k, v, m.full_shape)}
+            m.number: {k: v.dtype for k, v in self._state[m.number].items() if _is_elementwise(k, v, m.shape)}
             for m in self.members
             if m.is_mine and self._state.get(m.number)
         }
@@ -261,13 +275,13 @@ class WholeTensors:
 
         Every rank marks them in the entries of the tensors of which it has a part, or which it owns.
         """
-        by_comm: dict[int, list[WholeTensor]] = {}
+        by_comm: dict[Comm, list[WholeTensor]] = {}
         for member in self.members:
-            by_comm.setdefault(id(member.flat.comm), []).append(member)
-        for members in by_comm.values():
+            by_comm.setdefault(member.comm, []).append(member)
+        for comm, members in by_comm.items():
             own = {m.number: mine[m.number] for m in members if m.number in mine}
             agreed: dict[int, dict[str, torch.dtype]] = {}
-            for each in members[0].flat.comm.exchange_objects(own):
+            for each in comm.exchange_objects(own):
                 agreed.update(each)
             found: defaultdict[tuple[str, torch.dtype], list[WholeTensor]] = defaultdict(list)
             for member in members:
@@ -293,15 +307,14 @@ class WholeTensors:
         for name, dtype, members in self._named(marked):
             for member in members:
                 self._store(member).flat.before_change()
-            exchange = Exchange(members[0].flat.comm, dtype, members[0].flat.full.device)
+            exchange = Exchange(members[0].comm, dtype, members[0].flat.full.device)
 
             def parts(member: WholeTensor, name: str = name) -> list[Tensor]:
                 return [self._store(member).range(name, *member.mine)]
 
             home = members[0].flat.master.device
             for number, (value,) in exchange.start_gather(members, parts, 1).wait(home).items():
-                member = next(m for m in members if m.number == number)
-                self._state.setdefault(number, {})[name] = member.full_of(value).to(member.flat.master.device)
+                self._state.setdefault(number, {})[name] = value
         for member in self.members:
             kept = entries.pop(member.number, {})
             if member.is_mine and kept:
