@@ -5,20 +5,16 @@ Trusted runs: one process, or DDP. The iteration of Muon runs in fp32 here: in b
 
 from __future__ import annotations
 
-from functools import partial
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import pytest
-import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 import ls_strategy
 from ls_strategy.config import nested
 from ls_strategy.errors import PlanError
 from ls_strategy.lightning.strategy import ZeROStrategy
-from ls_strategy.optimizers.newton_schulz import orthogonalized
 from ls_strategy.testing import spawn
 from tests.dist.parallel_runs import Module, Outcome, Run, train, unequal
 from tests.dist.ranks import Net, assert_close, assert_equal, fit, global_batches, on_ranks, quiet, weights
@@ -42,12 +38,13 @@ class WithMuon(Module):
         hidden = [p for p in self.model.blocks.parameters() if p.dim() >= 2]
         taken = set(map(id, hidden))
         others = [p for p in self.parameters() if id(p) not in taken]
-        return ls_strategy.Muon([{"params": hidden}, {"params": others, "use_muon": False}], lr=2e-3, eps=1e-2)
+        return ls_strategy.Muon(
+            [{"params": hidden}, {"params": others, "use_muon": False}], lr=2e-3, eps=1e-2, ns_dtype="fp32"
+        )
 
 
 def runs(rank: int, world_size: int, cases: list[Run], kind: type[Module]) -> list[Outcome]:
-    with mock.patch("ls_strategy.optimizers.muon.orthogonalized", partial(orthogonalized, dtype=torch.float32)):
-        return [train(rank, world_size, run, kind) for run in cases]
+    return [train(rank, world_size, run, kind) for run in cases]
 
 
 @pytest.mark.parametrize(("size", "tier"), [(2, None), pytest.param(1, "cpu", marks=pytest.mark.slow)])

@@ -300,7 +300,7 @@ class ShardedOptimizer:
             members = self.whole.members
             ranks = members[0].comm.world_size
             rest = "" if len(members) == self.states.offsets[-1] else "; the others in shards, by its own step()"
-            sent = f"{self.whole.elements_sent:,} elements sent for it per step by all of them"
+            sent = f"{self.whole.bytes_sent:,} bytes sent for it per step by all of them"
             return f"{name}: {len(members)} parameters are stepped whole, each by one of {ranks} ranks, {sent}{rest}"
         if not any(self._fused_flats):
             return f"{name}: stepped by its own step()"

@@ -77,7 +77,9 @@ class OptimizerStates:
         self.entries: dict[int, dict[str, Any]] = {}
         """States by parameter number, with torch's names."""
         self.owners: dict[int, Owner] = {}
-        """What this rank does with parameters that are stepped whole, by number; no entry for those in shards."""
+        """What this rank does with parameters whose states are whole too, by number; no entry for those in shards."""
+        self.whole: frozenset[int] = frozenset()
+        """Numbers of the parameters that no run contains, since they are stepped whole."""
         self.steps_taken = 0
         """Number of steps so far, for states that do not count steps."""
         self.unfreeze: Callable[[list[Flat]], None] = _nothing_to_unfreeze

@@ -167,9 +167,7 @@ class Holders:
             for place, held in by_rank:  # of several copies of a part, the first one is sent
                 part = held[n][2]
                 first[part] = min(first.get(part, place), place)
-            result.append(
-                tuple(Holding(*held[n], sends=place == first[held[n][2]]) for place, held in by_rank)
-            )
+            result.append(tuple(Holding(*held[n], sends=place == first[held[n][2]]) for place, held in by_rank))
         return result
 
 
@@ -186,7 +184,7 @@ class Exchange:
     def _wire(self, tensors: list[Tensor], device: torch.device) -> Tensor:
         """Return the tensors in one, where the transport can send it from."""
         device = self._device if self._comm.native else device
-        parts = [t.to(device, self._dtype).reshape(-1) for t in tensors]
+        parts = [t.to(self._dtype).to(device).reshape(-1) for t in tensors]
         return torch.cat(parts) if parts else torch.empty(0, dtype=self._dtype, device=device)
 
     def _received(self, sizes: list[int], device: torch.device) -> list[Tensor]:

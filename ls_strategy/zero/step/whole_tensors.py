@@ -6,9 +6,11 @@
     masters    | a | b |  ─┴────> a with its gradient, whole ──┘
                                   and its states, whole        the optimizer's own step, once in the whole job
 
-The owner keeps the states between steps, on the tier of the flat buffer. `WholeTensors.collect` moves them to where all
-other states are, for checkpoints: element-wise ones to the flat store, in shards, others to the owner's entries. The
-next step brings them back.
+If an optimizer's step is split (`split_step.py`), less is sent, and states stay in shards.
+
+Otherwise the owner keeps the states between steps, on the tier of the flat buffer. `WholeTensors.collect` moves them to
+where all other states are, for checkpoints: element-wise ones to the flat store, in shards, others to the owner's
+entries. The next step brings them back.
 """
 
 from __future__ import annotations
@@ -27,6 +29,8 @@ from ls_strategy.distributed.comm import Comm
 from ls_strategy.tiers import TIERS
 from ls_strategy.zero.flat.units import Flat
 from ls_strategy.zero.step.optimizer_state import ELEMENTWISE, OptimizerStates, Owner
+from ls_strategy.zero.step.split_step import split_step_of
+from ls_strategy.zero.step.split_tensors import SplitTensors
 from ls_strategy.zero.step.whole_exchange import Exchange, Holders, PendingParts, PendingWholes, WholeTensor, balanced
 
 BUCKET = 1 << 24
@@ -62,7 +66,12 @@ class WholeTensors:
         """Parameter group by number."""
         self.one_by_one = one_by_one
         self.members = self._assigned([n for n in sorted(self._groups) if any(needed) and self._is_whole(n, needed)])
-        states.owners = {m.number: self._owner(m) for m in self.members}
+        split = split_step_of(optimizer)
+        self._split = None if split is None else SplitTensors(optimizer, states, split, self._groups)
+        self._in_shards = {m.number for m in self.members if split is not None and needed[self._groups[m.number]]}
+        """Numbers of the parameters whose states are in shards, since their step is split."""
+        states.whole = frozenset(m.number for m in self.members)
+        states.owners = {m.number: self._owner(m) for m in self.members if m.number not in self._in_shards}
         self._state: dict[int, dict[str, Any]] = {}
         """States of this rank's tensors by number, while they are here."""
         self._collected = True
@@ -115,7 +124,24 @@ class WholeTensors:
     @property
     def elements_sent(self) -> int:
         """Return the elements that all ranks together send in a step that steps all of them."""
-        return sum(_SENT * m.gathered_numel + m.scattered_numel for m in self.members)
+        return sum(self._width(m) * m.gathered_numel + m.scattered_numel for m in self.members)
+
+    @property
+    def bytes_sent(self) -> int:
+        """Return the bytes of them."""
+        numels = ((m, self._width(m) * m.gathered_numel + m.scattered_numel) for m in self.members)
+        return sum(numel * self._sent(m).itemsize for m, numel in numels)
+
+    def _splitter(self, member: WholeTensor) -> SplitTensors | None:
+        """Return what runs the element-wise parts of a tensor's step, if it is split."""
+        return self._split if member.number in self._in_shards else None
+
+    def _width(self, member: WholeTensor) -> int:
+        return 1 if self._splitter(member) else _SENT
+
+    def _sent(self, member: WholeTensor) -> torch.dtype:
+        splitter = self._splitter(member)
+        return member.flat.master_dtype if splitter is None else splitter.dtype(member)
 
     # step ------------------------------------------------------------------------------------------------------------
 
@@ -134,14 +160,15 @@ class WholeTensors:
         arriving: list[tuple[list[WholeTensor], PendingWholes]] = []
         leaving: list[PendingParts] = []
         for bucket in self._buckets(members):
-            arriving.append((bucket, self._exchange(bucket).start_gather(bucket, self._parts, _SENT)))
+            gather = self._exchange(bucket).start_gather(bucket, self._parts, self._width(bucket[0]))
+            arriving.append((bucket, gather))
             if len(arriving) > 1:  # the next bucket is on its way while this one is stepped
                 self._take(*arriving.pop(0), leaving)
         for bucket, pending in arriving:
             self._take(bucket, pending, leaving)
         for pending in leaving:
             self._write(pending)
-        self._stepped = [] if self.one_by_one else members
+        self._stepped = [] if self.one_by_one else [m for m in members if not self._splitter(m)]
 
     def agree(self, dropped: frozenset[int]) -> frozenset[int]:
         """Return the parameters that any rank has dropped. Collective."""
@@ -155,7 +182,7 @@ class WholeTensors:
 
     def _take(self, bucket: list[WholeTensor], pending: PendingWholes, leaving: list[PendingParts]) -> None:
         """Step a bucket that has arrived, or keep its tensors for the optimizer's own call."""
-        if not self.one_by_one:
+        if not self.one_by_one and not self._splitter(bucket[0]):
             self._shown |= self._tensors(pending, bucket[0].flat.master.device)
             return
         leaving.append(self._step(bucket, pending))
@@ -184,11 +211,12 @@ class WholeTensors:
             tensor.grad = None
 
     def _buckets(self, members: Sequence[WholeTensor]) -> Iterator[list[WholeTensor]]:
-        """Split tensors into those that are exchanged together: of one communicator, dtype and device."""
+        """Split tensors into those that are exchanged together: of one communicator and device, in one way."""
         kinds: defaultdict[tuple[Any, ...], list[WholeTensor]] = defaultdict(list)
         for member in members:
             flat = member.flat
-            kinds[id(member.comm), flat.master_dtype, flat.master.device].append(member)
+            kind = (id(member.comm), self._sent(member), self._splitter(member) is None, flat.master.device)
+            kinds[kind].append(member)
         for same in kinds.values():
             bucket: list[WholeTensor] = []
             for member in same:
@@ -198,16 +226,16 @@ class WholeTensors:
                 bucket.append(member)
             yield bucket
 
-    @staticmethod
-    def _exchange(bucket: Sequence[WholeTensor]) -> Exchange:
-        flat = bucket[0].flat
-        return Exchange(bucket[0].comm, flat.master_dtype, flat.full.device)
+    def _exchange(self, bucket: Sequence[WholeTensor]) -> Exchange:
+        return Exchange(bucket[0].comm, self._sent(bucket[0]), bucket[0].flat.full.device)
 
-    @staticmethod
-    def _parts(member: WholeTensor) -> list[Tensor]:
-        """Return this rank's parts of gradient and master weights."""
+    def _parts(self, member: WholeTensor) -> list[Tensor]:
+        """Return this rank's parts of gradient and master weights, or of the direction if the step is split."""
         start, stop = member.mine
-        return [_gradient(member.flat, start, stop), member.flat.master_range(start, stop)]
+        splitter, grad = self._splitter(member), _gradient(member.flat, start, stop)
+        if splitter is not None:
+            return [splitter.direction(member, grad.to(member.flat.master.device, member.flat.master_dtype))]
+        return [grad, member.flat.master_range(start, stop)]
 
     def _tensors(self, pending: PendingWholes, device: torch.device) -> dict[int, Tensor]:
         """Return this rank's tensors with their gradients, by number, on ``device``."""
@@ -223,6 +251,11 @@ class WholeTensors:
         This runs on the model's device, wherever the states are stored: products of matrices are what it is for.
         """
         device, home = bucket[0].flat.full.device, bucket[0].flat.master.device
+        splitter = self._splitter(bucket[0])
+        if splitter is not None:
+            mine = {m.number: m for m in bucket if m.is_mine}
+            tensors = {n: splitter.update(mine[n], full) for n, (full,) in pending.wait(device).items()}
+            return self._exchange(bucket).start_scatter(bucket, lambda m: tensors[m.number])
         tensors = self._tensors(pending, device)
         if tensors:
             groups = [
@@ -238,10 +271,13 @@ class WholeTensors:
                 t.grad = None
         return self._exchange(bucket).start_scatter(bucket, lambda m: tensors[m.number])
 
-    @staticmethod
-    def _write(pending: PendingParts) -> None:
+    def _write(self, pending: PendingParts) -> None:
         for member, part in pending.wait():
-            member.flat.write_master(member.mine[0], part)
+            splitter = self._splitter(member)
+            if splitter is None:
+                member.flat.write_master(member.mine[0], part)
+            else:
+                splitter.write(member, part)
 
     # states ----------------------------------------------------------------------------------------------------------
 
@@ -250,6 +286,8 @@ class WholeTensors:
         if self._collected or not self.members:
             return
         self._collected = True
+        if self._split is not None:
+            self._split.collect(m for m in self.members if m.number in self._in_shards)
         for name, dtype, members in self._named(self._elementwise_of_mine()):
             exchange = Exchange(members[0].comm, dtype, members[0].flat.full.device)
             values = exchange.start_scatter(members, lambda m, name=name: self._state[m.number].pop(name))
@@ -277,7 +315,8 @@ class WholeTensors:
         """
         by_comm: dict[Comm, list[WholeTensor]] = {}
         for member in self.members:
-            by_comm.setdefault(member.comm, []).append(member)
+            if member.number not in self._in_shards:
+                by_comm.setdefault(member.comm, []).append(member)
         for comm, members in by_comm.items():
             own = {m.number: mine[m.number] for m in members if m.number in mine}
             agreed: dict[int, dict[str, torch.dtype]] = {}
@@ -298,6 +337,8 @@ class WholeTensors:
         if not self._collected:
             return
         self._collected = False
+        if self._split is not None:
+            self._split.restore([m for m in self.members if m.number in self._in_shards])
         entries = self._states.entries
         marked = {
             m.number: {k: self._store(m).dtypes()[k] for k, v in entries[m.number].items() if _is_mark(v)}
@@ -337,7 +378,8 @@ class WholeTensors:
 
     def tensors(self) -> list[Tensor]:
         """Return the states in memory that this rank owns."""
-        return [v for state in self._state.values() for v in state.values() if isinstance(v, Tensor)]
+        own = [v for state in self._state.values() for v in state.values() if isinstance(v, Tensor)]
+        return own if self._split is None else [*own, *self._split.tensors()]
 
 
 def splits_tensors_of(flat: Flat) -> bool:
