@@ -139,7 +139,7 @@ class Mesh:
         self.pipeline = axes["pipeline"]
         self.stage = axes["stage"]
         self.expert_zero = axes["expert_zero"]
-        self.expert_zero.traffic = self.zero.traffic  # ZeRO's, too
+        self.expert_zero.traffic = self.stage.traffic = self.zero.traffic  # ZeRO's, too
         self.expert = Axis("expert", axes["expert"])
         self.sequence = Axis("sequence", axes["sequence"])
         self.tensor = Axis("tensor", axes["tensor"])

@@ -15,7 +15,7 @@ from ls_strategy.checked import Range, above, at_least, checked
 from ls_strategy.errors import ConfigError
 from ls_strategy.optimizers.newton_schulz import COEFFICIENTS, multiplications, orthogonalized
 
-AdjustLR = Literal["match_rms_adamw", "original"]
+AdjustLR = Literal["match_rms_adamw", "original", "spectral"]
 """How the learning rate depends on a matrix's shape."""
 
 
@@ -38,7 +38,9 @@ class Muon(Optimizer):
         ns_steps: steps of the Newton-Schulz iteration.
         ns_coefficients: of its polynomial.
         adjust_lr: ``"match_rms_adamw"`` multiplies the rate by ``0.2 * sqrt(max(m, n))``, so that updates are as large
-            as AdamW's, and its rates and weight decay can be used. ``"original"``: by ``sqrt(max(1, m / n))``.
+            as AdamW's, and its rates and weight decay can be used. ``"original"``: by ``sqrt(max(1, m / n))``;
+            ``"spectral"``: by ``sqrt(m / n)``.
+        ns_dtype: of the iteration, ``"bf16"`` or ``"fp32"``. It is what is sent per element, too.
         use_muon: update by Muon. False: by AdamW.
         betas: of AdamW.
         eps: of AdamW.
@@ -64,6 +66,7 @@ class Muon(Optimizer):
         nesterov: bool = True,
         ns_steps: int = 5,
         ns_coefficients: tuple[float, float, float] = COEFFICIENTS,
+        ns_dtype: Literal["bf16", "fp32"] = "bf16",
         adjust_lr: AdjustLR = "match_rms_adamw",
         use_muon: bool = True,
         betas: tuple[float, float] = (0.9, 0.95),
@@ -71,8 +74,8 @@ class Muon(Optimizer):
     ) -> None:
         defaults = {
             "lr": lr, "weight_decay": weight_decay, "momentum": momentum, "nesterov": nesterov, "ns_steps": ns_steps,
-            "ns_coefficients": ns_coefficients, "adjust_lr": adjust_lr, "use_muon": use_muon, "betas": betas,
-            "eps": eps,
+            "ns_coefficients": ns_coefficients, "ns_dtype": ns_dtype, "adjust_lr": adjust_lr,
+            "use_muon": use_muon, "betas": betas, "eps": eps,
         }  # fmt: skip
         super().__init__(params, defaults)
 
@@ -121,18 +124,40 @@ class Muon(Optimizer):
         return loss
 
     def _update(self, p: Tensor, grad: Tensor, group: dict[str, Any]) -> None:
-        state = self.state[p]
+        direction = self.direction(group, grad, self.state[p])
+        self.apply_update(group, p, self.full_update(group, direction), tuple(p.shape))
+
+    @staticmethod
+    def iteration_dtype(group: dict[str, Any]) -> torch.dtype:
+        """Return the dtype of the iteration, of its argument and of its result."""
+        return torch.bfloat16 if group["ns_dtype"] == "bf16" else torch.float32
+
+    @staticmethod
+    def direction(group: dict[str, Any], grad: Tensor, state: dict[str, Any]) -> Tensor:
+        """Return the momentum, with Nesterov's look-ahead: element-wise, for any range of a parameter."""
         if "momentum_buffer" not in state:
             state["momentum_buffer"] = torch.zeros_like(grad, memory_format=torch.preserve_format)
         momentum = state["momentum_buffer"].lerp_(grad, 1 - group["momentum"])
-        direction = grad.lerp(momentum, group["momentum"]) if group["nesterov"] else momentum
-        shape = _matrices(tuple(p.shape))
+        return grad.lerp(momentum, group["momentum"]) if group["nesterov"] else momentum
+
+    @classmethod
+    def full_update(cls, group: dict[str, Any], direction: Tensor) -> Tensor:
+        """Return the orthogonalized direction of a full parameter, in its shape."""
         update = orthogonalized(
-            direction.reshape(shape), steps=group["ns_steps"], coefficients=tuple(group["ns_coefficients"])
+            direction.reshape(_matrices(tuple(direction.shape))),
+            steps=group["ns_steps"],
+            coefficients=tuple(group["ns_coefficients"]),
+            dtype=cls.iteration_dtype(group),
         )
+        return update.reshape(direction.shape)
+
+    @staticmethod
+    def apply_update(group: dict[str, Any], param: Tensor, update: Tensor, shape: tuple[int, ...]) -> None:
+        """Change any range of a parameter of this shape by its range of the update: element-wise."""
         lr = float(group["lr"])
-        p.mul_(1 - lr * group["weight_decay"])
-        p.add_(update.reshape(p.shape).to(p.dtype), alpha=-lr * _factor(group["adjust_lr"], *shape[-2:]))
+        param.mul_(1 - lr * group["weight_decay"])
+        factor = _factor(group["adjust_lr"], *_matrices(shape)[-2:])
+        param.add_(update.to(param.dtype), alpha=-lr * factor)
 
     def _adamw(self, group: dict[str, Any]) -> None:
         params = [p for p in group["params"] if p.grad is not None]
@@ -168,4 +193,6 @@ def _matrices(shape: tuple[int, ...]) -> tuple[int, ...]:
 
 
 def _factor(adjust: str, rows: int, columns: int) -> float:
-    return 0.2 * math.sqrt(max(rows, columns)) if adjust == "match_rms_adamw" else math.sqrt(max(1, rows / columns))
+    if adjust == "match_rms_adamw":
+        return 0.2 * math.sqrt(max(rows, columns))
+    return math.sqrt(rows / columns if adjust == "spectral" else max(1, rows / columns))

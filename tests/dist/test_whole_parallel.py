@@ -5,19 +5,16 @@ Trusted runs: one process, or DDP. The iteration of Muon runs in fp32 here: in b
 
 from __future__ import annotations
 
-from functools import partial
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import pytest
-import torch
+from torch.utils.flop_counter import FlopCounterMode
 
 import ls_strategy
 from ls_strategy.config import nested
 from ls_strategy.errors import PlanError
 from ls_strategy.lightning.strategy import ZeROStrategy
-from ls_strategy.optimizers.newton_schulz import orthogonalized
 from ls_strategy.testing import spawn
 from tests.dist.parallel_runs import Module, Outcome, Run, train, unequal
 from tests.dist.ranks import Net, assert_close, assert_equal, fit, global_batches, on_ranks, quiet, weights
@@ -41,12 +38,13 @@ class WithMuon(Module):
         hidden = [p for p in self.model.blocks.parameters() if p.dim() >= 2]
         taken = set(map(id, hidden))
         others = [p for p in self.parameters() if id(p) not in taken]
-        return ls_strategy.Muon([{"params": hidden}, {"params": others, "use_muon": False}], lr=2e-3, eps=1e-2)
+        return ls_strategy.Muon(
+            [{"params": hidden}, {"params": others, "use_muon": False}], lr=2e-3, eps=1e-2, ns_dtype="fp32"
+        )
 
 
 def runs(rank: int, world_size: int, cases: list[Run], kind: type[Module]) -> list[Outcome]:
-    with mock.patch("ls_strategy.optimizers.muon.orthogonalized", partial(orthogonalized, dtype=torch.float32)):
-        return [train(rank, world_size, run, kind) for run in cases]
+    return [train(rank, world_size, run, kind) for run in cases]
 
 
 @pytest.mark.parametrize(("size", "tier"), [(2, None), pytest.param(1, "cpu", marks=pytest.mark.slow)])
@@ -82,6 +80,43 @@ def test_matrices_that_tensor_parallelism_splits_are_stepped_in_full(ranks: int,
         cases = [Run({"stage": stage, "parallel.tensor": 2}, steps=STEPS) for stage in stages]
         found = spawn(runs, ranks, cases, kind, init_process_group=False)[0]
         assert not unequal(alone, cases, found, **LIMITS)
+
+
+class CountsFlops(WithMuon):
+    """FLOPs of the step, and elements that this rank sends for it."""
+
+    def optimizer_step(self, *args: Any, **kwargs: Any) -> None:
+        closure = kwargs.get("optimizer_closure") or args[3]
+        optimizer = args[2]
+        closure()
+        strategy = self.trainer.strategy
+        traffic = strategy.traffic if isinstance(strategy, ZeROStrategy) else None
+        before = traffic.elements["all_to_all"] if traffic else 0
+        with FlopCounterMode(display=False) as counter:
+            optimizer.step()
+        sent = traffic.elements["all_to_all"] - before if traffic else 0
+        self.outcome.notes["flops"] = counter.get_total_flops()
+        self.outcome.notes["sent"] = sent
+        if traffic:
+            members = strategy.require_engine().optimizers[0].sharded.whole.members
+            self.outcome.notes["formula"] = strategy.require_engine().optimizers[0].sharded.whole.elements_sent
+            self.outcome.notes["steps"] = sorted(m.number for m in members if m.is_mine)
+
+
+@pytest.mark.parametrize(("ranks", "stages"), [(2, (2,)), pytest.param(4, (1, 3), marks=pytest.mark.slow)])
+def test_tensor_parallel_ranks_step_every_matrix_once(ranks: int, stages: tuple[int, ...]) -> None:
+    """Newton-Schulz FLOPs of all ranks are those of one process, and no rank has more than 1.15 of the mean."""
+    one = spawn(runs, 1, [Run(steps=2)], CountsFlops, init_process_group=False)[0][0].notes
+    cases = [Run({"stage": stage, "parallel.tensor": 2}, steps=2) for stage in stages]
+    by_rank = spawn(runs, ranks, cases, CountsFlops, init_process_group=False)
+    for n in range(len(cases)):
+        notes = [outcomes[n].notes for outcomes in by_rank]
+        flops = [note["flops"] for note in notes]
+        assert sum(flops) == one["flops"] > 0
+        assert max(flops) <= 1.15 * sum(flops) / ranks
+        assert sum(note["sent"] for note in notes) == notes[0]["formula"] > 0
+        stepped = [number for note in notes for number in note["steps"]]
+        assert len(stepped) == len(set(stepped))
 
 
 @pytest.mark.slow

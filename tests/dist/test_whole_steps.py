@@ -85,7 +85,7 @@ def test_a_step_is_that_of_stage_0(rank: int, world_size: int, name: str, tmp_pa
 
 
 class Counted(Net):
-    """Muon: FLOPs and elements of every step."""
+    """Muon: FLOPs and sent bytes of every step."""
 
     manual = True
     flops: list[int]
@@ -101,15 +101,15 @@ class Counted(Net):
         optimizer.zero_grad()
         self.manual_backward(self.noted_loss(batch))
         strategy: Any = self.trainer.strategy
-        before = self.elements(strategy)
+        before = self.nbytes(strategy)
         with FlopCounterMode(display=False) as counter:
             optimizer.step()
         self.flops.append(counter.get_total_flops())
-        self.sent.append(self.elements(strategy) - before)
+        self.sent.append(self.nbytes(strategy) - before)
 
     @staticmethod
-    def elements(strategy: Any) -> int:
-        return strategy.traffic.elements["all_to_all"] if hasattr(strategy, "traffic") else 0
+    def nbytes(strategy: Any) -> int:
+        return strategy.traffic.bytes["all_to_all"] if hasattr(strategy, "traffic") else 0
 
 
 def total(number: int) -> int:
@@ -133,12 +133,42 @@ def test_every_tensor_is_stepped_once_and_what_is_sent_is_the_formula(rank: int,
         assert min(module.flops) > 0
         sharded = trainer.strategy.require_engine().optimizers[0].sharded
         away = 0
-        for number, owner in sharded.states.owners.items():
-            n, i = sharded.states.locate(number)
-            slot, (start, stop) = sharded.flats[n].layout.slots[i], sharded.flats[n].layout.shard_range(owner)
+        for member in sharded.whole.members:
+            slot = member.flat.layout.slots[member.index]
+            start, stop = member.flat.layout.shard_range(member.owner)
             assert len(slot.shape) == 2
             away += slot.numel - max(min(slot.end, stop) - max(slot.offset, start), 0)
-        # The gradient and the master weight to the owner, the new master weight back; states are exchanged in no step.
-        assert [total(n) for n in module.sent] == [3 * away] * 3
+        # The direction to the owner and the update back, in bf16; states are exchanged in no step.
+        assert [total(n) for n in module.sent] == [2 * 2 * away] * 3
         assert away > 0
-        assert f"by one of 2 ranks, {3 * away:,} elements sent" in sharded.describe()
+        assert f"by one of 2 ranks, {2 * 2 * away:,} bytes sent" in sharded.describe()
+
+
+class WholeCounted(Counted):
+    """An optimizer that the engine knows nothing of."""
+
+    def configure_optimizers(self) -> Any:
+        self.flops, self.sent = [], []
+        return Lamb(matrices(self))
+
+
+class Fp32Counted(Counted):
+    def configure_optimizers(self) -> Any:
+        optimizer = super().configure_optimizers()
+        for group in optimizer.param_groups:
+            group["ns_dtype"] = "fp32"
+        return optimizer
+
+
+@on_ranks(2)
+def test_bytes_of_other_optimizers_are_the_formula(rank: int, world_size: int) -> None:
+    """Master weights in fp32: 12 bytes per element for a step that is not split, 8 for an iteration in fp32."""
+    quiet()
+    for kind, nbytes in ((WholeCounted, 3 * 4), (Fp32Counted, 2 * 4)):
+        module = kind()
+        data = global_batches(rank, world_size, 3)
+        trainer = fit(2, module, data, use_distributed_sampler=False, max_epochs=1)
+        whole = trainer.strategy.require_engine().optimizers[0].sharded.whole
+        away = sum(m.gathered_numel for m in whole.members)
+        assert [total(n) for n in module.sent] == [nbytes * away] * 3
+        assert whole.bytes_sent == nbytes * away > 0

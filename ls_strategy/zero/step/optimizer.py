@@ -92,7 +92,7 @@ class ShardedOptimizer:
         """Whether parameters may be split and joined. Otherwise (stage 0) the optimizer gets each one unchanged."""
         store = [self._states_of(n, flat) for n, flat in enumerate(flats)]
         self.states = OptimizerStates(optimizer, store, mesh, group_names)
-        self._whole = self._whole_tensors()
+        self.whole = self._whole_tensors()
         self._runs = Runs(optimizer, self.states, self._kernel, self._fused_flats, cuts=self._cuts)
         self.states.collect = self._collect
         self._grad_views: dict[int, tuple[Tensor, list[Tensor]]] = {}
@@ -138,7 +138,7 @@ class ShardedOptimizer:
 
     def _collect(self) -> None:
         self._runs.dissolve()
-        self._whole.collect()
+        self.whole.collect()
 
     def _make_piece(self, number: int, param: nn.Parameter) -> None:
         n, i = self.states.locate(number)
@@ -268,11 +268,11 @@ class ShardedOptimizer:
     def compose(self, used: list[bool], *, shown: bool) -> None:
         """Compose the runs to step. ``shown``: leave out parameters that `take_edits` found dropped."""
         dropped = frozenset(self._dropped if shown else ())
-        if self._whole and shown and self.shows_pieces:
-            dropped = self._whole.agree(dropped)
+        if self.whole and shown and self.shows_pieces:
+            dropped = self.whole.agree(dropped)
         self._runs.compose(used, dropped)
-        if self._whole:
-            self._whole.begin(used, dropped)
+        if self.whole:
+            self.whole.begin(used, dropped)
         for r in self._runs:
             if not r.fused:
                 r.flat.before_change()
@@ -282,25 +282,25 @@ class ShardedOptimizer:
         """Let the optimizer's groups hold the tensors that its own ``step`` updates, inside the context."""
         with self._runs.shown():
             for g, group in enumerate(self.optimizer.param_groups):
-                group["params"] += self._whole.shown(g)
-            self._whole.lend(self.optimizer.state)
+                group["params"] += self.whole.shown(g)
+            self.whole.lend(self.optimizer.state)
             try:
                 yield
             finally:
-                self._whole.take_back(self.optimizer.state)
+                self.whole.take_back(self.optimizer.state)
 
     def end_whole(self) -> None:
         """Send what the optimizer's own ``step`` has made of whole tensors to their shards. Collective."""
-        self._whole.end()
+        self.whole.end()
 
     def describe(self) -> str:
         """Return one line that says what steps the parameters."""
         name = type(self.optimizer).__name__
-        if self._whole:
-            members = self._whole.members
-            ranks = members[0].flat.comm.world_size
+        if self.whole:
+            members = self.whole.members
+            ranks = members[0].comm.world_size
             rest = "" if len(members) == self.states.offsets[-1] else "; the others in shards, by its own step()"
-            sent = f"{self._whole.elements_sent:,} elements sent for it per step by all of them"
+            sent = f"{self.whole.bytes_sent:,} bytes sent for it per step by all of them"
             return f"{name}: {len(members)} parameters are stepped whole, each by one of {ranks} ranks, {sent}{rest}"
         if not any(self._fused_flats):
             return f"{name}: stepped by its own step()"
@@ -378,7 +378,7 @@ class ShardedOptimizer:
     def state_tensors(self) -> list[Tensor]:
         """Return the optimizer's states in memory, without masters."""
         stored = [t for each in self.states.store for t in each.tensors()]
-        return [*stored, *self._runs.tensors(), *self._whole.tensors()]
+        return [*stored, *self._runs.tensors(), *self.whole.tensors()]
 
     def state_bytes(self) -> int:
         """Return the bytes of optimizer state that this rank has in memory, without masters."""
@@ -386,7 +386,7 @@ class ShardedOptimizer:
         held = {t.untyped_storage().data_ptr() for each in store for t in each.tensors()}
         own = {
             t.untyped_storage().data_ptr(): t.untyped_storage().nbytes()
-            for t in (*self._runs.tensors(), *self._whole.tensors())
+            for t in (*self._runs.tensors(), *self.whole.tensors())
         }
         return sum(each.nbytes() for each in store) + sum(n for address, n in own.items() if address not in held)
 

@@ -14,6 +14,7 @@ from __future__ import annotations
 import copy
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from itertools import count
 from typing import Any
@@ -35,6 +36,17 @@ ELEMENTWISE = "elementwise"
 """Placeholder for a state tensor with one element per parameter element, which is in the flat store."""
 
 
+@dataclass(frozen=True)
+class Owner:
+    """What this rank does with the states of a parameter that one rank steps whole, besides element-wise ones."""
+
+    saves: bool
+    """It is the one that saves them."""
+
+    loads: bool
+    """It needs them."""
+
+
 class OptimizerStates:
     """The states of one optimizer's parameters."""
 
@@ -51,7 +63,7 @@ class OptimizerStates:
         group, if other ranks hold some of the parameters.
         """
         self._optimizer = optimizer
-        self._mesh = mesh
+        self.mesh = mesh
         self._group_names = group_names
         self.store = store
         self.flats = [each.flat for each in store]
@@ -64,8 +76,10 @@ class OptimizerStates:
         """Numbers of the parameters, in the optimizer's order: positions in the parameters of all flats."""
         self.entries: dict[int, dict[str, Any]] = {}
         """States by parameter number, with torch's names."""
-        self.owners: dict[int, int] = {}
-        """Rank of the flat buffer's group that steps a parameter whole, by number; no entry for those in shards."""
+        self.owners: dict[int, Owner] = {}
+        """What this rank does with parameters whose states are whole too, by number; no entry for those in shards."""
+        self.whole: frozenset[int] = frozenset()
+        """Numbers of the parameters that no run contains, since they are stepped whole."""
         self.steps_taken = 0
         """Number of steps so far, for states that do not count steps."""
         self.unfreeze: Callable[[list[Flat]], None] = _nothing_to_unfreeze
@@ -95,7 +109,7 @@ class OptimizerStates:
             if number in entries and self._puts_together(flat):
                 slot = flat.layout.slots[i]
                 value = {k: _full_value(full[n].get(k), slot, v, flat.axis) for k, v in entries[number].items()}
-                if self._mesh.zero.rank == 0:
+                if self.mesh.zero.rank == 0:
                     packed[index] = value
         position = count()
         return {"state": packed, "param_groups": self._groups([[next(position) for _ in g] for g in self._members])}
@@ -117,7 +131,7 @@ class OptimizerStates:
         Names are sorted, so that all ranks gather in the same order.
         """
         self.collect()
-        by_rank = self._mesh.stage.exchange_objects((self.entries, [store.dtypes() for store in self.store]))
+        by_rank = self.mesh.stage.exchange_objects((self.entries, [store.dtypes() for store in self.store]))
         entries: defaultdict[int, dict[str, Any]] = defaultdict(dict)
         dtypes: list[dict[str, torch.dtype]] = [{} for _ in self.store]
         for rank_entries, rank_dtypes in by_rank:
@@ -144,7 +158,7 @@ class OptimizerStates:
 
     def _puts_together(self, flat: Flat) -> bool:
         """Whether this rank takes part in assembling full parameters from parts."""
-        return self._mesh.zero.rank == 0 or flat.axis is self._mesh.expert
+        return self.mesh.zero.rank == 0 or flat.axis is self.mesh.expert
 
     def _gather(self, flat_number: int, flat: Flat, key: str, dtype: torch.dtype) -> Tensor:
         full = self._gather_here(flat_number, flat, key, dtype)
@@ -172,7 +186,7 @@ class OptimizerStates:
             n, i = self.locate(number)
             flat, store = self.flats[n], self.store[n]
             dtypes, piece = store.dtypes(), flat.pieces[i]
-            owner = self._keeps_scalars(number) and flat.axis.rank == 0
+            owner = self._saves_others(number)
             kept: dict[str, Any] = {}
             for key, value in entries.items():
                 if isinstance(value, str) and value == ELEMENTWISE:
@@ -184,12 +198,17 @@ class OptimizerStates:
                 state[flat.layout.slots[i].name] = kept
         return {"state": state, "param_groups": self._groups(self.group_names)}
 
-    def _keeps_scalars(self, number: int) -> bool:
+    def _saves_others(self, number: int) -> bool:
         """Whether this rank is the one that saves what a parameter has besides element-wise states."""
-        n, i = self.locate(number)
         if number in self.owners:
-            return self.flats[n].comm.rank == self.owners[number]
-        return self._owns(self.flats[n], i)
+            return self.owners[number].saves
+        n, i = self.locate(number)
+        return self._owns(self.flats[n], i) and self.flats[n].axis.rank == 0
+
+    def _loads_others(self, number: int) -> bool:
+        """Whether this rank needs what a parameter has besides element-wise states, even without a part of it."""
+        n, i = self.locate(number)
+        return self.owners[number].loads if number in self.owners else self._owns(self.flats[n], i)
 
     @staticmethod
     def _owns(flat: Flat, i: int) -> bool:
@@ -259,7 +278,7 @@ class OptimizerStates:
         n, i = self.locate(number)
         flat = self.flats[n]
         slot, piece = flat.layout.slots[i], flat.pieces[i]
-        if not piece.numel and not self._keeps_scalars(number):
+        if not piece.numel and not self._loads_others(number):
             return  # this rank never steps it, so the state would be outdated after the next step
         if state:
             self.unfreeze([flat])
@@ -273,7 +292,7 @@ class OptimizerStates:
                 for at, part in parts_of(own, piece.param_start, piece.param_start + piece.numel):
                     self.store[n].write(k, piece.start + at - piece.param_start, part.to(dtype))
                 kept[k] = ELEMENTWISE
-            elif number not in self.owners or not flat.policy.optimizer or self._keeps_scalars(number):
+            elif number not in self.owners or self._loads_others(number):
                 kept[k] = v.detach().clone().cpu() if isinstance(v, Tensor) else v
         self.entries[number] = kept
 

@@ -93,7 +93,7 @@ class Runs:
             current_key: Any = None
             for i, piece in enumerate(flat.pieces):
                 number = self._states.offsets[n] + i
-                if not used[number] or number in dropped or number in self._states.owners:
+                if not used[number] or number in dropped or number in self._states.whole:
                     current = None
                     continue
                 if piece.numel == 0:

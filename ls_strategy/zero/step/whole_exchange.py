@@ -12,6 +12,7 @@ A range is sent straight to where it belongs, in one all-to-all, and what stays 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -20,9 +21,10 @@ from torch import Tensor
 
 from ls_strategy.distributed.axis import Axis, PendingExchange
 from ls_strategy.distributed.comm import Comm
+from ls_strategy.distributed.mesh import Mesh
 from ls_strategy.layout import TensorPart
 from ls_strategy.zero.flat.units import Flat
-from ls_strategy.zero.parts import full_of, part_of
+from ls_strategy.zero.parts import part_of
 
 
 def balanced(costs: Sequence[float], ranks: int) -> list[int]:
@@ -41,8 +43,23 @@ def balanced(costs: Sequence[float], ranks: int) -> list[int]:
 
 
 @dataclass(frozen=True)
+class Holding:
+    """What one rank of the communicator has of a tensor: a range of its part."""
+
+    start: int
+    """First element of the range in the part, flattened."""
+
+    numel: int
+    part: TensorPart | None = None
+    """The part of the tensor, with tensor parallelism; None: all of it."""
+
+    sends: bool = True
+    """Whether the owner gets the range from this rank. False: another rank has the same values."""
+
+
+@dataclass(frozen=True)
 class WholeTensor:
-    """One parameter that is stepped whole, by one of the ranks that hold shards of it."""
+    """One parameter that is stepped whole, by one of the ranks that hold parts of it."""
 
     number: int
     """Number of the parameter, in `OptimizerStates`."""
@@ -51,80 +68,107 @@ class WholeTensor:
     index: int
     """Position in the flat buffer."""
 
+    comm: Comm
+    """The ranks that hold parts of it."""
+
     owner: int
-    """Rank of ``flat.comm`` that steps it, if states are sharded. Otherwise every rank does."""
+    """Rank of `comm` that steps it."""
 
-    ranges: tuple[tuple[int, int], ...]
-    """``(first element, elements)`` of every rank's part; all of this rank's own, if states are not sharded."""
-
-    @classmethod
-    def of(cls, number: int, flat: Flat, index: int, owner: int) -> WholeTensor:
-        """Return the parameter at position ``index`` of a flat buffer."""
-        layout = flat.layout
-        slot = layout.slots[index]
-        ranges: list[tuple[int, int]] = []
-        if not flat.policy.optimizer:
-            ranges = [(0, slot.numel if r == flat.comm.rank else 0) for r in range(layout.world_size)]
-            return cls(number, flat, index, owner, tuple(ranges))
-        for rank in range(layout.world_size):
-            start, stop = layout.shard_range(rank)
-            lo, hi = max(slot.offset, start), min(slot.end, stop)
-            ranges.append((lo - slot.offset, hi - lo) if lo < hi else (0, 0))
-        return cls(number, flat, index, owner, tuple(ranges))
+    holdings: tuple[Holding, ...]
+    """By rank of `comm`."""
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Return the shape of the parameter; of this rank's part, with tensor parallelism."""
-        return self.flat.layout.slots[self.index].shape
+        """Return the shape that is stepped: that of the parameter over all tensor-parallel ranks."""
+        part = self.holdings[self.comm.rank].part
+        return self.flat.layout.slots[self.index].shape if part is None else part.full_shape
 
     @property
     def numel(self) -> int:
-        """Return the elements of the parameter; of this rank's part, with tensor parallelism."""
-        return self.flat.layout.slots[self.index].numel
-
-    @property
-    def full_shape(self) -> tuple[int, ...]:
-        """Return the shape that is stepped: that of the parameter over all tensor-parallel ranks."""
-        part = self._split
-        return self.shape if part is None else part.full_shape
-
-    @property
-    def _split(self) -> TensorPart | None:
-        """Return this rank's part of a matrix that tensor parallelism splits. Experts are stepped where they are."""
-        part = self.flat.layout.slots[self.index].part
-        return None if part is None or part.axis == "expert" else part
-
-    def full_of(self, values: Tensor) -> Tensor:
-        """Return the full tensor, of `full_shape`, from this rank's part. Collective over tensor-parallel ranks.
-
-        They all own the same tensors, since they assign them by the same costs.
-        """
-        return full_of(values.view(self.shape), self._split, self.flat.axis)
-
-    def part_of(self, full: Tensor) -> Tensor:
-        """Return this rank's part of a full tensor."""
-        return part_of(full, self._split)
+        """Return the elements of `shape`."""
+        return math.prod(self.shape)
 
     @property
     def is_mine(self) -> bool:
         """Whether this rank steps it."""
-        return self.stepped_by == self.flat.comm.rank
+        return self.owner == self.comm.rank
+
+    def sent_by(self, rank: int) -> int:
+        """Return the elements that a rank sends in a gather, to the owner or to itself."""
+        held = self.holdings[rank]
+        return held.numel if held.sends else 0
 
     @property
-    def stepped_by(self) -> int:
-        """Return the rank that steps this rank's part."""
-        return self.owner if self.flat.policy.optimizer else self.flat.comm.rank
+    def gathered_numel(self) -> int:
+        """Return the elements that one gather sends between ranks."""
+        return sum(self.sent_by(r) for r in range(len(self.holdings)) if r != self.owner)
 
     @property
-    def away_numel(self) -> int:
-        """Return the elements that other ranks than the owner hold: what one gather, or one scatter, sends."""
-        return self.numel - self.ranges[self.stepped_by][1]
+    def scattered_numel(self) -> int:
+        """Return the elements that one scatter sends between ranks."""
+        return sum(held.numel for r, held in enumerate(self.holdings) if r != self.owner)
 
     @property
     def mine(self) -> tuple[int, int]:
         """Return the range of this rank's shard that holds the parameter."""
         piece = self.flat.pieces[self.index]
         return piece.start, piece.stop
+
+    def assemble(self, ranges: Sequence[Tensor | None], out: Tensor) -> Tensor:
+        """Fill ``out``, of `numel` elements, from every rank's range; return it in `shape`."""
+        parts: dict[TensorPart | None, Tensor] = {}
+        for held, values in zip(self.holdings, ranges, strict=True):
+            if values is None or not held.numel:
+                continue
+            if held.part not in parts:
+                parts[held.part] = out if held.part is None else out.new_empty(math.prod(held.part.shape))
+            parts[held.part][held.start : held.start + held.numel].copy_(values)
+        full = out.view(self.shape)
+        for part, values in parts.items():
+            at, cut = 0, values.view(self.shape if part is None else part.shape)
+            for first, length in () if part is None else part.runs:
+                assert part is not None
+                full.narrow(part.dim, first, length).copy_(cut.narrow(part.dim, at, length))
+                at += length
+        return full
+
+    def ranges_of(self, full: Tensor) -> list[Tensor]:
+        """Return every rank's range of the full tensor, 1-d."""
+        parts = {held.part: part_of(full.detach().view(self.shape), held.part).reshape(-1) for held in self.holdings}
+        return [parts[held.part][held.start : held.start + held.numel] for held in self.holdings]
+
+
+class Holders:
+    """Finds the ranks that hold parts of parameters, and what each of them has."""
+
+    def __init__(self, mesh: Mesh) -> None:
+        self._mesh = mesh
+        self._alone = Comm(None, None)
+
+    def comm_of(self, flat: Flat) -> Comm:
+        """Return the ranks that hold parts of a buffer's parameters; this rank alone, if it has all of them."""
+        mesh = self._mesh
+        if flat.axis is mesh.tensor and mesh.tensor.size > 1:
+            return mesh.stage if flat.policy.optimizer or mesh.zero.world_size == 1 else mesh.tensor.comm
+        return flat.comm if flat.policy.optimizer else self._alone
+
+    def of(self, comm: Comm, places: Sequence[tuple[Flat, int]]) -> list[tuple[Holding, ...]]:
+        """Return what every rank of ``comm`` has of parameters, given by buffer and position. Collective."""
+        mine: list[tuple[int, int, TensorPart | None]] = []
+        for flat, i in places:
+            slot, piece = flat.layout.slots[i], flat.pieces[i]
+            split = slot.part if slot.part is not None and slot.part.axis == "tensor" else None
+            mine.append((piece.param_start, piece.numel, split))
+        column = self._mesh.tensor.rank if comm in (self._mesh.stage, self._mesh.tensor.comm) else 0
+        by_rank = comm.exchange_objects((column, mine))
+        result: list[tuple[Holding, ...]] = []
+        for n in range(len(places)):
+            first: dict[TensorPart | None, int] = {}
+            for place, held in by_rank:  # of several copies of a part, the first one is sent
+                part = held[n][2]
+                first[part] = min(first.get(part, place), place)
+            result.append(tuple(Holding(*held[n], sends=place == first[held[n][2]]) for place, held in by_rank))
+        return result
 
 
 class Exchange:
@@ -140,7 +184,7 @@ class Exchange:
     def _wire(self, tensors: list[Tensor], device: torch.device) -> Tensor:
         """Return the tensors in one, where the transport can send it from."""
         device = self._device if self._comm.native else device
-        parts = [t.to(device, self._dtype).reshape(-1) for t in tensors]
+        parts = [t.to(self._dtype).to(device).reshape(-1) for t in tensors]
         return torch.cat(parts) if parts else torch.empty(0, dtype=self._dtype, device=device)
 
     def _received(self, sizes: list[int], device: torch.device) -> list[Tensor]:
@@ -158,17 +202,17 @@ class Exchange:
             width: how many values per element are sent.
 
         Traffic:
-            On all ranks together, ``width`` times the `WholeTensor.away_numel` of the members.
+            On all ranks together, ``width`` times the `WholeTensor.gathered_numel` of the members.
         """
         ranks, rank = self._comm.world_size, self._comm.rank
         home = _home(members)
         outgoing: list[list[Tensor]] = [[] for _ in range(ranks)]
         for member in members:
-            if member.ranges[rank][1]:
-                outgoing[member.stepped_by] += parts(member)
+            if member.sent_by(rank):
+                outgoing[member.owner] += parts(member)
         sends = [self._wire(tensors, home) for tensors in outgoing]
         mine = [m for m in members if m.is_mine]
-        received = self._received([width * sum(m.ranges[r][1] for m in mine) for r in range(ranks)], home)
+        received = self._received([width * sum(m.sent_by(r) for m in mine) for r in range(ranks)], home)
         return PendingWholes(self._axis.start_all_to_all(sends, received), mine, received, width)
 
     def start_scatter(self, members: Sequence[WholeTensor], values: Callable[[WholeTensor], Tensor]) -> PendingParts:
@@ -176,20 +220,22 @@ class Exchange:
 
         Args:
             members: as in `start_gather`.
-            values: returns the value of a tensor of this rank, in any shape.
+            values: returns the full value of a tensor of this rank.
+
+        Traffic:
+            On all ranks together, the `WholeTensor.scattered_numel` of the members.
         """
         ranks, rank = self._comm.world_size, self._comm.rank
         home = _home(members)
         outgoing: list[list[Tensor]] = [[] for _ in range(ranks)]
         for member in members:
             if member.is_mine:
-                value = values(member).detach().reshape(-1)
-                for r, (start, numel) in enumerate(member.ranges):
-                    if numel:
-                        outgoing[r].append(value[start : start + numel])
+                for r, part in enumerate(member.ranges_of(values(member))):
+                    if part.numel():
+                        outgoing[r].append(part)
         sends = [self._wire(tensors, home) for tensors in outgoing]
-        here = [m for m in members if m.ranges[rank][1]]
-        sizes = [sum(m.ranges[rank][1] for m in here if m.stepped_by == r) for r in range(ranks)]
+        here = [m for m in members if m.holdings[rank].numel]
+        sizes = [sum(m.holdings[rank].numel for m in here if m.owner == r) for r in range(ranks)]
         received = self._received(sizes, home)
         return PendingParts(self._axis.start_all_to_all(sends, received), here, received)
 
@@ -211,19 +257,21 @@ class PendingWholes:
         self._width = width
 
     def wait(self, device: torch.device) -> dict[int, list[Tensor]]:
-        """Return ``width`` flattened tensors for every one that this rank owns, by number, on ``device``."""
+        """Return ``width`` full tensors for every one that this rank owns, by number, on ``device``."""
         self._exchange.wait()
+        at = [0] * len(self._received)
         result: dict[int, list[Tensor]] = {}
         for member in self._mine:
-            dtype = self._received[0].dtype
-            result[member.number] = [torch.empty(member.numel, dtype=dtype, device=device) for _ in range(self._width)]
-        for rank, buffer in enumerate(self._received):
-            at = 0
-            for member in self._mine:
-                start, numel = member.ranges[rank]
-                for whole in result[member.number]:
-                    whole[start : start + numel].copy_(buffer[at : at + numel])
-                    at += numel
+            wholes: list[Tensor] = []
+            for _ in range(self._width):
+                ranges: list[Tensor | None] = []
+                for rank, buffer in enumerate(self._received):
+                    numel = member.sent_by(rank)
+                    ranges.append(buffer[at[rank] : at[rank] + numel] if numel else None)
+                    at[rank] += numel
+                out = torch.empty(member.numel, dtype=self._received[0].dtype, device=device)
+                wholes.append(member.assemble(ranges, out))
+            result[member.number] = wholes
         self._received = []
         return result
 
@@ -241,12 +289,10 @@ class PendingParts:
         self._exchange.wait()
         at = [0] * len(self._received)
         result: list[tuple[WholeTensor, Tensor]] = []
-        rank = self._here[0].flat.comm.rank if self._here else 0
         for member in self._here:
-            numel = member.ranges[rank][1]
-            source = member.stepped_by
-            start = at[source]
-            result.append((member, self._received[source][start : start + numel]))
-            at[source] = start + numel
+            numel = member.holdings[member.comm.rank].numel
+            start = at[member.owner]
+            result.append((member, self._received[member.owner][start : start + numel]))
+            at[member.owner] = start + numel
         self._received = []
         return result

@@ -6,15 +6,18 @@
     masters    | a | b |  ─┴────> a with its gradient, whole ──┘
                                   and its states, whole        the optimizer's own step, once in the whole job
 
-The owner keeps the states between steps, on the tier of the flat buffer. `WholeTensors.collect` moves them to where all
-other states are, for checkpoints: element-wise ones to the flat store, in shards, others to the owner's entries. The
-next step brings them back.
+If an optimizer's step is split (`split_step.py`), less is sent, and states stay in shards.
+
+Otherwise the owner keeps the states between steps, on the tier of the flat buffer. `WholeTensors.collect` moves them to
+where all other states are, for checkpoints: element-wise ones to the flat store, in shards, others to the owner's
+entries. The next step brings them back.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -22,10 +25,13 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from ls_strategy._compat import copy_of_optimizer, forget_step_hooks
+from ls_strategy.distributed.comm import Comm
 from ls_strategy.tiers import TIERS
 from ls_strategy.zero.flat.units import Flat
-from ls_strategy.zero.step.optimizer_state import ELEMENTWISE, OptimizerStates
-from ls_strategy.zero.step.whole_exchange import Exchange, PendingParts, PendingWholes, WholeTensor, balanced
+from ls_strategy.zero.step.optimizer_state import ELEMENTWISE, OptimizerStates, Owner
+from ls_strategy.zero.step.split_step import split_step_of
+from ls_strategy.zero.step.split_tensors import SplitTensors
+from ls_strategy.zero.step.whole_exchange import Exchange, Holders, PendingParts, PendingWholes, WholeTensor, balanced
 
 BUCKET = 1 << 24
 """Elements of parameters that are exchanged together: 64 MiB of gradients and as much of master weights in fp32."""
@@ -60,7 +66,12 @@ class WholeTensors:
         """Parameter group by number."""
         self.one_by_one = one_by_one
         self.members = self._assigned([n for n in sorted(self._groups) if any(needed) and self._is_whole(n, needed)])
-        states.owners = {m.number: m.owner for m in self.members}
+        split = split_step_of(optimizer)
+        self._split = None if split is None else SplitTensors(optimizer, states, split, self._groups)
+        self._in_shards = {m.number for m in self.members if split is not None and needed[self._groups[m.number]]}
+        """Numbers of the parameters whose states are in shards, since their step is split."""
+        states.whole = frozenset(m.number for m in self.members)
+        states.owners = {m.number: self._owner(m) for m in self.members if m.number not in self._in_shards}
         self._state: dict[int, dict[str, Any]] = {}
         """States of this rank's tensors by number, while they are here."""
         self._collected = True
@@ -70,24 +81,38 @@ class WholeTensors:
 
     def _is_whole(self, number: int, needed: Sequence[bool]) -> bool:
         """Whether a parameter's group asks for it, or its shard is out of memory, where no ``step`` can reach it."""
-        flat = self._states.flats[self._states.locate(number)[0]]
+        flat, _ = self._place(number)
         return needed[self._groups[number]] or not TIERS[flat.optimizer_tier].resident
 
     def _assigned(self, numbers: Sequence[int]) -> list[WholeTensor]:
-        """Give every tensor to a rank of its communicator, balanced by cost."""
-        places = {n: self._states.locate(n) for n in numbers}
-        by_comm: defaultdict[int, list[int]] = defaultdict(list)
-        for n in numbers:
-            flat = self._states.flats[places[n][0]]
-            if all(flat.layout.slots[places[n][1]].full_shape):
-                by_comm[id(flat.comm)].append(n)
+        """Give every tensor to one of the ranks that hold parts of it, balanced by cost. Collective."""
+        holders = Holders(self._states.mesh)
+        by_comm: defaultdict[Comm, list[int]] = defaultdict(list)
+        for number in numbers:
+            flat, index = self._place(number)
+            if all(flat.layout.slots[index].full_shape):
+                by_comm[holders.comm_of(flat)].append(number)
         result: list[WholeTensor] = []
-        for members in by_comm.values():
-            at = [(self._states.flats[places[n][0]], places[n][1]) for n in members]
-            costs = [self._cost(n, flat.layout.slots[i].full_shape) for n, (flat, i) in zip(members, at, strict=True)]
-            owners = balanced(costs, at[0][0].comm.world_size)
-            result += [WholeTensor.of(n, f, i, o) for n, (f, i), o in zip(members, at, owners, strict=True)]
+        for comm, members in by_comm.items():
+            places = [self._place(n) for n in members]
+            held = holders.of(comm, places)
+            new = [WholeTensor(n, *p, comm, 0, h) for n, p, h in zip(members, places, held, strict=True)]
+            owners = balanced([self._cost(m.number, m.shape) for m in new], comm.world_size)
+            result += [replace(m, owner=owner) for m, owner in zip(new, owners, strict=True)]
         return sorted(result, key=lambda m: m.number)
+
+    @staticmethod
+    def _owner(member: WholeTensor) -> Owner:
+        """Return what this rank does with the states of a tensor. One rank of all that have copies saves them."""
+        flat = member.flat
+        first = flat.policy.optimizer or flat.comm.rank == 0  # without sharding, all of them step it
+        across = member.comm is not flat.comm and member.comm.world_size > 1
+        return Owner(saves=member.is_mine and first and (across or flat.axis.rank == 0), loads=member.is_mine)
+
+    def _place(self, number: int) -> tuple[Flat, int]:
+        """Return the buffer of a parameter, and its position there."""
+        n, index = self._states.locate(number)
+        return self._states.flats[n], index
 
     def _cost(self, number: int, shape: tuple[int, ...]) -> float:
         return tensor_cost(self._optimizer, self._optimizer.param_groups[self._groups[number]], shape)
@@ -99,7 +124,24 @@ class WholeTensors:
     @property
     def elements_sent(self) -> int:
         """Return the elements that all ranks together send in a step that steps all of them."""
-        return (_SENT + 1) * sum(m.away_numel for m in self.members)
+        return sum(self._width(m) * m.gathered_numel + m.scattered_numel for m in self.members)
+
+    @property
+    def bytes_sent(self) -> int:
+        """Return the bytes of them."""
+        numels = ((m, self._width(m) * m.gathered_numel + m.scattered_numel) for m in self.members)
+        return sum(numel * self._sent(m).itemsize for m, numel in numels)
+
+    def _splitter(self, member: WholeTensor) -> SplitTensors | None:
+        """Return what runs the element-wise parts of a tensor's step, if it is split."""
+        return self._split if member.number in self._in_shards else None
+
+    def _width(self, member: WholeTensor) -> int:
+        return 1 if self._splitter(member) else _SENT
+
+    def _sent(self, member: WholeTensor) -> torch.dtype:
+        splitter = self._splitter(member)
+        return member.flat.master_dtype if splitter is None else splitter.dtype(member)
 
     # step ------------------------------------------------------------------------------------------------------------
 
@@ -118,14 +160,15 @@ class WholeTensors:
         arriving: list[tuple[list[WholeTensor], PendingWholes]] = []
         leaving: list[PendingParts] = []
         for bucket in self._buckets(members):
-            arriving.append((bucket, self._exchange(bucket).start_gather(bucket, self._parts, _SENT)))
+            gather = self._exchange(bucket).start_gather(bucket, self._parts, self._width(bucket[0]))
+            arriving.append((bucket, gather))
             if len(arriving) > 1:  # the next bucket is on its way while this one is stepped
                 self._take(*arriving.pop(0), leaving)
         for bucket, pending in arriving:
             self._take(bucket, pending, leaving)
         for pending in leaving:
             self._write(pending)
-        self._stepped = [] if self.one_by_one else members
+        self._stepped = [] if self.one_by_one else [m for m in members if not self._splitter(m)]
 
     def agree(self, dropped: frozenset[int]) -> frozenset[int]:
         """Return the parameters that any rank has dropped. Collective."""
@@ -139,7 +182,7 @@ class WholeTensors:
 
     def _take(self, bucket: list[WholeTensor], pending: PendingWholes, leaving: list[PendingParts]) -> None:
         """Step a bucket that has arrived, or keep its tensors for the optimizer's own call."""
-        if not self.one_by_one:
+        if not self.one_by_one and not self._splitter(bucket[0]):
             self._shown |= self._tensors(pending, bucket[0].flat.master.device)
             return
         leaving.append(self._step(bucket, pending))
@@ -150,7 +193,7 @@ class WholeTensors:
         """Return to the shards what the optimizer's own call of ``step`` has made. Collective."""
         members, self._stepped = self._stepped, []
         for bucket in self._buckets(members):
-            self._write(self._exchange(bucket).start_scatter(bucket, lambda m: m.part_of(self._shown[m.number])))
+            self._write(self._exchange(bucket).start_scatter(bucket, lambda m: self._shown[m.number]))
         self._shown = {}
 
     def shown(self, group: int) -> list[Tensor]:
@@ -168,11 +211,12 @@ class WholeTensors:
             tensor.grad = None
 
     def _buckets(self, members: Sequence[WholeTensor]) -> Iterator[list[WholeTensor]]:
-        """Split tensors into those that are exchanged together: of one communicator, dtype and device."""
+        """Split tensors into those that are exchanged together: of one communicator and device, in one way."""
         kinds: defaultdict[tuple[Any, ...], list[WholeTensor]] = defaultdict(list)
         for member in members:
             flat = member.flat
-            kinds[id(flat.comm), flat.master_dtype, flat.master.device].append(member)
+            kind = (id(member.comm), self._sent(member), self._splitter(member) is None, flat.master.device)
+            kinds[kind].append(member)
         for same in kinds.values():
             bucket: list[WholeTensor] = []
             for member in same:
@@ -182,25 +226,23 @@ class WholeTensors:
                 bucket.append(member)
             yield bucket
 
-    @staticmethod
-    def _exchange(bucket: Sequence[WholeTensor]) -> Exchange:
-        flat = bucket[0].flat
-        return Exchange(flat.comm, flat.master_dtype, flat.full.device)
+    def _exchange(self, bucket: Sequence[WholeTensor]) -> Exchange:
+        return Exchange(bucket[0].comm, self._sent(bucket[0]), bucket[0].flat.full.device)
 
-    @staticmethod
-    def _parts(member: WholeTensor) -> list[Tensor]:
-        """Return this rank's parts of gradient and master weights."""
+    def _parts(self, member: WholeTensor) -> list[Tensor]:
+        """Return this rank's parts of gradient and master weights, or of the direction if the step is split."""
         start, stop = member.mine
-        return [_gradient(member.flat, start, stop), member.flat.master_range(start, stop)]
+        splitter, grad = self._splitter(member), _gradient(member.flat, start, stop)
+        if splitter is not None:
+            return [splitter.direction(member, grad.to(member.flat.master.device, member.flat.master_dtype))]
+        return [grad, member.flat.master_range(start, stop)]
 
     def _tensors(self, pending: PendingWholes, device: torch.device) -> dict[int, Tensor]:
         """Return this rank's tensors with their gradients, by number, on ``device``."""
-        members = {m.number: m for m in self.members}
         result: dict[int, Tensor] = {}
         for number, (grad, master) in pending.wait(device).items():
-            tensor = members[number].full_of(master).requires_grad_()
-            tensor.grad = members[number].full_of(grad)
-            result[number] = tensor
+            master.requires_grad_().grad = grad
+            result[number] = master
         return result
 
     def _step(self, bucket: list[WholeTensor], pending: PendingWholes) -> PendingParts:
@@ -209,6 +251,11 @@ class WholeTensors:
         This runs on the model's device, wherever the states are stored: products of matrices are what it is for.
         """
         device, home = bucket[0].flat.full.device, bucket[0].flat.master.device
+        splitter = self._splitter(bucket[0])
+        if splitter is not None:
+            mine = {m.number: m for m in bucket if m.is_mine}
+            tensors = {n: splitter.update(mine[n], full) for n, (full,) in pending.wait(device).items()}
+            return self._exchange(bucket).start_scatter(bucket, lambda m: tensors[m.number])
         tensors = self._tensors(pending, device)
         if tensors:
             groups = [
@@ -222,12 +269,15 @@ class WholeTensors:
             for n, t in tensors.items():
                 self._state[n] = _moved(copied.state.pop(t, {}), home)
                 t.grad = None
-        return self._exchange(bucket).start_scatter(bucket, lambda m: m.part_of(tensors[m.number]))
+        return self._exchange(bucket).start_scatter(bucket, lambda m: tensors[m.number])
 
-    @staticmethod
-    def _write(pending: PendingParts) -> None:
+    def _write(self, pending: PendingParts) -> None:
         for member, part in pending.wait():
-            member.flat.write_master(member.mine[0], part)
+            splitter = self._splitter(member)
+            if splitter is None:
+                member.flat.write_master(member.mine[0], part)
+            else:
+                splitter.write(member, part)
 
     # states ----------------------------------------------------------------------------------------------------------
 
@@ -236,9 +286,11 @@ class WholeTensors:
         if self._collected or not self.members:
             return
         self._collected = True
+        if self._split is not None:
+            self._split.collect(m for m in self.members if m.number in self._in_shards)
         for name, dtype, members in self._named(self._elementwise_of_mine()):
-            exchange = Exchange(members[0].flat.comm, dtype, members[0].flat.full.device)
-            values = exchange.start_scatter(members, lambda m, name=name: m.part_of(self._state[m.number].pop(name)))
+            exchange = Exchange(members[0].comm, dtype, members[0].flat.full.device)
+            values = exchange.start_scatter(members, lambda m, name=name: self._state[m.number].pop(name))
             for store in {id(m.flat): self._store(m) for m in members}.values():
                 store.ensure(name, dtype)
             for member, part in values.wait():
@@ -251,7 +303,7 @@ class WholeTensors:
     def _elementwise_of_mine(self) -> dict[int, dict[str, torch.dtype]]:
         """Return the names and dtypes of the element-wise states of this rank's tensors."""
         return {
-            m.number: {k: v.dtype for k, v in self._state[m.number].items() if _is_elementwise(k, v, m.full_shape)}
+            m.number: {k: v.dtype for k, v in self._state[m.number].items() if _is_elementwise(k, v, m.shape)}
             for m in self.members
             if m.is_mine and self._state.get(m.number)
         }
@@ -261,13 +313,14 @@ class WholeTensors:
 
         Every rank marks them in the entries of the tensors of which it has a part, or which it owns.
         """
-        by_comm: dict[int, list[WholeTensor]] = {}
+        by_comm: dict[Comm, list[WholeTensor]] = {}
         for member in self.members:
-            by_comm.setdefault(id(member.flat.comm), []).append(member)
-        for members in by_comm.values():
+            if member.number not in self._in_shards:
+                by_comm.setdefault(member.comm, []).append(member)
+        for comm, members in by_comm.items():
             own = {m.number: mine[m.number] for m in members if m.number in mine}
             agreed: dict[int, dict[str, torch.dtype]] = {}
-            for each in members[0].flat.comm.exchange_objects(own):
+            for each in comm.exchange_objects(own):
                 agreed.update(each)
             found: defaultdict[tuple[str, torch.dtype], list[WholeTensor]] = defaultdict(list)
             for member in members:
@@ -284,6 +337,8 @@ class WholeTensors:
         if not self._collected:
             return
         self._collected = False
+        if self._split is not None:
+            self._split.restore([m for m in self.members if m.number in self._in_shards])
         entries = self._states.entries
         marked = {
             m.number: {k: self._store(m).dtypes()[k] for k, v in entries[m.number].items() if _is_mark(v)}
@@ -293,15 +348,14 @@ class WholeTensors:
         for name, dtype, members in self._named(marked):
             for member in members:
                 self._store(member).flat.before_change()
-            exchange = Exchange(members[0].flat.comm, dtype, members[0].flat.full.device)
+            exchange = Exchange(members[0].comm, dtype, members[0].flat.full.device)
 
             def parts(member: WholeTensor, name: str = name) -> list[Tensor]:
                 return [self._store(member).range(name, *member.mine)]
 
             home = members[0].flat.master.device
             for number, (value,) in exchange.start_gather(members, parts, 1).wait(home).items():
-                member = next(m for m in members if m.number == number)
-                self._state.setdefault(number, {})[name] = member.full_of(value).to(member.flat.master.device)
+                self._state.setdefault(number, {})[name] = value
         for member in self.members:
             kept = entries.pop(member.number, {})
             if member.is_mine and kept:
@@ -324,7 +378,8 @@ class WholeTensors:
 
     def tensors(self) -> list[Tensor]:
         """Return the states in memory that this rank owns."""
-        return [v for state in self._state.values() for v in state.values() if isinstance(v, Tensor)]
+        own = [v for state in self._state.values() for v in state.values() if isinstance(v, Tensor)]
+        return own if self._split is None else [*own, *self._split.tensors()]
 
 
 def splits_tensors_of(flat: Flat) -> bool:

@@ -1,0 +1,87 @@
+"""The states of tensors whose step is split (`split_step.py`): in shards, each beside its range of the parameter."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from ls_strategy.zero.flat.units import Flat
+from ls_strategy.zero.step.optimizer_state import ELEMENTWISE, OptimizerStates
+from ls_strategy.zero.step.split_step import SplitStep
+from ls_strategy.zero.step.whole_exchange import WholeTensor
+
+
+class SplitTensors:
+    """Runs the element-wise parts of a step on this rank's ranges."""
+
+    def __init__(self, optimizer: Optimizer, states: OptimizerStates, step: SplitStep, groups: dict[int, int]) -> None:
+        """``groups``: parameter group by number of the parameter."""
+        self._optimizer = optimizer
+        self._states = states
+        self._step = step
+        self._groups = groups
+        self._state: dict[int, dict[str, Any]] = {}
+        """States of this rank's ranges by number, while they are here."""
+
+    def _group(self, member: WholeTensor) -> dict[str, Any]:
+        return self._optimizer.param_groups[self._groups[member.number]]
+
+    def dtype(self, member: WholeTensor) -> torch.dtype:
+        """Return the dtype of what is sent of a tensor."""
+        return self._step.dtype(self._group(member))
+
+    def direction(self, member: WholeTensor, grad: Tensor) -> Tensor:
+        """Return what the owner needs of this rank's range, and change its states."""
+        state = self._state.setdefault(member.number, {})
+        return self._step.direction(self._group(member), grad, state)
+
+    def update(self, member: WholeTensor, direction: Tensor) -> Tensor:
+        """Return the update of a tensor that this rank owns."""
+        with torch.no_grad():
+            return self._step.update(self._group(member), direction)
+
+    def write(self, member: WholeTensor, update: Tensor) -> None:
+        """Change this rank's range of the master weights."""
+        flat, (start, stop) = member.flat, member.mine
+        master = flat.master_range(start, stop)
+        self._step.apply(self._group(member), master, update.to(master.device), member.shape)
+        if not flat.storage.is_resident("master"):
+            flat.write_master(start, master)
+
+    # states ----------------------------------------------------------------------------------------------------------
+
+    def collect(self, members: Iterable[WholeTensor]) -> None:
+        """Move the states to where all other states are. Not collective."""
+        for member in members:
+            state = self._state.pop(member.number, None)
+            if not state:
+                continue
+            start, stop = member.mine
+            store = self._states.store[self._states.locate(member.number)[0]]
+            kept = self._states.entries[member.number] = {}
+            for name, value in state.items():
+                elementwise = isinstance(value, Tensor) and value.shape == (stop - start,)
+                if elementwise:
+                    store.write(name, start, value)
+                kept[name] = ELEMENTWISE if elementwise else value
+
+    def restore(self, members: Iterable[WholeTensor]) -> None:
+        """Take the states from there. Not collective."""
+        for member in members:
+            entries = self._states.entries.pop(member.number, {})
+            flat: Flat = member.flat
+            if not entries or not flat.pieces[member.index].numel:
+                continue
+            flat.before_change()
+            store = self._states.store[self._states.locate(member.number)[0]]
+            self._state[member.number] = {
+                k: store.range(k, *member.mine).clone() if v is ELEMENTWISE else v for k, v in entries.items()
+            }
+
+    def tensors(self) -> list[Tensor]:
+        """Return the states in memory."""
+        return [v for state in self._state.values() for v in state.values() if isinstance(v, Tensor)]
