@@ -171,6 +171,9 @@ class Plan:
 
     rank: int = 0
 
+    group: tuple[int, int] = (0, 1)
+    """Which of how many groups of ranks this is of. Each shards a replica of all states over ``world_size`` ranks."""
+
     def with_flats(self, flats: Iterable[FlatPlan]) -> Plan:
         """Return this plan with other states of its buffers, in the order of the units."""
         changed = iter(flats)
@@ -183,7 +186,16 @@ class Plan:
 
     def elements_sent(self, micro_batches: int = 1) -> int:
         """Return the elements that one rank sends in one optimizer step, with padding, without agreements of bytes."""
-        return self.count_sent(micro_batches, gathered=lambda f: f.gathered_numel, reduced=lambda f: f.reduced_numel)
+        return self.count_sent(
+            micro_batches,
+            gathered=lambda f: f.gathered_numel,
+            reduced=lambda f: f.reduced_numel + self.crossing_numel(f),
+        )
+
+    def crossing_numel(self, flat: FlatPlan) -> int:
+        """Return the elements that this rank sends to other groups in a reduction, fp32 or wider: sums and totals."""
+        group, groups = self.group
+        return flat.layout.shard * ((group > 0) + (group < groups - 1))
 
     def count_sent(
         self, micro_batches: int, *, gathered: Callable[[FlatPlan], int], reduced: Callable[[FlatPlan], int]
@@ -308,6 +320,8 @@ class Plan:
             f"{self.numel:,} parameters in {len(self.units)} units over {self.world_size} ranks; "
             f"sharded: {', '.join(sharded) or 'nothing'}",
         ]
+        if self.group[1] > 1:
+            lines.append(f"  {self.group[1]} groups of {self.world_size} ranks hold a replica of all states each")
         if self.weights:
             weights = " : ".join(f"{float(w):g}" for w in self.weights)
             share = float(100 * self.weights[self.rank] / sum(self.weights))

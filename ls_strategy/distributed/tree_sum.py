@@ -24,7 +24,7 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
-from ls_strategy.distributed.comm import SUM_CHUNK, PendingReduce
+from ls_strategy.distributed.pending import SUM_CHUNK, PendingReduce
 
 Number = TypeVar("Number", float, Tensor)
 

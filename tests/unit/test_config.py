@@ -207,7 +207,13 @@ FLAT = {
 """Options of version 0.1."""
 
 
-SINCE = {"sharding.replicated_modules", "precision.frozen", "precision.frozen_except", "parallel.virtual_ranks"}
+SINCE = {
+    "sharding.replicated_modules",
+    "sharding.shard_size",
+    "precision.frozen",
+    "precision.frozen_except",
+    "parallel.virtual_ranks",
+}
 """Options that had no name in 0.1."""
 
 

@@ -8,7 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from ls_strategy.distributed.comm import SUM_CHUNK, Comm, PendingReduce
+from ls_strategy.distributed.comm import Comm
+from ls_strategy.distributed.pending import SUM_CHUNK, PendingReduce
 from ls_strategy.distributed.tree_sum import Round, TreeSum, tree_sum
 
 

@@ -12,7 +12,8 @@ from torch import Tensor, nn
 
 from ls_strategy.config import TierName
 from ls_strategy.distributed.axis import Axis
-from ls_strategy.distributed.comm import Comm, PendingGather
+from ls_strategy.distributed.comm import Comm
+from ls_strategy.distributed.pending import PendingGather
 from ls_strategy.errors import StateError
 from ls_strategy.layout import Piece
 from ls_strategy.plan import FlatPlan
@@ -221,9 +222,10 @@ class FlatBuffer:
     def counted(self) -> bool:
         """Whether this rank counts these parameters in norms and saves them.
 
-        It is the first rank that holds them, along its axis and over the pipeline stages.
+        It is the first rank that holds them, along its axis, over the pipeline stages and over the groups of ranks.
         """
-        return self.axis.rank % self.plan.copies == 0 and not self.plan.replica
+        first = self.axis.rank % self.plan.copies == 0 and not self.plan.replica
+        return first and self.comm.replica == 0
 
     def split(self, buffer: Tensor) -> list[Tensor]:
         """Return one view per parameter of a buffer with this layout."""

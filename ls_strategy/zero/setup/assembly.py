@@ -184,7 +184,8 @@ class Draft:
         return resolve_plan(
             [(spec.name, spec.is_root, [facts(n, p) for n, p in spec.params]) for spec in self.specs],
             policy=self.policy,
-            world_size=mesh.zero.world_size,
+            world_size=mesh.shards.world_size,
+            group=(mesh.shards.replica, mesh.shards.replicas),
             expert_world_size=mesh.expert_zero.world_size,
             tensor_size=mesh.tensor.size,
             master_dtype=self.precision.master,
