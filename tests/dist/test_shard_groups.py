@@ -203,7 +203,11 @@ def test_checkpoints_do_not_know_the_groups(tmp_path: Path) -> None:
 def refusals(rank: int, world_size: int) -> list[str]:
     quiet()
     found = []
-    for options in ({"sharding": {"shard_size": 3}}, {"sharding": {"shard_size": 2}, "parallel": {"tensor": 2}}):
+    wrong: list[dict[str, Any]] = [
+        {"sharding": {"shard_size": 3}},
+        {"sharding": {"shard_size": 2}, "parallel": {"tensor": 2}},
+    ]
+    for options in wrong:
         case = Case(stage=2, steps=2)
         trainer = pl.Trainer(
             accelerator="cpu",
