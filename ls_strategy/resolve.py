@@ -68,6 +68,7 @@ def resolve_plan(  # noqa: PLR0913  (sizes of groups, one by one)
     weights: Sequence[Fraction] = (),
     rank: int = 0,
     group: tuple[int, int] = (0, 1),
+    node: int = 0,
 ) -> Plan:
     """Lay out every unit's buffers.
 
@@ -84,6 +85,7 @@ def resolve_plan(  # noqa: PLR0913  (sizes of groups, one by one)
         weights: relative shard sizes by rank; empty for equal shards.
         rank: the rank to plan for, with ``weights``.
         group: which of how many groups of ``world_size`` ranks to plan for; each holds a replica of all states.
+        node: ranks that share a second copy of the parameters that are sharded; 0 for none.
     """
     config = config or ZeROConfig()
     weights = tuple(weights) if len(set(weights)) > 1 else ()
@@ -120,7 +122,8 @@ def resolve_plan(  # noqa: PLR0913  (sizes of groups, one by one)
             own = optimizer == FROZEN or dtype != compute_dtype
             kept = dtype if own else master_dtype
             flat = FlatPlan(layout, dtype, kept, optimizer, copies=copies, tied=tied, replica=replica)
-            flat = replace(flat, exact_norm=exact_norm)
+            copied = policy.parameters and not is_root and not replicated  # root units are gathered once per step
+            flat = replace(flat, exact_norm=exact_norm, node=node if copied else 0)
             shared_by = members[0].shared_by
             flat = replace(flat, shared_by=shared_by, replicated=replicated, quantized=quantized)
             flats.append(replace(flat, master_dtype=dtype, unfrozen=flat) if members[0].frozen else flat)

@@ -16,6 +16,7 @@ pipeline   hold different layers, and see the same batch one after the other
 zero       data and sequence together: replicate parameters, over which ZeRO shards states
 shard      neighbours along ``zero`` that shard states together, in groups of ``shard_size``
 replica    hold the same shard, one rank of every such group
+node       neighbours along ``zero`` that share a second copy of parameters, with ``hpz``
 model      pipeline, sequence and tensor together: see the same batch
 stage      data, sequence and tensor together: hold the same layers of a pipeline, or parts of them
 =========  ==============================================================================================
@@ -29,6 +30,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import partial
 from typing import Literal
 
 import torch.distributed as dist
@@ -48,7 +50,7 @@ _FREE = {
 
 
 def ranks_of_group(
-    option: str, size: int | Literal["node"] | None, node_size: int, *, replicated: int, tensor: int
+    option: str, size: int | Literal["node"] | None, *, node_size: int, replicated: int, tensor: int
 ) -> int:
     """Return how many neighbours along the zero axis form a group.
 
@@ -62,7 +64,7 @@ def ranks_of_group(
     Raises:
         PlanError: the zero axis cannot be cut into such groups.
 
-    >>> ranks_of_group("shard_size", "node", 8, replicated=16, tensor=2)
+    >>> ranks_of_group("shard_size", "node", node_size=8, replicated=16, tensor=2)
     4
     """
     if size is None:
@@ -105,8 +107,11 @@ class MeshShape:
     shard: int | None = None
     """Ranks of the zero axis that shard states together. None: all."""
 
+    node: int | None = None
+    """Ranks of the zero axis that share a second copy of parameters. None: there is none."""
+
     @classmethod
-    def of(
+    def of(  # noqa: PLR0913  (sizes of axes, one by one)
         cls,
         world_size: int,
         *,
@@ -115,6 +120,7 @@ class MeshShape:
         pipeline: int = 1,
         expert: int = 1,
         shard: int | Literal["node"] | None = None,
+        hpz: int | Literal["node"] | None = None,
         node_size: int | None = None,
     ) -> MeshShape:
         """Return the mesh of ``world_size`` ranks; the ranks that the other axes leave form the data axis.
@@ -126,6 +132,7 @@ class MeshShape:
             pipeline: stages.
             expert: ranks that hold different experts.
             shard: ranks of the zero axis that shard states together, or ``"node"`` for those on one node.
+            hpz: ranks of the zero axis that share a second copy of parameters, or ``"node"``.
             node_size: consecutive ranks on one node. None: all.
 
         Raises:
@@ -146,8 +153,17 @@ class MeshShape:
                 "experts are spread. Change it, or devices."
             )
         replicated = world_size // (pipeline * tensor)
-        size = ranks_of_group("shard_size", shard, node_size or world_size, replicated=replicated, tensor=tensor)
-        return cls(pipeline, world_size // ranks, sequence, tensor, expert, None if size == replicated else size)
+        cut = partial(ranks_of_group, node_size=node_size or world_size, replicated=replicated, tensor=tensor)
+        size, node = cut("shard_size", shard), cut("hpz", hpz)
+        return cls(
+            pipeline,
+            world_size // ranks,
+            sequence,
+            tensor,
+            expert,
+            shard=None if size == replicated else size,
+            node=None if node in (1, replicated) else node,
+        )
 
     @property
     def world_size(self) -> int:
@@ -175,7 +191,7 @@ class MeshShape:
         if axis in ("expert", "expert_zero"):
             yield from self._expert_groups(axis)
             return
-        if axis in ("shard", "replica"):
+        if axis in ("shard", "replica", "node"):
             yield from self._shard_groups(axis)
             return
         free = _FREE[axis]
@@ -194,8 +210,8 @@ class MeshShape:
 
     def _shard_groups(self, axis: str) -> Iterator[tuple[int, ...]]:
         for ranks in self.groups("zero"):
-            size = self.shard or len(ranks)
-            if axis == "shard":
+            size = (self.node if axis == "node" else self.shard) or len(ranks)
+            if axis in ("shard", "node"):
                 yield from (ranks[i : i + size] for i in range(0, len(ranks), size))
             else:
                 yield from (ranks[i::size] for i in range(size))
@@ -211,6 +227,8 @@ class Mesh:
         self.zero = axes["zero"]
         self.shards = self.zero
         """The ranks over which the states of one replica are sharded: all of ``zero``, or a `ShardGroup` of it."""
+        self.node: Comm | None = None
+        """The ranks that share a second copy of sharded parameters, see `ls_strategy.zero.flat.secondary`."""
         self.data = axes["data"]
         self.model = axes["model"]
         self.pipeline = axes["pipeline"]
@@ -248,6 +266,9 @@ def make_mesh(shape: MeshShape, world: Comm) -> Mesh:
     if shape.shard is not None:
         inside, across = (_comm_of(tuple(shape.groups(axis)), world) for axis in ("shard", "replica"))
         mesh.shards = ShardGroup(inside, across, mesh.zero)
+    if shape.node is not None:
+        mesh.node = _comm_of(tuple(shape.groups("node")), world)
+        mesh.node.traffic = mesh.zero.traffic
     world.own_open_sockets()
     return mesh
 

@@ -91,6 +91,7 @@ class ModelParallel:
         shape = MeshShape.of(
             world.world_size,
             shard=self._sharding.shard_size,
+            hpz=self._sharding.hpz,
             node_size=world.node_size,
             tensor=config.tp.size,
             sequence=config.context,

@@ -61,6 +61,7 @@ class ModelStates:
         sizes: Any = SimpleNamespace(
             zero=SimpleNamespace(world_size=world_size),
             shards=SimpleNamespace(world_size=world_size, replica=0, replicas=1),
+            node=None,
             expert_zero=SimpleNamespace(world_size=world_size),
             tensor=SimpleNamespace(size=1),
         )

@@ -130,8 +130,19 @@ def measure(rank: int, world_size: int, cases: list[Case]) -> list[dict[str, Any
             name: {k: sent for k, v in each.items() if (sent := v - counts.after[-2][name].get(k, 0))}
             for name, each in counts.after[-1].items()
         }
-        full = sum(f.layout.numel for u in plan.units for f in u.flats)
-        found.append({**last, "planned": plan.elements_sent(), "numel": full, "world_size": plan.world_size})
+        sizes = [sum(f.layout.numel for f in u.flats) for u in plan.units]
+        gathers = plan.gathers_per_step()
+        found.append(
+            {
+                **last,
+                "planned": plan.elements_sent(),
+                "numel": sum(sizes),
+                "again": sum(size * (n - 1) for size, n in zip(sizes, gathers, strict=True)),
+                "last": next(s for s, u in zip(reversed(sizes), reversed(plan.units), strict=True) if not u.is_root),
+                "world_size": plan.world_size,
+                "copy_bytes": plan.bytes_by_tier()["device"]["parameters"],
+            }
+        )
     return found
 
 

@@ -210,6 +210,7 @@ FLAT = {
 SINCE = {
     "sharding.replicated_modules",
     "sharding.shard_size",
+    "sharding.hpz",
     "precision.frozen",
     "precision.frozen_except",
     "parallel.virtual_ranks",
