@@ -274,6 +274,10 @@ class FlatLayout:
     rank: int = 0
     """The rank of `shard`, with weights."""
 
+    replicas: int = 1
+    """Groups of ``world_size`` ranks that each hold all shards. A shard is as long as those of ``replicas`` ranks in a
+    run that shards over all of them, so that the buffers have the same length."""
+
     @classmethod
     def pack(
         cls,
@@ -284,6 +288,7 @@ class FlatLayout:
         parts: Mapping[str, TensorPart] | None = None,
         weights: Sequence[Fraction] = (),
         rank: int = 0,
+        replicas: int = 1,
     ) -> FlatLayout:
         """Place parameters, or this rank's ``parts`` of them, one after the other at multiples of ``align``.
 
@@ -296,7 +301,7 @@ class FlatLayout:
             slot = Slot(name, tuple(shape), offset, (parts or {}).get(name))
             slots.append(slot)
             offset = round_up(slot.end, align)
-        return cls(tuple(slots), world_size, align, tuple(weights), rank)
+        return cls(tuple(slots), world_size, align, tuple(weights), rank, replicas)
 
     @property
     def used(self) -> int:
@@ -308,7 +313,7 @@ class FlatLayout:
         """Return the elements of every shard; with weights, of this rank's."""
         if self.weights:
             return self.cuts[self.rank + 1] - self.cuts[self.rank]
-        return shard_numel(self.used, self.world_size, align=self.align)
+        return self.replicas * shard_numel(self.used, self.world_size * self.replicas, align=self.align)
 
     @cached_property
     def cuts(self) -> tuple[int, ...]:

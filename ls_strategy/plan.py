@@ -67,6 +67,9 @@ class FlatPlan:
     exact_norm: bool = False
     """Whether norms of its gradients must not depend on the number of ranks."""
 
+    node: int = 0
+    """Ranks that share a second copy of the parameters, from which backward gathers; 0 without one."""
+
     @property
     def owners(self) -> tuple[int, ...]:
         """Return the numbers of the optimizers that have its parameters."""
@@ -84,6 +87,17 @@ class FlatPlan:
             return 0
         sent = self.layout.shard if self.quantized is None else self.shard_bytes
         return sent * (self.layout.world_size - 1)
+
+    @property
+    def regathered_numel(self) -> int:
+        """Return what `gathered_numel` is in backward: with a second copy, it stays inside the node."""
+        return self.secondary_numel * (self.node - 1) if self.node else self.gathered_numel
+
+    @property
+    def secondary_numel(self) -> int:
+        """Return the elements, or bytes of a quantized buffer, of this rank's slice of the second copy."""
+        full = self.layout.numel if self.quantized is None else self.bytes_of(self.layout.numel)
+        return full // self.node if self.node else 0
 
     @property
     def gathered_itemsize(self) -> int:
@@ -146,6 +160,8 @@ class FlatBytes:
     """Bytes of one flat buffer on one rank between two steps, padding included."""
 
     parameters: int
+    """At stage 3: the slice of a second copy."""
+
     own_shard: int
     masters: int
     optimizer: int
@@ -171,6 +187,9 @@ class Plan:
 
     rank: int = 0
 
+    group: tuple[int, int] = (0, 1)
+    """Which of how many groups of ranks this is of. Each shards a replica of all states over ``world_size`` ranks."""
+
     def with_flats(self, flats: Iterable[FlatPlan]) -> Plan:
         """Return this plan with other states of its buffers, in the order of the units."""
         changed = iter(flats)
@@ -183,10 +202,25 @@ class Plan:
 
     def elements_sent(self, micro_batches: int = 1) -> int:
         """Return the elements that one rank sends in one optimizer step, with padding, without agreements of bytes."""
-        return self.count_sent(micro_batches, gathered=lambda f: f.gathered_numel, reduced=lambda f: f.reduced_numel)
+        return self.count_sent(
+            micro_batches,
+            gathered=lambda f: f.gathered_numel,
+            regathered=lambda f: f.regathered_numel,
+            reduced=lambda f: f.reduced_numel + self.crossing_numel(f),
+        )
+
+    def crossing_numel(self, flat: FlatPlan) -> int:
+        """Return the elements that this rank sends to other groups in a reduction, fp32 or wider: sums and totals."""
+        group, groups = self.group
+        return flat.layout.shard * ((group > 0) + (group < groups - 1))
 
     def count_sent(
-        self, micro_batches: int, *, gathered: Callable[[FlatPlan], int], reduced: Callable[[FlatPlan], int]
+        self,
+        micro_batches: int,
+        *,
+        gathered: Callable[[FlatPlan], int],
+        regathered: Callable[[FlatPlan], int],
+        reduced: Callable[[FlatPlan], int],
     ) -> int:
         """Return the sum of what one rank sends in one optimizer step.
 
@@ -195,16 +229,17 @@ class Plan:
         Args:
             micro_batches: per step.
             gathered: amount sent by one gather of a buffer (at stage 0, of its averages).
+            regathered: amount sent by one gather in backward.
             reduced: amount sent by one reduction of its gradients.
         """
         trainable = [f for u in self.units for f in u.flats if f.trainable]
         reductions = sum(map(reduced, trainable))
         if not self.policy.parameters:
             return sum(map(gathered, trainable)) + reductions * (micro_batches if self.policy.gradients else 1)
-        fetched = sum(
-            gathers * sum(map(gathered, unit.flats))
-            for gathers, unit in zip(self.gathers_per_step(micro_batches), self.units, strict=True)
-        )
+        fetched = 0
+        for gathers, unit in zip(self.gathers_per_step(micro_batches), self.units, strict=True):
+            first = min(gathers, 1 if unit.is_root else micro_batches)
+            fetched += first * sum(map(gathered, unit.flats)) + (gathers - first) * sum(map(regathered, unit.flats))
         return fetched + micro_batches * reductions
 
     def gathers_per_step(self, micro_batches: int = 1) -> list[int]:
@@ -226,14 +261,14 @@ class Plan:
             optimizer_bytes: bytes of state per element, by optimizer. None: AdamW's two moments.
         """
         if flat.quantized is not None:
-            return FlatBytes(0, 0, flat.stored_bytes(self.policy), 0, 0, 0)
+            return FlatBytes(flat.secondary_numel, 0, flat.stored_bytes(self.policy), 0, 0, 0)
         policy, full, trained = flat.policy(self.policy), flat.layout.numel, flat.trainable
         stepped = flat.layout.shard if policy.optimizer else full
         own_master = trained and (flat.master_dtype != flat.dtype or flat.optimizer_tier != "device")
         owners = flat.owners if trained else ()
         kept = [self._moment_bytes(flat) if optimizer_bytes is None else optimizer_bytes[i] for i in owners]
         return FlatBytes(
-            parameters=0 if policy.parameters else full * flat.dtype.itemsize,
+            parameters=(flat.secondary_numel if policy.parameters else full) * flat.dtype.itemsize,
             own_shard=stepped * flat.dtype.itemsize if flat.has_own_shard(policy) else 0,
             masters=stepped * flat.master_dtype.itemsize if policy.parameters or own_master else 0,
             optimizer=round(stepped * sum(kept)),
@@ -308,6 +343,8 @@ class Plan:
             f"{self.numel:,} parameters in {len(self.units)} units over {self.world_size} ranks; "
             f"sharded: {', '.join(sharded) or 'nothing'}",
         ]
+        if self.group[1] > 1:
+            lines.append(f"  {self.group[1]} groups of {self.world_size} ranks hold a replica of all states each")
         if self.weights:
             weights = " : ".join(f"{float(w):g}" for w in self.weights)
             share = float(100 * self.weights[self.rank] / sum(self.weights))

@@ -67,6 +67,8 @@ def resolve_plan(  # noqa: PLR0913  (sizes of groups, one by one)
     expert_world_size: int = 1,
     weights: Sequence[Fraction] = (),
     rank: int = 0,
+    group: tuple[int, int] = (0, 1),
+    node: int = 0,
 ) -> Plan:
     """Lay out every unit's buffers.
 
@@ -82,6 +84,8 @@ def resolve_plan(  # noqa: PLR0913  (sizes of groups, one by one)
         expert_world_size: ranks over which the states of experts are sharded, with expert parallelism.
         weights: relative shard sizes by rank; empty for equal shards.
         rank: the rank to plan for, with ``weights``.
+        group: which of how many groups of ``world_size`` ranks to plan for; each holds a replica of all states.
+        node: ranks that share a second copy of the parameters that are sharded; 0 for none.
     """
     config = config or ZeROConfig()
     weights = tuple(weights) if len(set(weights)) > 1 else ()
@@ -107,17 +111,24 @@ def resolve_plan(  # noqa: PLR0913  (sizes of groups, one by one)
             ranks = expert_world_size if expert else world_size
             unit_of_cuts = align if quantized is None else TILE
             layout = FlatLayout.pack(
-                ((p.name, p.shape) for p in members), ranks, align=unit_of_cuts, parts=parts, weights=weights, rank=rank
+                ((p.name, p.shape) for p in members),
+                ranks,
+                align=unit_of_cuts,
+                parts=parts,
+                weights=weights,
+                rank=rank,
+                replicas=group[1],
             )
             own = optimizer == FROZEN or dtype != compute_dtype
             kept = dtype if own else master_dtype
             flat = FlatPlan(layout, dtype, kept, optimizer, copies=copies, tied=tied, replica=replica)
-            flat = replace(flat, exact_norm=exact_norm)
+            copied = policy.parameters and not is_root and not replicated  # root units are gathered once per step
+            flat = replace(flat, exact_norm=exact_norm, node=node if copied else 0)
             shared_by = members[0].shared_by
             flat = replace(flat, shared_by=shared_by, replicated=replicated, quantized=quantized)
             flats.append(replace(flat, master_dtype=dtype, unfrozen=flat) if members[0].frozen else flat)
         plans.append(UnitPlan(name, is_root, tuple(flats)))
-    return Plan(policy, world_size, _assign_tiers(plans, config), config.precision.moments, weights, rank)
+    return Plan(policy, world_size, _assign_tiers(plans, config), config.precision.moments, weights, rank, group)
 
 
 def _assign_tiers(units: list[UnitPlan], config: ZeROConfig) -> tuple[UnitPlan, ...]:

@@ -36,6 +36,16 @@ class ShardingConfig(Group):
     """For ranks with unequal memory: ``[2, 1]`` stores two thirds of what the stage shards on rank 0; ``auto`` weights
     each rank by its memory. The numbers do not change. None: equal shards."""
 
+    shard_size: int | Literal["node"] | None = None
+    """Ranks that shard states together; every such group holds a replica of them (HSDP, MiCS). Gathers stay inside a
+    group, so with ``node`` (the ranks of a node) they do not cross nodes, for more memory per rank. The numbers do not
+    change. None: states are sharded over all ranks."""
+
+    hpz: int | Literal["node"] | None = None
+    """Stage 3: ranks that share a second copy of the blocks' parameters (ZeRO++'s hpZ), with ``node`` those of a node.
+    Forward gathers from all ranks, backward from the copy, so it sends nothing between nodes; the copy costs memory.
+    The numbers do not change. None: no copy."""
+
     def __post_init__(self) -> None:
         """Refuse invalid values."""
         check_fields(
@@ -44,6 +54,8 @@ class ShardingConfig(Group):
             min_unit_numel=at_least(0),
             prefetch_units=at_least(0),
             rank_weights=above(0),
+            shard_size=at_least(1),
+            hpz=at_least(2),
         )
         if self.rank_weights == ():
             raise ConfigError(

@@ -66,6 +66,7 @@ def check_together(config: ZeROConfig) -> None:
         ConfigError: with both options, the rule and the cure.
     """
     _check_weights(config)
+    _check_shard_groups(config)
     _check_offload(config)
     _check_virtual_ranks(config)
     if config.activations.partitioning and config.parallel.tp.size == 1:
@@ -95,6 +96,33 @@ def _check_weights(config: ZeROConfig) -> None:
                 f"Got sharding.rank_weights={weights!r} with parallel.{axis}={size}, but weights require ranks that "
                 "all hold the same layers. Leave rank_weights out, or use ZeRO without model parallelism."
             )
+
+
+def _check_shard_groups(config: ZeROConfig) -> None:
+    sharding = config.sharding
+    given = [f"sharding.{n}={v!r}" for n in ("shard_size", "hpz") if (v := getattr(sharding, n)) is not None]
+    if not given:
+        return
+    if len(given) > 1:
+        raise ConfigError(
+            f"Got {given[0]} with {given[1]}, but in groups no gather leaves the group anyway. Set shard_size to store "
+            "all states in every group, or hpz to shard them over all ranks."
+        )
+    if sharding.hpz is not None and config.stage != 3:
+        raise ConfigError(
+            f"Got {given[0]} with stage={config.stage}, but only stage 3 gathers parameters in backward. Set stage=3, "
+            "or leave hpz out."
+        )
+    if sharding.rank_weights is not None:
+        raise ConfigError(
+            f"Got {given[0]} with sharding.rank_weights={sharding.rank_weights!r}, but all groups must cut the states "
+            "in the same way. Leave one of them out."
+        )
+    if config.parallel.expert > 1:
+        raise ConfigError(
+            f"Got {given[0]} with parallel.expert={config.parallel.expert}, but the states of experts are sharded over "
+            "fewer ranks than the others. Leave one of them out."
+        )
 
 
 def _check_offload(config: ZeROConfig) -> None:

@@ -146,6 +146,19 @@ def _zero(found: Found) -> dict[str, Any]:
     options: dict[str, Any] = {"stage": stage}
     if found.number("zero_optimization.stage3_prefetch_bucket_size", least=0) == 0:
         options["sharding.prefetch_units"] = 0
+    return {**options, **_groups(found, stage)}
+
+
+def _groups(found: Found, stage: int) -> dict[str, Any]:
+    """Return how ranks are grouped on slow networks. DeepSpeed groups them at stage 3 alone."""
+    hpz, mics = "zero_optimization.zero_hpz_partition_size", "zero_optimization.mics_shard_size"
+    copies, shards = found.number(hpz, least=0, integer=True), found.number(mics, least=-1, integer=True)
+    options: dict[str, Any] = {}
+    for key, option, size, least in ((hpz, "sharding.hpz", copies, 2), (mics, "sharding.shard_size", shards, 1)):
+        if size is not None and (size < least or stage != 3):
+            found.note(key, "it is disabled" if size < least else "DeepSpeed uses it at stage 3 only", ignored=True)
+        elif size is not None:
+            options[option] = size
     return options
 
 

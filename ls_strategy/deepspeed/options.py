@@ -45,6 +45,8 @@ _FIELDS: dict[str, dict[str, str]] = {
 KEYS_OF: dict[str, tuple[str, ...]] = {
     "stage": (f"{_ZERO}stage",),
     "sharding.prefetch_units": (f"{_ZERO}stage3_prefetch_bucket_size",),
+    "sharding.hpz": (f"{_ZERO}zero_hpz_partition_size",),
+    "sharding.shard_size": (f"{_ZERO}mics_shard_size",),
     "offload.optimizer": (f"{_BLOCK}device", f"{_ZERO}cpu_offload", f"{_BLOCK}ratio"),
     "offload.parameters": (f"{_ZERO}offload_param.device", f"{_ZERO}cpu_offload_param", f"{_ZERO}cpu_offload_params"),
     "offload.nvme_path": (f"{_BLOCK}nvme_path", f"{_ZERO}offload_param.nvme_path"),
@@ -71,6 +73,8 @@ KEYS_OF: dict[str, tuple[str, ...]] = {
 
 
 _OFF: dict[str, Any] = {
+    "sharding.hpz": None,
+    "sharding.shard_size": None,
     "offload.optimizer": None,
     "offload.parameters": None,
     "precision.master_weights": True,

@@ -20,7 +20,8 @@ from torch import Tensor
 
 from ls_strategy import device as dev
 from ls_strategy import spans
-from ls_strategy.distributed.comm import Comm, Started
+from ls_strategy.distributed.comm import Comm
+from ls_strategy.distributed.pending import Started
 from ls_strategy.distributed.traffic import Traffic
 
 
@@ -181,7 +182,7 @@ class Axis:
         for distance in range(1, self.size):
             to, frm = (self.rank + distance) % self.size, (self.rank - distance) % self.size
             if sends[to].numel():
-                self.traffic.count(kind, sends[to])
+                self.traffic.count(kind, sends[to], far=self.comm.far[to])
                 nbytes += sends[to].numel() * sends[to].element_size()  # `nbytes` fails where dynamo traces this
                 operations.append(dist.P2POp(dist.isend, sends[to], group=group, group_peer=to, tag=tag))
             if receives[frm].numel():

@@ -10,6 +10,7 @@ Every call here is collective: all ranks of the group make the same calls in the
 from __future__ import annotations
 
 import os
+import sys
 import weakref
 from collections.abc import Generator, Iterator, Sequence
 from contextlib import contextmanager
@@ -25,106 +26,20 @@ from ls_strategy import spans
 from ls_strategy._compat import abort_process_groups, open_sockets, shut_sockets
 from ls_strategy.distributed.buffer_pool import BufferPool
 from ls_strategy.distributed.failures import Failures
+from ls_strategy.distributed.pending import PendingGather, PendingReduce, Started
 from ls_strategy.distributed.traffic import Traffic
-from ls_strategy.distributed.wait_report import Entry, Journal
+from ls_strategy.distributed.wait_report import Journal
 from ls_strategy.errors import LSError
-
-SUM_CHUNK = 1 << 16
-"""Elements summed at a time on the CPU: 256 KiB in fp32, so that the second operand meets a warm L2 cache."""
-
-
-class Started:
-    """Sends and receives in flight. Each is waited for once, because gloo never returns from a second wait.
-
-    After an error every later wait raises it again; after an interrupt the next wait continues with what is left.
-    """
-
-    def __init__(self, works: Sequence[Any], entry: Entry | None = None) -> None:
-        """``entry``: the collective in the journal, for reports of where this rank waits."""
-        self._left = list(works)
-        self._error: Exception | None = None
-        self.entry = entry
-
-    def wait(self) -> None:
-        """Block until all are done."""
-        if self._error is not None:
-            raise self._error
-        while self._left:
-            work = self._left.pop(0)
-            try:
-                work.wait()
-            except Exception as error:
-                self._error = error
-                raise
-
-
-class PendingReduce:
-    """A reduce-scatter in flight; `finish` writes its result."""
-
-    def __init__(self, works: Sequence[Any], parts: Sequence[Tensor], borrowed: Sequence[Tensor], comm: Comm) -> None:
-        """Keep what `finish` needs.
-
-        Args:
-            works: the operations in flight.
-            parts: the terms of the sum, in rank order; NCCL delivers one part, already summed.
-            borrowed: buffers to return to the pool.
-            comm: the group.
-        """
-        self._works = works
-        self._parts = parts
-        self._borrowed = borrowed
-        self._comm = comm
-
-    def terms(self) -> Sequence[Tensor]:
-        """Wait for the terms of the sum and return them; `release` must follow."""
-        self._comm.wait(self._works)
-        self._works = ()
-        return self._parts
-
-    def release(self) -> None:
-        """Return the buffers of the terms to the pool."""
-        self._comm.pool.give(self._borrowed)
-        self._parts = self._borrowed = ()
-
-    def finish(self, out: Tensor, *, accumulate: bool) -> None:
-        """Write the average over ranks to ``out``, ``(shard,)``, or add it if ``accumulate``."""
-        self._comm.wait(self._works)
-        scale = 1.0 / self._comm.world_size
-        step = SUM_CHUNK if out.device.type == "cpu" else out.numel()
-        if out.numel() <= step:
-            self._sum(out, self._parts, scale, accumulate=accumulate)
-        else:
-            for lo in range(0, out.numel(), step):
-                terms = [part[lo : lo + step] for part in self._parts]
-                self._sum(out[lo : lo + step], terms, scale, accumulate=accumulate)
-        self._comm.pool.give(self._borrowed)
-
-    @staticmethod
-    def _sum(out: Tensor, terms: Sequence[Tensor], scale: float, *, accumulate: bool) -> None:
-        for i, term in enumerate(terms):
-            if i or accumulate:
-                out.add_(term, alpha=scale)
-            elif term.dtype == out.dtype:
-                torch.mul(term, scale, out=out)
-            else:
-                out.copy_(term).mul_(scale)  # cast first: scaling in 16 bit would round twice
-
-
-class PendingGather:
-    """An in-place all-gather in flight."""
-
-    def __init__(self, works: Sequence[Any], comm: Comm) -> None:
-        self._works = works
-        self._comm = comm
-
-    def wait(self) -> None:
-        """Block until every shard has arrived."""
-        self._comm.wait(self._works)
-        self._works = ()
 
 
 class Comm:
     """A process group, and a gloo control group for small decisions that must not wait for the GPU."""
+
+    replica, replicas = 0, 1
+    """Which replica of the states this rank holds shards of, and how many there are, see `shard_groups`."""
+
+    node_size: int | None = None
+    """Ranks per node. None: all ranks are on one."""
 
     def __init__(
         self,
@@ -153,6 +68,24 @@ class Comm:
         self.journal = self._journal_of(group)
         self.traffic = Traffic()
         self.pool = BufferPool()
+        self.locate(None)
+
+    def locate(self, node_size: int | None) -> None:
+        """Set the number of consecutive global ranks that share a node."""
+        self.node_size = node_size
+        me, size = self.where.rank, node_size or sys.maxsize
+        self.far = tuple(r // size != me // size for r in self.journal.ranks)
+        """For every rank of the group, whether it is on another node than this one."""
+
+    @property
+    def everyone(self) -> Comm:
+        """The ranks over which averages are, also where only some of them shard one replica of the states."""
+        return self
+
+    @property
+    def averaged_ranks(self) -> int:
+        """Return the number of ranks over which `reduce_scatter` averages."""
+        return self.world_size * self.replicas
 
     def _journal_of(self, group: Any) -> Journal:
         if not isinstance(group, dist.ProcessGroup):  # None, or a group without this rank
@@ -244,7 +177,7 @@ class Comm:
             frm = (self.rank - distance) % self.world_size
             outgoing, incoming = sends[to], receives[frm]
             if outgoing is not None:
-                self.traffic.count(kind, outgoing)
+                self.traffic.count(kind, outgoing, far=self.far[to])
                 nbytes += outgoing.nbytes
                 operations.append(dist.P2POp(dist.isend, outgoing, group=self.group, group_peer=to, tag=tag))
             if incoming is not None:
@@ -270,7 +203,7 @@ class Comm:
         mine = self._own(full, sizes)
         if self.native:
             self.journal.enter("all_gather", of)
-            self.traffic.count("all_gather", mine, self.world_size - 1)
+            self.traffic.count("all_gather", mine, self.world_size - 1, far=sum(self.far))
             if sizes is None:
                 work = dist.all_gather_into_tensor(full, mine, group=self.group, async_op=True)
             else:
@@ -307,7 +240,8 @@ class Comm:
             self.journal.enter("reduce_scatter", of)
             wire = full if dtype is None else full.to(dtype)
             out = self.pool.take(mine.numel(), wire.dtype, wire.device)
-            self.traffic.count_elements("reduce_scatter", wire.numel() - mine.numel(), wire.element_size())
+            far = sum(self.far) * wire.numel() // self.world_size  # of equal shards
+            self.traffic.count_elements("reduce_scatter", wire.numel() - mine.numel(), wire.element_size(), far)
             if sizes is None:
                 work = dist.reduce_scatter_tensor(out, wire, group=self.group, async_op=True)
             else:
@@ -337,7 +271,7 @@ class Comm:
         if self.world_size > 1 and tensor.numel():
             assert self.group is not None
             if self.rank == source:
-                self.traffic.count("broadcast", tensor, self.world_size - 1)
+                self.traffic.count("broadcast", tensor, self.world_size - 1, far=sum(self.far))
             with self.blocking("broadcast", source=source):
                 dist.broadcast(tensor, dist.get_global_rank(self.group, source), group=self.group)
 

@@ -14,6 +14,9 @@ sequence   train on different tokens of the same batch
 tensor     hold different parts of the same layers, and see the same tokens
 pipeline   hold different layers, and see the same batch one after the other
 zero       data and sequence together: replicate parameters, over which ZeRO shards states
+shard      neighbours along ``zero`` that shard states together, in groups of ``shard_size``
+replica    hold the same shard, one rank of every such group
+node       neighbours along ``zero`` that share a second copy of parameters, with ``hpz``
 model      pipeline, sequence and tensor together: see the same batch
 stage      data, sequence and tensor together: hold the same layers of a pipeline, or parts of them
 =========  ==============================================================================================
@@ -27,12 +30,15 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import partial
+from typing import Literal
 
 import torch.distributed as dist
 
 from ls_strategy import device as dev
 from ls_strategy.distributed.axis import Axis
 from ls_strategy.distributed.comm import Comm, process_group
+from ls_strategy.distributed.shard_groups import ShardGroup
 from ls_strategy.errors import PlanError
 from ls_strategy.layout import TensorPart
 
@@ -41,6 +47,44 @@ _FREE = {
     "zero": (1, 2), "model": (0, 2, 3), "stage": (1, 2, 3),
 }  # fmt: skip
 """Indices of the coordinates that differ along each axis."""
+
+
+def ranks_of_group(
+    option: str, size: int | Literal["node"] | None, *, node_size: int, replicated: int, tensor: int
+) -> int:
+    """Return how many neighbours along the zero axis form a group.
+
+    Args:
+        option: in ``sharding``, for messages.
+        size: its value.
+        node_size: consecutive ranks on one node.
+        replicated: ranks of the zero axis.
+        tensor: ranks of the tensor axis, which comes inside of it.
+
+    Raises:
+        PlanError: the zero axis cannot be cut into such groups.
+
+    >>> ranks_of_group("shard_size", "node", node_size=8, replicated=16, tensor=2)
+    4
+    """
+    if size is None:
+        return replicated
+    if size == "node":
+        stage = replicated * tensor  # consecutive ranks, like those of a node
+        if node_size % stage == 0:
+            return replicated
+        if stage % node_size or node_size % tensor:
+            raise PlanError(
+                f'Got sharding.{option}="node", but the {stage} ranks that hold the same layers do not fill nodes of '
+                f"{node_size} ranks evenly. Set sharding.{option} to a number, or change devices."
+            )
+        return node_size // tensor
+    if replicated % size:
+        raise PlanError(
+            f"Got sharding.{option}={size}, but it must divide the {replicated} ranks over which states are sharded. "
+            f"Set it to a divisor of {replicated}, or leave it out."
+        )
+    return size
 
 
 @dataclass(frozen=True)
@@ -60,11 +104,36 @@ class MeshShape:
     expert: int = 1
     """Ranks of a stage that hold different experts; folded over the other axes."""
 
+    shard: int | None = None
+    """Ranks of the zero axis that shard states together. None: all."""
+
+    node: int | None = None
+    """Ranks of the zero axis that share a second copy of parameters. None: there is none."""
+
     @classmethod
-    def of(
-        cls, world_size: int, *, tensor: int = 1, sequence: int = 1, pipeline: int = 1, expert: int = 1
+    def of(  # noqa: PLR0913  (sizes of axes, one by one)
+        cls,
+        world_size: int,
+        *,
+        tensor: int = 1,
+        sequence: int = 1,
+        pipeline: int = 1,
+        expert: int = 1,
+        shard: int | Literal["node"] | None = None,
+        hpz: int | Literal["node"] | None = None,
+        node_size: int | None = None,
     ) -> MeshShape:
         """Return the mesh of ``world_size`` ranks; the ranks that the other axes leave form the data axis.
+
+        Args:
+            world_size: all ranks.
+            tensor: ranks of the tensor axis.
+            sequence: ranks of the sequence axis.
+            pipeline: stages.
+            expert: ranks that hold different experts.
+            shard: ranks of the zero axis that shard states together, or ``"node"`` for those on one node.
+            hpz: ranks of the zero axis that share a second copy of parameters, or ``"node"``.
+            node_size: consecutive ranks on one node. None: all.
 
         Raises:
             PlanError: the sizes do not divide the world size.
@@ -83,7 +152,18 @@ class MeshShape:
                 f"parallel.expert={expert} does not divide the {world_size // pipeline} {among}, over which "
                 "experts are spread. Change it, or devices."
             )
-        return cls(pipeline, world_size // ranks, sequence, tensor, expert)
+        replicated = world_size // (pipeline * tensor)
+        cut = partial(ranks_of_group, node_size=node_size or world_size, replicated=replicated, tensor=tensor)
+        size, node = cut("shard_size", shard), cut("hpz", hpz)
+        return cls(
+            pipeline,
+            world_size // ranks,
+            sequence,
+            tensor,
+            expert,
+            shard=None if size == replicated else size,
+            node=None if node in (1, replicated) else node,
+        )
 
     @property
     def world_size(self) -> int:
@@ -111,6 +191,9 @@ class MeshShape:
         if axis in ("expert", "expert_zero"):
             yield from self._expert_groups(axis)
             return
+        if axis in ("shard", "replica", "node"):
+            yield from self._shard_groups(axis)
+            return
         free = _FREE[axis]
         members: dict[tuple[int, ...], list[int]] = {}
         for rank in range(self.world_size):
@@ -125,6 +208,14 @@ class MeshShape:
             else:
                 yield from (stage[i :: self.expert] for i in range(self.expert))
 
+    def _shard_groups(self, axis: str) -> Iterator[tuple[int, ...]]:
+        for ranks in self.groups("zero"):
+            size = (self.node if axis == "node" else self.shard) or len(ranks)
+            if axis in ("shard", "node"):
+                yield from (ranks[i : i + size] for i in range(0, len(ranks), size))
+            else:
+                yield from (ranks[i::size] for i in range(size))
+
 
 class Mesh:
     """The communicators of one rank."""
@@ -134,6 +225,10 @@ class Mesh:
         self.shape = shape
         self.world = world
         self.zero = axes["zero"]
+        self.shards = self.zero
+        """The ranks over which the states of one replica are sharded: all of ``zero``, or a `ShardGroup` of it."""
+        self.node: Comm | None = None
+        """The ranks that share a second copy of sharded parameters, see `ls_strategy.zero.flat.secondary`."""
         self.data = axes["data"]
         self.model = axes["model"]
         self.pipeline = axes["pipeline"]
@@ -158,13 +253,27 @@ class Mesh:
         """Return the ranks that replicate a part of a parameter, over which ZeRO shards, and those with other parts."""
         if part is not None and part.axis == "expert":
             return self.expert_zero, self.expert
-        return self.zero, self.tensor
+        return self.shards, self.tensor
 
 
 def make_mesh(shape: MeshShape, world: Comm) -> Mesh:
     """Create the process groups and return the mesh. Collective over all ranks."""
     if shape.model_ranks == shape.expert == 1:
-        return Mesh.data_only(world)
+        mesh = Mesh.data_only(world)
+        mesh.shape = shape
+    else:
+        mesh = _mesh_of_axes(shape, world)
+    if shape.shard is not None:
+        inside, across = (_comm_of(tuple(shape.groups(axis)), world) for axis in ("shard", "replica"))
+        mesh.shards = ShardGroup(inside, across, mesh.zero)
+    if shape.node is not None:
+        mesh.node = _comm_of(tuple(shape.groups("node")), world)
+        mesh.node.traffic = mesh.zero.traffic
+    world.own_open_sockets()
+    return mesh
+
+
+def _mesh_of_axes(shape: MeshShape, world: Comm) -> Mesh:
     made: dict[tuple[tuple[int, ...], ...], Comm] = {}
 
     def along(axis: str) -> Comm:
@@ -172,10 +281,11 @@ def make_mesh(shape: MeshShape, world: Comm) -> Mesh:
         if groups not in made:
             made[groups] = _comm_of(groups, world)
         same = made[groups]  # each axis has its own traffic meter
-        return Comm(same.group, same.control, failures=world.failures)
+        comm = Comm(same.group, same.control, failures=world.failures)
+        comm.locate(world.node_size)
+        return comm
 
     axes = {axis: along(axis) for axis in (*_FREE, "expert", "expert_zero")}
-    world.own_open_sockets()
     return Mesh(shape, world, **axes)
 
 
@@ -194,4 +304,5 @@ def _comm_of(groups: tuple[tuple[int, ...], ...], world: Comm) -> Comm:
             assert isinstance(control, dist.ProcessGroup)
             mine = Comm(group, control, failures=world.failures)
     assert mine is not None
+    mine.locate(world.node_size)
     return mine

@@ -23,7 +23,8 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
-from ls_strategy.distributed.comm import SUM_CHUNK, Comm, PendingReduce, cut
+from ls_strategy.distributed.comm import Comm, cut
+from ls_strategy.distributed.pending import SUM_CHUNK, PendingReduce
 from ls_strategy.distributed.rounds import Round
 
 Number = TypeVar("Number", float, Tensor)
@@ -64,7 +65,7 @@ def exchange_leaves(
     """Start sending this rank's leaf to the owners of its shards, and receiving those of this rank's shard. Collective.
 
     Args:
-        comm: all ranks.
+        comm: the ranks that shard the leaf. With shard groups, the owners in all groups get it.
         full: the leaf, ``(world_size * shard,)``; do not change it until it is summed. None: this rank has none in this
             round, and sends nothing.
         now: the round.
@@ -75,19 +76,21 @@ def exchange_leaves(
     Traffic:
         The other ranks' shards, by ranks with a leaf.
     """
+    every = comm.everyone
     length = like.numel() // comm.world_size if sizes is None else sizes[comm.rank]
-    sends = [None] * comm.world_size if full is None else cut(full, comm.world_size, sizes)
+    shards = [None] * comm.world_size if full is None else cut(full, comm.world_size, sizes)
+    sends = [shards[rank % comm.world_size] for rank in range(every.world_size)]
     parts = [
         None
         if leaf is None
         else sends[rank]
-        if rank == comm.rank
+        if rank == every.rank
         else comm.pool.take(length, (like if full is None else full).dtype, like.device)
         for rank, leaf in enumerate(now.leaves)
     ]
-    borrowed = [part for rank, part in enumerate(parts) if part is not None and rank != comm.rank]
-    skip = comm.world_size == 1 or like.numel() == 0
-    works = () if skip else comm.exchange(sends, parts, "reduce_scatter", of)
+    borrowed = [part for rank, part in enumerate(parts) if part is not None and rank != every.rank]
+    skip = every.world_size == 1 or like.numel() == 0
+    works = () if skip else every.exchange(sends, parts, "reduce_scatter", of)
     return PendingReduce(works, parts, borrowed, comm)  # type: ignore[arg-type]
 
 

@@ -131,7 +131,7 @@ class ZeROFabricStrategy(Connection, DDPStrategy):  # pyright: ignore[reportInco
         """The modules that were set up, in this order."""
         self.collection: checkpoints.Collection | None = None
         """The contents of a checkpoint folder while ``fabric.save`` collects them."""
-        self._connect_later(ModelParallel(ParallelConfig()), explain_waits_after)
+        self._connect_later(ModelParallel(ParallelConfig(), self.config.sharding), explain_waits_after)
         DDPStrategy.__init__(
             self,
             accelerator=accelerator,

@@ -87,6 +87,7 @@ class Connection(_DDPStrategy):
             )
         if self._comm is None or not self._comm.is_alive():
             self._comm = make_comm(before)
+            self._comm.locate(self.num_processes)
             self.parallel.connect(self._comm, self.root_device.type)
             self._alone = False
             self._connected(self._comm)

@@ -22,7 +22,7 @@ from ls_strategy.activations.apply import Activations
 from ls_strategy.activations.storage import NVMeFolder
 from ls_strategy.blocks import repeated_blocks
 from ls_strategy.checkpoint.random import random_states, restore_random_states
-from ls_strategy.config import ActivationsConfig, ParallelConfig
+from ls_strategy.config import ActivationsConfig, ParallelConfig, ShardingConfig
 from ls_strategy.distributed.axis import Axis
 from ls_strategy.distributed.comm import Comm
 from ls_strategy.distributed.mesh import Mesh, MeshShape, make_mesh
@@ -66,16 +66,14 @@ _SHARDED: weakref.WeakKeyDictionary[nn.Module, _Sharded] = weakref.WeakKeyDictio
 class ModelParallel:
     """The mesh of one strategy, and the partitioning of its module."""
 
-    def __init__(self, config: ParallelConfig) -> None:
-        self.config = config
+    def __init__(self, config: ParallelConfig, sharding: ShardingConfig | None = None) -> None:
+        self.config, self._sharding = config, sharding or ShardingConfig()
         self.mesh: Mesh | None = None
         self.pipeline: Pipeline | None = None
         self._device_mesh: Any = None
         self._balanced: tuple[weakref.ref[nn.Module], bool] | None = None
         """The last module, and whether some of its routers have a bias."""
         self._batches = 0
-
-    # ranks -----------------------------------------------------------------------------------------------------------
 
     @property
     def replica_ranks(self) -> int:
@@ -92,6 +90,9 @@ class ModelParallel:
         config = self.config
         shape = MeshShape.of(
             world.world_size,
+            shard=self._sharding.shard_size,
+            hpz=self._sharding.hpz,
+            node_size=world.node_size,
             tensor=config.tp.size,
             sequence=config.context,
             pipeline=config.pp.size,

@@ -102,10 +102,11 @@ class RankStrategy(Connection, DDPStrategy):
 
     @override
     def setup_environment(self) -> None:
-        trainer: Any = None if self.lightning_module is None else self.lightning_module._trainer
-        for callback in () if trainer is None else trainer.callbacks:
-            if isinstance(callback, ConnectedCallback):
-                callback.connecting(trainer)
+        module: Any = self.lightning_module
+        if module is not None and module._trainer is not None:
+            for callback in module.trainer.callbacks:
+                if isinstance(callback, ConnectedCallback):
+                    callback.connecting(module.trainer)
         super().setup_environment()
         self.parallel.show_device_mesh(self.lightning_module)
         name = job.job_id(os.environ)

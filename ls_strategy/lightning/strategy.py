@@ -149,7 +149,7 @@ class ZeROStrategy(EngineStrategy):  # its many public members are Lightning's h
         self.resume = Resume(self)
         self.uneven = UnevenData(self, uneven)
         super().__init__(
-            ModelParallel(self.config.parallel),
+            ModelParallel(self.config.parallel, self.config.sharding),
             explain_waits_after,
             accelerator=accelerator,
             parallel_devices=parallel_devices,

@@ -181,6 +181,9 @@ class SimulatedFlat:
             self.held = False
             self.ledger.add("parameters", -self.gathered_bytes)
 
+    def outdate_secondary(self) -> None:
+        """See `Flat`. The second copy keeps its memory."""
+
     def take_writes(self) -> bool:
         """See `Flat`. Nothing is written in a simulation."""
         return False

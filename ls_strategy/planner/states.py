@@ -60,6 +60,8 @@ class ModelStates:
         """Return the engine's plan on ``world_size`` ranks; with ``rank_weights``, of the rank with the most."""
         sizes: Any = SimpleNamespace(
             zero=SimpleNamespace(world_size=world_size),
+            shards=SimpleNamespace(world_size=world_size, replica=0, replicas=1),
+            node=None,
             expert_zero=SimpleNamespace(world_size=world_size),
             tensor=SimpleNamespace(size=1),
         )

@@ -61,10 +61,13 @@ def _sent(plan: Plan, micro_batches: int, *, native_fp32: bool) -> int:
     def gathered(flat: FlatPlan) -> int:
         return flat.gathered_numel * (flat.gathered_itemsize if policy.optimizer else 4)
 
+    def regathered(flat: FlatPlan) -> int:
+        return flat.regathered_numel * flat.gathered_itemsize
+
     def reduced(flat: FlatPlan) -> int:
         size = flat.dtype.itemsize
         accumulates = policy.optimizer and not policy.gradients and micro_batches > 1
         fp32 = native_fp32 or not policy.optimizer or accumulates
         return flat.reduced_numel * (max(size, 4) if fp32 else size)
 
-    return plan.count_sent(micro_batches, gathered=gathered, reduced=reduced)
+    return plan.count_sent(micro_batches, gathered=gathered, regathered=regathered, reduced=reduced)

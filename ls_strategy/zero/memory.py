@@ -27,7 +27,9 @@ def memory_bytes(
         return total
 
     return {
-        "parameters": sum(size(f.full, f.shard, f.wire) for f in flats),
+        "parameters": sum(
+            size(f.full, f.shard, f.wire, None if f.secondary is None else f.secondary.values) for f in flats
+        ),
         "masters": sum(size(f.master) for f in flats),
         "gradients": sum(
             size(f.local.buffer, f.averages.values, *f.averages.tree.sums, *map(grad_of, f.params)) for f in flats

@@ -212,6 +212,8 @@ FLAT = {
 
 SINCE = {
     "sharding.replicated_modules",
+    "sharding.shard_size",
+    "sharding.hpz",
     "precision.frozen",
     "precision.frozen_except",
     "parallel.virtual_ranks",

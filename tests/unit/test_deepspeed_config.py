@@ -100,6 +100,17 @@ def test_blocks_of_the_gpt_file():
     assert translation.trainer.choose_batches(1, 2) == (1, 10)
 
 
+def test_groups_of_ranks():
+    assert zero(zero_hpz_partition_size=8) == {"stage": 3, "sharding.hpz": 8}
+    assert zero(mics_shard_size=4, mics_hierarchical_params_gather=True) == {"stage": 3, "sharding.shard_size": 4}
+    assert zero(zero_hpz_partition_size=1, mics_shard_size=-1) == {"stage": 3}
+    below = translate({"zero_optimization": {"stage": 2, "zero_hpz_partition_size": 8}})
+    assert below.strategy == {"stage": 2}
+    assert "stage 3 only" in below.report()
+    with pytest.raises(ConfigError, match="an integer of at least 0"):
+        zero(zero_hpz_partition_size=-2)
+
+
 # --- keys ------------------------------------------------------------------------------------------------------------
 
 

@@ -59,6 +59,9 @@ CONTRADICTIONS = [
     ({"tensor_parallel": {"autotp_size": 1}}, {"parallel.tensor.size": 2}, "tensor_parallel.autotp_size=1"),
     ({"sequence_parallel_size": 2}, {"parallel.context": 1}, "sequence_parallel_size=2"),
     ({"pipeline": {"stages": 2}}, {"parallel.pipeline.size": 1}, "pipeline.stages=2"),
+    ({"zero_optimization": {"stage": 3, "zero_hpz_partition_size": 8}}, {"sharding.hpz": 4}, "hpz_partition_size=8"),
+    ({"zero_optimization": {"stage": 3, "mics_shard_size": 8}}, {"sharding.shard_size": 4}, "mics_shard_size=8"),
+    ({"zero_optimization": {"stage": 3, "mics_shard_size": -1}}, {"sharding.shard_size": 4}, "mics_shard_size=-1"),
     (PARTITION, {"parallel.pipeline.partition": "parameters"}, "pipeline.partition"),
     (ACCUMULATION, {"parallel.pipeline.micro_batches": 2}, "gradient_accumulation"),
 ]  # fmt: skip
@@ -147,6 +150,8 @@ def test_every_option_of_a_file_has_its_keys() -> None:
     options = {
         *translate(full).strategy,
         *translate({"zero_optimization": {"offload_param": {"device": "cpu"}}}).strategy,
+        *translate({"zero_optimization": {"stage": 3, "zero_hpz_partition_size": 8}}).strategy,
+        *translate({"zero_optimization": {"stage": 3, "mics_shard_size": 8}}).strategy,
     }
     options |= translate({**full, "train_micro_batch_size_per_gpu": "auto"}).strategy.keys()
     assert options | {"precision.master_weights"} == set(KEYS_OF)

@@ -20,7 +20,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ls_strategy import device as dev
-from ls_strategy.distributed.comm import Comm, Started, process_group
+from ls_strategy.distributed.comm import Comm, process_group
+from ls_strategy.distributed.pending import Started
 from ls_strategy.distributed.wait_report import Entry
 from ls_strategy.errors import PlanError, StateError
 from ls_strategy.parallel.pipeline.schedules import Action, Table
@@ -168,7 +169,7 @@ class Links:
         with self.comm.naming_failures():
             for tensor in tensors:
                 if tensor.numel():
-                    self.comm.traffic.count(kind, tensor)
+                    self.comm.traffic.count(kind, tensor, far=self.comm.far[to])
                     works.append(self._start(dist.isend, tensor, self.comm.rank, to, to))
         return works
 

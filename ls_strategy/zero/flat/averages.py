@@ -18,7 +18,7 @@ from torch import Tensor
 
 from ls_strategy import device as dev
 from ls_strategy import spans
-from ls_strategy.distributed.comm import PendingReduce
+from ls_strategy.distributed.pending import PendingReduce
 from ls_strategy.distributed.tree_sum import LastRound, TreeSum
 from ls_strategy.errors import StateError
 from ls_strategy.ops import exact_norm
@@ -165,7 +165,7 @@ class Averages:
             return
         self.wait()
         arrived = flat.average_dtype if flat.local.buffer is None else flat.local.buffer.dtype
-        single = flat.comm.world_size == 1 and isinstance(reducing, PendingReduce)  # one rank, and no virtual ones
+        single = flat.comm.averaged_ranks == 1 and isinstance(reducing, PendingReduce)  # one rank, and no virtual ones
         narrow = exact_16_bit and self.folds_factors and single and arrived.itemsize == 2
         wanted = arrived if narrow and not accumulate else flat.average_dtype
         if self.values is None:

@@ -12,13 +12,15 @@ from torch import Tensor, nn
 
 from ls_strategy.config import TierName
 from ls_strategy.distributed.axis import Axis
-from ls_strategy.distributed.comm import Comm, PendingGather
+from ls_strategy.distributed.comm import Comm
+from ls_strategy.distributed.pending import PendingGather
 from ls_strategy.errors import StateError
 from ls_strategy.layout import Piece
 from ls_strategy.plan import FlatPlan
 from ls_strategy.tiers.arrival import Arrival
 from ls_strategy.tiers.stream import Ticket
 from ls_strategy.zero.flat.local_gradients import LocalGradients, slot_views
+from ls_strategy.zero.flat.secondary import Secondary
 from ls_strategy.zero.flat.storage import StateStorage
 from ls_strategy.zero_stages import StagePolicy
 
@@ -122,6 +124,7 @@ class FlatBuffer:
         comm: Comm,
         storage: StateStorage | None = None,
         axis: Axis | None = None,
+        node: Comm | None = None,
     ) -> None:
         """Record the arguments; `Flat.load` allocates the buffers.
 
@@ -132,6 +135,7 @@ class FlatBuffer:
             comm: ranks over which they are sharded.
             storage: the states' storage on the tiers; without it everything is on the device.
             axis: tensor- or expert-parallel ranks, which hold other parts or copies of the parameters.
+            node: ranks that share a second copy of sharded parameters, see `Secondary`. None: there is none.
         """
         layout = plan.layout
         self.name = layout.slots[0].name if layout.slots else ""
@@ -155,6 +159,8 @@ class FlatBuffer:
         self.optimizer_index = plan.optimizer
         self.comm = comm
         self.axis = axis or Axis("tensor")
+        self.secondary = Secondary(node) if node is not None and policy.parameters else None
+        """A second copy of sharded parameters, inside the node."""
         self.owned = layout.shard_range(comm.rank)
         """Range of the buffer whose gradients this rank averages and, from stage 1 on, steps."""
         self.stepped = self.owned if policy.optimizer else (0, layout.numel)
@@ -221,9 +227,10 @@ class FlatBuffer:
     def counted(self) -> bool:
         """Whether this rank counts these parameters in norms and saves them.
 
-        It is the first rank that holds them, along its axis and over the pipeline stages.
+        It is the first rank that holds them, along its axis, over the pipeline stages and over the groups of ranks.
         """
-        return self.axis.rank % self.plan.copies == 0 and not self.plan.replica
+        first = self.axis.rank % self.plan.copies == 0 and not self.plan.replica
+        return first and self.comm.replica == 0
 
     def split(self, buffer: Tensor) -> list[Tensor]:
         """Return one view per parameter of a buffer with this layout."""
@@ -298,8 +305,38 @@ class FlatBuffer:
         return full
 
     def require_refresh(self, due: bool = True) -> None:
-        """Set whether the next gather copies the masters to this rank's shard of the parameters first."""
+        """Record new masters, on all ranks. ``due``: the next gather copies them to the shard of parameters first."""
         self._refresh_due = due
+        self.outdate_secondary()
+
+    def exchange_master(self, other: Tensor) -> None:
+        """Swap the master shard with ``other``, of the same shape. Publishing updates the parameters."""
+        mine = self.read_master().detach().clone()
+        self.write_master(0, other)
+        other.copy_(mine)
+        self.require_refresh(self.optimizer_tier != "device" or self.has_own_shard)
+
+    @property
+    def has_secondary(self) -> bool:
+        """Whether the next gather uses the second copy inside the node."""
+        return self.secondary is not None and self.secondary.is_current
+
+    def outdate_secondary(self) -> None:
+        """Let the next gather be over all ranks. Every rank must do so at the same time."""
+        if self.secondary is not None:
+            self.secondary.outdate()
+
+    def update_secondary(self) -> None:
+        """Copy user code's writes to ``full`` into the second copy. Not collective: all ranks write the same."""
+        if self.secondary is not None:
+            self.secondary.written(self.full)
+
+    def _gather_in_node(self) -> PendingGather | None:
+        """Start gathering from the second copy. Return None if it is not current."""
+        if self.secondary is None or not self.secondary.is_current:
+            return None
+        allocate(self.wire)
+        return self.secondary.start(self.wire, self.name)
 
     def refresh_if_due(self) -> None:
         """Call `refresh` if `require_refresh` asked for it."""

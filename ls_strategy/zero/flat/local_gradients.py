@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from ls_strategy._compat import storage_key
 from ls_strategy.distributed.buffer_pool import BufferPool
-from ls_strategy.distributed.comm import PendingGather, PendingReduce
+from ls_strategy.distributed.pending import PendingGather, PendingReduce
 from ls_strategy.distributed.rounds import Round
 from ls_strategy.layout import FlatLayout
 from ls_strategy.zero.flat.parameters import grad_of, set_grad

@@ -24,7 +24,7 @@ from torch import Tensor
 from typing_extensions import override
 
 from ls_strategy.config import FrozenFormat
-from ls_strategy.distributed.comm import PendingGather
+from ls_strategy.distributed.pending import PendingGather
 from ls_strategy.ops.quantized import TILE, dequantize_, packed_bytes, quantize, rounded
 from ls_strategy.zero.flat.buffer import allocate
 from ls_strategy.zero.flat.initial import full_values, shard_values
@@ -152,6 +152,11 @@ class QuantizedFlat(Flat):
         dequantize_(quantize(self.full, self.form), self.full, self.form)
 
     @override
+    def update_secondary(self) -> None:
+        if self.has_secondary and self.secondary is not None:
+            self.secondary.written(quantize(self.full, self.form))
+
+    @override
     def take_writes(self) -> bool:
         changed = super().take_writes()
         if changed and not self._was_written and self.comm.rank == 0:
@@ -180,6 +185,8 @@ class QuantizedFlat(Flat):
         if self.gathering is not None:
             self.gathering.wait()
             self.gathering = None
+            if self.secondary is not None:
+                self.secondary.arrived(self.wire)
             allocate(self.full)
             dequantize_(self.wire if self.policy.parameters else self.master, self.full, self.form)
             self._free_wire()

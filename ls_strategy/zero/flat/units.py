@@ -274,6 +274,9 @@ class Flat(FlatBuffer):
                 )
             self.refuse_tracing()
             self.writes.begin_gather()
+            self.gathering = self._gather_in_node()
+            if self.gathering is not None:
+                return
             self.start_read()
             allocate(self.wire)
             self._load_shard(self.wire[self.in_wire(*self.stepped)])
@@ -287,16 +290,11 @@ class Flat(FlatBuffer):
         """Whether this rank's shard of the parameters is read from its tier in the background."""
         return self.param_tier != "device" and not (self.param_tier == "cpu" and dev.is_host(self.full.device))
 
-    def exchange_master(self, other: Tensor) -> None:
-        """Swap the master shard with ``other``, of the same shape. Publishing updates the parameters."""
-        mine = self.read_master().detach().clone()
-        self.write_master(0, other)
-        other.copy_(mine)
-        self.require_refresh(self.optimizer_tier != "device" or self.has_own_shard)
-
     def start_read(self) -> None:
         """Start reading this rank's shard of the parameters from its tier (stage 3). Not collective."""
         if not self._reads_ahead or self.is_gathered or self.gathering is not None or self.reading is not None:
+            return
+        if self.has_secondary:
             return
         self.refresh_if_due()
         allocate(self.wire)
@@ -335,6 +333,8 @@ class Flat(FlatBuffer):
         if self.gathering is not None:
             self.gathering.wait()
             self.gathering = None
+            if self.secondary is not None:
+                self.secondary.arrived(self.wire)
         if not self.is_gathered:
             self.bind(on_demand=on_demand)
         elif (self.hidden or self.gathered_on_demand) and not on_demand:
@@ -356,6 +356,8 @@ class Flat(FlatBuffer):
         if self.gathering is not None:
             self.gathering.wait()
             self.gathering = None
+            if self.secondary is not None:
+                self.secondary.dropped()
         if self.reading is not None:
             self.reading.result()
             self.reading = None

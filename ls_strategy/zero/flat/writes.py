@@ -105,6 +105,8 @@ class UserWrites:
     def begin_gather(self) -> None:
         """Take writes to a buffer that kept its memory, before it is overwritten."""
         self.take()
+        if self._viewed_shard is not None:  # a view can be written to without another trace
+            self._flat.update_secondary()
         self._viewed_shard, self._outdated = None, []
 
     def outdate_memory(self) -> None:
@@ -155,6 +157,7 @@ class UserWrites:
         viewed = not flat.master_is_slice and self.has_memory_views
         changed = detected if flat.master_is_slice else self._take_shard()
         flat.show_stored()
+        flat.update_secondary()
         self.record()
         self.possible = viewed  # such a view can be written to at any time
         return changed

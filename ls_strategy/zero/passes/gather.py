@@ -130,6 +130,9 @@ class Gatherer:
 
     def fetch_root(self) -> None:
         """Gather the root units, the parameters of which may be used anywhere in a step. Collective at stage 3."""
+        for unit in self.units if self.sharded else ():
+            for flat in unit.flats:
+                flat.outdate_secondary()
         roots = [u for u in self.units if u.is_root]
         for unit in roots if self.sharded else ():
             self.start(unit)
@@ -146,12 +149,15 @@ class Gatherer:
         for unit in self.units:
             unit.unpin()
             self.release(unit, stepped=stepped, kept=True)
+            for flat in unit.flats:
+                flat.outdate_secondary()
         self._seen.clear()
 
     def outdate(self, flats: list[Flat]) -> None:
         """Outdate parameters that the optimizer steps, so that hooks after it read new ones. Not collective."""
         for flat in flats:
             if self.sharded:
+                flat.outdate_secondary()
                 if flat.is_gathered:
                     flat.release()
                 flat.writes.outdate_memory()

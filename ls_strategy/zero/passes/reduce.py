@@ -22,7 +22,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ls_strategy.distributed.comm import Comm, PendingReduce
+from ls_strategy.distributed.comm import Comm
+from ls_strategy.distributed.pending import PendingReduce
 from ls_strategy.distributed.rounds import Round
 from ls_strategy.distributed.tree_sum import LastRound, exchange_leaves
 from ls_strategy.errors import StateError
@@ -218,7 +219,7 @@ class Reducer:
         local.dirty = False
         if flat.averages.in_place:
             flat.averages.hold_values = True
-            if flat.comm.world_size == 1:  # nothing to average over
+            if flat.comm.averaged_ranks == 1:  # nothing to average over
                 return
         if not self.policy.gradients:
             for p in flat.params:

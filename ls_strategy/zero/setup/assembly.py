@@ -184,7 +184,9 @@ class Draft:
         return resolve_plan(
             [(spec.name, spec.is_root, [facts(n, p) for n, p in spec.params]) for spec in self.specs],
             policy=self.policy,
-            world_size=mesh.zero.world_size,
+            world_size=mesh.shards.world_size,
+            group=(mesh.shards.replica, mesh.shards.replicas),
+            node=0 if mesh.node is None else mesh.node.world_size,
             expert_world_size=mesh.expert_zero.world_size,
             tensor_size=mesh.tensor.size,
             master_dtype=self.precision.master,
@@ -215,7 +217,9 @@ class Draft:
                 comm, axis = mesh.holders(flat_plan.layout.slots[0].part)
                 make = Flat if flat_plan.quantized is None else QuantizedFlat
                 which = flat_plan.policy(self.policy)
-                flat = make(flat_plan, members, policy=which, comm=comm, storage=offload.storage(number), axis=axis)
+                node = mesh.node if flat_plan.node else None
+                storage = offload.storage(number)
+                flat = make(flat_plan, members, policy=which, comm=comm, storage=storage, axis=axis, node=node)
                 number += 1
                 flat.load([values[id(p)] for p in members], device)
                 flats.append(flat)

@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ls_strategy.distributed.comm import Comm
+from ls_strategy.ops import exact_norm as exact_norms
 from ls_strategy.ops.exact_norm import value_of
 from ls_strategy.zero.flat.units import Flat
 
@@ -36,7 +37,7 @@ def global_norm(flats: list[Flat], comm: Comm, norm_type: float = 2.0) -> Tensor
 
     Every rank sums over its shard in the same way at every stage and on every tier, so the results are bitwise equal.
     With virtual ranks the norm of order 2 is also the same on any number of ranks.
-    Of replicas along the tensor-parallel axis, the first rank's count.
+    Of replicas along the tensor-parallel axis, and of groups of ranks, the first one's count.
 
     Args:
         flats: this rank's flat buffers.
@@ -48,9 +49,11 @@ def global_norm(flats: list[Flat], comm: Comm, norm_type: float = 2.0) -> Tensor
     """
     wide = functools.reduce(torch.promote_types, [flat.average_dtype for flat in flats], torch.float32)
     device = flats[0].full.device if flats else torch.device("cpu")
+    exact_norm = any(flat.plan.exact_norm for flat in flats)  # also where another rank counts all of them
     flats = [flat for flat in flats if flat.counted]
-    if norm_type == 2.0 and flats and flats[0].plan.exact_norm:
-        exact = torch.stack([flat.averages.exact_sums().to(device) for flat in flats]).sum(0)
+    if norm_type == 2.0 and exact_norm:
+        sums = [flat.averages.exact_sums().to(device) for flat in flats]
+        exact = torch.stack([torch.zeros(exact_norms.SIZE, dtype=torch.int64, device=device), *sums]).sum(0)
         return value_of(comm.reduce_numbers(exact, dist.ReduceOp.SUM)).sqrt().to(wide)
     if norm_type == 2.0:
         found = [flat.averages.sums()[0] for flat in flats]

@@ -171,7 +171,7 @@ class Gradients:
 
         Collective, except after a backward that has averaged all gradients: then one rank may read alone, as under DDP.
         """
-        if not self.averaged and flat.comm.world_size > 1 and flat.optimizer_index not in self._averaged:
+        if not self.averaged and flat.comm.averaged_ranks > 1 and flat.optimizer_index not in self._averaged:
             self._complete(flat.optimizer_index)
             self._averaged.add(flat.optimizer_index)
         self.were_read = True

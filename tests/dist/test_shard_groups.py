@@ -1,0 +1,242 @@
+"""States sharded inside groups of ranks and replicated over them: the bits of one group, fewer bytes between nodes."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+import torch
+
+from ls_strategy import PlanError
+from ls_strategy.lightning.strategy import ZeROStrategy
+from ls_strategy.testing import spawn
+from tests.dist.models import Case, Net, Result, loader, quiet, run_all, same_bits, trainer_of
+
+NORM: dict[str, Any] = {"clip": "norm", "clip_at": 0.05}
+VALUE: dict[str, Any] = {"clip": "value", "clip_at": 0.01}
+BOTH = (("offload.optimizer", "cpu"), ("offload.parameters", "cpu"))
+NVME = (("offload.optimizer", "nvme"), ("offload.nvme_allow_ram", True))
+
+FIRST = [
+    Case(stage=3, steps=4, traits=("uneven", "frozen", "tied"), accumulate=2, **NORM),
+    Case(stage=2, steps=4, precision="bf16-mixed", **NORM),
+]
+WIDE = [
+    Case(stage=stage, steps=4, traits=("uneven", "frozen", "tied"), accumulate=2, precision=precision, **NORM)
+    for stage in (0, 1, 2, 3)
+    for precision in ("32-true", "bf16-mixed", "bf16-true")
+]
+MORE = [
+    Case(stage=stage, steps=5, precision=precision, optimizer=optimizer, traits=traits, accumulate=accumulate, **clip)
+    for stage in (0, 1, 2, 3)
+    for precision in ("32-true", "bf16-true", "16-mixed")
+    for optimizer, traits, accumulate, clip in (
+        ("adamw", ("unused_here", "empty"), 3, VALUE),
+        ("two", ("uneven", "tied"), 2, {}),
+        ("sgd", ("buffers", "private"), 1, NORM),
+    )
+] + [
+    Case(stage=stage, steps=5, options=options, accumulate=accumulate, precision=precision, traits=("private",), **clip)
+    for stage, options in (
+        (1, BOTH[:1]),
+        (2, BOTH[:1]),
+        (3, BOTH),
+        (1, NVME),
+        (3, (*NVME, ("offload.parameters", "nvme"))),
+    )
+    for accumulate, clip, precision in ((1, NORM, "32-true"), (3, {}, "bf16-mixed"))
+]
+
+
+def grouped(case: Case, size: int) -> Case:
+    return replace(case, options=(*case.options, ("sharding.shard_size", size)))
+
+
+def compare(world_size: int, cases: list[Case], sizes: tuple[int, ...], folder: Path | None = None) -> None:
+    placed = [
+        replace(c, options=(*c.options, ("offload.nvme_path", str(folder))))
+        if dict(c.options).get("offload.nvme_allow_ram")
+        else c
+        for c in cases
+    ]
+    runs = [each for case in placed for each in (case, *(grouped(case, size) for size in sizes))]
+    ranks: list[list[Result]] = spawn(run_all, world_size, runs, init_process_group=False, timeout_s=500)
+    for results in ranks:
+        taken = iter(results)
+        for case in cases:
+            flat = next(taken)
+            assert len(flat.losses) == case.steps * case.accumulate
+            for size in sizes:
+                found = next(taken)
+                assert same_bits(flat, found), f"stage {case.stage} {case} {case.options} shard_size={size}"
+                assert flat.norms == found.norms
+
+
+def test_the_bits_are_those_of_one_group() -> None:
+    compare(4, FIRST, (2,))
+
+
+@pytest.mark.wide
+def test_the_bits_at_all_stages() -> None:
+    compare(4, WIDE, (2,))
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize(("world_size", "sizes"), [(2, (1,)), (3, (1,)), (4, (1, 2)), (6, (2, 3))])
+def test_every_case_has_the_bits_of_one_group(world_size: int, sizes: tuple[int, ...], tmp_path: Path) -> None:
+    compare(world_size, WIDE + MORE, sizes, tmp_path)
+
+
+# --- bytes -----------------------------------------------------------------------------------------------------------
+
+
+def on_nodes(rank: int, per_node: int) -> None:
+    """Let this process be a rank of a node with ``per_node`` ranks, as torchrun would start it."""
+    os.environ.update(LOCAL_RANK=str(rank % per_node), LOCAL_WORLD_SIZE=str(per_node), GROUP_RANK=str(rank // per_node))
+
+
+def measure(rank: int, world_size: int, cases: list[Case]) -> list[dict[str, Any]]:
+    """Of every case: what is sent in a step, also between nodes of two ranks, and what the plan says."""
+    quiet()
+    on_nodes(rank, 2)
+    found: list[dict[str, Any]] = []
+
+    class Counts(pl.Callback):
+        """What the meter has after every step."""
+
+        def __init__(self) -> None:
+            self.after: list[dict[str, dict[str, int]]] = []
+
+        def on_train_batch_end(self, trainer: pl.Trainer, module: Any, *_: Any) -> None:
+            meter = trainer.strategy.traffic  # type: ignore[attr-defined]
+            self.after.append(
+                {
+                    name: {k: v for k, v in getattr(meter, name).items() if k != "control"}
+                    for name in ("elements", "bytes", "bytes_between_nodes")
+                }
+            )
+
+    for case in cases:
+        counts = Counts()
+        trainer: Any = trainer_of(case, 2, num_nodes=2, callbacks=[counts])
+        trainer.fit(Net(case), loader(case, world_size))
+        plan = trainer.strategy.require_engine().plan
+        last = {
+            name: {k: sent for k, v in each.items() if (sent := v - counts.after[-2][name].get(k, 0))}
+            for name, each in counts.after[-1].items()
+        }
+        sizes = [sum(f.layout.numel for f in u.flats) for u in plan.units]
+        gathers = plan.gathers_per_step()
+        found.append(
+            {
+                **last,
+                "planned": plan.elements_sent(),
+                "numel": sum(sizes),
+                "again": sum(size * (n - 1) for size, n in zip(sizes, gathers, strict=True)),
+                "last": next(s for s, u in zip(reversed(sizes), reversed(plan.units), strict=True) if not u.is_root),
+                "world_size": plan.world_size,
+                "copy_bytes": plan.bytes_by_tier()["device"]["parameters"],
+            }
+        )
+    return found
+
+
+def test_bytes_between_nodes_equal_the_formula() -> None:
+    """Two nodes of two ranks. Without groups, stage 2 sends ``P`` elements in the compute dtype for gradients and ``P``
+    for parameters, half of them to the other node per rank; in groups by node, only sums of gradients cross: fp32, one
+    shard per rank of the first node, and one total back."""
+    cases = [
+        Case(stage=stage, steps=3, width=32, precision=precision)
+        for stage, precision in ((2, "bf16-true"), (3, "32-true"))
+    ]
+    runs = [each for case in cases for each in (case, replace(case, options=(("sharding.shard_size", "node"),)))]
+    for found in spawn(measure, 4, runs, init_process_group=False, timeout_s=120):
+        for i, case in enumerate(cases):
+            flat, groups = found[2 * i], found[2 * i + 1]
+            itemsize = 4 if case.precision == "32-true" else 2
+            p = flat["numel"]
+            assert groups["numel"] == p
+            assert (flat["world_size"], groups["world_size"]) == (4, 2)
+            for each in (flat, groups):
+                assert sum(each["elements"].values()) == each["planned"]
+            assert flat["bytes"]["reduce_scatter"] == 3 * p // 4 * itemsize
+            assert flat["bytes_between_nodes"]["reduce_scatter"] == p // 2 * itemsize
+            gathered = flat["bytes"]["all_gather"]
+            assert flat["bytes_between_nodes"]["all_gather"] == gathered * 2 // 3
+            assert groups["bytes_between_nodes"] == {"all_reduce": p // 2 * 4}
+            assert groups["bytes"]["reduce_scatter"] == p // 2 * itemsize
+            assert groups["bytes"]["all_gather"] == gathered * 2 // 3
+
+
+# --- checkpoints -----------------------------------------------------------------------------------------------------
+
+
+def resume(rank: int, world_size: int, folder: Path) -> dict[str, bool]:
+    """A run of 6 steps against 3 steps saved in groups of one size and 3 more in groups of another."""
+    quiet()
+    found: dict[str, bool] = {}
+    for stage, form in ((1, "file"), (3, "sharded")):
+        case = Case(stage=stage, steps=6, options=(("checkpoint.format", form),))
+        full = Net(case)
+        trainer_of(case, world_size).fit(full, loader(case, world_size))
+        for name, before, after in (
+            ("two, then all", grouped(case, 2), case),
+            ("all, then two", case, grouped(case, 2)),
+            ("two, then one", grouped(case, 2), grouped(case, 1)),
+        ):
+            path = str(folder / f"{stage} {name}")
+            half = replace(before, steps=3)
+            trainer: Any = trainer_of(half, world_size)
+            trainer.fit(Net(half), loader(case, world_size))
+            trainer.save_checkpoint(path)
+            resumed = Net(after)
+            trainer_of(after, world_size).fit(resumed, loader(case, world_size), ckpt_path=path)
+            weights = [{k: v.clone() for k, v in m.state_dict().items()} for m in (full, resumed)]
+            found[f"{stage} {name}"] = all(torch.equal(weights[0][k], weights[1][k]) for k in weights[0])
+    return found
+
+
+@pytest.mark.wide
+def test_checkpoints_do_not_know_the_groups(tmp_path: Path) -> None:
+    for found in spawn(resume, 4, tmp_path, init_process_group=False, timeout_s=170):
+        assert len(found) == 6
+        assert all(found.values()), found
+
+
+# --- refused ---------------------------------------------------------------------------------------------------------
+
+
+def refusals(rank: int, world_size: int) -> list[str]:
+    quiet()
+    found = []
+    wrong: list[dict[str, Any]] = [
+        {"sharding": {"shard_size": 3}},
+        {"sharding": {"shard_size": 2}, "parallel": {"tensor": 2}},
+    ]
+    for options in wrong:
+        case = Case(stage=2, steps=2)
+        trainer = pl.Trainer(
+            accelerator="cpu",
+            devices=world_size,
+            strategy=ZeROStrategy(stage=2, **options),
+            max_steps=2,
+            logger=False,
+            enable_checkpointing=False,
+            enable_progress_bar=False,
+            enable_model_summary=False,
+        )
+        with pytest.raises(PlanError) as caught:
+            trainer.fit(Net(case), loader(case, world_size))
+        found.append(str(caught.value))
+    return found
+
+
+def test_sizes_that_do_not_divide_are_refused_on_all_ranks() -> None:
+    for odd, with_tensor in spawn(refusals, 2, init_process_group=False, timeout_s=60):
+        assert "shard_size=3, but it must divide the 2 ranks" in odd
+        assert "shard_size=2, but it must divide the 1 ranks" in with_tensor
