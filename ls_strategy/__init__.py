@@ -64,6 +64,7 @@ __all__ = [
     "ActivationsConfig",
     "CheckpointConfig",
     "CheckpointError",
+    "ChunkedLossConfig",
     "ConfigError",
     "ExpertMonitor",
     "FeedForward",
@@ -100,6 +101,7 @@ __all__ = [
     "__version__",
     "convert_moe",
     "init_inference",
+    "linear_cross_entropy",
     "load_from_checkpoint",
     "load_safetensors",
     "moe_losses",
@@ -114,8 +116,9 @@ _HOME = {
         "callbacks.expert_monitor": "ExpertMonitor",
         "callbacks.preemption": "PreemptionHandler",
         "config": (
-            "ActivationOffloadConfig ActivationsConfig CheckpointConfig LossScaleConfig NVMeIOConfig OffloadConfig "
-            "ParallelConfig PipelineConfig PrecisionConfig RecomputeConfig ShardingConfig TensorConfig TierConfig"
+            "ActivationOffloadConfig ActivationsConfig CheckpointConfig ChunkedLossConfig LossScaleConfig NVMeIOConfig "
+            "OffloadConfig ParallelConfig PipelineConfig PrecisionConfig RecomputeConfig ShardingConfig "
+            "TensorConfig TierConfig"
         ),
         "data_efficiency.curriculum": "SequenceCurriculum",
         "data_efficiency.token_dropping": "RandomTokenDropping",
@@ -124,6 +127,7 @@ _HOME = {
         "fabric.strategy": "ZeROFabricStrategy",
         "inference.engine": "InferenceEngine init_inference",
         "inference.stream": "stream_blocks",
+        "losses.head": "linear_cross_entropy",
         "lightning.loading": "load_from_checkpoint",
         "lightning.precision": "ZeROPrecision",
         "lightning.strategy": "ZeROStrategy",

@@ -68,6 +68,12 @@ def check_together(config: ZeROConfig) -> None:
     _check_weights(config)
     _check_offload(config)
     _check_virtual_ranks(config)
+    if config.activations.loss is not None and config.parallel.pp.size > 1:
+        raise ConfigError(
+            f"Got activations.loss with parallel.pipeline={config.parallel.pp.size}, but a pipeline computes the loss "
+            "of micro-batches, with few logits each. Leave activations.loss out, and set "
+            "parallel.pipeline.micro_batches to make them smaller."
+        )
     if config.activations.partitioning and config.parallel.tp.size == 1:
         raise ConfigError(
             "Got activations.partitioning=True with parallel.tensor=1, but activations are partitioned over "

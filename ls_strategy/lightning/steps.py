@@ -88,7 +88,7 @@ class Steps:
                     return pipeline.train(module, engine, step, args, last=not self.accumulating)
                 output = step(*args, **kwargs)
             engine.end_forward()
-            return strategy.parallel.full_outputs(output)
+            return strategy.parallel.full_outputs(output, deferred=strategy.activations.defers_logits)
 
     def _train_virtual(
         self,
@@ -119,7 +119,9 @@ class Steps:
             if strategy.parallel.pipeline is not None:
                 return strategy.parallel.pipeline.evaluate(module, step, args)
             with strategy.uneven.around_step(args) if self._meets_in_evaluation else nullcontext():
-                return strategy.parallel.full_outputs(step(*args, **kwargs))
+                return strategy.parallel.full_outputs(
+                    step(*args, **kwargs), deferred=strategy.activations.defers_logits
+                )
 
     def _stop_if_asked(self, trainer: pl.Trainer, lockstep: Lockstep) -> None:
         """End an evaluation after SIGTERM, on all ranks together if they wait for each other."""

@@ -207,7 +207,10 @@ FLAT = {
 """Options of version 0.1."""
 
 
-SINCE = {"sharding.replicated_modules", "precision.frozen", "precision.frozen_except", "parallel.virtual_ranks"}
+SINCE = {
+    "sharding.replicated_modules", "precision.frozen", "precision.frozen_except", "parallel.virtual_ranks",
+    "activations.loss",
+}  # fmt: skip
 """Options that had no name in 0.1."""
 
 
