@@ -311,7 +311,10 @@ class ModelParallel:
             dataloader.worker_init_fn = partial(pl_worker_init_function, rank=self.data_rank[0])
 
     def full_outputs(self, output: Any, *, deferred: bool) -> Any:
-        """Return the output of a step with plain logits instead of sharded (or ``deferred``) ones. Collective if sharded."""
+        """Return the output of a step with plain logits in place of sharded or ``deferred`` ones.
+
+        Collective if any are sharded.
+        """
         return logits.gather(output) if deferred or self.replica_ranks > 1 else output
 
     def check_batch(self, batch: Any) -> None:

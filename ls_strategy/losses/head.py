@@ -175,8 +175,8 @@ def linear_cross_entropy(
         shape = tuple(weight.shape) if isinstance(weight, Tensor) else None
         raise PlanError(
             f"Got hidden states {tuple(hidden.shape)} and head={type(head).__name__} with a weight of shape {shape}, "
-            "but linear_cross_entropy requires (..., width) and (classes, width). Pass the layer that computes logits, or "
-            "its weight."
+            "but linear_cross_entropy requires (..., width) and (classes, width). Pass the layer that computes logits, "
+            "or its weight."
         )
     logits: Any = defer(hidden, head) if isinstance(head, Tensor) else _deferred_output(head, hidden)
     if tuple(logits.shape[:-1]) != tuple(target.shape) or target.is_floating_point():
