@@ -94,6 +94,7 @@ __all__ = [
     "StateError",
     "TensorConfig",
     "TierConfig",
+    "TilingConfig",
     "ZeROFabricPrecision",
     "ZeROFabricStrategy",
     "ZeROPrecision",
@@ -118,7 +119,7 @@ _HOME = {
         "config": (
             "ActivationOffloadConfig ActivationsConfig CheckpointConfig ChunkedLossConfig LossScaleConfig NVMeIOConfig "
             "OffloadConfig ParallelConfig PipelineConfig PrecisionConfig RecomputeConfig ShardingConfig "
-            "TensorConfig TierConfig"
+            "TensorConfig TierConfig TilingConfig"
         ),
         "data_efficiency.curriculum": "SequenceCurriculum",
         "data_efficiency.token_dropping": "RandomTokenDropping",

@@ -8,6 +8,7 @@ from ls_strategy.config.activations import (
     ActivationsConfig,
     ChunkedLossConfig,
     RecomputeConfig,
+    TilingConfig,
 )
 from ls_strategy.config.checkpoint import CheckpointConfig
 from ls_strategy.config.offload import NVMeIOConfig, OffloadConfig, StepDevice, TierConfig, TierName
@@ -38,6 +39,7 @@ __all__ = [
     "TensorConfig",
     "TierConfig",
     "TierName",
+    "TilingConfig",
     "ZeROConfig",
     "ZeroStage",
     "nested",

@@ -77,6 +77,22 @@ class ChunkedLossConfig(Group):
 
 
 @dataclass(frozen=True, kw_only=True)
+class TilingConfig(Group):
+    """Which layers run on some tokens at a time, and again in backward."""
+
+    modules: tuple[str, ...] = ()
+    """Names of modules that treat every token alone, as in ``model.named_modules()``, with ``*`` for any letters
+    (``["*.mlp"]``). Empty: the feed-forwards of the blocks, by usual names (``mlp``, ``feed_forward``, ``ffn``)."""
+
+    tokens: int = 1024
+    """Tokens of each sequence that a layer runs on at a time."""
+
+    def __post_init__(self) -> None:
+        """Refuse invalid values."""
+        check_fields(self, group="activations.tiling", tokens=at_least(1))
+
+
+@dataclass(frozen=True, kw_only=True)
 class ActivationsConfig(Group):
     """Memory of activations. The short form ``"full"`` or ``"selective"`` sets ``checkpointing``."""
 
@@ -97,6 +113,10 @@ class ActivationsConfig(Group):
     some tokens at a time, and again in backward; anything else that is done with the logits computes them as usual.
     ``ChunkedLossConfig(...)`` names the layer and sets the size."""
 
+    tiling: Literal["mlp"] | TilingConfig | None = None
+    """``mlp``: feed-forwards run on 1,024 tokens of each sequence at a time, and again in backward, so that what they
+    compute in between never exists for all tokens. ``TilingConfig(...)`` names layers and sets the number of tokens."""
+
     @staticmethod
     def short_form(value: Any, stage: Any) -> dict[str, Any]:
         """Return the options that ``"full"``, ``"selective"`` or None sets."""
@@ -115,6 +135,12 @@ class ActivationsConfig(Group):
         return self.loss
 
     @property
+    def tiles(self) -> TilingConfig | None:
+        """Which layers run on some tokens at a time; None: none."""
+        assert not isinstance(self.tiling, str)
+        return self.tiling
+
+    @property
     def stored(self) -> ActivationOffloadConfig | None:
         """Where tensors are stored until backward; None: on the device."""
         assert not isinstance(self.offload, str)
@@ -129,6 +155,8 @@ class ActivationsConfig(Group):
             self._set("offload", ActivationOffloadConfig(tier=self.offload))
         if self.loss == "chunked":
             self._set("loss", ChunkedLossConfig())
+        if self.tiling == "mlp":
+            self._set("tiling", TilingConfig())
         if self.partitioning and self.checkpointing is None:
             raise ConfigError(
                 "Got activations.partitioning=True without activations.checkpointing, but only the inputs of "

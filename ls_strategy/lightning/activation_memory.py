@@ -11,6 +11,7 @@ from torch import nn
 
 from ls_strategy.activations.apply import Activations
 from ls_strategy.activations.storage import NVMeFolder
+from ls_strategy.activations.tiles import Tiles
 from ls_strategy.config import ActivationsConfig
 from ls_strategy.distributed.mesh import Mesh
 from ls_strategy.host.pytorch import rank_zero_info
@@ -24,6 +25,7 @@ class ActivationMemory:
         self.config = config
         self.active: Activations | None = None
         self._heads: ChunkedHeads | None = None
+        self._tiles: Tiles | None = None
 
     def apply(
         self, module: nn.Module, mesh: Mesh, device: torch.device, protected: Callable[[], set[int]], drive: NVMeFolder
@@ -38,6 +40,9 @@ class ActivationMemory:
         if config.chunked_loss is not None:
             self._heads = ChunkedHeads(module, config.chunked_loss.head, config.chunked_loss.chunk_bytes)
             rank_zero_info(f"ZeROStrategy: {self._heads.describe()}")
+        if config.tiles is not None:
+            self._tiles = Tiles(module, config.tiles)
+            rank_zero_info(f"ZeROStrategy: tiled: {self._tiles.describe()}")
         if config.recompute is None and config.stored is None:
             return
         self.active = Activations(
@@ -79,6 +84,9 @@ class ActivationMemory:
         if self.active is not None:
             self.active.remove()
             self.active = None
+        if self._tiles is not None:
+            self._tiles.remove()
+            self._tiles = None
         if self._heads is not None:
             self._heads.remove()
             self._heads = None
