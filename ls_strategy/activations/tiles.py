@@ -14,7 +14,7 @@ Bekman et al., "Arctic Long Sequence Training", arXiv:2506.13996, section 3.1.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from fnmatch import fnmatch
 from typing import Any
 
@@ -111,9 +111,11 @@ class TiledForward(RecomputedForward):
         self._tokens = tokens
         self._checked = False
 
-    @torch.compiler.disable
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the module on all tokens."""
+        return _untraced(self._run, args, kwargs)
+
+    def _run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
         x = args[0] if args else None
         dim = max(x.dim() - 2, 0) if isinstance(x, Tensor) else 0
         if len(args) != 1 or kwargs or not isinstance(x, Tensor) or x.dim() < 2 or not x.is_floating_point():
@@ -169,3 +171,8 @@ class TiledForward(RecomputedForward):
                 "tokens among twice as many, so it mixes tokens. Name modules that treat every token alone in "
                 "activations.tiling.modules."
             )
+
+
+@torch.compiler.disable
+def _untraced(call: Callable[..., Tensor], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
+    return call(args, kwargs)

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from ls_strategy import ConfigError, ZeROStrategy
 from ls_strategy.testing import spawn
 from tests.dist.parallel_runs import Outcome, Run, train_all, unequal
 from tests.marks import slow
@@ -27,7 +28,6 @@ def trusted() -> Outcome:
         {},
         slow({"sharding.block_classes": ["SwiGLU", "Attention"]}),
         slow({"parallel.tensor": 2}),
-        slow({"parallel.tensor": {"size": 2, "sequence_parallel": True}}),
         slow({"parallel.context": 2}),
         slow({"activations.checkpointing": "selective", "activations.offload": "cpu"}),
         slow({"activations.loss": {"chunk_bytes": 1000}, "offload.optimizer": "cpu"}),
@@ -38,6 +38,11 @@ def test_it_changes_no_number(more):
     runs = [Run({"stage": s, **TILES, **more}, steps=8) for s in (1, 3)]
     found = spawn(train_all, 2, runs, init_process_group=False, timeout_s=150)[0]
     assert not unequal(trusted(), runs, found)
+
+
+def test_sharded_results_are_refused():
+    with pytest.raises(ConfigError, match="sequence_parallel"):
+        ZeROStrategy(activations={"tiling": "mlp"}, parallel={"tensor": {"size": 2, "sequence_parallel": True}})
 
 
 @pytest.mark.slow
