@@ -65,6 +65,7 @@ __all__ = [
     "ActivationsConfig",
     "CheckpointConfig",
     "CheckpointError",
+    "ChunkedLossConfig",
     "ConfigError",
     "ElasticTraining",
     "ExpertMonitor",
@@ -95,6 +96,7 @@ __all__ = [
     "StateError",
     "TensorConfig",
     "TierConfig",
+    "TilingConfig",
     "ZeROFabricPrecision",
     "ZeROFabricStrategy",
     "ZeROPrecision",
@@ -102,6 +104,7 @@ __all__ = [
     "__version__",
     "convert_moe",
     "init_inference",
+    "linear_cross_entropy",
     "load_from_checkpoint",
     "load_safetensors",
     "moe_losses",
@@ -117,8 +120,9 @@ _HOME = {
         "callbacks.elastic": "ElasticTraining",
         "callbacks.preemption": "PreemptionHandler",
         "config": (
-            "ActivationOffloadConfig ActivationsConfig CheckpointConfig LossScaleConfig NVMeIOConfig OffloadConfig "
-            "ParallelConfig PipelineConfig PrecisionConfig RecomputeConfig ShardingConfig TensorConfig TierConfig"
+            "ActivationOffloadConfig ActivationsConfig CheckpointConfig ChunkedLossConfig LossScaleConfig NVMeIOConfig "
+            "OffloadConfig ParallelConfig PipelineConfig PrecisionConfig RecomputeConfig ShardingConfig "
+            "TensorConfig TierConfig TilingConfig"
         ),
         "data_efficiency.curriculum": "SequenceCurriculum",
         "data_efficiency.token_dropping": "RandomTokenDropping",
@@ -127,6 +131,7 @@ _HOME = {
         "fabric.strategy": "ZeROFabricStrategy",
         "inference.engine": "InferenceEngine init_inference",
         "inference.stream": "stream_blocks",
+        "losses.head": "linear_cross_entropy",
         "lightning.loading": "load_from_checkpoint",
         "lightning.precision": "ZeROPrecision",
         "lightning.strategy": "ZeROStrategy",

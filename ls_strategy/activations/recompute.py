@@ -41,7 +41,7 @@ from ls_strategy.transient import Transient
 
 _CACHES = ("past_key_values", "past_key_value", "layer_past")
 """Arguments in which transformers models pass keys and values from one call to the next."""
-_STATISTICS = ("running_mean", "running_var")
+STATISTICS = ("running_mean", "running_var")
 """Buffers of norms, which their kernels change without a new version for autograd."""
 
 AroundInputs = Callable[[], AbstractContextManager[None]]
@@ -62,7 +62,7 @@ class Recompute:
         if config.policy == "selective":
             # One object for all modules: torch.compile would recompile for another one.
             options["context_fn"] = SelectivePolicy(config.keep).contexts()
-        self._forwards = [_RecomputedForward(uncompiled(m), options, around_inputs) for m in modules]
+        self._forwards = [RecomputedForward(uncompiled(m), options, around_inputs) for m in modules]
 
     def describe(self) -> str:
         """Return ``12 Block, full`` or similar for the log."""
@@ -118,10 +118,10 @@ def _chosen(model: nn.Module, classes: tuple[str, ...]) -> Iterator[tuple[int, n
     return ((id(uncompiled(module)), module) for _, module in found)
 
 
-class _RecomputedForward(Transient):
+class RecomputedForward(Transient):
     """Replaces ``module.forward``. Copies and pickles of the module get the forward of its class instead."""
 
-    def __init__(self, module: nn.Module, options: dict[str, Any], around_inputs: AroundInputs) -> None:
+    def __init__(self, module: nn.Module, options: dict[str, Any], around_inputs: AroundInputs = nullcontext) -> None:
         self.__wrapped__ = module.forward  # where `inspect.signature` looks
         self._module = module
         self._had_own = "forward" in vars(module)
@@ -212,7 +212,7 @@ class _Call:
             self._updated = [
                 place
                 for place, state in zip(self._buffers, before, strict=True)
-                if place[1] in _STATISTICS or _state_of(place) != state
+                if place[1] in STATISTICS or _state_of(place) != state
             ]
             return output
         leaves = [tensors[leaf.position] if isinstance(leaf, _At) else leaf for leaf in self._leaves]

@@ -3,7 +3,13 @@
 One file per group. `ls_strategy.config.zero` joins the groups and refuses options that contradict each other.
 """
 
-from ls_strategy.config.activations import ActivationOffloadConfig, ActivationsConfig, RecomputeConfig
+from ls_strategy.config.activations import (
+    ActivationOffloadConfig,
+    ActivationsConfig,
+    ChunkedLossConfig,
+    RecomputeConfig,
+    TilingConfig,
+)
 from ls_strategy.config.checkpoint import CheckpointConfig
 from ls_strategy.config.offload import NVMeIOConfig, OffloadConfig, StepDevice, TierConfig, TierName
 from ls_strategy.config.parallel import ParallelConfig, PipelineConfig, Schedule, TensorConfig
@@ -16,6 +22,7 @@ __all__ = [
     "ActivationOffloadConfig",
     "ActivationsConfig",
     "CheckpointConfig",
+    "ChunkedLossConfig",
     "FrozenFormat",
     "LossScaleConfig",
     "MomentFormat",
@@ -32,6 +39,7 @@ __all__ = [
     "TensorConfig",
     "TierConfig",
     "TierName",
+    "TilingConfig",
     "ZeROConfig",
     "ZeroStage",
     "nested",

@@ -61,6 +61,38 @@ class ActivationOffloadConfig(Group):
 
 
 @dataclass(frozen=True, kw_only=True)
+class ChunkedLossConfig(Group):
+    """The output layer's logits are computed in chunks by the loss, and again in backward."""
+
+    head: str | None = None
+    """Name of the output layer. None: what the model's ``get_output_embeddings()`` returns, or a layer named like one
+    (``head``, ``lm_head``) with the size of the vocabulary."""
+
+    chunk_bytes: int | None = None
+    """Bytes of the fp32 logits that are held at a time. None: 1/32 of all, between 1 MiB and 256 MiB."""
+
+    def __post_init__(self) -> None:
+        """Refuse invalid values."""
+        check_fields(self, group="activations.loss", chunk_bytes=at_least(1))
+
+
+@dataclass(frozen=True, kw_only=True)
+class TilingConfig(Group):
+    """Which layers run on some tokens at a time, and again in backward."""
+
+    modules: tuple[str, ...] = ()
+    """Names of modules that treat every token alone, as in ``model.named_modules()``, with ``*`` for any letters
+    (``["*.mlp"]``). Empty: the feed-forwards of the blocks, by usual names (``mlp``, ``feed_forward``, ``ffn``)."""
+
+    tokens: int = 1024
+    """Tokens of each sequence that a layer runs on at a time."""
+
+    def __post_init__(self) -> None:
+        """Refuse invalid values."""
+        check_fields(self, group="activations.tiling", tokens=at_least(1))
+
+
+@dataclass(frozen=True, kw_only=True)
 class ActivationsConfig(Group):
     """Memory of activations. The short form ``"full"`` or ``"selective"`` sets ``checkpointing``."""
 
@@ -76,6 +108,15 @@ class ActivationsConfig(Group):
     partitioning: bool = False
     """Partition the inputs of recomputed blocks over the tensor-parallel ranks."""
 
+    loss: Literal["chunked"] | ChunkedLossConfig | None = None
+    """``chunked``: never hold the logits of all tokens. ``cross_entropy`` computes the output layer and the loss for
+    some tokens at a time, and again in backward; anything else that is done with the logits computes them as usual.
+    ``ChunkedLossConfig(...)`` names the layer and sets the size."""
+
+    tiling: Literal["mlp"] | TilingConfig | None = None
+    """``mlp``: feed-forwards run on 1,024 tokens of each sequence at a time, and again in backward, so that what they
+    compute in between never exists for all tokens. ``TilingConfig(...)`` names layers and sets the number of tokens."""
+
     @staticmethod
     def short_form(value: Any, stage: Any) -> dict[str, Any]:
         """Return the options that ``"full"``, ``"selective"`` or None sets."""
@@ -86,6 +127,18 @@ class ActivationsConfig(Group):
         """What is recomputed in backward."""
         assert not isinstance(self.checkpointing, str)
         return self.checkpointing
+
+    @property
+    def chunked_loss(self) -> ChunkedLossConfig | None:
+        """How logits are computed in chunks; None: all at once."""
+        assert not isinstance(self.loss, str)
+        return self.loss
+
+    @property
+    def tiles(self) -> TilingConfig | None:
+        """Which layers run on some tokens at a time; None: none."""
+        assert not isinstance(self.tiling, str)
+        return self.tiling
 
     @property
     def stored(self) -> ActivationOffloadConfig | None:
@@ -100,6 +153,10 @@ class ActivationsConfig(Group):
             self._set("checkpointing", RecomputeConfig(policy=self.checkpointing))
         if isinstance(self.offload, str):
             self._set("offload", ActivationOffloadConfig(tier=self.offload))
+        if self.loss == "chunked":
+            self._set("loss", ChunkedLossConfig())
+        if self.tiling == "mlp":
+            self._set("tiling", TilingConfig())
         if self.partitioning and self.checkpointing is None:
             raise ConfigError(
                 "Got activations.partitioning=True without activations.checkpointing, but only the inputs of "

@@ -29,7 +29,7 @@ from ls_strategy.engine import Engine
 from ls_strategy.errors import PlanError
 from ls_strategy.host.fabric import rank_zero_info
 from ls_strategy.lightning import guards
-from ls_strategy.lightning.parallel import ActivationMemory
+from ls_strategy.lightning.activation_memory import ActivationMemory
 from ls_strategy.lightning.precision import Result
 from ls_strategy.precision import resolve_precision
 from ls_strategy.zero.flat.parameters import unnoticed

@@ -52,7 +52,7 @@ from ls_strategy.lightning import guards, module_state
 from ls_strategy.lightning.connection import Connection
 from ls_strategy.lightning.engine_setup import NVME_PATH
 from ls_strategy.lightning.module_state import MetricsOnHost
-from ls_strategy.lightning.parallel import ActivationMemory, ModelParallel
+from ls_strategy.lightning.parallel import ModelParallel
 from ls_strategy.pretrained.huggingface import without_memory
 from ls_strategy.zero_stages import POLICIES
 
@@ -278,7 +278,8 @@ class ZeROFabricStrategy(Connection, DDPStrategy):  # pyright: ignore[reportInco
             )
 
     def _choose_nvme_path(self) -> None:
-        wanted = "nvme" in self.config.offload.tiers or ActivationMemory(self.config.activations).needs_nvme
+        stored = self.config.activations.stored
+        wanted = "nvme" in (*self.config.offload.tiers, None if stored is None else stored.tier)
         if wanted and not self.config.offload.nvme_path:
             path = os.environ.get(NVME_PATH) or str(Path.cwd() / "nvme")
             self.config = replace(self.config, offload=replace(self.config.offload, nvme_path=path))

@@ -19,7 +19,7 @@ from ls_strategy.engine import Engine
 from ls_strategy.host.pytorch import rank_zero_info
 from ls_strategy.layout import TensorPart
 from ls_strategy.lightning import guards, module_state
-from ls_strategy.lightning.parallel import ActivationMemory
+from ls_strategy.lightning.activation_memory import ActivationMemory
 from ls_strategy.planner.choice import Question, candidate_of, choose, explain, smallest
 from ls_strategy.planner.fit import before_sharding, question_of_fit
 from ls_strategy.planner.hardware import Hardware, found_here

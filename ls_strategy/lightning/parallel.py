@@ -8,8 +8,7 @@ from __future__ import annotations
 
 import weakref
 import zlib
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator, Mapping
 from functools import partial
 from typing import Any
 
@@ -18,11 +17,9 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.utils.data import DataLoader
 
-from ls_strategy.activations.apply import Activations
-from ls_strategy.activations.storage import NVMeFolder
 from ls_strategy.blocks import repeated_blocks
 from ls_strategy.checkpoint.random import random_states, restore_random_states
-from ls_strategy.config import ActivationsConfig, ParallelConfig, ShardingConfig
+from ls_strategy.config import ParallelConfig, ShardingConfig
 from ls_strategy.distributed.axis import Axis
 from ls_strategy.distributed.comm import Comm
 from ls_strategy.distributed.mesh import Mesh, MeshShape, make_mesh
@@ -314,11 +311,12 @@ class ModelParallel:
         if self.replica_ranks > 1 and isinstance(dataloader, DataLoader) and dataloader.worker_init_fn is None:
             dataloader.worker_init_fn = partial(pl_worker_init_function, rank=self.data_rank[0])
 
-    def full_outputs(self, output: Any) -> Any:
-        """Return the output of a step with sharded logits gathered. Collective if there are any."""
-        if self.replica_ranks == 1:
-            return output
-        return logits.gather(output)
+    def full_outputs(self, output: Any, *, deferred: bool) -> Any:
+        """Return the output of a step with plain logits in place of sharded or ``deferred`` ones.
+
+        Collective if any are sharded.
+        """
+        return logits.gather(output) if deferred or self.replica_ranks > 1 else output
 
     def check_batch(self, batch: Any) -> None:
         """Check that the ranks of a replica work on the same batch. Collective over them.
@@ -390,61 +388,3 @@ def _fingerprint(leaf: Any) -> Any:
         return (tuple(leaf.shape), str(leaf.dtype))
     data: Any = leaf.detach().contiguous().cpu().reshape(-1).view(torch.uint8).numpy()
     return (tuple(leaf.shape), str(leaf.dtype), zlib.crc32(data))
-
-
-# --- activations -----------------------------------------------------------------------------------------------------
-
-
-class ActivationMemory:
-    """Recomputation and offload of a module's activations while it trains."""
-
-    def __init__(self, config: ActivationsConfig) -> None:
-        self.config = config
-        self.active: Activations | None = None
-
-    def apply(
-        self, module: nn.Module, mesh: Mesh, device: torch.device, protected: Callable[[], set[int]], drive: NVMeFolder
-    ) -> None:
-        """Start on a module, which may have been used before.
-
-        Raises:
-            PlanError: no module matches the options.
-        """
-        self.remove()
-        config = self.config
-        if config.recompute is None and config.stored is None:
-            return
-        self.active = Activations(
-            module,
-            device,
-            recompute=config.recompute,
-            offload=config.stored,
-            partition=mesh.tensor if config.partitioning else None,
-            protected=protected,
-            drive=drive,
-        )
-        rank_zero_info(f"ZeROStrategy: {self.active.describe()}")
-
-    @property
-    def recomputes(self) -> bool:
-        """Whether blocks are recomputed in backward."""
-        return self.config.recompute is not None
-
-    @property
-    def needs_nvme(self) -> bool:
-        """Whether activations are stored on NVMe."""
-        return self.config.stored is not None and self.config.stored.tier == "nvme"
-
-    def around_forward(self) -> AbstractContextManager[Any]:
-        """Surround the forward of a training step."""
-        return nullcontext() if self.active is None else self.active.around_forward()
-
-    def metrics(self) -> dict[str, float]:
-        """Return numbers to log."""
-        return {} if self.active is None else {f"zero_activations/{k}": v for k, v in self.active.metrics().items()}
-
-    def remove(self) -> None:
-        """Undo `apply`."""
-        if self.active is not None:
-            self.active.remove()
-            self.active = None

@@ -88,7 +88,7 @@ class Steps:
                     return pipeline.train(module, engine, step, args, last=not self.accumulating)
                 output = step(*args, **kwargs)
             engine.end_forward()
-            return strategy.parallel.full_outputs(output)
+            return self._full_outputs(output)
 
     def _train_virtual(
         self,
@@ -103,7 +103,7 @@ class Steps:
 
         def forward(*args: Any) -> Any:
             with self._strategy.activations.around_forward():
-                return step(*args)
+                return self._full_outputs(step(*args))
 
         return virtual.train(engine, forward, args, synchronises=synchronises)
 
@@ -114,12 +114,16 @@ class Steps:
         self._stop_if_asked(module.trainer, lockstep)
         with lockstep.step() if self._meets_in_evaluation else nullcontext(), engine.comm.naming_failures():
             if strategy.virtual is not None and strategy.virtual.applies:
-                return strategy.virtual.evaluate(engine, step, args)
+                return strategy.virtual.evaluate(engine, lambda *each: self._full_outputs(step(*each)), args)
             engine.begin_step()
             if strategy.parallel.pipeline is not None:
                 return strategy.parallel.pipeline.evaluate(module, step, args)
             with strategy.uneven.around_step(args) if self._meets_in_evaluation else nullcontext():
-                return strategy.parallel.full_outputs(step(*args, **kwargs))
+                return self._full_outputs(step(*args, **kwargs))
+
+    def _full_outputs(self, output: Any) -> Any:
+        deferred = self._strategy.activations.defers_logits
+        return self._strategy.parallel.full_outputs(output, deferred=deferred)
 
     def _stop_if_asked(self, trainer: pl.Trainer, lockstep: Lockstep) -> None:
         """End an evaluation after SIGTERM, on all ranks together if they wait for each other."""

@@ -48,13 +48,13 @@ from ls_strategy.deepspeed.options import takes_deepspeed_config
 from ls_strategy.engine import Engine
 from ls_strategy.host.fabric import CheckpointIO, ClusterEnvironment
 from ls_strategy.host.pytorch import STEP_OUTPUT, Accelerator, DDPStrategy, Precision, TrainerFn, pl
-from ls_strategy.lightning import guards
+from ls_strategy.lightning import activation_memory, guards
 from ls_strategy.lightning.checkpoints import Collection
 from ls_strategy.lightning.deepspeed import DeepSpeedConfiguration, took_default
 from ls_strategy.lightning.engine_setup import EngineSetup
 from ls_strategy.lightning.loggers import take_part
 from ls_strategy.lightning.module_state import MetricsOnHost
-from ls_strategy.lightning.parallel import ActivationMemory, ModelParallel
+from ls_strategy.lightning.parallel import ModelParallel
 from ls_strategy.lightning.precision import ZeROPrecision
 from ls_strategy.lightning.readings import EngineStrategy
 from ls_strategy.lightning.resume import Resume
@@ -139,7 +139,7 @@ class ZeROStrategy(EngineStrategy):  # its many public members are Lightning's h
             checkpoint=checkpoint,
         )  # fmt: skip
         """Every option, in groups."""
-        self.activations = ActivationMemory(self.config.activations)
+        self.activations = activation_memory.ActivationMemory(self.config.activations)
         self.collection: Collection | None = None
         """The contents of a checkpoint folder while ``trainer.save_checkpoint`` collects them."""
         self.engine_setup = EngineSetup(self)

@@ -43,6 +43,9 @@ class TokenLoss:
     smoothing: float = 0.0
     """Weight of the mean over all classes: ``label_smoothing`` of `torch.nn.functional.cross_entropy`."""
 
+    z_weight: float = 0.0
+    """Weight of the squared logarithm of the sum of exponentials (Chowdhery et al., "PaLM", arXiv:2204.02311)."""
+
     def locate(self, target: Tensor, length: int) -> tuple[Tensor, Tensor]:
         """Return which targets are among this rank's ``length`` columns, and their local columns (0 for the others)."""
         column = target - self.start
@@ -61,6 +64,9 @@ def token_losses(logits: Tensor, target: Tensor, loss: TokenLoss) -> Tensor:
     Traffic:
         ``3 * tokens`` elements through an all-reduce and ``tokens`` through an all-gather; none in backward.
     """
+    own = getattr(logits, "token_losses", None)
+    if own is not None:  # logits that are computed in chunks: see `losses.deferred`
+        return own(target, loss)  # type: ignore[no-any-return]
     return _TokenLosses.apply(logits, target, loss)  # type: ignore[no-any-return]
 
 
@@ -80,6 +86,8 @@ class _TokenLosses(torch.autograd.Function):
         result = log_sum - at_target
         if loss.smoothing:
             result = (1 - loss.smoothing) * result + loss.smoothing * (log_sum - total / loss.classes)
+        if loss.z_weight:
+            result = result + loss.z_weight * (log_sum + highest) ** 2
         result = torch.where((target < 0) | (target >= loss.classes), torch.nan, result)
         ctx.save_for_backward(logits, highest, log_sum, target)
         ctx.loss = loss
@@ -94,6 +102,8 @@ class _TokenLosses(torch.autograd.Function):
         result -= highest[:, None]  # subtract separately: the sum of both would be rounded
         result -= log_sum[:, None]
         result.exp_()
+        if loss.z_weight:
+            result *= (1 + 2 * loss.z_weight * (log_sum + highest))[:, None]
         if loss.smoothing:
             result -= loss.smoothing / loss.classes
         if result.shape[1]:
@@ -132,6 +142,8 @@ class Options:
     label_smoothing: float = 0.0
     size_average: bool | None = None
     reduce: bool | None = None
+    z_loss: float = 0.0
+    """Weight of the squared logarithm of the sum of exponentials; torch has no such option."""
 
 
 def cross_entropy(
@@ -186,7 +198,7 @@ def _rows(local: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
 def _token_loss(shards: Sequence[DimShard], classes: int, options: Options) -> TokenLoss:
     columns = next((shard for shard in shards if shard.dim == 1), None)
     axis, start = (Axis("alone"), 0) if columns is None else (columns.axis, columns.start)
-    return TokenLoss(axis, start, classes, options.ignore_index, options.label_smoothing)
+    return TokenLoss(axis, start, classes, options.ignore_index, options.label_smoothing, options.z_loss)
 
 
 def _is_possible(options: Options, shards: Sequence[DimShard]) -> bool:

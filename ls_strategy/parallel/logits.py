@@ -79,7 +79,9 @@ def gather(tree: Any) -> Any:
 
 def _gather_leaf(leaf: Any) -> Any:
     if isinstance(leaf, ShardedLogits):
-        return unshard(leaf.local, leaf.shards)
+        return unshard(_in_memory(leaf.local), leaf.shards)
+    if isinstance(leaf, Tensor):
+        return _in_memory(leaf)
     if dataclasses.is_dataclass(leaf) and not isinstance(leaf, type):
         before = {f.name: getattr(leaf, f.name) for f in dataclasses.fields(leaf)}
         after = {name: gather(value) for name, value in before.items()}
@@ -88,6 +90,12 @@ def _gather_leaf(leaf: Any) -> Any:
             for name, value in after.items():
                 object.__setattr__(leaf, name, value)
     return leaf
+
+
+def _in_memory(local: Tensor) -> Tensor:
+    """Return logits that are computed only when they are needed (`losses.deferred`) as a plain tensor."""
+    compute = getattr(type(local), "compute", None)
+    return local if compute is None else compute(local)
 
 
 @untraced
@@ -132,13 +140,18 @@ class ShardedLogits(Tensor):
     local: Tensor
     shards: tuple[DimShard, ...]
 
+    @property
+    def uses_weights_later(self) -> bool:
+        """Whether the shard is computed only when it is needed: see `losses.deferred`."""
+        return getattr(self.local, "uses_weights_later", False)
+
     @classmethod
     def __torch_function__(
         cls, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         """Answer metadata, run some operations on the shard, and gather for all others."""
         kwargs = kwargs or {}
-        if func in _METADATA:
+        if func in METADATA:
             return super().__torch_function__(func, types, args, kwargs)
         _refuse_changes(func, args, kwargs)
         act = _ON_SHARDS.get(func)
@@ -216,7 +229,7 @@ def _refuse_changes(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dic
 
 def _element_wise(func: Callable[..., Any], logits: ShardedLogits, *args: Any, **kwargs: Any) -> Any:
     """Run an operation between the logits and scalars."""
-    if not all(_is_plain(value) for value in (*args, *kwargs.values())):
+    if not all(is_plain_scalar(value) for value in (*args, *kwargs.values())):
         return NotImplemented
     result = func(logits.local, *args, **kwargs)
     if not isinstance(result, Tensor) or (result.shape, result.device) != (logits.local.shape, logits.local.device):
@@ -224,7 +237,8 @@ def _element_wise(func: Callable[..., Any], logits: ShardedLogits, *args: Any, *
     return _sharded(result, logits.shards)
 
 
-def _is_plain(value: Any) -> bool:
+def is_plain_scalar(value: Any) -> bool:
+    """Whether a second operand of an operation on each logit is a number, without a gradient."""
     if isinstance(value, Tensor):
         return type(value) is Tensor and value.dim() == 0 and not value.requires_grad
     return value is None or isinstance(value, (int, float, str, torch.dtype, torch.device, torch.memory_format))
@@ -326,25 +340,24 @@ def _getters(names: str) -> list[Any]:
     return [attribute.__get__ for attribute in attributes]
 
 
+ELEMENT_WISE = [
+    *_named("float double half bfloat16 to clone contiguous detach neg negative tanh sigmoid clamp pow"),
+    *_named("mul multiply div divide true_divide add sub subtract __radd__ __rsub__ __rmul__ __rtruediv__"),
+]
+RESHAPES = _named("view reshape flatten unflatten squeeze unsqueeze ravel")
+PERMUTATIONS = [*_named("transpose permute movedim moveaxis swapaxes swapdims t"), *_getters("T mT")]
+
 _ON_SHARDS: dict[Any, Callable[..., Any]] = {
     functional.cross_entropy: _cross_entropy,
     Tensor.__getitem__: _index,
-    **dict.fromkeys(
-        _named("float double half bfloat16 to clone contiguous detach neg negative tanh sigmoid clamp pow"),
-        _element_wise,
-    ),
-    **dict.fromkeys(
-        _named("mul multiply div divide true_divide add sub subtract __radd__ __rsub__ __rmul__ __rtruediv__"),
-        _element_wise,
-    ),
-    **dict.fromkeys(_named("view reshape flatten unflatten squeeze unsqueeze ravel"), _reshape),
-    **dict.fromkeys(_named("transpose permute movedim moveaxis swapaxes swapdims t"), _permute),
-    **dict.fromkeys(_getters("T mT"), _permute),
+    **dict.fromkeys(ELEMENT_WISE, _element_wise),
+    **dict.fromkeys(RESHAPES, _reshape),
+    **dict.fromkeys(PERMUTATIONS, _permute),
     **dict.fromkeys(_getters("data"), lambda _, logits: _sharded(logits.local.detach(), logits.shards)),
     **dict.fromkeys(_named("argmax"), _argmax),
 }
 
-_METADATA = {
+METADATA = {
     *_named("size dim ndimension numel nelement stride is_contiguous element_size get_device storage_offset"),
     *_named("is_floating_point is_complex is_signed is_inference is_conj is_neg is_pinned __len__ __hash__ __dir__"),
     *_getters(

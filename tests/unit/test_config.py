@@ -219,6 +219,9 @@ SINCE = {
     "parallel.virtual_ranks",
     "parallel.virtual_ranks_per_rank",
 }
+    "sharding.replicated_modules", "precision.frozen", "precision.frozen_except", "parallel.virtual_ranks",
+    "activations.loss", "activations.tiling",
+}  # fmt: skip
 """Options that had no name in 0.1."""
 
 

@@ -9,8 +9,8 @@ import pytest
 
 from ls_strategy.config import ZeROConfig
 from ls_strategy.lightning import engine_setup
+from ls_strategy.lightning.activation_memory import ActivationMemory
 from ls_strategy.lightning.engine_setup import EngineSetup
-from ls_strategy.lightning.parallel import ActivationMemory
 
 TRAINER: Any = SimpleNamespace(default_root_dir="/runs/a")
 

@@ -47,8 +47,8 @@ def make(calls: list[Any], *, pipeline: Any = None, automatic: bool = True, aske
         engine=engine,
         engine_setup=SimpleNamespace(explaining_memory=nullcontext, follow_optimizers=lambda: engine),
         resume=SimpleNamespace(restore_random_states=lambda: calls.append(("random", {}))),
-        activations=SimpleNamespace(around_forward=nullcontext),
-        parallel=SimpleNamespace(pipeline=pipeline, full_outputs=lambda output: ("full", output)),
+        activations=SimpleNamespace(around_forward=nullcontext, defers_logits=False),
+        parallel=SimpleNamespace(pipeline=pipeline, full_outputs=lambda output, deferred: ("full", output)),
     )
 
 

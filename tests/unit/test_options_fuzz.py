@@ -85,6 +85,7 @@ ARGUMENTS: dict[str, Callable[[], dict[str, Any]]] = {
     "init_inference": lambda: {"model": network()},
     "stream_blocks": lambda: {"model": network()},
     "convert_moe": lambda: {"model": network()},
+    "linear_cross_entropy": lambda: {"hidden": torch.ones(3, 4), "head": torch.ones(5, 4), "target": torch.arange(3)},
     "load_safetensors": lambda: {"module": network(), "files": "not there"},
     "load_from_checkpoint": lambda: {"module_class": BoringModel, "path": "not there"},
     **{name: partial(dict, options) for name, options in REQUIRED.items()},

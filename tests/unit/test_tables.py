@@ -24,6 +24,7 @@ NOT_MEASURED: dict[str, str] = {
     "(30 minutes)": "the default of an option",
     "at most 64 MiB of gradients": "a constant of the reducer",
     "1.25 times its share": "the default of an option",
+    "1/32 of all, between 1 MiB and 256 MiB": "the default of an option",
     "CIFAR-10 reaches 94 %": "the accuracy at which a benchmark stops its clock",
 }
 """Words of the documents with a figure that looks measured, and why it is none."""

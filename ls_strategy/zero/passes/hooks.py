@@ -171,6 +171,9 @@ class UnitHooks:
     def _after_forward(self, unit: Unit, inputs: Any, output: Any) -> None:
         if unit.open_backwards:
             return  # recomputed inside backward, which still needs the unit
+        if any(getattr(t, "uses_weights_later", False) for t in _tensors(output)):
+            unit.pin()  # logits that a loss computes later: see `losses.deferred`
+            return
         if not torch.is_grad_enabled():
             self.gatherer.release(unit)
             return

@@ -1,0 +1,92 @@
+"""What the ``activations`` options do to a module while it trains."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+from torch import nn
+
+from ls_strategy.activations.apply import Activations
+from ls_strategy.activations.storage import NVMeFolder
+from ls_strategy.activations.tiles import Tiles
+from ls_strategy.config import ActivationsConfig
+from ls_strategy.distributed.mesh import Mesh
+from ls_strategy.host.pytorch import rank_zero_info
+from ls_strategy.losses.head import ChunkedHeads
+
+
+class ActivationMemory:
+    """Recomputation and offload of a module's activations while it trains."""
+
+    def __init__(self, config: ActivationsConfig) -> None:
+        self.config = config
+        self.active: Activations | None = None
+        self._heads: ChunkedHeads | None = None
+        self._tiles: Tiles | None = None
+
+    def apply(
+        self, module: nn.Module, mesh: Mesh, device: torch.device, protected: Callable[[], set[int]], drive: NVMeFolder
+    ) -> None:
+        """Start on a module, which may have been used before.
+
+        Raises:
+            PlanError: no module matches the options.
+        """
+        self.remove()
+        config = self.config
+        if config.chunked_loss is not None:
+            self._heads = ChunkedHeads(module, config.chunked_loss.head, config.chunked_loss.chunk_bytes)
+            rank_zero_info(f"ZeROStrategy: {self._heads.describe()}")
+        if config.tiles is not None:
+            self._tiles = Tiles(module, config.tiles)
+            rank_zero_info(f"ZeROStrategy: tiled: {self._tiles.describe()}")
+        if config.recompute is None and config.stored is None:
+            return
+        self.active = Activations(
+            module,
+            device,
+            recompute=config.recompute,
+            offload=config.stored,
+            partition=mesh.tensor if config.partitioning else None,
+            protected=protected,
+            drive=drive,
+        )
+        rank_zero_info(f"ZeROStrategy: {self.active.describe()}")
+
+    @property
+    def recomputes(self) -> bool:
+        """Whether blocks are recomputed in backward."""
+        return self.config.recompute is not None
+
+    @property
+    def defers_logits(self) -> bool:
+        """Whether the loss computes logits in chunks."""
+        return self.config.chunked_loss is not None
+
+    @property
+    def needs_nvme(self) -> bool:
+        """Whether activations are stored on NVMe."""
+        return self.config.stored is not None and self.config.stored.tier == "nvme"
+
+    def around_forward(self) -> AbstractContextManager[Any]:
+        """Surround the forward of a training step."""
+        return nullcontext() if self.active is None else self.active.around_forward()
+
+    def metrics(self) -> dict[str, float]:
+        """Return numbers to log."""
+        return {} if self.active is None else {f"zero_activations/{k}": v for k, v in self.active.metrics().items()}
+
+    def remove(self) -> None:
+        """Undo `apply`."""
+        if self.active is not None:
+            self.active.remove()
+            self.active = None
+        if self._tiles is not None:
+            self._tiles.remove()
+            self._tiles = None
+        if self._heads is not None:
+            self._heads.remove()
+            self._heads = None

@@ -1,0 +1,1 @@
+"""Losses of logits that are computed in chunks of tokens and never held in full."""
