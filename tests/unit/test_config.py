@@ -218,10 +218,9 @@ SINCE = {
     "precision.frozen_except",
     "parallel.virtual_ranks",
     "parallel.virtual_ranks_per_rank",
+    "activations.loss",
+    "activations.tiling",
 }
-    "sharding.replicated_modules", "precision.frozen", "precision.frozen_except", "parallel.virtual_ranks",
-    "activations.loss", "activations.tiling",
-}  # fmt: skip
 """Options that had no name in 0.1."""
 
 

@@ -206,7 +206,7 @@ class Reducer:
     def _launch(self, flat: Flat) -> None:
         """Start averaging a flat's gradients. Collective."""
         local = flat.local
-        if self.round is not None and self.round.leaves[flat.comm.rank] is None:
+        if self.round is not None and self.round.leaves[flat.comm.everyone.rank] is None:
             flat.averages.tree.expect(self._exchange_leaves(flat, None, self.round), self.round)
             return
         local.allocate(flat.full.dtype if self.policy.optimizer else flat.average_dtype)
