@@ -106,12 +106,13 @@ exec srun --kill-on-bad-exit=1 --output="$logs/rank-%t.log" --open-mode=append \
 
 _TORCHRUN = """
 # One agent per node starts the ranks, and starts them again on the nodes that are left. Agents share no store with the
-# ranks: it would keep the addresses of ranks that have ended. SIGUSR1 is for the ranks.
+# ranks: it would keep the addresses of ranks that have ended. The job's first node is where agents meet, so that one
+# must last. SIGUSR1 is for the ranks.
 export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 OMP_NUM_THREADS=@THREADS@ logs
 rm -f "$logs/complete"
 status=0
 srun --no-kill --kill-on-bad-exit=0 --output="$logs/node-%n.log" --open-mode=append \\
-  bash -c 'trap "" USR1; "$@" && touch "$logs/complete"' agent \\
+  bash -c 'trap "" USR1; export PET_RDZV_CONF=is_host=$((SLURM_NODEID == 0)); "$@" && touch "$logs/complete"' agent \\
   @COMMAND@ || status=$?
 # To srun a node that was lost is a failure, even if the others have completed the run.
 if [[ -e $logs/complete ]]; then exit 0; fi
