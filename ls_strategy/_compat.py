@@ -1019,9 +1019,12 @@ def accumulates(trainer: Any) -> bool:
     return trainer.fit_loop.epoch_loop.batch_progress.current.ready % trainer.accumulate_grad_batches != 0
 
 
-def fetches_ahead(trainer: Any) -> bool:
-    """Return whether the loop holds batches that it has fetched and not used: of loaders without a length."""
-    return bool(getattr(trainer.fit_loop._data_fetcher, "batches", None))
+def fetches_one_by_one(trainer: Any) -> bool:
+    """Return whether the fit fetches a batch when it trains on it: not one ahead, and not inside ``training_step``."""
+    fetcher = trainer.fit_loop._data_fetcher
+    fetchers = host.import_part("pytorch.loops.fetchers")
+    ahead = isinstance(fetcher, fetchers._PrefetchDataFetcher) and fetcher.length is None and fetcher.prefetch_batches
+    return not ahead and not isinstance(fetcher, fetchers._DataLoaderIterDataFetcher)
 
 
 def dump_for_resume(trainer: Any) -> dict[str, Any]:

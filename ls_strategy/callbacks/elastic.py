@@ -19,8 +19,10 @@ from ls_strategy.checkpoint.commit import newest as newest_on_disk
 from ls_strategy.checkpoint.target import META
 from ls_strategy.errors import CheckpointError, ConfigError, StateError
 from ls_strategy.host.pytorch import ModelCheckpoint, pl, rank_zero_info, rank_zero_warn
+from ls_strategy.lightning.data_position import order_is_known
 from ls_strategy.lightning.ranks import ConnectedCallback
 from ls_strategy.lightning.strategy import ZeROStrategy
+from ls_strategy.lightning.virtual_data import VirtualLoader
 from ls_strategy.slurm import job
 from ls_strategy.snapshots import progress
 from ls_strategy.snapshots.find import Found, listing, newest
@@ -113,7 +115,7 @@ class ElasticTraining(ConnectedCallback):
         if "TORCHELASTIC_RUN_ID" in os.environ:
             ranks, here = int(os.environ["WORLD_SIZE"]), int(os.environ["LOCAL_WORLD_SIZE"])
             strategy.num_nodes = max(ranks // here, 1)
-            strategy.takes_any_size = True
+            strategy._takes_any_size = True
             if trainer.state.fn == "fit":
                 compat.name_logs(trainer, f"run_{self._run}")
 
@@ -155,8 +157,6 @@ class ElasticTraining(ConnectedCallback):
                 "Got ElasticTraining with uneven='join', whose ranks take snapshots at different batches. Leave one of "
                 "the two out."
             )
-        if sum(isinstance(c, ElasticTraining) for c in trainer.callbacks) > 1:  # type: ignore[attr-defined]
-            raise ConfigError("Got ElasticTraining twice. Leave one of the two out.")
         return strategy
 
     def _find(self, exchange: Any) -> None:
@@ -232,7 +232,12 @@ class ElasticTraining(ConnectedCallback):
 
     @override
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Take a snapshot between batches from now on."""
+        """Take a snapshot between batches from now on.
+
+        Raises:
+            ConfigError: the run could not continue with the next batch of the training data.
+        """
+        _check_loaders(trainer)
         fixed = self.max_repeated_steps
         self._every = 1 if isinstance(fixed, str) else fixed
         self._due = trainer.global_step + self._every
@@ -266,7 +271,7 @@ class ElasticTraining(ConnectedCallback):
     def _before_batch(self, trainer: pl.Trainer) -> None:
         """Take a snapshot if it is due. Collective then."""
         step = trainer.global_step
-        if step < self._due or compat.accumulates(trainer) or compat.fetches_ahead(trainer):
+        if step < self._due or compat.accumulates(trainer):
             return
         strategy: Any = trainer.strategy
         world = strategy.require_engine().mesh.world
@@ -351,6 +356,19 @@ class ElasticTraining(ConnectedCallback):
             self._nodes.close()
             self._nodes = None
         close_snapshots()
+
+
+def _check_loaders(trainer: pl.Trainer) -> None:
+    for loader in compat.training_loaders(trainer):
+        first = loader.loaders[0] if isinstance(loader, VirtualLoader) else loader
+        known = hasattr(first, "load_state_dict") or order_is_known(first)
+        if not known or not compat.fetches_one_by_one(trainer):
+            raise ConfigError(
+                f"Got ElasticTraining with a {type(first).__name__} whose next batch cannot be known after a restart: "
+                "it has no length, or its sampler has an order of its own. Leave the sampler to Lightning "
+                "(use_distributed_sampler=True), use a DistributedSampler, or give the loader a length, state_dict and "
+                "load_state_dict."
+            )
 
 
 def _is_restarted(environ: Any) -> bool:

@@ -37,7 +37,7 @@ class Connection(_DDPStrategy):
     _alone = False
     """Whether this rank failed and others did not."""
 
-    takes_any_size = False
+    _takes_any_size = False
     """Whether the launcher alone decides on the number of ranks, which may change with every start."""
 
     def _connect_later(self, parallel: ModelParallel, explain_waits_after: float | None) -> None:
@@ -80,7 +80,7 @@ class Connection(_DDPStrategy):
             rendezvous.check_port(environment.main_address, environment.main_port, environment.global_rank())
         super().setup_environment()
         expected = self.num_nodes * self.num_processes
-        if dist.get_world_size() != expected and not self.takes_any_size:
+        if dist.get_world_size() != expected and not self._takes_any_size:
             raise PlanError(
                 f"the launcher started {dist.get_world_size()} ranks, but devices={self.num_processes} and "
                 f"num_nodes={self.num_nodes} make {expected}. Make the two agree."

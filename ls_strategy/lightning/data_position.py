@@ -76,7 +76,7 @@ def resume(trainer: pl.Trainer, loader: Any, saved: dict[str, Any]) -> None:
 
     On another number of ranks, or with another batch size, the run continues after as many samples, in full batches.
     """
-    if "world_size" not in saved or not _order_is_known(loader):
+    if "world_size" not in saved or not order_is_known(loader):
         return
     epochs: Any = trainer.fit_loop.epoch_progress.current
     progress: Any = trainer.fit_loop.epoch_loop.batch_progress
@@ -99,8 +99,8 @@ def resume(trainer: pl.Trainer, loader: Any, saved: dict[str, Any]) -> None:
     warnings.filterwarnings("ignore", "You're resuming from a checkpoint that ended before the epoch ended")
 
 
-def _order_is_known(loader: Any) -> bool:
-    """Whether the batches of an epoch are determined by the number of the epoch."""
+def order_is_known(loader: Any) -> bool:
+    """Return whether the batches of an epoch are determined by the number of the epoch."""
     if hasattr(loader, "load_state_dict") or not isinstance(loader, DataLoader):
         return False
     if isinstance(loader.dataset, IterableDataset):  # its sampler says nothing, and it may have no length

@@ -2,9 +2,9 @@
 
 ``python -m tests.bench.elastic --record tests/bench/records/elastic.json``
 
-One ``torchrun`` on this host with ``ElasticTraining`` and four virtual ranks. Again and again a random rank gets SIGKILL
-at a random moment after the run has made a few more steps. The weights and the losses at the end are compared with
-those of a run on one rank that nothing happened to; if one bit differs, this bench fails.
+One ``torchrun`` on this host with ``ElasticTraining`` and four virtual ranks. Again and again a random rank gets
+SIGKILL at a random moment after the run has made a few more steps. The weights and the losses at the end are compared
+with those of a run on one rank that nothing happened to; if one bit differs, this bench fails.
 
 Stated: the seconds from the kill to the next finished step, of which until the ranks' program begins again (torchrun
 notices, ends the others, and starts Python), and the optimizer steps that were repeated.

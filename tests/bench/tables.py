@@ -284,6 +284,24 @@ def _virtual_ranks(record: dict[str, Any]) -> list[list[str]]:
     return [["", "step time with virtual ranks", "bytes sent with virtual ranks"], *rows]
 
 
+def _elastic(record: dict[str, Any]) -> list[list[str]]:
+    """One row."""
+    found = record["results"]
+    cells = ["{1:.1f} [{0:.1f}, {2:.1f}]".format(*found[key]) for key in ("seconds", "until_the_program_begins_s")]
+    repeated = found["repeated_steps"]
+    return [
+        [
+            "ranks",
+            "losses",
+            "s to the next step",
+            "of which until the program begins",
+            "steps repeated, median",
+            "most",
+        ],
+        [str(record["ranks"]), str(record["losses"]), *cells, f"{repeated['median']:.0f}", str(repeated["most"])],
+    ]
+
+
 def _inference(record: dict[str, Any]) -> list[list[str]]:
     """One row per batch and format of weights."""
     rows = [["batch", "weights", "speedup over fp32", "MB read per step", "share of memory bandwidth"]]
@@ -337,6 +355,7 @@ _TABLES: dict[str, Callable[[dict[str, Any]], list[list[str]]]] = {
     "trainer_time": _ratios,
     "adapters": _adapters,
     "virtual_ranks": _virtual_ranks,
+    "elastic": _elastic,
     "published_packages": _published,
     "finetune": _finetune,
     "cifar_accuracy": _accuracy,

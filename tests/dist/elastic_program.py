@@ -143,6 +143,11 @@ def main(options: dict[str, Any]) -> None:
     with started.open("a") as file:
         file.write(f"{os.environ.get('RANK', '0')} {os.environ.get('WORLD_SIZE', '1')} {time.time()}\n")
     loader = DataLoader(TensorDataset(x, y), batch_size=options.get("batch_size", 4), shuffle=True)
+    if "file_limit" in options:  # a full memory file system
+        import resource
+
+        signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (options["file_limit"], options["file_limit"]))
     trainer.fit(model, loader, DataLoader(TensorDataset(x, y), batch_size=8))
     weights = trainer.strategy.lightning_module_state_dict()
     if trainer.is_global_zero:

@@ -100,6 +100,70 @@ def test_a_torn_snapshot_and_one_of_another_run_do_not_count(tmp_path: Path, mem
     assert [p.name for p in memory.iterdir()] == ["other-000000000000"]
 
 
+def refused(rank: int, world_size: int, what: str, folder: str) -> str:
+    """Return the error of a fit that `ElasticTraining` refuses."""
+    import lightning.pytorch as pl
+    from torch.utils.data import DataLoader, IterableDataset, RandomSampler
+
+    from ls_strategy import ElasticTraining, ZeROStrategy
+    from tests.dist.ranks import Net, samples
+
+    class Stream(IterableDataset):
+        def __iter__(self) -> Any:
+            yield from zip(*samples(16), strict=True)
+
+    module, strategy, callbacks = Net(), ZeROStrategy(2), [ElasticTraining(run="refused")]
+    data = list(zip(*samples(16), strict=True))
+    loader, options = DataLoader(data, batch_size=4), {}
+    if what == "stream":
+        loader = DataLoader(Stream(), batch_size=4)
+    elif what == "sampler":
+        loader = DataLoader(data, batch_size=4, sampler=RandomSampler(data))
+        options = {"use_distributed_sampler": False}
+    elif what == "manual":
+        module.automatic_optimization = False
+    elif what == "join":
+        strategy = ZeROStrategy(2, uneven="join")
+    elif what == "ddp":
+        strategy = "ddp"
+    trainer = pl.Trainer(
+        accelerator="cpu", devices=world_size, strategy=strategy, max_steps=2, callbacks=callbacks, logger=False,
+        enable_progress_bar=False, enable_model_summary=False, enable_checkpointing=False, default_root_dir=folder,
+        **options,
+    )  # fmt: skip
+    try:
+        trainer.fit(module, loader)
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return "no error"
+
+
+@pytest.mark.parametrize(
+    ("what", "cure"),
+    [
+        ("stream", "give the loader a length"),
+        ("sampler", "use a DistributedSampler"),
+        ("manual", "Use PreemptionHandler"),
+        ("join", "Leave one of the two out"),
+        ("ddp", 'Trainer(strategy="zero2")'),
+    ],
+)
+def test_what_cannot_continue_is_refused_on_all_ranks(what: str, cure: str, tmp_path: Path, memory: Path):
+    ranks = 2 if what == "stream" else 1
+    env = {"LS_STRATEGY_MEMORY": str(memory)}
+    for error in spawn(refused, ranks, what, str(tmp_path), env=env, init_process_group=False, timeout_s=60):
+        assert error.startswith("ConfigError: Got ElasticTraining")
+        assert cure in error
+
+
+@pytest.mark.wide
+def test_a_node_without_room_is_an_error_at_once(tmp_path: Path, memory: Path):
+    """A run that has no snapshot at all would not survive, so it ends."""
+    with pytest.raises(Exception, match="could not survive a loss"):
+        fit(2, tmp_path / "full", memory, run="full", file_limit=4096)
+    assert not list(memory.glob("*/step-*/manifest.json"))
+
+
 # --- torchrun ---------------------------------------------------------------------------------------------------------
 
 

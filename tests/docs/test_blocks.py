@@ -234,6 +234,12 @@ def test_commands_are_taken(block: Block, parser: Any, monkeypatch: pytest.Monke
             check_own(words)
         elif words[:2] == ["python", "-m"]:
             check_module(words, parser)
+        elif words[0] == "export":
+            assert all(re.fullmatch(r"[A-Z_]+=\S*", word) for word in words[1:])
+        elif words[0] == "torchrun":
+            from torch.distributed.run import get_args_parser
+
+            assert get_args_parser().parse_args(words[1:]).training_script == "main.py"
         elif words[0] == "sphinx-build":
             assert " ".join(words[:-1]) in (ROOT / ".ci" / "run").read_text()
         else:
@@ -241,8 +247,13 @@ def test_commands_are_taken(block: Block, parser: Any, monkeypatch: pytest.Monke
 
 
 def runs(block: Block) -> bool:
-    """Not installation, tests and site, which are steps of ``.ci/run``; nor benches, which have a test of their own."""
-    return not re.match(r"pip install|python -m pytest|python -m tests\.bench|sphinx-build", block.code)
+    """Not installation, tests and site, which are steps of ``.ci/run``; nor benches, which have a test of their own.
+
+    Nor a command for each of several nodes.
+    """
+    return not re.match(
+        r"pip install|python -m pytest|python -m tests\.bench|sphinx-build|export .*\ntorchrun", block.code
+    )
 
 
 @pytest.mark.slow

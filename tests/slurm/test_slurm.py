@@ -230,7 +230,9 @@ def test_a_job_continues_without_a_node_that_fails(submit, tmp_path):
         assert job.show("JobState") == "COMPLETED", job.log("node-0.log")
     finally:
         if node:
-            subprocess.run(["scontrol", "update", f"nodename={node}", "state=resume"], check=False)  # if it is still down
+            subprocess.run(
+                ["scontrol", "update", f"nodename={node}", "state=resume"], check=False
+            )  # if it is still down
         for each in memory.glob(f"{folder.name}*"):
             shutil.rmtree(each)
     log = job.log("node-0.log")

@@ -22,6 +22,7 @@ NOT_MEASURED: dict[str, str] = {
     "keeps 30 % of the bytes": "what the option in front of it says",
     "| 30 minutes |": "the default of an option",
     "(30 minutes)": "the default of an option",
+    "waits for snapshots below 1 %": "what an option is set to",
     "at most 64 MiB of gradients": "a constant of the reducer",
     "1.25 times its share": "the default of an option",
     "1/32 of all, between 1 MiB and 256 MiB": "the default of an option",
