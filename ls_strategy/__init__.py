@@ -55,6 +55,7 @@ if TYPE_CHECKING:
     from ls_strategy.ops.lion import Lion
     from ls_strategy.optimizers.layerwise import Lamb, Lars
     from ls_strategy.optimizers.muon import Muon
+    from ls_strategy.optimizers.qk_clip import QKClip
     from ls_strategy.pretrained.load import load_safetensors
 
 __version__ = "0.2.0"
@@ -85,6 +86,7 @@ __all__ = [
     "PlanError",
     "PrecisionConfig",
     "PreemptionHandler",
+    "QKClip",
     "RandomTokenDropping",
     "RecomputeConfig",
     "SequenceCurriculum",
@@ -135,6 +137,7 @@ _HOME = {
         "ops.lion": "Lion",
         "optimizers.layerwise": "Lamb Lars",
         "optimizers.muon": "Muon",
+        "optimizers.qk_clip": "QKClip",
         "pretrained.load": "load_safetensors",
     }.items()
     for name in names.split()

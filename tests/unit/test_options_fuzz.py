@@ -77,6 +77,7 @@ ARGUMENTS: dict[str, Callable[[], dict[str, Any]]] = {
     "Lamb": lambda: {"params": [nn.Parameter(torch.ones(2))]},
     "Lars": lambda: {"params": [nn.Parameter(torch.ones(2))]},
     "Muon": lambda: {"params": [nn.Parameter(torch.ones(2, 2))]},
+    "QKClip": lambda: {"query": "q.weight", "key": "k.weight", "head_width": 2, "num_heads": 2},
     "SequenceCurriculum": lambda: {"lengths": [8, 64], "until": [10]},
     "RandomTokenDropping": lambda: {"kept": [8, 64], "until": [10]},
     "MoE": lambda: {"hidden_size": 4, "expert": nn.Linear(4, 4)},

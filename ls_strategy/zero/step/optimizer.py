@@ -32,6 +32,7 @@ from ls_strategy.tiers import TIERS
 from ls_strategy.zero.flat.units import Flat
 from ls_strategy.zero.step.elementwise import is_elementwise, takes_closure
 from ls_strategy.zero.step.kernels import kernel_for, kernels_of
+from ls_strategy.zero.step.logit_clip import clip_logits
 from ls_strategy.zero.step.optimizer_state import OptimizerStates
 from ls_strategy.zero.step.own_step import OwnStep
 from ls_strategy.zero.step.runs import Run, Runs
@@ -103,6 +104,8 @@ class ShardedOptimizer:
         self._runs = Runs(optimizer, self.states, self._kernels, self._fused_flats, cuts=self._cuts)
         self.states.collect = self._collect
         self._grad_views: dict[int, tuple[Tensor, list[Tensor]]] = {}
+        self._may_clip = False
+        """Whether a step has begun whose attention logits were not clipped yet."""
         self._dropped: set[int] = set()
         """Numbers of parameters with a gradient that user code has set to None; plain torch skips those."""
         self.pieces: list[Tensor] = [torch.empty(0)] * self.states.offsets[-1]
@@ -293,6 +296,7 @@ class ShardedOptimizer:
         dropped = frozenset(self._dropped if shown else ())
         if self.whole and shown and self.shows_pieces:
             dropped = self.whole.agree(dropped)
+        self._may_clip = True
         self._runs.compose(used, dropped)
         if self.whole:
             self.whole.begin(used, dropped)
@@ -315,6 +319,9 @@ class ShardedOptimizer:
     def end_whole(self) -> None:
         """Send what the optimizer's own ``step`` has made of whole tensors to their shards. Collective."""
         self.whole.end()
+        if self._may_clip:
+            self._may_clip = False
+            clip_logits(self.optimizer, self.flats)
 
     def describe(self) -> str:
         """Return one line that says what steps the parameters."""
