@@ -56,11 +56,13 @@ if TYPE_CHECKING:
     from ls_strategy.optimizers.layerwise import Lamb, Lars
     from ls_strategy.optimizers.muon import Muon
     from ls_strategy.optimizers.qk_clip import QKClip
+    from ls_strategy.optimizers.soap import SOAP
     from ls_strategy.pretrained.load import load_safetensors
 
 __version__ = "0.2.0"
 
 __all__ = [
+    "SOAP",
     "ActivationOffloadConfig",
     "ActivationsConfig",
     "CheckpointConfig",
@@ -138,6 +140,7 @@ _HOME = {
         "optimizers.layerwise": "Lamb Lars",
         "optimizers.muon": "Muon",
         "optimizers.qk_clip": "QKClip",
+        "optimizers.soap": "SOAP",
         "pretrained.load": "load_safetensors",
     }.items()
     for name in names.split()
