@@ -56,11 +56,14 @@ if TYPE_CHECKING:
     from ls_strategy.ops.lion import Lion
     from ls_strategy.optimizers.layerwise import Lamb, Lars
     from ls_strategy.optimizers.muon import Muon
+    from ls_strategy.optimizers.qk_clip import QKClip
+    from ls_strategy.optimizers.soap import SOAP
     from ls_strategy.pretrained.load import load_safetensors
 
 __version__ = "0.2.0"
 
 __all__ = [
+    "SOAP",
     "ActivationOffloadConfig",
     "ActivationsConfig",
     "CheckpointConfig",
@@ -88,6 +91,7 @@ __all__ = [
     "PlanError",
     "PrecisionConfig",
     "PreemptionHandler",
+    "QKClip",
     "RandomTokenDropping",
     "RecomputeConfig",
     "SequenceCurriculum",
@@ -143,6 +147,8 @@ _HOME = {
         "ops.lion": "Lion",
         "optimizers.layerwise": "Lamb Lars",
         "optimizers.muon": "Muon",
+        "optimizers.qk_clip": "QKClip",
+        "optimizers.soap": "SOAP",
         "pretrained.load": "load_safetensors",
     }.items()
     for name in names.split()

@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 from ls_strategy.checked import Range, above, at_least, checked
 
 
-class _Layerwise(Optimizer):
+class Layerwise(Optimizer):
     """Steps every tensor by itself."""
 
     whole_tensors = True
@@ -35,7 +35,7 @@ class _Layerwise(Optimizer):
         raise NotImplementedError
 
 
-class Lamb(_Layerwise):
+class Lamb(Layerwise):
     """Adam with decoupled weight decay, and updates as large as a tensor's norm says.
 
     You et al., "Large Batch Optimization for Deep Learning: Training BERT in 76 minutes", ICLR 2020, arXiv:1904.00962,
@@ -88,7 +88,7 @@ class Lamb(_Layerwise):
         p.sub_(update.mul_(ratio), alpha=float(group["lr"]))
 
 
-class Lars(_Layerwise):
+class Lars(Layerwise):
     """SGD with momentum, and a rate for every tensor from its norm and that of its gradient.
 
     You, Gitman and Ginsburg, "Large Batch Training of Convolutional Networks", arXiv:1708.03888, algorithm 1.

@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import math
+import weakref
 from collections.abc import Callable, Iterable
 from typing import Any, Literal
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.adamw import adamw
 
 from ls_strategy.checked import Range, above, at_least, checked
 from ls_strategy.errors import ConfigError
 from ls_strategy.optimizers.newton_schulz import COEFFICIENTS, multiplications, orthogonalized
+from ls_strategy.optimizers.qk_clip import LogitClip
 
 AdjustLR = Literal["match_rms_adamw", "original", "spectral"]
 """How the learning rate depends on a matrix's shape."""
@@ -48,6 +50,9 @@ class Muon(Optimizer):
     Raises:
         ConfigError: a value is out of range, or a parameter of a Muon group is not a matrix.
     """
+
+    logit_clip: LogitClip | None = None
+    """What `clip_logits` was given."""
 
     batches_matrices = True
     """Every matrix of a 3-d parameter is updated by itself, so ranks may hold some of them (expert parallelism)."""
@@ -107,6 +112,25 @@ class Muon(Optimizer):
             return float(math.prod(shape))
         return float(multiplications(_matrices(shape), group["ns_steps"]))
 
+    def clip_logits(self, module: nn.Module, *, limit: float = 100.0, query_share: float = 0.5) -> None:
+        """Clip attention logits from now on (MuonClip): scale query and key weights after each step.
+
+        Of a head whose largest logit since the last step was above ``limit``, the rows of queries are multiplied by
+        ``(limit / logit) ** query_share``, and those of keys by the rest; of keys that several heads share, by the
+        smallest of these. Biases in this optimizer too. The maxima come from the `QKClip` modules in ``module``, over
+        all ranks.
+
+        Moonshot AI, "Kimi K2", arXiv:2507.20534, section 2.1.
+
+        Raises:
+            ConfigError: a value is out of range.
+        """
+        if not (limit > 0 and 0 <= query_share <= 1):
+            raise ConfigError(
+                f"Got limit={limit!r} and query_share={query_share!r}, but a limit is above 0, and a share in [0, 1]."
+            )
+        self.logit_clip = LogitClip(weakref.ref(module), limit, query_share)
+
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Step every parameter that has a gradient."""
@@ -121,6 +145,12 @@ class Muon(Optimizer):
             for p in group["params"]:
                 if p.grad is not None:
                     self._update(p, p.grad, group)
+        if self.logit_clip is not None:
+            taken = {id(p) for group in self.param_groups for p in group["params"]}
+            for each in self.logit_clip.scalings(lambda p: id(p) in taken, lambda logits: logits):
+                rows = each.param[each.first : each.first + len(each.factors)]
+                factors = each.factors.to(rows.device, rows.dtype)
+                rows.mul_(factors.view(-1, *[1] * (rows.dim() - 1)))
         return loss
 
     def _update(self, p: Tensor, grad: Tensor, group: dict[str, Any]) -> None:

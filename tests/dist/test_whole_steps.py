@@ -69,6 +69,52 @@ def trained(rank: int, world_size: int, net: type[Net], options: dict[str, Any],
     return weights(module), module.seen[0]
 
 
+class WithMuon(Scheduled):
+    """Matrices by Muon, others by its AdamW, in one optimizer."""
+
+    def configure_optimizers(self) -> Any:
+        groups = [{"params": matrices(self)}, {"params": vectors(self), "use_muon": False, "lr": 0.02}]
+        optimizer = ls_strategy.Muon(groups, lr=0.01)
+        return [optimizer], [{"scheduler": torch.optim.lr_scheduler.StepLR(optimizer, 2, 0.5), "interval": "step"}]
+
+    def on_train_end(self) -> None:
+        super().on_train_end()
+        sharded = self.trainer.strategy.require_engine().optimizers[0].sharded
+        self.seen += [{len(m.shape) for m in sharded.whole.members}, sharded.state_bytes()]
+
+
+@pytest.mark.parametrize("name", ["fp32", *(pytest.param(n, marks=pytest.mark.slow) for n in CASES if n != "fp32")])
+@on_ranks(2, timeout_s=150)
+def test_adamw_groups_of_muon_stay_in_shards_on_every_tier(
+    rank: int, world_size: int, name: str, tmp_path: Path
+) -> None:
+    """Equal bits at every stage and on every tier. On NVMe nothing is in memory; elsewhere as much as is needed."""
+    case = CASES[name]
+    drive = {"offload.optimizer": "nvme", "offload.nvme_path": str(tmp_path)}
+    delayed = {"offload.optimizer": "cpu", "offload.delay_after": 1}
+    by_micro_batch = "accumulate_grad_batches" in case
+    trusted = {
+        s: trained(rank, world_size, WithMuon, {"stage": s}, case)[0] for s in ((0, 2) if by_micro_batch else (0,))
+    }
+    tiers = [{"stage": 1}, {"stage": 2, **drive}, {"stage": 3, **drive}, {"stage": 3, "offload.optimizer": "cpu"}]
+    for options in (*tiers, {"stage": 1, **delayed}):
+        expected = trusted[2 if by_micro_batch and options["stage"] > 1 else 0]
+        module = WithMuon()
+        fit(
+            ZeROStrategy(**nested({"sharding.min_unit_numel": 0, **options})), module,
+            global_batches(rank, world_size, 2 * STEPS), use_distributed_sampler=False, max_epochs=1,
+            **{k: v() if callable(v) else v for k, v in case.items()},
+        )  # fmt: skip
+        assert_equal(weights(module), expected, f"{options}")
+        shapes, nbytes = module.seen[1:]
+        assert shapes == {2}
+        owned = sum(p.numel() for p in matrices(module)) * 4 + sum(p.numel() for p in vectors(module)) * 8
+        if drive.items() <= options.items():
+            assert nbytes == 0
+        else:
+            assert 0 < total(nbytes) <= owned * 1.4  # padding, and step counts
+
+
 @pytest.mark.parametrize("name", [*list(CASES)[2:3], *(pytest.param(n, marks=pytest.mark.slow) for n in CASES)])
 @on_ranks(2, timeout_s=150)
 def test_a_step_is_that_of_stage_0(rank: int, world_size: int, name: str, tmp_path: Path) -> None:

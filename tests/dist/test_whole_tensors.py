@@ -59,6 +59,35 @@ def test_all_stages_and_tiers_are_the_run_in_one_process(world_size: int, tmp_pa
     spawn(as_in_one_process, world_size, ALL, str(tmp_path), init_process_group=False, timeout_s=600)
 
 
+OWNED = {"Adafactor": ("row_var", "col_var"), "Shampoo": ("left", "right"),
+         "SOAP": ("left", "right", "left_basis", "right_basis")}  # fmt: skip
+
+
+def states_here(rank: int, world_size: int) -> dict[str, Any]:
+    """By case: names of the states of every parameter on this rank after a step, and those of one process."""
+    quiet()
+    found: dict[str, Any] = {}
+    for case in OWNED:
+        module = Trained(case)
+        data = global_batches(rank, world_size, 1)
+        trainer = fit(strategy(3, "device", ""), module, data, use_distributed_sampler=False, max_epochs=1)
+        here = trainer.strategy.require_engine().optimizers[0].sharded.state_tensors()
+        alone = [v for o in one_process(case, world_size, 1)[1] for s in o.state.values() for v in s.values()]
+        numel = sum(v.numel() for v in alone if isinstance(v, Tensor) and v.dim())
+        shapes = sorted(tuple(v.shape) for v in alone if isinstance(v, Tensor) and v.dim())
+        found[case] = (sorted(tuple(v.shape) for v in here if v.dim()), shapes, numel)
+    return found
+
+
+def test_factored_states_are_with_one_rank() -> None:
+    """All ranks together have every state of one process once, and no rank has all of them."""
+    by_rank = spawn(states_here, 2, init_process_group=False)
+    for case in OWNED:
+        together = sorted(shape for found in by_rank for shape in found[case][0])
+        assert together == by_rank[0][case][1], case
+        assert all(0 < len(found[case][0]) < len(together) for found in by_rank)
+
+
 # --- checkpoints ------------------------------------------------------------------------------------------------------
 
 

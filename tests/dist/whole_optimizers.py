@@ -104,6 +104,7 @@ MAKE: dict[str, Callable[[nn.Module], list[Optimizer]]] = {
     "Adafactor": lambda m: [torch.optim.Adafactor(m.parameters(), lr=0.05)],
     "Lamb": lambda m: [Lamb(m.parameters())],
     "ours": lambda m: [ls_strategy.Lamb(matrices(m), lr=0.01), ls_strategy.Lars(vectors(m), lr=1.0)],
+    "SOAP": lambda m: [ls_strategy.SOAP(m.parameters(), lr=0.01, frequency=3)],
     "Shampoo": lambda m: [Shampoo(m.parameters())],
 }
 

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils.flop_counter import FlopCounterMode
 
-from ls_strategy import ConfigError, Lamb, Lars, Muon
+from ls_strategy import SOAP, ConfigError, Lamb, Lars, Muon
 from ls_strategy.optimizers.newton_schulz import multiplications, orthogonalized
 
 SHAPES = [(8, 6), (6, 8), (5, 5), (12, 3)]
@@ -127,6 +127,40 @@ def test_lars_is_the_papers() -> None:
     torch.testing.assert_close(q.detach(), reference.param_groups[0]["params"][0].detach(), rtol=1e-12, atol=1e-12)
 
 
+def test_soap_is_the_papers() -> None:
+    """With a large eps: the first gradient is diagonal in its own basis, and beside the diagonal there is rounding."""
+    (p,) = parameters([(4, 3)], torch.float64)
+    value = p.detach().clone()
+    optimizer = SOAP([p], lr=0.1, betas=(0.9, 0.8), weight_decay=0.2, eps=1e-2, frequency=2)
+    first, second = torch.zeros(4, 3).double(), torch.zeros(4, 3).double()
+    left = right = left_basis = right_basis = None
+    for t in range(1, 7):
+        g = torch.randn(4, 3, dtype=torch.float64)
+        p.grad = g.clone()
+        if left is None or right is None:
+            left, right = g @ g.T, g.T @ g
+            left_basis, right_basis = torch.linalg.eigh(left)[1], torch.linalg.eigh(right)[1]
+        else:
+            left, right = 0.8 * left + 0.2 * g @ g.T, 0.8 * right + 0.2 * g.T @ g
+            if t in (3, 5):
+                left_basis = torch.linalg.qr(left @ left_basis)[0]
+                right_basis = torch.linalg.qr(right @ right_basis)[0]
+        first = 0.9 * first + 0.1 * g
+        second = 0.8 * second + 0.2 * (left_basis.T @ g @ right_basis) ** 2
+        update = (left_basis.T @ first @ right_basis) / (1 - 0.9**t) / ((second / (1 - 0.8**t)).sqrt() + 1e-2)
+        value = value - 0.1 * 0.2 * value - 0.1 * left_basis @ update @ right_basis.T
+        optimizer.step()
+        torch.testing.assert_close(p.detach(), value, rtol=1e-10, atol=1e-10)
+
+
+def test_soap_without_rotations_is_adamw() -> None:
+    theirs, ours = parameters([(5, 3), (7,), (2, 3, 4)]), parameters([(5, 3), (7,), (2, 3, 4)])
+    settings: dict[str, Any] = {"lr": 0.01, "betas": (0.9, 0.95), "weight_decay": 0.1}
+    expected = run(torch.optim.AdamW(theirs, **settings), theirs)
+    for a, b in zip(run(SOAP(ours, max_dim=1, **settings), ours), expected, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6)
+
+
 @pytest.mark.parametrize("make", [Lamb, Lars])
 def test_a_tensor_of_zeros_moves(make: Any) -> None:
     p = nn.Parameter(torch.zeros(3))
@@ -136,7 +170,7 @@ def test_a_tensor_of_zeros_moves(make: Any) -> None:
     assert math.isfinite(float(p.detach().sum()))
 
 
-@pytest.mark.parametrize("make", [Muon, Lamb, Lars])
+@pytest.mark.parametrize("make", [Muon, Lamb, Lars, SOAP])
 def test_states_go_on_after_loading(make: Any) -> None:
     whole, first = parameters(SHAPES), parameters(SHAPES)
     optimizer = make(first)

@@ -77,6 +77,8 @@ ARGUMENTS: dict[str, Callable[[], dict[str, Any]]] = {
     "Lamb": lambda: {"params": [nn.Parameter(torch.ones(2))]},
     "Lars": lambda: {"params": [nn.Parameter(torch.ones(2))]},
     "Muon": lambda: {"params": [nn.Parameter(torch.ones(2, 2))]},
+    "QKClip": lambda: {"query": "q.weight", "key": "k.weight", "head_width": 2, "num_heads": 2},
+    "SOAP": lambda: {"params": [nn.Parameter(torch.ones(2, 2))]},
     "SequenceCurriculum": lambda: {"lengths": [8, 64], "until": [10]},
     "RandomTokenDropping": lambda: {"kept": [8, 64], "until": [10]},
     "MoE": lambda: {"hidden_size": 4, "expert": nn.Linear(4, 4)},
@@ -95,7 +97,7 @@ ARGUMENTS: dict[str, Callable[[], dict[str, Any]]] = {
 UNCHECKED = {"InferenceEngine", "moe_losses", "update_router_bias"}
 """Made by `init_inference`; called in every step with a model."""
 
-OTHERS = {*((name, "params") for name in ("Lamb", "Lars", "Lion", "Muon")), ("MoE", "expert")}
+OTHERS = {*((name, "params") for name in ("Lamb", "Lars", "Lion", "Muon", "SOAP")), ("MoE", "expert")}
 """Parameters, which torch checks for all optimizers alike; and a function of the user's, which may fail as it likes."""
 
 LARGE = {("FeedForward", "hidden_size"), ("FeedForward", "intermediate_size"), ("GatedFeedForward", "hidden_size"),

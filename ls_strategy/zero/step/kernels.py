@@ -19,6 +19,7 @@ from torch.optim import Optimizer
 from ls_strategy.ops import update as ops
 from ls_strategy.ops.lion import Lion
 from ls_strategy.ops.moments import Moment
+from ls_strategy.optimizers.muon import Muon
 
 
 @dataclass(frozen=True)
@@ -95,6 +96,9 @@ _KERNELS: dict[type[Optimizer], Kernel] = {
     Lion: Kernel("lion_", {"exp_avg": True}, numbers=("lr", "weight_decay"), step=lambda _: {}, counts_steps=False),
 }
 
+_IN_MUON = replace(_ADAMW, flags=())
+"""Of the groups that `ls_strategy.Muon` updates as AdamW does."""
+
 FUSED_NAMES = tuple(cls.__name__ for cls in _KERNELS)
 """Names of the classes with a fused update, for messages."""
 
@@ -111,3 +115,11 @@ def kernel_for(optimizer: Optimizer) -> Kernel | None:
         if any(group.get(option) for option in _OWN_STEP) or group.get("fused") is False:
             return None
     return kernel
+
+
+def kernels_of(optimizer: Optimizer) -> tuple[Kernel | None, ...]:
+    """Return the fused update of every group, or None where the optimizer's own ``step`` has to run."""
+    kernel = kernel_for(optimizer)
+    if type(optimizer) is Muon:
+        return tuple(None if group["use_muon"] else _IN_MUON for group in optimizer.param_groups)
+    return tuple(kernel for _ in optimizer.param_groups)

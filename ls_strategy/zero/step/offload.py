@@ -24,7 +24,8 @@ from ls_strategy.tiers.link import Link
 from ls_strategy.tiers.nvme_folder import nvme_wear
 from ls_strategy.tiers.stream import Stream
 from ls_strategy.zero.flat.storage import StateStorage, gradient_buffers
-from ls_strategy.zero.step.kernels import FUSED_NAMES, kernel_for
+from ls_strategy.zero.step.kernels import FUSED_NAMES, kernel_for, kernels_of
+from ls_strategy.zero.step.split_step import streamed_states
 from ls_strategy.zero.step.states import moment_sizes
 from ls_strategy.zero.step.where_to_step import measure
 from ls_strategy.zero.step.whole_groups import whole_groups
@@ -57,18 +58,38 @@ def _states_by_tier(
             result[flat.param_tier][number, "param"] = (numel, flat.dtype)
         if not TIERS[flat.gradient_tier].resident:
             result[flat.gradient_tier][number, "grad"] = (numel, torch.float32)
-        stepped = flat.unfrozen or flat
         for optimizer in (optimizers[i] for i in flat.owners):
-            kernel = kernel_for(optimizer)
-            fp32 = stepped.master_dtype == torch.float32
-            if kernel is None and not TIERS[stepped.optimizer_tier].resident and any(whole_groups(optimizer)):
-                _refuse_without_kernel(optimizer, "cpu", config, fp32=True)  # its states are in host memory
-            elif kernel is None or not fp32:
-                _refuse_without_kernel(optimizer, stepped.optimizer_tier, config, fp32=fp32)
-            elif flat.trainable and flat.optimizer_tier != "device":
-                moments = {n: s for group in optimizer.param_groups for n, s in kernel.moments(group).items()}
-                result[flat.optimizer_tier] |= moment_sizes(number, numel, moments, config.precision.moments)
+            result[flat.optimizer_tier] |= _moments(number, numel, flat, optimizer, config)
     return result
+
+
+def _moments(
+    number: int, numel: int, flat: FlatPlan, optimizer: Optimizer, config: ZeROConfig
+) -> dict[Key, tuple[int, torch.dtype]]:
+    """Return elements and dtype of one optimizer's states that are not on the device, of one buffer.
+
+    Raises:
+        PlanError: an option needs a fused update, but the optimizer has none.
+    """
+    stepped = flat.unfrozen or flat
+    kernel, tier = kernel_for(optimizer), stepped.optimizer_tier
+    fp32, offloaded = stepped.master_dtype == torch.float32, flat.trainable and flat.optimizer_tier != "device"
+    if kernel is None and not TIERS[tier].resident and any(whole_groups(optimizer)):
+        _refuse_without_kernel(optimizer, "cpu", config, fp32=True)  # other states are in host memory
+        return moment_sizes(number, numel, _streamed(optimizer), "fp32") if fp32 and offloaded else {}
+    if kernel is None or not fp32:
+        _refuse_without_kernel(optimizer, tier, config, fp32=fp32)
+        return {}
+    moments = {n: s for group in optimizer.param_groups for n, s in kernel.moments(group).items()}
+    return moment_sizes(number, numel, moments, config.precision.moments) if offloaded else {}
+
+
+def _streamed(optimizer: Optimizer) -> dict[str, bool]:
+    """Return the states of an optimizer without a fused update for all groups that can be on NVMe."""
+    states = streamed_states(optimizer)
+    for group, kernel in zip(optimizer.param_groups, kernels_of(optimizer), strict=True):
+        states |= {} if kernel is None else kernel.moments(group)
+    return states
 
 
 def _refuse_without_kernel(optimizer: Optimizer, tier: TierName, config: ZeROConfig, *, fp32: bool) -> None:

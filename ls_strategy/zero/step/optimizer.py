@@ -26,13 +26,17 @@ from torch.optim import Optimizer
 from ls_strategy.config import MomentFormat
 from ls_strategy.distributed.mesh import Mesh
 from ls_strategy.errors import PlanError, StateError
+from ls_strategy.layout import round_up
 from ls_strategy.ops.update import native_available
+from ls_strategy.tiers import TIERS
 from ls_strategy.zero.flat.units import Flat
 from ls_strategy.zero.step.elementwise import is_elementwise, takes_closure
-from ls_strategy.zero.step.kernels import kernel_for
+from ls_strategy.zero.step.kernels import kernel_for, kernels_of
+from ls_strategy.zero.step.logit_clip import clip_logits
 from ls_strategy.zero.step.optimizer_state import OptimizerStates
 from ls_strategy.zero.step.own_step import OwnStep
 from ls_strategy.zero.step.runs import Run, Runs
+from ls_strategy.zero.step.split_step import streamed_states
 from ls_strategy.zero.step.states import FlatStates
 from ls_strategy.zero.step.update import Update, UpdatePart
 from ls_strategy.zero.step.whole_groups import steps_one_by_one, whole_groups
@@ -83,19 +87,25 @@ class ShardedOptimizer:
         self.shows_pieces = bool(mesh.shape.kinds)
         """Whether the groups hold pieces between two steps, instead of the model's parameters."""
         self.takes_closure = takes_closure(optimizer)
-        self._kernel = kernel_for(optimizer)
+        self._kernels = kernels_of(optimizer)
+        """The fused update of every group."""
+        self.is_mixed = len(set(map(bool, self._kernels))) > 1
+        """Whether fused updates step some groups only. Then masters are published after both have stepped."""
+        self._group_of = {id(p): g for g, group in enumerate(optimizer.param_groups) for p in group["params"]}
         self._moment_format: MomentFormat = moment_format
         self._fused_flats = [self._takes_fused_update(flat) for flat in flats]
         for flat, fused in zip(flats, self._fused_flats, strict=True):
-            flat.averages.folds_factors = fused
+            flat.averages.folds_factors = fused and not self.is_mixed
         self._cuts = any(map(splits_tensors_of, flats)) or is_elementwise(optimizer)
         """Whether parameters may be split and joined. Otherwise (stage 0) the optimizer gets each one unchanged."""
         store = [self._states_of(n, flat) for n, flat in enumerate(flats)]
         self.states = OptimizerStates(optimizer, store, mesh, group_names)
         self.whole = self._whole_tensors()
-        self._runs = Runs(optimizer, self.states, self._kernel, self._fused_flats, cuts=self._cuts)
+        self._runs = Runs(optimizer, self.states, self._kernels, self._fused_flats, cuts=self._cuts)
         self.states.collect = self._collect
         self._grad_views: dict[int, tuple[Tensor, list[Tensor]]] = {}
+        self._may_clip = False
+        """Whether a step has begun whose attention logits were not clipped yet."""
         self._dropped: set[int] = set()
         """Numbers of parameters with a gradient that user code has set to None; plain torch skips those."""
         self.pieces: list[Tensor] = [torch.empty(0)] * self.states.offsets[-1]
@@ -114,7 +124,7 @@ class ShardedOptimizer:
 
     def _takes_fused_update(self, flat: Flat) -> bool:
         """Whether a fused update steps this buffer: it is faster, or a tier or a format needs it."""
-        if self._kernel is None or flat.master_dtype != torch.float32 or flat.plan.shared_by:
+        if not any(self._kernels) or flat.master_dtype != torch.float32 or flat.plan.shared_by:
             return False
         if flat.optimizer_tier != "device" or self._moment_format != "fp32":
             return True
@@ -125,16 +135,31 @@ class ShardedOptimizer:
 
     def _states_of(self, n: int, flat: Flat) -> FlatStates:
         moments: dict[str, bool] = {}
-        if self._fused_flats[n] and self._kernel is not None:
-            for group in self.optimizer.param_groups:
-                moments |= self._kernel.moments(group)
-        return FlatStates(flat, moments, self._moment_format)
+        spans: dict[str, list[tuple[int, int]]] = {}
+        for g, (group, kernel) in enumerate(zip(self.optimizer.param_groups, self._kernels, strict=True)):
+            if not self._fused_flats[n] or kernel is None:
+                continue
+            moments |= kernel.moments(group)
+            for name in kernel.moments(group):
+                spans.setdefault(name, []).extend(self._spans_of(flat, g))
+        resident = TIERS[flat.optimizer_tier].resident
+        if not resident and flat.master_dtype == torch.float32:
+            moments |= streamed_states(self.optimizer)
+        return FlatStates(flat, moments, self._moment_format, spans if self.is_mixed and resident else None)
+
+    def _spans_of(self, flat: Flat, group: int) -> Iterator[tuple[int, int]]:
+        """Yield this rank's ranges of a group's parameters, with what a run takes of the padding behind them."""
+        for param, piece in zip(flat.params, flat.pieces, strict=True):
+            if piece.numel and self._group_of.get(id(param)) == group:
+                yield piece.start, round_up(piece.stop, flat.layout.align)
 
     def _whole_tensors(self) -> WholeTensors:
         """Return the parameters that need to be stepped whole, and all that this optimizer has on the NVMe tier."""
         split = any(map(splits_tensors_of, self.flats))
-        needed = whole_groups(self.optimizer) if split and self._kernel is None else ()
-        return WholeTensors(self.optimizer, self.states, needed, one_by_one=steps_one_by_one(self.optimizer))
+        needed = whole_groups(self.optimizer) if split and kernel_for(self.optimizer) is None else ()
+        one_by_one = steps_one_by_one(self.optimizer)
+        fused = [kernel is not None for kernel in self._kernels] if all(self._fused_flats) else [False] * len(needed)
+        return WholeTensors(self.optimizer, self.states, needed, fused, one_by_one=one_by_one)
 
     def _collect(self) -> None:
         self._runs.dissolve()
@@ -152,7 +177,8 @@ class ShardedOptimizer:
     def follow(self, flat: Flat) -> None:
         """Step a buffer that was frozen from now on; it has got other masters. Not collective."""
         n = self.flats.index(flat)
-        self._fused_flats[n] = flat.averages.folds_factors = self._takes_fused_update(flat)
+        self._fused_flats[n] = self._takes_fused_update(flat)
+        flat.averages.folds_factors = self._fused_flats[n] and not self.is_mixed
         self.states.store[n] = self._states_of(n, flat)
         self._grad_views.pop(n, None)
         numbers = range(self.states.offsets[n], self.states.offsets[n + 1])
@@ -270,6 +296,7 @@ class ShardedOptimizer:
         dropped = frozenset(self._dropped if shown else ())
         if self.whole and shown and self.shows_pieces:
             dropped = self.whole.agree(dropped)
+        self._may_clip = True
         self._runs.compose(used, dropped)
         if self.whole:
             self.whole.begin(used, dropped)
@@ -292,6 +319,9 @@ class ShardedOptimizer:
     def end_whole(self) -> None:
         """Send what the optimizer's own ``step`` has made of whole tensors to their shards. Collective."""
         self.whole.end()
+        if self._may_clip:
+            self._may_clip = False
+            clip_logits(self.optimizer, self.flats)
 
     def describe(self) -> str:
         """Return one line that says what steps the parameters."""
@@ -316,7 +346,8 @@ class ShardedOptimizer:
         then the runs differ too.
         """
         n = self.flats.index(flat)
-        if not self._fused_flats[n] or flat.optimizer_tier == "device" or self._runs.composed_for is None:
+        fused = self._fused_flats[n] and not self.is_mixed
+        if not fused or flat.optimizer_tier == "device" or self._runs.composed_for is None:
             return None
         used, dropped = self._runs.composed_for
         numbers = range(self.states.offsets[n], self.states.offsets[n + 1])
@@ -331,7 +362,6 @@ class ShardedOptimizer:
 
     def fused_updates(self, clip: Tensor | None) -> list[Update]:
         """Return the fused updates of this step, except those that began while backward ran. Count the step."""
-        assert self._kernel is not None or not any(r.fused for r in self._runs)
         by_flat: defaultdict[int, list[UpdatePart]] = defaultdict(list)
         self.states.steps_taken += 1
         for r in self._runs:
@@ -341,30 +371,31 @@ class ShardedOptimizer:
 
     def _part_of(self, r: Run, taken: int) -> UpdatePart:
         """Return the part for one run. ``taken`` is the number of this step, for states that do not count steps."""
-        assert self._kernel is not None
-        group = self.optimizer.param_groups[r.group]
-        names = tuple(self._kernel.moments(group))
+        group, kernel = self.optimizer.param_groups[r.group], self._kernels[r.group]
+        assert kernel is not None
+        names = tuple(kernel.moments(group))
         for name in names:
             self.states.store[r.flat_number].ensure(name, torch.float32)
         r.steps += 1
-        seed_step = r.steps if self._kernel.counts_steps else taken
-        return UpdatePart(r.start, r.stop, r.steps, names, self._kernel.settings(group), seed_step)
+        seed_step = r.steps if kernel.counts_steps else taken
+        return UpdatePart(r.start, r.stop, r.steps, names, kernel.settings(group), seed_step)
 
     def _update_of(self, n: int, parts: list[UpdatePart], clip: Tensor | None) -> Update:
-        assert self._kernel is not None
+        kernel = next(kernel for kernel in self._kernels if kernel is not None)  # the same for all groups with one
         flat = self.flats[n]
         averages = flat.averages
         offloaded = flat.optimizer_tier != "device"
         return Update(
             flat=flat,
             states=self.states.store[n],
-            kernel=self._kernel,
+            kernel=kernel,
             parts=tuple(parts),
             clip=clip,
             unscale=averages.unscale,
             grads=None if averages.on_nvme else averages.in_memory(),
             landing=averages.landing,
-            publish=offloaded,
+            publish=offloaded and not self.is_mixed,
+            in_parts=self.is_mixed,
         )
 
     def refuse_state(self, what: str) -> Any:

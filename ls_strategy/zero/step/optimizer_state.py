@@ -286,6 +286,8 @@ class OptimizerStates:
         for k, v in state.items():
             shape = tuple(v.shape) if isinstance(v, Tensor) and k != "step" else None
             if shape in (slot.full_shape, slot.shape):
+                if not self.store[n].has(k, piece.start, piece.stop):
+                    continue  # of another group, whose update had this state
                 dtype = flat.master.dtype if v.is_floating_point() else v.dtype
                 self.store[n].ensure(k, dtype)
                 own = part_of(v, slot.part) if shape == slot.full_shape else v  # created by the constructor

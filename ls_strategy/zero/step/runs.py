@@ -11,7 +11,7 @@ A run owns its states until `Runs.dissolve` moves them back to the parameters.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -51,16 +51,22 @@ class Runs:
     """The runs of one optimizer."""
 
     def __init__(
-        self, optimizer: Optimizer, states: OptimizerStates, kernel: Kernel | None, fused: list[bool], *, cuts: bool
+        self,
+        optimizer: Optimizer,
+        states: OptimizerStates,
+        kernels: Sequence[Kernel | None],
+        fused: list[bool],
+        *,
+        cuts: bool,
     ) -> None:
         """Start without any run.
 
-        ``fused`` has one flag per flat buffer: whether ``kernel`` steps it. ``cuts``: parameters may be split and
-        joined. Otherwise each one is a run, in its own shape.
+        ``fused`` has one flag per flat buffer: whether those of ``kernels`` step it, of which every group has one or
+        none. ``cuts``: parameters may be split and joined. Otherwise each one is a run, in its own shape.
         """
         self._optimizer = optimizer
         self._states = states
-        self._kernel = kernel
+        self._kernels = kernels
         self._fused = fused
         self._cuts = cuts
         self._group_of: dict[int, int] = {}
@@ -104,7 +110,7 @@ class Runs:
                     current.members.append(number)
                     continue
                 current = Run(flat, n, run_key[0], [number], piece.start, piece.stop, flat.master)
-                current.fused = self._fused[n]
+                current.fused = self._fused[n] and self._kernels[run_key[0]] is not None
                 current_key = run_key
                 self.all.append(current)
         for r in self.all:
@@ -158,22 +164,24 @@ class Runs:
 
     def _recall(self, r: Run) -> None:
         """Load the state that the fused update needs into a run."""
-        assert self._kernel is not None
+        kernel = self._kernels[r.group]
+        assert kernel is not None
         state = self._states.entries.get(r.members[0], {})
         r.scalars = {k: v for k, v in state.items() if v is not ELEMENTWISE and k != "step"}
-        if self._kernel.counts_steps:
+        if kernel.counts_steps:
             r.steps = int(state["step"]) if "step" in state else 0
         else:
             r.steps = 1 if state else 0
 
     def _memorise(self, r: Run) -> None:
         """Store the state of a run with a fused update, per parameter, with torch's names."""
-        assert self._kernel is not None
+        kernel = self._kernels[r.group]
+        assert kernel is not None
         if r.steps == 0:
             return
         group = self._optimizer.param_groups[r.group]
-        state: dict[str, Any] = dict.fromkeys(self._kernel.moments(group), ELEMENTWISE)
-        if self._kernel.counts_steps:
+        state: dict[str, Any] = dict.fromkeys(kernel.moments(group), ELEMENTWISE)
+        if kernel.counts_steps:
             state["step"] = torch.tensor(float(r.steps))
         for number in r.members:
             self._states.entries[number] = {**r.scalars, **state}

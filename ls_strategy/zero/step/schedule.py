@@ -118,16 +118,16 @@ class UpdateSchedule:
             return updates
         # Once, here: the stream's thread would wait for the device at every buffer.
         clip = None if updates[0].clip is None else updates[0].clip.cpu()
-        streamed, publish = self._offload.streamed, not delayed
+        streamed = self._offload.streamed
         return [
             u if u.flat.optimizer_tier == "device"
-            else replace(u, clip=clip, after=after, streamed=streamed, publish=publish)
+            else replace(u, clip=clip, after=after, streamed=streamed, publish=u.publish and not delayed)
             for u in updates
         ]  # fmt: skip
 
     def _is_delayed(self, index: int) -> bool:
         delay = self._offload.config.offload.delay_after
-        return delay is not None and self._steps[index] > delay
+        return delay is not None and self._steps[index] > delay and not self._optimizers[index].is_mixed
 
     def _begin(self, index: int, flat: Flat, update: Update) -> None:
         if flat.optimizer_tier == "device":

@@ -42,6 +42,9 @@ class SplitStep:
     apply: Callable[[Group, Tensor, Tensor, tuple[int, ...]], None]
     """Changes a range of a parameter by its range of the update; gets the shape of the parameter too."""
 
+    states: tuple[str, ...] = ()
+    """Names of states that begin at zero and are changed in place: these can be on NVMe. Others are in memory."""
+
 
 def split_step_of(optimizer: Optimizer) -> SplitStep | None:
     """Return the parts of an optimizer's step; None: its step has to be called on full tensors.
@@ -57,7 +60,14 @@ def split_step_of(optimizer: Optimizer) -> SplitStep | None:
     return _TORCHS if known and all(g["adjust_lr_fn"] in _FACTORS for g in optimizer.param_groups) else None
 
 
-_OURS = SplitStep(Muon.iteration_dtype, Muon.direction, Muon.full_update, Muon.apply_update)
+def streamed_states(optimizer: Optimizer) -> dict[str, bool]:
+    """Return the states that the step of tensors in full needs and that can be on NVMe; True: they may be negative."""
+    step = split_step_of(optimizer)
+    return {} if step is None else dict.fromkeys(step.states, True)
+
+
+_MOMENTUM = ("momentum_buffer",)
+_OURS = SplitStep(Muon.iteration_dtype, Muon.direction, Muon.full_update, Muon.apply_update, _MOMENTUM)
 
 _FACTORS = {
     None: "original", "original": "original", "match_rms_adamw": "match_rms_adamw", "spectral_unclamped": "spectral",
@@ -74,4 +84,4 @@ def _apply_torchs(group: Group, param: Tensor, update: Tensor, shape: tuple[int,
     Muon.apply_update({**group, "adjust_lr": _FACTORS[group["adjust_lr_fn"]]}, param, update, shape)
 
 
-_TORCHS = SplitStep(lambda _: torch.bfloat16, Muon.direction, _torchs_update, _apply_torchs)
+_TORCHS = SplitStep(lambda _: torch.bfloat16, Muon.direction, _torchs_update, _apply_torchs, _MOMENTUM)

@@ -9,9 +9,13 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from ls_strategy.layout import round_up
+from ls_strategy.tiers.buffers import PAGE
+from ls_strategy.zero.flat.storage import chunks
 from ls_strategy.zero.flat.units import Flat
 from ls_strategy.zero.step.optimizer_state import ELEMENTWISE, OptimizerStates
 from ls_strategy.zero.step.split_step import SplitStep
+from ls_strategy.zero.step.states import FlatStates
 from ls_strategy.zero.step.whole_exchange import WholeTensor
 
 
@@ -36,8 +40,35 @@ class SplitTensors:
 
     def direction(self, member: WholeTensor, grad: Tensor) -> Tensor:
         """Return what the owner needs of this rank's range, and change its states."""
+        if self._streams(member):
+            return self._streamed_direction(member, grad)
         state = self._state.setdefault(member.number, {})
         return self._step.direction(self._group(member), grad, state)
+
+    def _store(self, member: WholeTensor) -> FlatStates:
+        return self._states.store[self._states.locate(member.number)[0]]
+
+    def _streams(self, member: WholeTensor) -> bool:
+        """Whether the states of a tensor are out of memory."""
+        store = self._store(member)
+        return bool(self._step.states) and not store.resident and all(n in store.moments for n in self._step.states)
+
+    def _streamed_direction(self, member: WholeTensor, grad: Tensor) -> Tensor:
+        """Return the direction, reading and writing the states in chunks."""
+        (start, stop), storage, store = member.mine, member.flat.storage, self._store(member)
+        for name in self._step.states:
+            store.ensure(name, torch.float32)
+        self._states.entries[member.number] = dict.fromkeys(self._step.states, ELEMENTWISE)
+        out = torch.empty(stop - start, dtype=self.dtype(member))
+        for lo, hi in chunks(start // PAGE * PAGE, stop):
+            end, first = min(round_up(hi, PAGE), store.numel), max(lo, start)
+            leases = {name: storage.get(name, lo, end) for name in self._step.states}
+            state = {name: lease.wait()[first - lo : hi - lo] for name, lease in leases.items()}
+            part = slice(first - start, hi - start)
+            out[part].copy_(self._step.direction(self._group(member), grad[part], state))
+            for name, lease in leases.items():
+                storage.put(name, lease, lo)
+        return out
 
     def update(self, member: WholeTensor, direction: Tensor) -> Tensor:
         """Return the update of a tensor that this rank owns."""
@@ -61,7 +92,7 @@ class SplitTensors:
             if not state:
                 continue
             start, stop = member.mine
-            store = self._states.store[self._states.locate(member.number)[0]]
+            store = self._store(member)
             kept = self._states.entries[member.number] = {}
             for name, value in state.items():
                 elementwise = isinstance(value, Tensor) and value.shape == (stop - start,)
@@ -72,12 +103,14 @@ class SplitTensors:
     def restore(self, members: Iterable[WholeTensor]) -> None:
         """Take the states from there. Not collective."""
         for member in members:
+            if self._streams(member):
+                continue
             entries = self._states.entries.pop(member.number, {})
             flat: Flat = member.flat
             if not entries or not flat.pieces[member.index].numel:
                 continue
             flat.before_change()
-            store = self._states.store[self._states.locate(member.number)[0]]
+            store = self._store(member)
             self._state[member.number] = {
                 k: store.range(k, *member.mine).clone() if v is ELEMENTWISE else v for k, v in entries.items()
             }

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 
 import torch
 from torch import Tensor
 
 from ls_strategy.config import MomentFormat, TierName
+from ls_strategy.errors import StateError
 from ls_strategy.ops.moments import BLOCK, Moment
 from ls_strategy.tiers import TIERS
 from ls_strategy.zero.flat.storage import chunks
@@ -29,14 +30,43 @@ def moment_sizes(
     return result
 
 
+def _joined(ranges: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
+    """Return the ranges in order, adjacent ones as one.
+
+    >>> _joined([(8, 12), (0, 4), (4, 8), (20, 24)])
+    [(0, 12), (20, 24)]
+    """
+    result: list[tuple[int, int]] = []
+    for start, stop in sorted(ranges):
+        if result and result[-1][1] == start:
+            result[-1] = (result[-1][0], stop)
+        else:
+            result.append((start, stop))
+    return result
+
+
 class FlatStates:
     """Element-wise optimizer states of one flat buffer's stepped range, by name.
 
     States of a fused update may be stored in fewer bits (`Moment`), but state dicts show them in fp32.
     """
 
-    def __init__(self, flat: Flat, moments: dict[str, bool], moment_format: MomentFormat) -> None:
-        """Start without states. ``moments`` are the names of a fused update's states, and whether they are signed."""
+    def __init__(
+        self,
+        flat: Flat,
+        moments: dict[str, bool],
+        moment_format: MomentFormat,
+        spans: Mapping[str, Sequence[tuple[int, int]]] | None = None,
+    ) -> None:
+        """Start without states.
+
+        Args:
+            flat: the buffer.
+            moments: names of a fused update's states, and whether they are signed.
+            moment_format: of these.
+            spans: disjoint ranges, by name, to which states in memory in fp32 are limited. None: they are of all.
+        """
+        self._spans = {name: _joined(ranges) for name, ranges in (spans or {}).items()}
         self.flat = flat
         self.moments = moments
         self.moment_format: MomentFormat = moment_format
@@ -70,22 +100,39 @@ class FlatStates:
             return
         fused = name in self.moments
         codes_dtype = _CODES[self.moment_format] if fused else dtype
-        codes = storage.resident(self._tier, name, self.numel, codes_dtype)
+        codes = storage.resident(self._tier, name, self._numel_of(name), codes_dtype)
         scales = None
         if fused and self.moment_format == "int8":
             blocks = -(-self.numel // BLOCK)
             scales = storage.resident(self._tier, f"{name}.scales", blocks, torch.float32)
         self._in_memory[name] = Moment(codes, scales, self.moments.get(name, True))
 
+    def _numel_of(self, name: str) -> int:
+        return sum(stop - start for start, stop in self._spans[name]) if name in self._spans else self.numel
+
+    def has(self, name: str, start: int, stop: int) -> bool:
+        """Whether the optimizer can have a state of elements ``[start, stop)``."""
+        return name not in self._spans or any(lo <= start and stop <= hi for lo, hi in self._spans[name])
+
+    def _place(self, name: str, start: int, stop: int) -> slice:
+        """Return where a range is in the tensor of a state."""
+        at = 0
+        for lo, hi in self._spans.get(name, [(0, self.numel)]):
+            if lo <= start and stop <= hi:
+                return slice(at + start - lo, at + stop - lo)
+            at += hi - lo
+        raise StateError(f"Got no parameter in [{start}, {stop}) of {self.flat.name!r} has a state {name!r}.")
+
     def tensor(self, name: str, dtype: torch.dtype) -> Tensor:
         """Return the full state as it is stored, ``(stepped,)``, without a fused update."""
         self.ensure(name, dtype)
         return self._in_memory[name].codes
 
-    def moment(self, name: str) -> Moment:
-        """Return a resident state of a fused update, ``(stepped,)``."""
+    def moment(self, name: str, start: int, stop: int) -> Moment:
+        """Return elements ``[start, stop)`` of a resident state of a fused update, as a view."""
         self.ensure(name, torch.float32)
-        return self._in_memory[name]
+        where = self._place(name, start, stop)
+        return self._in_memory[name].narrow(where.start, where.stop)
 
     def read(self, name: str, dtype: torch.dtype) -> Tensor:
         """Return the full state as a state dict shows it, ``(stepped,)``; read-only."""
@@ -95,10 +142,20 @@ class FlatStates:
         if name not in self.moments:
             return self._in_memory[name].codes
         if self.resident:
-            return self._in_memory[name].dequantize()
+            return self._spread(name)
         storage = self.flat.storage
         scales = storage.read(f"{name}.scales") if self.moment_format == "int8" else None
         return Moment(storage.read(name), scales, self.moments[name]).dequantize()
+
+    def _spread(self, name: str) -> Tensor:
+        """Return a state in memory, ``(stepped,)``: zero where no parameter has it."""
+        values = self._in_memory[name].dequantize()
+        if name not in self._spans:
+            return values
+        full = values.new_zeros(self.numel)
+        for lo, hi in self._spans[name]:
+            full[lo:hi].copy_(values[self._place(name, lo, hi)])
+        return full
 
     def range(self, name: str, start: int, stop: int) -> Tensor:
         """Return elements ``[start, stop)`` of an existing state as a state dict shows them, as a view or a copy.
@@ -109,7 +166,7 @@ class FlatStates:
         if name not in self.moments:
             return self._in_memory[name].codes[start:stop]
         if self.resident and self.moment_format == "fp32":
-            return self._in_memory[name].codes[start:stop]
+            return self._in_memory[name].codes[self._place(name, start, stop)]
         first = start // BLOCK * BLOCK  # 8-bit codes share scales in blocks
         if self.resident:
             return self._in_memory[name].narrow(first, stop).dequantize()[start - first :]
@@ -133,7 +190,8 @@ class FlatStates:
             self._in_memory[name].codes[start:stop].copy_(values)
             return
         if self.resident:
-            moment = self._in_memory[name].narrow(start, stop)
+            where = self._place(name, start, stop)
+            moment = self._in_memory[name].narrow(where.start, where.stop)
             moment.store_(values.to(moment.codes.device, torch.float32), seed=0)
             return
         storage = self.flat.storage

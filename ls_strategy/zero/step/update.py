@@ -16,10 +16,11 @@ import torch
 from torch import Tensor
 
 from ls_strategy import device as dev
+from ls_strategy.layout import round_up
 from ls_strategy.ops.moments import BLOCK, Moment
 from ls_strategy.ops.norm import sum_of_squares
 from ls_strategy.tiers.base import Lease
-from ls_strategy.tiers.buffers import AlignedBuffer
+from ls_strategy.tiers.buffers import PAGE, AlignedBuffer
 from ls_strategy.zero.flat.storage import chunks
 from ls_strategy.zero.flat.units import Flat
 from ls_strategy.zero.step.kernels import Kernel
@@ -70,6 +71,9 @@ class Update:
     after: Any = None
     """Mark in the device's work after which nothing reads the old parameters."""
 
+    in_parts: bool = False
+    """The parts leave most of the buffer to others: read no more of what is not in memory than they need."""
+
     streamed: bool = False
     """Copy states in host memory to the device, update them there and copy them back."""
 
@@ -84,8 +88,17 @@ class Update:
         """Return the update's jobs, in order."""
         numel = self.flat.stepped_numel
         if not self.states.resident or self.grads is None or self.streamed:
-            return [_ChunkUpdate(self, lo, hi) for lo, hi in chunks(0, numel)]
+            return [_ChunkUpdate(self, *self._needed(lo, hi)) for lo, hi in chunks(0, numel) if self._needed(lo, hi)]
         return [_ChunkUpdate(self, 0, numel)]
+
+    def _needed(self, lo: int, hi: int) -> tuple[int, ...]:
+        """Return the range of a chunk that the update needs, from page to page; empty if it needs nothing."""
+        if not self.in_parts:
+            return lo, hi
+        here = [(max(p.start, lo), min(p.stop, hi)) for p in self.parts if p.start < hi and p.stop > lo]
+        if not here:
+            return ()
+        return min(first for first, _ in here) // PAGE * PAGE, min(round_up(max(last for _, last in here), PAGE), hi)
 
     def run(self) -> None:
         """Run the full update on the calling thread."""
@@ -219,7 +232,7 @@ class _ChunkUpdate:
         moments: dict[str, Moment] = {}
         for name in part.names:
             if update.states.resident:
-                moments[name] = update.states.moment(name).narrow(lo, hi)
+                moments[name] = update.states.moment(name, lo, hi)
             else:
                 moment = Moment(held[name], held.get(f"{name}.scales"), update.states.moments[name])
                 moments[name] = moment.narrow(where.start, where.stop)

@@ -48,6 +48,7 @@ class WholeTensors:
         optimizer: Optimizer,
         states: OptimizerStates,
         needed: Sequence[bool],
+        fused: Sequence[bool] = (),
         *,
         one_by_one: bool,
     ) -> None:
@@ -57,10 +58,12 @@ class WholeTensors:
             optimizer: the user's.
             states: of all its parameters.
             needed: for every group, whether its parameters have to be stepped whole. Empty: none.
+            fused: for every group, whether a fused update steps it, on any tier.
             one_by_one: `step` may be called once per bucket. Otherwise all tensors are gathered for one call.
         """
         self._optimizer = optimizer
         self._states = states
+        self._fused = fused or [False for _ in needed]
         order = iter(states.order)
         self._groups = {next(order): g for g, group in enumerate(optimizer.param_groups) for _ in group["params"]}
         """Parameter group by number."""
@@ -82,7 +85,8 @@ class WholeTensors:
     def _is_whole(self, number: int, needed: Sequence[bool]) -> bool:
         """Whether a parameter's group asks for it, or its shard is out of memory, where no ``step`` can reach it."""
         flat, _ = self._place(number)
-        return needed[self._groups[number]] or not TIERS[flat.optimizer_tier].resident
+        group = self._groups[number]
+        return needed[group] or (not self._fused[group] and not TIERS[flat.optimizer_tier].resident)
 
     def _assigned(self, numbers: Sequence[int]) -> list[WholeTensor]:
         """Give every tensor to one of the ranks that hold parts of it, balanced by cost. Collective."""
@@ -357,6 +361,8 @@ class WholeTensors:
             for number, (value,) in exchange.start_gather(members, parts, 1).wait(home).items():
                 self._state.setdefault(number, {})[name] = value
         for member in self.members:
+            if member.number in self._in_shards:
+                continue
             kept = entries.pop(member.number, {})
             if member.is_mine and kept:
                 device = member.flat.master.device
