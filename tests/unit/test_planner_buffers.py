@@ -47,7 +47,14 @@ def test_a_returned_buffer_is_used_again_by_the_same_size_only() -> None:
 
 def flat(ledger: SimulatedLedger, numel: int = 8, world: int = 2, **plan: Any) -> Any:
     layout = SimpleNamespace(numel=numel, shard=numel // world, slots=[SimpleNamespace(name="w", numel=numel)])
-    given = {"dtype": torch.bfloat16, "trainable": True, "gradient_tier": "device", "quantized": None, **plan}
+    given = {
+        "dtype": torch.bfloat16,
+        "trainable": True,
+        "gradient_tier": "device",
+        "quantized": None,
+        "wire_format": None,
+        **plan,
+    }
     return SimulatedFlat(SimpleNamespace(layout=layout, replicated=False, **given), ledger, reads_ahead=False)  # type: ignore[arg-type]
 
 
