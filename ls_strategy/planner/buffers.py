@@ -318,6 +318,8 @@ class SimulatedReducer:
         shard = flat.plan.layout.shard
         if not self.policy.optimizer or self._is_copied(flat):
             self.pool.give([self.pool.take(shard, self._landing_itemsize(flat))])
+        if self.plan.group[1] > 1 and not self.setting.native:  # the sums that groups pass on
+            self.pool.give([self.pool.take(shard, 4)])
         flat.landed = True
         self.pool.give(flat.pooled)
         flat.pooled = []

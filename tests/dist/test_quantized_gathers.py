@@ -114,6 +114,8 @@ def test_bytes() -> None:
             assert p % 512 == 0
             assert found["bytes"]["reduce_scatter"] == 3 * p // 4 * 4
             assert found["bytes"]["reduce_scatter"] // 4 + found["bytes"]["all_gather"] == found["planned"]
+            assert sum(found["bytes"].values()) == found["traffic"].sent
+            assert sum(found["bytes_between_nodes"].values()) == found["traffic"].between_nodes
             full = (p + again) // 512 * size
             if found is not results[2]:
                 assert found["bytes"]["all_gather"] == full * 3 // 4

@@ -71,7 +71,7 @@ def test_a_gathered_buffer_is_held_until_it_is_released() -> None:
 def reducer(stage: Any, ledger: SimulatedLedger, world: int = 2, **setting: Any) -> tuple[Any, Any, Any]:
     one = flat(ledger, world=world)
     unit = SimulatedUnit([one], is_root=False)
-    plan: Any = SimpleNamespace(policy=POLICIES[stage], world_size=world)
+    plan: Any = SimpleNamespace(policy=POLICIES[stage], world_size=world, group=(0, 1))
     made = SimulatedReducer([unit], plan, Setting(optimizer_bytes=(8,), **setting), ledger, {"w"})
     return made, unit, one
 
