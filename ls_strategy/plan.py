@@ -61,6 +61,9 @@ class FlatPlan:
     quantized: FrozenFormat | None = None
     """Format of frozen weights that are stored and sent in 4 or 8 bits, and dequantized when they are gathered."""
 
+    gathered_as: FrozenFormat | None = None
+    """Stage 3: format in which exact parameters are gathered."""
+
     unfrozen: FlatPlan | None = None
     """For parameters that are in an optimizer but frozen: the plan that applies once one of them is unfrozen."""
 
@@ -85,8 +88,16 @@ class FlatPlan:
         """Return the elements, or bytes of a quantized buffer, that this rank sends in a gather, with padding."""
         if self.replicated:
             return 0
-        sent = self.layout.shard if self.quantized is None else self.shard_bytes
-        return sent * (self.layout.world_size - 1)
+        return self._on_wire(self.layout.shard) * (self.layout.world_size - 1)
+
+    def _on_wire(self, numel: int) -> int:
+        """Return the elements, or bytes in a quantized format, in which ``numel`` elements are gathered."""
+        return numel if self.wire_format is None else packed_bytes(numel, self.wire_format)
+
+    @property
+    def wire_format(self) -> FrozenFormat | None:
+        """Return the quantized format in which parameters are gathered; None for their dtype."""
+        return self.quantized or self.gathered_as
 
     @property
     def regathered_numel(self) -> int:
@@ -96,13 +107,12 @@ class FlatPlan:
     @property
     def secondary_numel(self) -> int:
         """Return the elements, or bytes of a quantized buffer, of this rank's slice of the second copy."""
-        full = self.layout.numel if self.quantized is None else self.bytes_of(self.layout.numel)
-        return full // self.node if self.node else 0
+        return self._on_wire(self.layout.numel) // self.node if self.node else 0
 
     @property
     def gathered_itemsize(self) -> int:
         """Return the bytes of an element of `gathered_numel`."""
-        return self.dtype.itemsize if self.quantized is None else 1
+        return self.dtype.itemsize if self.wire_format is None else 1
 
     @property
     def shard_bytes(self) -> int:
@@ -268,7 +278,9 @@ class Plan:
         owners = flat.owners if trained else ()
         kept = [self._moment_bytes(flat) if optimizer_bytes is None else optimizer_bytes[i] for i in owners]
         return FlatBytes(
-            parameters=(flat.secondary_numel if policy.parameters else full) * flat.dtype.itemsize,
+            parameters=(
+                flat.secondary_numel * flat.gathered_itemsize if policy.parameters else full * flat.dtype.itemsize
+            ),
             own_shard=stepped * flat.dtype.itemsize if flat.has_own_shard(policy) else 0,
             masters=stepped * flat.master_dtype.itemsize if policy.parameters or own_master else 0,
             optimizer=round(stepped * sum(kept)),

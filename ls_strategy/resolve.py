@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
@@ -17,6 +18,9 @@ from ls_strategy.ops.moments import BLOCK as MOMENT_BLOCK
 from ls_strategy.ops.quantized import TILE
 from ls_strategy.plan import FROZEN, FlatPlan, Plan, UnitPlan
 from ls_strategy.zero_stages import StagePolicy
+
+QUANTIZABLE = (torch.float32, torch.bfloat16, torch.float16)
+"""Dtypes of parameters that can be gathered in fewer bits."""
 
 
 @dataclass(frozen=True)
@@ -109,7 +113,9 @@ def resolve_plan(  # noqa: PLR0913  (sizes of groups, one by one)
             members.sort(key=lambda p: p.group)
             parts = {p.name: p.part for p in members if p.part is not None}
             ranks = expert_world_size if expert else world_size
-            unit_of_cuts = align if quantized is None else TILE
+            packed = config.sharding.quantized_gathers if policy.parameters and not replicated else None
+            packed = packed if quantized is None and dtype in QUANTIZABLE else None
+            unit_of_cuts = align if quantized is None and packed is None else math.lcm(align, TILE)
             layout = FlatLayout.pack(
                 ((p.name, p.shape) for p in members),
                 ranks,
@@ -123,7 +129,7 @@ def resolve_plan(  # noqa: PLR0913  (sizes of groups, one by one)
             kept = dtype if own else master_dtype
             flat = FlatPlan(layout, dtype, kept, optimizer, copies=copies, tied=tied, replica=replica)
             copied = policy.parameters and not is_root and not replicated  # root units are gathered once per step
-            flat = replace(flat, exact_norm=exact_norm, node=node if copied else 0)
+            flat = replace(flat, exact_norm=exact_norm, node=node if copied else 0, gathered_as=packed)
             shared_by = members[0].shared_by
             flat = replace(flat, shared_by=shared_by, replicated=replicated, quantized=quantized)
             flats.append(replace(flat, master_dtype=dtype, unfrozen=flat) if members[0].frozen else flat)

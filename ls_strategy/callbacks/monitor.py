@@ -48,6 +48,7 @@ class Monitor(Callback):
     scalar                                 meaning
     ====================================== =============================================================================
     ``zero/grad_norm``                     global norm of the averaged gradients, before clipping
+    ``zero/gather_error``                  relative change of the weights by ``sharding.quantized_gathers``
     ``zero/loss_scale``                    loss scale (fp16 precisions)
     ``zero/skipped_steps``                 number of steps skipped after an overflow
     ``zero/samples_per_s``                 samples of all ranks per second, data loading included
@@ -215,6 +216,8 @@ class Monitor(Callback):
         if not self._due(trainer):
             return
         strategy = zero_strategy(trainer, self)
+        if strategy.config.sharding.quantized_gathers is not None:
+            self._norms["zero/gather_error"] = torch.tensor(strategy.gather_error())
         name = "zero/grad_norm"
         if len(trainer.optimizers) > 1:
             name += f"_{next(i for i, o in enumerate(trainer.optimizers) if o is optimizer)}"

@@ -82,6 +82,16 @@ def size(text: str) -> str:
     return text
 
 
+def rate(text: str) -> float:
+    """Return a bandwidth such as 100Gbit, in 10**9 bytes per second."""
+    from ls_strategy.planner.hardware import parse_rate
+
+    try:
+        return parse_rate(text)
+    except ConfigError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
+
+
 def yaml_files(names: Iterable[str]) -> list[Path]:
     """Return the paths of a program's YAML files.
 

@@ -40,13 +40,22 @@ def add(subcommands: argparse._SubParsersAction[argparse.ArgumentParser]) -> Non
         "--gpus", type=arguments.integer(0), default=0, metavar="N", help="ranks (default: the recipe's, on the CPU)"
     )
     parser.add_argument(
-        "--gpus-per-node", type=arguments.integer(most=1024), default=8, metavar="N", help="default: %(default)s"
+        "--gpus-per-node",
+        "--node-size",
+        type=arguments.integer(most=1024),
+        default=8,
+        metavar="N",
+        help="default: %(default)s",
     )
     parser.add_argument("--gpu-memory", type=arguments.size, metavar="SIZE", help="memory of each GPU: 80GB, 141GB")
     parser.add_argument("--host-memory", type=arguments.size, metavar="SIZE", help="host memory of each node: 1TB")
     parser.add_argument("--nvme", type=arguments.size, metavar="SIZE", help="free NVMe space of each node: 4TB")
     parser.add_argument("--tflops", type=arguments.number(), help="peak TFLOP/s of a GPU, to predict the step time")
     parser.add_argument("--link", type=arguments.number(), metavar="GB/S", help="bandwidth of a rank to the others")
+    parser.add_argument(
+        "--inter-node", type=arguments.rate, metavar="RATE",
+        help="bandwidth of a node to the others, as 100Gbit or 25GB/s; also plans for groups of ranks by node",
+    )  # fmt: skip
     parser.add_argument("--bus", type=arguments.number(), metavar="GB/S", help="bandwidth between a GPU and its host")
     parser.add_argument("--drive", type=arguments.number(), metavar="GB/S", help="NVMe bandwidth per rank")
     parser.add_argument("--scaling", action="store_true", help="also print states and traffic on 8 to 4,096 ranks")
@@ -57,7 +66,7 @@ def add(subcommands: argparse._SubParsersAction[argparse.ArgumentParser]) -> Non
 
 def run(args: argparse.Namespace) -> int:
     """Predict and print. Returns 1 if nothing fits."""
-    from ls_strategy.planner.forecast import lightest, reason, table
+    from ls_strategy.planner.forecast import fastest, lightest, reason, table
     from ls_strategy.planner.scaling import scale, scaling_table
 
     configs = arguments.yaml_files((*args.config, *args.more))
@@ -77,6 +86,7 @@ def run(args: argparse.Namespace) -> int:
         rows = scale(forecaster, hardware) if args.scaling else []
     bubbles = pipeline_bubbles(strategy_options(trainer))
     chosen = lightest(forecasts)
+    quickest = fastest(forecasts) if args.inter_node is not None else None
     if args.json:
         result: dict[str, Any] = {
             "parameters": numel,
@@ -85,6 +95,7 @@ def run(args: argparse.Namespace) -> int:
             "strategies": [f.to_dict() for f in forecasts],
             "lightest": None if chosen is None else chosen.candidate.name,
             "reason": reason(forecasts),
+            "fastest": None if quickest is None else quickest.candidate.name,
             "pipeline_bubbles": bubbles,
             "scaling": [vars(row) for row in rows],
         }
@@ -93,6 +104,8 @@ def run(args: argparse.Namespace) -> int:
     print(f"{module}: {numel:,} parameters in {question.precision.name}, batch of one rank: {_shapes(question.batch)}")
     print(table(forecasts, hardware))
     print(reason(forecasts))
+    if quickest is not None and quickest.seconds is not None:
+        print(f"{quickest.candidate.name}: the fastest that fits, at most {quickest.seconds[1]:.3g} s per step.")
     if bubbles:
         print("pipeline bubble: " + ", ".join(f"{name} {bubble:.1%}" for name, bubble in bubbles.items()))
     if rows:
@@ -123,6 +136,7 @@ def hardware_of(args: argparse.Namespace, trainer: dict[str, Any]) -> Any:
         drive=0 if args.nvme is None else size(args.nvme),
         tflops=args.tflops,
         link_gbs=args.link,
+        node_gbs=args.inter_node,
         bus_gbs=args.bus,
         drive_gbs=args.drive,
     )

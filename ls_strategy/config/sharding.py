@@ -46,6 +46,11 @@ class ShardingConfig(Group):
     Forward gathers from all ranks, backward from the copy, so it sends nothing between nodes; the copy costs memory.
     The numbers do not change. None: no copy."""
 
+    quantized_gathers: Literal["int8", "int4"] | None = None
+    """Stage 3: format in which parameters are gathered (ZeRO++'s qwZ). Forward and backward compute with rounded
+    weights; masters and checkpoints stay exact. `strategy.gather_error()` measures what rounding changes. None: they
+    are sent in the compute dtype, and nothing is lost."""
+
     def __post_init__(self) -> None:
         """Refuse invalid values."""
         check_fields(

@@ -111,6 +111,11 @@ def _check_weights(config: ZeROConfig) -> None:
 
 def _check_shard_groups(config: ZeROConfig) -> None:
     sharding = config.sharding
+    if sharding.quantized_gathers is not None and config.stage != 3:
+        raise ConfigError(
+            f"Got sharding.quantized_gathers={sharding.quantized_gathers!r} with stage={config.stage}, but below stage "
+            "3 every rank stores the parameters, which stay exact. Set stage=3, or leave quantized_gathers out."
+        )
     given = [f"sharding.{n}={v!r}" for n in ("shard_size", "hpz") if (v := getattr(sharding, n)) is not None]
     if not given:
         return

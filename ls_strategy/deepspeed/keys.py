@@ -145,7 +145,7 @@ _ZERO: Table = {
     "round_robin_gradients": _MODES,
     "parameter_alignment": _MODES,
     "zero_hpz_partition_size": to("`sharding.hpz` if above 1"),
-    "zero_quantized_weights": refused(_ZEROPP),
+    "zero_quantized_weights": to("`sharding.quantized_gathers='int8'`"),
     "zero_quantized_nontrainable_weights": refused(_ZEROPP),
     "zero_quantized_gradients": refused(_ZEROPP),
     "zeropp_loco_param": AnyBlock(refused(_ZEROPP)),

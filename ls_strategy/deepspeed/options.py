@@ -46,6 +46,7 @@ KEYS_OF: dict[str, tuple[str, ...]] = {
     "stage": (f"{_ZERO}stage",),
     "sharding.prefetch_units": (f"{_ZERO}stage3_prefetch_bucket_size",),
     "sharding.hpz": (f"{_ZERO}zero_hpz_partition_size",),
+    "sharding.quantized_gathers": (f"{_ZERO}zero_quantized_weights",),
     "sharding.shard_size": (f"{_ZERO}mics_shard_size",),
     "offload.optimizer": (f"{_BLOCK}device", f"{_ZERO}cpu_offload", f"{_BLOCK}ratio"),
     "offload.parameters": (f"{_ZERO}offload_param.device", f"{_ZERO}cpu_offload_param", f"{_ZERO}cpu_offload_params"),
@@ -74,6 +75,7 @@ KEYS_OF: dict[str, tuple[str, ...]] = {
 
 _OFF: dict[str, Any] = {
     "sharding.hpz": None,
+    "sharding.quantized_gathers": None,
     "sharding.shard_size": None,
     "offload.optimizer": None,
     "offload.parameters": None,

@@ -12,6 +12,7 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from ls_strategy._compat import unwrap_optimizer
+from ls_strategy.access.gather_error import gather_error
 from ls_strategy.access.gradients import full_gradients, grad_norms
 from ls_strategy.access.offload import offload_states
 from ls_strategy.access.weights import full_weights
@@ -131,6 +132,16 @@ class EngineStrategy(RankStrategy):
             StateError: there are no gradients, or their update has begun.
         """
         return grad_norms(self.require_engine(), _ids(part), norm_type)
+
+    def gather_error(self) -> float:
+        """Return what ``sharding.quantized_gathers`` changes: the norm of the change over that of the weights.
+
+        Collective. 0.005 means that a weight changes by half a percent of the root mean square of all weights.
+
+        Raises:
+            StateError: weights are not rounded.
+        """
+        return gather_error(self.require_engine())
 
     def memory_bytes(self) -> dict[str, int]:
         """Return the bytes of model state on this rank, by kind. Not collective."""

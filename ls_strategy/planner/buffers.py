@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from ls_strategy.config import ActivationOffloadConfig
+from ls_strategy.ops.quantized import packed_bytes
 from ls_strategy.plan import FlatPlan, Plan
 from ls_strategy.zero.passes import reduce
 
@@ -137,7 +138,7 @@ class SimulatedFlat:
 
     def _hold_wire(self) -> None:
         """Allocate what a gather fills."""
-        if self.plan.quantized is None:
+        if self.plan.wire_format is None:
             self._hold()
         elif self.sharded and not self.held_packed:
             self.held_packed = True
@@ -150,7 +151,8 @@ class SimulatedFlat:
 
     @property
     def _packed_bytes(self) -> int:
-        return self.plan.bytes_of(self.plan.layout.numel)
+        assert self.plan.wire_format is not None
+        return packed_bytes(self.plan.layout.numel, self.plan.wire_format)
 
     def start_gather(self) -> None:
         """See `Flat`."""
@@ -166,7 +168,7 @@ class SimulatedFlat:
 
     def finish_gather(self) -> None:
         """See `Flat`, and `QuantizedFlat`."""
-        if self.gathering and self.plan.quantized is not None:
+        if self.gathering and self.plan.wire_format is not None:
             self._hold()
             self._free_packed()
         self.gathering = None
@@ -316,6 +318,8 @@ class SimulatedReducer:
         shard = flat.plan.layout.shard
         if not self.policy.optimizer or self._is_copied(flat):
             self.pool.give([self.pool.take(shard, self._landing_itemsize(flat))])
+        if self.plan.group[1] > 1 and not self.setting.native:  # the sums that groups pass on
+            self.pool.give([self.pool.take(shard, 4)])
         flat.landed = True
         self.pool.give(flat.pooled)
         flat.pooled = []

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Literal
 
 from ls_strategy.config import (
     ActivationOffloadConfig,
@@ -42,6 +42,8 @@ class Candidate:
     parameters: TierConfig | None = None
     recompute: RecomputeConfig | None = None
     activation_offload: ActivationOffloadConfig | None = None
+    by_node: Literal["shard_size", "hpz"] | None = None
+    """Which option of ``sharding`` is ``node``."""
 
     @property
     def strategy(self) -> str:
@@ -57,6 +59,8 @@ class Candidate:
     def name(self) -> str:
         """The alias and what is done with activations."""
         parts = [self.strategy]
+        if self.by_node is not None:
+            parts.append(f"{self.by_node}=node")
         if self.recompute is not None:
             parts.append(f"{self.recompute.policy} recompute")
         if self.activation_offload is not None:
@@ -65,11 +69,18 @@ class Candidate:
 
     def config(self, base: ZeROConfig) -> ZeROConfig:
         """Return ``base`` with this candidate's options."""
-        weights = base.sharding.rank_weights if self.stage else None
+        sharding = replace(
+            base.sharding,
+            rank_weights=base.sharding.rank_weights if self.stage else None,
+            hpz=base.sharding.hpz if self.stage == 3 else None,
+            quantized_gathers=base.sharding.quantized_gathers if self.stage == 3 else None,
+        )
+        if self.by_node is not None:
+            sharding = replace(sharding, **{"shard_size": None, "hpz": None, self.by_node: "node"})
         return replace(
             base,
             stage=self.stage,
-            sharding=replace(base.sharding, rank_weights=weights),
+            sharding=sharding,
             offload=replace(
                 base.offload, optimizer=self.optimizer, parameters=self.parameters, gradients=None, delay_after=None
             ),
@@ -79,6 +90,8 @@ class Candidate:
     def arguments(self) -> dict[str, Any]:
         """Return the arguments of `ZeROStrategy` for this candidate."""
         chosen: dict[str, Any] = {"stage": self.stage}
+        if self.by_node is not None:
+            chosen["sharding"] = {self.by_node: "node"}
         tiers = {"optimizer": self.optimizer, "parameters": self.parameters}
         offload = {name: option.tier for name, option in tiers.items() if option is not None}
         if offload:
@@ -95,7 +108,12 @@ class Candidate:
 
 
 def ladder(
-    *, ranks: int, recompute: RecomputeConfig | None = None, recomputable: bool = True, drive: bool = False
+    *,
+    ranks: int,
+    recompute: RecomputeConfig | None = None,
+    recomputable: bool = True,
+    drive: bool = False,
+    by_node: bool = False,
 ) -> Iterator[Candidate]:
     """Yield all candidates, the lightest first.
 
@@ -104,6 +122,7 @@ def ladder(
         recompute: the user's choice, which every candidate then uses.
         recomputable: whether there are blocks to recompute.
         drive: whether there is an NVMe device.
+        by_node: whether to group ranks by node, too. Groups send less between nodes, for more memory.
     """
     if recompute is not None:
         choices: list[RecomputeConfig | None] = [recompute]
@@ -114,6 +133,10 @@ def ladder(
     stages: tuple[ZeroStage, ...] = (0, 1, 2, 3) if ranks > 1 else (0,)
     for chosen in choices:
         for stage in stages:
+            if by_node and stage:
+                yield Candidate(stage, recompute=chosen, by_node="shard_size")
+            if by_node and stage == 3:
+                yield Candidate(stage, recompute=chosen, by_node="hpz")
             yield Candidate(stage, recompute=chosen)
     sharded: tuple[ZeroStage, ...] = (2, 3) if ranks > 1 else (2,)
     for chosen in choices[:1] if len(choices) == 1 else (choices[0], choices[-1]):

@@ -79,6 +79,7 @@ class Forecast:
             "drive_bytes": self.peak.nvme,
             "states": self.peak.states,
             "sent_bytes_per_step": self.traffic.sent,
+            "sent_bytes_between_nodes_per_step": self.traffic.between_nodes,
             "bus_bytes_per_step": self.traffic.bus,
             "drive_bytes_per_step": self.traffic.drive,
             "flops_per_step": self.flops,
@@ -142,11 +143,11 @@ class Forecaster:
             self._traces[recompute] = self._tracer.run(self._batch, recompute)
         return self._traces[recompute]
 
-    def plan(self, config: ZeROConfig, ranks: int) -> Plan:
+    def plan(self, config: ZeROConfig, ranks: int, node_size: int | None = None) -> Plan:
         """Return the engine's plan; created once."""
-        key = (config.stage, config.sharding, config.precision, config.offload, ranks)
+        key = (config.stage, config.sharding, config.precision, config.offload, ranks, node_size)
         if key not in self._plans:
-            self._plans[key] = self._states.plan(config, ranks)
+            self._plans[key] = self._states.plan(config, ranks, node_size)
         return self._plans[key]
 
     def setting(self, config: ZeROConfig, candidate: Candidate, device: str) -> Setting:
@@ -167,33 +168,34 @@ class Forecaster:
             buffers=self._buffers,
         )
 
-    def peak(self, candidate: Candidate, ranks: int, device: str) -> Peak:
+    def peak(self, candidate: Candidate, ranks: int, device: str, node_size: int | None = None) -> Peak:
         """Return the peak memory of one rank."""
         config = candidate.config(self._run.config)
         setting = self.setting(config, candidate, device)
-        plan = self.plan(config, ranks)
+        plan = self.plan(config, ranks, node_size)
         return replay(self.trace(candidate.recompute), plan, setting, trained=self._trained, names=self._names)
 
     def states(self, candidate: Candidate, ranks: int) -> dict[TierName, dict[str, int]]:
         """Return the bytes of model states of one rank between two steps, by tier and kind."""
         return self.plan(candidate.config(self._run.config), ranks).bytes_by_tier(self._optimizer_bytes)
 
-    def traffic(self, candidate: Candidate, ranks: int, device: str) -> StepTraffic:
+    def traffic(self, candidate: Candidate, ranks: int, device: str, node_size: int | None = None) -> StepTraffic:
         """Return the bytes that one rank moves in one step."""
         config = candidate.config(self._run.config)
         return traffic(
-            self.plan(config, ranks),
+            self.plan(config, ranks, node_size),
             self._optimizer_bytes,
             micro_batches=self._run.micro_batches,
             native_fp32=device == "cuda" and self._states.precision.reduce_in_fp32,
             cuda=device == "cuda",
             gradients_stored=not self.setting(config, candidate, device).early_step,
+            node_size=node_size,
         )
 
     def forecast(self, candidate: Candidate, hardware: Hardware) -> Forecast:
         """Return memory, traffic and time of one candidate."""
-        peak = self.peak(candidate, hardware.ranks, hardware.device)
-        moved = self.traffic(candidate, hardware.ranks, hardware.device)
+        where = (hardware.ranks, hardware.device, hardware.on_a_node)
+        peak, moved = self.peak(candidate, *where), self.traffic(candidate, *where)
         flops = self.trace(candidate.recompute).flops * self._run.micro_batches
         return Forecast(candidate, peak, moved, flops, _seconds(moved, flops, hardware), _lacks(peak, hardware))
 
@@ -204,6 +206,7 @@ class Forecaster:
             recompute=self._run.recompute,
             recomputable=self._run.recompute is not None or self.recomputable,
             drive=hardware.drive != 0,
+            by_node=hardware.node_gbs is not None and hardware.ranks > hardware.on_a_node > 1,
         )
         return [self.forecast(candidate, hardware) for candidate in candidates]
 
@@ -212,7 +215,13 @@ def _seconds(moved: StepTraffic, flops: int, hardware: Hardware) -> tuple[float,
     if hardware.tflops is None:
         return None
     compute = flops / (hardware.tflops * 1e12)
-    ways = ((moved.sent, hardware.link_gbs), (moved.bus, hardware.bus_gbs), (moved.drive, hardware.drive_gbs))
+    between = 0 if hardware.node_gbs is None else moved.between_nodes  # of each of the ranks that share the link
+    ways = (
+        (moved.sent - between, hardware.link_gbs),
+        (between * hardware.on_a_node, hardware.node_gbs),
+        (moved.bus, hardware.bus_gbs),
+        (moved.drive, hardware.drive_gbs),
+    )
     others = [nbytes / (speed * 1e9) for nbytes, speed in ways if speed is not None]
     return max(compute, *others, 0.0), compute / _EFFICIENCY + sum(others)
 
@@ -241,11 +250,19 @@ def lightest(forecasts: Sequence[Forecast]) -> Forecast | None:
     return next((f for f in forecasts if f.fits), None)
 
 
+def fastest(forecasts: Sequence[Forecast]) -> Forecast | None:
+    """Return the candidate that fits with the least predicted time, without any overlap; None if no time is known."""
+    timed = [(f.seconds[1], i) for i, f in enumerate(forecasts) if f.fits and f.seconds is not None]
+    return forecasts[min(timed)[1]] if timed else None
+
+
 def table(forecasts: Sequence[Forecast], hardware: Hardware) -> str:
     """Return one line per candidate, the lightest first; the first that fits is marked."""
     chosen = lightest(forecasts)
     has_times = any(f.seconds for f in forecasts)
+    has_nodes = hardware.node_gbs is not None
     head = ["", "device", "of that: states", "activations", "other", "host", "NVMe", "sent per step"]
+    head += ["between nodes"] if has_nodes else []
     rows = [[*head, *(["s per step"] if has_times else []), "fits"]]
     for f in forecasts:
         at = f.peak.at_peak
@@ -254,7 +271,8 @@ def table(forecasts: Sequence[Forecast], hardware: Hardware) -> str:
         sizes = (f.peak.device, states, activations, f.peak.device - states - activations, f.peak.cpu, f.peak.nvme)
         seconds = [f"{f.seconds[0]:.3g} to {f.seconds[1]:.3g}"] if f.seconds else [""] if has_times else []
         verdict = "<- lightest that fits" if f is chosen else "yes" if f.fits else "no: needs " + "; ".join(f.lacks)
-        cells = [show_bytes(n) if n else "-" for n in (*sizes, f.traffic.sent)]
+        sent = (f.traffic.sent, f.traffic.between_nodes) if has_nodes else (f.traffic.sent,)
+        cells = [show_bytes(n) if n else "-" for n in (*sizes, *sent)]
         rows.append([f.candidate.name, *cells, *seconds, verdict])
     widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]) - 1)]
     lines = []

@@ -15,6 +15,8 @@ from ls_strategy.errors import ConfigError
 _UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12, "ki": 2**10, "mi": 2**20, "gi": 2**30, "ti": 2**40}
 _NUMBER = re.compile(r"\s*([0-9]*\.?[0-9]+)\s*([kmgt]?i?)b?\s*", re.IGNORECASE)
 
+_RATE = re.compile(r"\s*([0-9]*\.?[0-9]+)\s*([kmgt])(bit|b)(?:/s|ps)?\s*", re.IGNORECASE)
+
 
 def parse_bytes(text: str) -> int:
     """Parse bytes from a number with a unit; GB are 10**9 bytes and GiB 2**30.
@@ -29,6 +31,21 @@ def parse_bytes(text: str) -> int:
     if found is None or found[2].lower() not in _UNITS:
         raise ConfigError(f"Got {text!r}, which is not a size. Give bytes, or a number and a unit: 80GB, 512GiB, 4TB.")
     return int(float(found[1]) * _UNITS[found[2].lower()])
+
+
+def parse_rate(text: str) -> float:
+    """Parse a bandwidth, in 10**9 bytes per second: bits or bytes per second, with a unit.
+
+    >>> parse_rate("100Gbit"), parse_rate("25 GB/s"), parse_rate("1Gbit/s")
+    (12.5, 25.0, 0.125)
+
+    Raises:
+        ConfigError: the text is not a bandwidth.
+    """
+    found = _RATE.fullmatch(text)
+    if found is None or float(found[1]) <= 0:
+        raise ConfigError(f"Got {text!r}, which is not a bandwidth. Give a number and a unit: 100Gbit, 25GB/s.")
+    return float(found[1]) * _UNITS[found[2].lower()] / (8 if found[3].lower() == "bit" else 1) / 1e9
 
 
 def show_bytes(nbytes: float) -> str:
@@ -66,7 +83,10 @@ class Hardware:
     """Peak 10**12 operations per second of a device, in the run's precision."""
 
     link_gbs: float | None = None
-    """10**9 bytes per second that a rank can send to the others."""
+    """10**9 bytes per second that a rank can send to the others; with ``node_gbs``, to those on its node."""
+
+    node_gbs: float | None = None
+    """10**9 bytes per second that a node can send to the others. None: not known apart from ``link_gbs``."""
 
     bus_gbs: float | None = None
     """Between device and host, per direction."""

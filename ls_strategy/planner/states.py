@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from fractions import Fraction
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -14,6 +15,7 @@ from torch.optim import Optimizer
 
 from ls_strategy.config import ZeROConfig
 from ls_strategy.distributed.comm import Comm
+from ls_strategy.distributed.mesh import ranks_of_group
 from ls_strategy.plan import MOMENT_BYTES, Plan
 from ls_strategy.precision import PrecisionPolicy
 from ls_strategy.zero.setup.assembly import Draft
@@ -56,12 +58,19 @@ class ModelStates:
         draft.agree(Comm(None, None))
         return draft
 
-    def plan(self, config: ZeROConfig, world_size: int) -> Plan:
-        """Return the engine's plan on ``world_size`` ranks; with ``rank_weights``, of the rank with the most."""
+    def plan(self, config: ZeROConfig, world_size: int, node_size: int | None = None) -> Plan:
+        """Return the engine's plan on ``world_size`` ranks, of a rank with the most; ``node_size`` of them on a node.
+
+        Raises:
+            PlanError: the ranks cannot be grouped as the options say.
+        """
+        cut = partial(ranks_of_group, node_size=node_size or world_size, replicated=world_size, tensor=1)
+        group, copies = cut("shard_size", config.sharding.shard_size), cut("hpz", config.sharding.hpz)
+        groups = world_size // group
         sizes: Any = SimpleNamespace(
             zero=SimpleNamespace(world_size=world_size),
-            shards=SimpleNamespace(world_size=world_size, replica=0, replicas=1),
-            node=None,
+            shards=SimpleNamespace(world_size=group, replica=min(1, groups - 2) if groups > 1 else 0, replicas=groups),
+            node=None if copies in (1, world_size) else SimpleNamespace(world_size=copies),
             expert_zero=SimpleNamespace(world_size=world_size),
             tensor=SimpleNamespace(size=1),
         )

@@ -14,6 +14,9 @@ class StepTraffic:
     sent: int
     """To other ranks."""
 
+    between_nodes: int
+    """Of it to ranks on other nodes. With NCCL, as if every shard went straight to its owner."""
+
     bus: int
     """Between device and host, both directions together."""
 
@@ -29,6 +32,7 @@ def traffic(
     native_fp32: bool = False,
     cuda: bool = False,
     gradients_stored: bool = False,
+    node_size: int | None = None,
 ) -> StepTraffic:
     """Count the bytes of a step.
 
@@ -39,6 +43,7 @@ def traffic(
         native_fp32: the transport reduces in fp32 (NCCL).
         cuda: the device has its own memory.
         gradients_stored: averages stay on their tier until backward ends.
+        node_size: ranks per node. None: all are on one.
     """
     bus = 0
     for unit, gathers in zip(plan.units, plan.gathers_per_step(micro_batches), strict=True) if cuda else ():
@@ -51,23 +56,56 @@ def traffic(
     read_and_written = plan.drive_bytes_per_step(
         gradients_stored=gradients_stored, micro_batches=micro_batches, optimizer_bytes=optimizer_bytes
     )
-    return StepTraffic(_sent(plan, micro_batches, native_fp32=native_fp32), bus, sum(read_and_written))
+    sent = _sent(plan, micro_batches, native_fp32=native_fp32, far=None)
+    between = _sent(plan, micro_batches, native_fp32=native_fp32, far=_Far(plan, node_size)) if node_size else 0
+    return StepTraffic(sent, between, bus, sum(read_and_written))
 
 
-def _sent(plan: Plan, micro_batches: int, *, native_fp32: bool) -> int:
-    """Return `Plan.elements_sent` in bytes."""
+class _Far:
+    """Which of a rank's messages leave its node."""
+
+    def __init__(self, plan: Plan, node_size: int) -> None:
+        self._node_size = node_size
+        self._plan = plan
+
+    def among(self, sent: int, ranks: int) -> int:
+        """Return the part that leaves the node of ``sent``, the same to each of the other neighbouring ``ranks``."""
+        return sent * max(ranks - self._node_size, 0) // (ranks - 1) if ranks > 1 else 0
+
+    def crossings(self) -> tuple[int, int]:
+        """Return how often a shard goes to other groups in all, and how often to other nodes."""
+        (group, groups), size = self._plan.group, self._plan.world_size
+        others = [other for other in (group - 1, group + 1) if 0 <= other < groups]
+        node = group * size // self._node_size
+        return len(others), sum(other * size // self._node_size != node for other in others)
+
+
+def _sent(plan: Plan, micro_batches: int, *, native_fp32: bool, far: _Far | None) -> int:
+    """Return `Plan.elements_sent` in bytes. ``far``: only what leaves the node."""
     policy = plan.policy
 
+    def among(sent: int, ranks: int) -> int:
+        return sent if far is None else far.among(sent, ranks)
+
+    def crossing(flat: FlatPlan) -> int:
+        sent = plan.crossing_numel(flat)
+        if far is None or not sent:
+            return sent
+        every, away = far.crossings()
+        return sent * away // every
+
     def gathered(flat: FlatPlan) -> int:
-        return flat.gathered_numel * (flat.gathered_itemsize if policy.optimizer else 4)
+        sent = flat.gathered_numel * (flat.gathered_itemsize if policy.optimizer else 4)
+        return among(sent, flat.layout.world_size)
 
     def regathered(flat: FlatPlan) -> int:
-        return flat.regathered_numel * flat.gathered_itemsize
+        return among(flat.regathered_numel * flat.gathered_itemsize, flat.node or flat.layout.world_size)
 
     def reduced(flat: FlatPlan) -> int:
         size = flat.dtype.itemsize
         accumulates = policy.optimizer and not policy.gradients and micro_batches > 1
         fp32 = native_fp32 or not policy.optimizer or accumulates
-        return flat.reduced_numel * (max(size, 4) if fp32 else size)
+        inside = among(flat.reduced_numel * (max(size, 4) if fp32 else size), flat.layout.world_size)
+        return inside + crossing(flat) * max(flat.master_dtype.itemsize, 4)
 
     return plan.count_sent(micro_batches, gathered=gathered, regathered=regathered, reduced=reduced)

@@ -75,6 +75,9 @@ def test_backward_sends_no_parameters_between_nodes() -> None:
     for plain, ours in spawn(measure, 4, runs, init_process_group=False, timeout_s=120):
         assert sum(ours["elements"].values()) == ours["planned"]
         assert sum(plain["elements"].values()) == plain["planned"]
+        for each in (plain, ours):
+            assert sum(each["bytes"].values()) == each["traffic"].sent
+            assert sum(each["bytes_between_nodes"].values()) == each["traffic"].between_nodes
         p, again = plain["numel"], plain["again"]
         assert 0 < again < p
         assert plain["bytes_between_nodes"]["all_gather"] == (p + again) // 2 * 2

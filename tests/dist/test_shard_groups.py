@@ -13,6 +13,7 @@ import torch
 
 from ls_strategy import PlanError
 from ls_strategy.lightning.strategy import ZeROStrategy
+from ls_strategy.planner.traffic import traffic
 from ls_strategy.testing import spawn
 from tests.dist.models import Case, Net, Result, loader, quiet, run_all, same_bits, trainer_of
 
@@ -140,6 +141,7 @@ def measure(rank: int, world_size: int, cases: list[Case]) -> list[dict[str, Any
                 "again": sum(size * (n - 1) for size, n in zip(sizes, gathers, strict=True)),
                 "last": next(s for s, u in zip(reversed(sizes), reversed(plan.units), strict=True) if not u.is_root),
                 "world_size": plan.world_size,
+                "traffic": traffic(plan, (8.0,), node_size=2),
                 "copy_bytes": plan.bytes_by_tier()["device"]["parameters"],
             }
         )
@@ -164,6 +166,8 @@ def test_bytes_between_nodes_equal_the_formula() -> None:
             assert (flat["world_size"], groups["world_size"]) == (4, 2)
             for each in (flat, groups):
                 assert sum(each["elements"].values()) == each["planned"]
+                assert sum(each["bytes"].values()) == each["traffic"].sent
+                assert sum(each["bytes_between_nodes"].values()) == each["traffic"].between_nodes
             assert flat["bytes"]["reduce_scatter"] == 3 * p // 4 * itemsize
             assert flat["bytes_between_nodes"]["reduce_scatter"] == p // 2 * itemsize
             gathered = flat["bytes"]["all_gather"]

@@ -11,19 +11,24 @@ from torch import Tensor
 from ls_strategy import ZeROStrategy
 from ls_strategy.testing import spawn
 from tests.dist import fabric_ranks
-from tests.dist.parallel_runs import Outcome, Run, train_all
+from tests.dist.parallel_runs import Outcome, Run, train_all, unequal
 from tests.dist.ranks import Net, batches, quiet, trainer_of
 from tests.dist.test_virtual_ranks import check_equal
 from tests.dist.test_virtual_ranks import train as train_virtual
+from tests.native_ranks import on_native_device
 
 pytestmark = pytest.mark.wide
 
-PARALLEL: list[tuple[dict[str, Any], int]] = [
-    ({"stage": 3, "parallel.context": 2}, 2),
-    ({"stage": 3, "parallel.tensor": 2}, 1),
-    ({"stage": 1, "parallel.pipeline.size": 2, "parallel.pipeline.micro_batches": 2}, 1),
+PARALLEL: list[tuple[dict[str, Any], dict[str, Any]]] = [
+    ({"stage": 3, "parallel.context": 2}, {"sharding.shard_size": 2}),
+    ({"stage": 3, "parallel.context": 2}, {"sharding.hpz": 2}),
+    ({"stage": 3, "parallel.tensor": 2}, {"sharding.shard_size": 1}),
+    (
+        {"stage": 1, "parallel.pipeline.size": 2, "parallel.pipeline.micro_batches": 2},
+        {"sharding.shard_size": 1},
+    ),
 ]
-"""Options, and the size of a group."""
+"""Options, and how ranks are grouped."""
 
 
 def equal(a: Outcome, b: Outcome) -> bool:
@@ -32,11 +37,7 @@ def equal(a: Outcome, b: Outcome) -> bool:
 
 
 def test_the_bits_with_other_kinds_of_parallelism() -> None:
-    runs = [
-        Run(options={**options, **more}, steps=4)
-        for options, size in PARALLEL
-        for more in ({}, {"sharding.shard_size": size})
-    ]
+    runs = [Run(options={**options, **more}, steps=4) for options, groups in PARALLEL for more in ({}, groups)]
     found = spawn(train_all, 4, runs, init_process_group=False, timeout_s=150)
     for results in found:
         for i, (options, _) in enumerate(PARALLEL):
@@ -52,7 +53,7 @@ def with_fabric(rank: int, world_size: int) -> list[list[dict[str, Any]]]:
     found = []
     for options in FABRIC:
         both = []
-        for more in ({}, {"shard_size": 2}):
+        for more in ({}, {"shard_size": 2}, *([{"hpz": 2}] if options["stage"] == 3 else [])):
             fabric_ranks.OPTIONS["groups"] = {**options, "sharding": {**options["sharding"], **more}}
             both.append(fabric_ranks.train(rank, world_size, "groups", {"accumulate": 2, "max_norm": 0.1, "steps": 4}))
         found.append(both)
@@ -61,7 +62,7 @@ def with_fabric(rank: int, world_size: int) -> list[list[dict[str, Any]]]:
 
 def test_the_bits_with_fabric() -> None:
     for results in spawn(with_fabric, 4, init_process_group=False, timeout_s=120):
-        for flat, groups in results:
+        for flat, groups in [(each[0], other) for each in results for other in each[1:]]:
             assert flat["losses"] == groups["losses"]
             assert flat["norms"] == groups["norms"]
             assert all(torch.equal(v, groups["weights"][k]) for k, v in flat["weights"].items())
@@ -102,3 +103,22 @@ def muon(rank: int, world_size: int) -> list[dict[str, Tensor]]:
 def test_the_bits_of_whole_tensors() -> None:
     flat, groups = spawn(muon, 4, init_process_group=False, timeout_s=60)[0]
     assert all(torch.equal(v, groups[k]) for k, v in flat.items())
+
+
+def test_on_a_native_device() -> None:
+    """Where the transport sums by itself, and copies go over streams: the numbers of one process."""
+    expected = spawn(train_all, 1, [Run(steps=4)], init_process_group=False)[0][0]
+    runs = [
+        Run({"stage": stage, **{f"sharding.{name}": size for name, size in sharding.items()}}, steps=4)
+        for stage, sharding in (
+            (3, {"shard_size": 2}),
+            (1, {"shard_size": 2}),
+            (2, {"shard_size": 1}),
+            (3, {"hpz": 2}),
+            (3, {"quantized_gathers": "int8"}),
+            (3, {"quantized_gathers": "int8", "hpz": 2}),
+        )
+    ]
+    found = spawn(on_native_device, 4, train_all, runs, init_process_group=False, timeout_s=170)[0]
+    assert not unequal(expected, runs[:4], found[:4])
+    assert equal(found[4], found[5])

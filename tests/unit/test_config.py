@@ -214,6 +214,7 @@ SINCE = {
     "sharding.replicated_modules",
     "sharding.shard_size",
     "sharding.hpz",
+    "sharding.quantized_gathers",
     "precision.frozen",
     "precision.frozen_except",
     "parallel.virtual_ranks",

@@ -104,6 +104,9 @@ def test_groups_of_ranks():
     assert zero(zero_hpz_partition_size=8) == {"stage": 3, "sharding.hpz": 8}
     assert zero(mics_shard_size=4, mics_hierarchical_params_gather=True) == {"stage": 3, "sharding.shard_size": 4}
     assert zero(zero_hpz_partition_size=1, mics_shard_size=-1) == {"stage": 3}
+    packed = {"stage": 3, "sharding.hpz": 4, "sharding.quantized_gathers": "int8"}
+    assert zero(zero_quantized_weights=True, zero_hpz_partition_size=4) == packed
+    assert zero(zero_quantized_weights=False) == {"stage": 3}
     below = translate({"zero_optimization": {"stage": 2, "zero_hpz_partition_size": 8}})
     assert below.strategy == {"stage": 2}
     assert "stage 3 only" in below.report()

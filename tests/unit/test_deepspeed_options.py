@@ -62,6 +62,7 @@ CONTRADICTIONS = [
     ({"zero_optimization": {"stage": 3, "zero_hpz_partition_size": 8}}, {"sharding.hpz": 4}, "hpz_partition_size=8"),
     ({"zero_optimization": {"stage": 3, "mics_shard_size": 8}}, {"sharding.shard_size": 4}, "mics_shard_size=8"),
     ({"zero_optimization": {"stage": 3, "mics_shard_size": -1}}, {"sharding.shard_size": 4}, "mics_shard_size=-1"),
+    (zero(zero_quantized_weights=False), {"sharding.quantized_gathers": "int8"}, "zero_quantized_weights=False"),
     (PARTITION, {"parallel.pipeline.partition": "parameters"}, "pipeline.partition"),
     (ACCUMULATION, {"parallel.pipeline.micro_batches": 2}, "gradient_accumulation"),
 ]  # fmt: skip
@@ -150,7 +151,9 @@ def test_every_option_of_a_file_has_its_keys() -> None:
     options = {
         *translate(full).strategy,
         *translate({"zero_optimization": {"offload_param": {"device": "cpu"}}}).strategy,
-        *translate({"zero_optimization": {"stage": 3, "zero_hpz_partition_size": 8}}).strategy,
+        *translate(
+            {"zero_optimization": {"stage": 3, "zero_hpz_partition_size": 8, "zero_quantized_weights": True}}
+        ).strategy,
         *translate({"zero_optimization": {"stage": 3, "mics_shard_size": 8}}).strategy,
     }
     options |= translate({**full, "train_micro_batch_size_per_gpu": "auto"}).strategy.keys()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from dataclasses import replace
 
 import pytest
 import torch
@@ -11,15 +12,16 @@ from torch.nn import functional
 
 from ls_strategy.config import ActivationOffloadConfig, RecomputeConfig, TierConfig, ZeROConfig
 from ls_strategy.distributed.comm import Comm
-from ls_strategy.errors import PlanError
+from ls_strategy.errors import ConfigError, PlanError
 from ls_strategy.planner.candidates import Candidate, ladder
 from ls_strategy.planner.choice import Question, choose, explain, smallest
 from ls_strategy.planner.forecast import Forecaster, Run, lightest, on_hardware, reason, table
-from ls_strategy.planner.hardware import Hardware
+from ls_strategy.planner.hardware import Hardware, parse_rate
 from ls_strategy.planner.scaling import scale, scaling_table
 from ls_strategy.planner.simulated import simulated
 from ls_strategy.planner.states import ModelStates, moment_bytes
 from ls_strategy.planner.step import training_step
+from ls_strategy.planner.traffic import traffic
 from ls_strategy.precision import resolve_precision
 from tests import papers
 from tests.live_bytes import LiveBytes
@@ -142,6 +144,46 @@ def test_one_rank_divides_nothing_and_a_choice_of_the_user_stays():
 def test_every_candidate_is_a_configuration():
     for candidate in ladder(ranks=4, drive=True):
         assert candidate.config(ZeROConfig(sharding={"min_unit_numel": 7})).sharding.min_unit_numel == 7
+
+
+def test_candidates_by_node():
+    names = [c.name for c in ladder(ranks=16, by_node=True)]
+    assert names[:3] == ["zero0", "zero1, shard_size=node", "zero1"]
+    assert {"zero3, shard_size=node", "zero3, hpz=node"} < set(names)
+    given = ZeROConfig(sharding={"hpz": 2, "quantized_gathers": "int8"})
+    for candidate in ladder(ranks=16, by_node=True, drive=True):
+        made = candidate.config(given)
+        assert made.sharding.quantized_gathers == ("int8" if candidate.stage == 3 else None)
+        assert ZeROConfig.of(**candidate.arguments()).sharding == replace(
+            candidate.config(ZeROConfig()).sharding, prefetch_units=1
+        )
+
+
+def test_plans_by_node_know_their_states_and_what_leaves_a_node():
+    """Two nodes of eight: gathers and reductions of groups stay inside, but for one shard there or back in fp32."""
+    model = nn.ModuleDict({"blocks": nn.ModuleList(nn.Linear(512, 512) for _ in range(4))})
+    states = ModelStates(model, [torch.optim.AdamW(model.parameters())], resolve_precision("bf16-true"))
+    found = {}
+    for name, sharding in (("flat", {}), ("groups", {"shard_size": "node"}), ("copy", {"hpz": "node"})):
+        plan = states.plan(ZeROConfig(sharding={"min_unit_numel": 0, **sharding}), 16, 8)
+        found[name] = (plan, traffic(plan, (8.0,), node_size=8))
+    p = sum(f.layout.numel for u in found["flat"][0].units for f in u.flats)
+    flat, groups, copy = (moved.between_nodes for _, moved in found.values())
+    plan = found["flat"][0]
+    units = zip(plan.gathers_per_step(), plan.units, strict=True)
+    gathers = sum(n * f.layout.numel for n, u in units for f in u.flats)
+    assert flat == (gathers + p) // 2 * 2
+    assert copy == (p + p) // 2 * 2
+    assert groups == p // 8 * 4
+    masters = {name: plan.state_bytes()["masters"] for name, (plan, _) in found.items()}
+    assert masters["groups"] == 2 * masters["flat"] == 2 * masters["copy"]
+    assert found["copy"][0].state_bytes()["parameters"] - found["flat"][0].state_bytes()["parameters"] > 0
+
+
+@pytest.mark.parametrize("text", ["", "100", "fast", "0Gbit", "-1Gbit", "100 Gbit/h"])
+def test_what_is_no_bandwidth(text):
+    with pytest.raises(ConfigError, match="not a bandwidth"):
+        parse_rate(text)
 
 
 def test_aliases_of_candidates_mean_what_they_say():

@@ -47,7 +47,14 @@ def test_a_returned_buffer_is_used_again_by_the_same_size_only() -> None:
 
 def flat(ledger: SimulatedLedger, numel: int = 8, world: int = 2, **plan: Any) -> Any:
     layout = SimpleNamespace(numel=numel, shard=numel // world, slots=[SimpleNamespace(name="w", numel=numel)])
-    given = {"dtype": torch.bfloat16, "trainable": True, "gradient_tier": "device", "quantized": None, **plan}
+    given = {
+        "dtype": torch.bfloat16,
+        "trainable": True,
+        "gradient_tier": "device",
+        "quantized": None,
+        "wire_format": None,
+        **plan,
+    }
     return SimulatedFlat(SimpleNamespace(layout=layout, replicated=False, **given), ledger, reads_ahead=False)  # type: ignore[arg-type]
 
 
@@ -64,7 +71,7 @@ def test_a_gathered_buffer_is_held_until_it_is_released() -> None:
 def reducer(stage: Any, ledger: SimulatedLedger, world: int = 2, **setting: Any) -> tuple[Any, Any, Any]:
     one = flat(ledger, world=world)
     unit = SimulatedUnit([one], is_root=False)
-    plan: Any = SimpleNamespace(policy=POLICIES[stage], world_size=world)
+    plan: Any = SimpleNamespace(policy=POLICIES[stage], world_size=world, group=(0, 1))
     made = SimulatedReducer([unit], plan, Setting(optimizer_bytes=(8,), **setting), ledger, {"w"})
     return made, unit, one
 

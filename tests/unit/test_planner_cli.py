@@ -113,6 +113,22 @@ def test_a_plan_in_json(config, capsys):
 
 
 @pytest.mark.wide
+def test_a_plan_for_slow_links_between_nodes(config, capsys):
+    """What sends least between nodes is fastest on a slow network, and the bytes of a node share its link."""
+    words = ("--gpus=16", "--node-size=8", "--gpu-memory=80GB", "--tflops=300", "--link=100", "--inter-node=1Gbit")
+    assert run(config, *words, "--json") == 0
+    result = json.loads(capsys.readouterr().out)
+    by_name = {s["name"]: s for s in result["strategies"]}
+    assert result["fastest"].endswith("shard_size=node")
+    between = {name: s["sent_bytes_between_nodes_per_step"] for name, s in by_name.items()}
+    assert between["zero1, shard_size=node"] < between["zero1"] / 4
+    assert by_name["zero1"]["seconds_per_step"][0] >= between["zero1"] * 8 / 0.125e9
+    assert run(config, *words) == 0
+    out = capsys.readouterr().out
+    assert "between nodes" in out
+    assert "the fastest that fits, at most" in out
+
+
 def test_a_plan_for_too_small_a_machine(config, capsys):
     assert run("--config", config, "--gpus", 8, "--gpu-memory", "1GB", "--scaling") == 1
     text = capsys.readouterr().out

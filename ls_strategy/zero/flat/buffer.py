@@ -197,6 +197,17 @@ class FlatBuffer:
         """Return where elements ``[start, stop)`` of the buffer are in ``wire``."""
         return slice(start, stop)
 
+    def gather_exactly(self) -> None:
+        """Let the next gather bring the parameters as they are: it is for user code. On all ranks."""
+
+    def own_part(self) -> Tensor:
+        """Return where this rank's shard goes before a gather, in the dtype of the parameters."""
+        allocate(self.wire)
+        return self.wire[self.in_wire(*self.stepped)]
+
+    def pack_own_part(self) -> None:
+        """Bring `own_part` into ``wire``, if it is not there."""
+
     @property
     def wire_sizes(self) -> Sequence[int] | None:
         """Return the length of every rank's shard in ``wire``; None if all are equal."""
@@ -316,6 +327,11 @@ class FlatBuffer:
         other.copy_(mine)
         self.require_refresh(self.optimizer_tier != "device" or self.has_own_shard)
 
+    def gathered_shard(self, master: Tensor) -> Tensor:
+        """Return what a gather has put into this rank's range of ``full``; ``master`` has this rank's masters."""
+        source = master if self.shard is None else self.shard
+        return source.to(device=self.full.device, dtype=self.full.dtype)
+
     @property
     def has_secondary(self) -> bool:
         """Whether the next gather uses the second copy inside the node."""
@@ -330,6 +346,11 @@ class FlatBuffer:
         """Copy user code's writes to ``full`` into the second copy. Not collective: all ranks write the same."""
         if self.secondary is not None:
             self.secondary.written(self.full)
+
+    def _arrived(self) -> None:
+        """Let the second copy keep what a gather has brought."""
+        if self.secondary is not None:
+            self.secondary.arrived(self.wire)
 
     def _gather_in_node(self) -> PendingGather | None:
         """Start gathering from the second copy. Return None if it is not current."""

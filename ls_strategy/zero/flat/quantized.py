@@ -185,8 +185,7 @@ class QuantizedFlat(Flat):
         if self.gathering is not None:
             self.gathering.wait()
             self.gathering = None
-            if self.secondary is not None:
-                self.secondary.arrived(self.wire)
+            self._arrived()
             allocate(self.full)
             dequantize_(self.wire if self.policy.parameters else self.master, self.full, self.form)
             self._free_wire()

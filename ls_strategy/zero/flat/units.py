@@ -30,7 +30,7 @@ from ls_strategy.errors import StateError
 from ls_strategy.tiers.arrival import Arrival
 from ls_strategy.tiers.stream import Ticket
 from ls_strategy.zero.flat.averages import Averages
-from ls_strategy.zero.flat.buffer import FlatBuffer, allocate
+from ls_strategy.zero.flat.buffer import FlatBuffer
 from ls_strategy.zero.flat.initial import full_values, shard_values
 from ls_strategy.zero.flat.local_gradients import LocalGradients
 from ls_strategy.zero.flat.parameters import Absent, Present, bind_home, grad_of, point, set_grad, unnoticed
@@ -278,8 +278,8 @@ class Flat(FlatBuffer):
             if self.gathering is not None:
                 return
             self.start_read()
-            allocate(self.wire)
-            self._load_shard(self.wire[self.in_wire(*self.stepped)])
+            self._load_shard(self.own_part())
+            self.pack_own_part()
         elif self.optimizer_tier == "device" and not self.master_is_slice:
             self.full[slice(*self.stepped)].copy_(self.master)
         if self.policy.optimizer:
@@ -297,9 +297,8 @@ class Flat(FlatBuffer):
         if self.has_secondary:
             return
         self.refresh_if_due()
-        allocate(self.wire)
         updating, after = self.updating, self.storage.link.mark()
-        outs = [self.wire[self.in_wire(*self.stepped)]]
+        outs = [self.own_part()]
 
         def read() -> Arrival:
             # The thread may have this function for a moment after its result is known. A view of the parameters that
@@ -333,8 +332,7 @@ class Flat(FlatBuffer):
         if self.gathering is not None:
             self.gathering.wait()
             self.gathering = None
-            if self.secondary is not None:
-                self.secondary.arrived(self.wire)
+            self._arrived()
         if not self.is_gathered:
             self.bind(on_demand=on_demand)
         elif (self.hidden or self.gathered_on_demand) and not on_demand:

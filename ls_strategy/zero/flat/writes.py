@@ -217,8 +217,7 @@ class UserWrites:
         flat = self._flat
         master = flat.read_master().detach()
         now = flat.full[slice(*flat.stepped)]
-        before = (master if flat.shard is None else flat.shard).to(device=now.device, dtype=now.dtype)
-        return take_elements(flat, 0, now, before, master)
+        return take_elements(flat, 0, now, flat.gathered_shard(master), master)
 
 
 def take_elements(flat: FlatBuffer, start: int, now: Tensor, before: Tensor, master: Tensor | None = None) -> bool:

@@ -108,6 +108,7 @@ class OnDemandGather:
     def begin(self, flat: Flat) -> None:
         """Start gathering a buffer, without waiting. Collective."""
         if not flat.resident and not flat.is_gathered and flat.gathering is None:
+            flat.gather_exactly()
             flat.start_gather()
 
     def touched(self, flat: Flat) -> None:
