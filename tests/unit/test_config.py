@@ -209,7 +209,7 @@ FLAT = {
 
 SINCE = {
     "sharding.replicated_modules", "precision.frozen", "precision.frozen_except", "parallel.virtual_ranks",
-    "activations.loss", "activations.tiling",
+    "activations.loss", "activations.tiling", "parallel.ring",
 }  # fmt: skip
 """Options that had no name in 0.1."""
 
