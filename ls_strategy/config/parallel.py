@@ -132,6 +132,11 @@ class ParallelConfig(Group):
     pipeline: int | PipelineConfig = 1
     """Pipeline parallelism: ranks that the blocks of the model are partitioned over."""
 
+    ring: int = 1
+    """Of the context-parallel ranks, the number that form a ring, in which keys and values pass from rank to rank (ring
+    attention); the other ranks exchange tokens for heads. It must divide ``context``. 1: all exchange tokens for heads,
+    which the number of heads limits. ``ring`` equal to ``context``: any number of heads."""
+
     virtual_ranks: int | None = None
     """The number of ranks that the run computes as if it had, on as many as there are or fewer: losses and weights are
     the same bits on any number of ranks, at every stage and with any offload. Each virtual rank has its own batches and
@@ -161,9 +166,14 @@ class ParallelConfig(Group):
     def __post_init__(self) -> None:
         """Refuse invalid values."""
         ranks = dict.fromkeys(
-            ("tensor", "context", "expert", "pipeline", "virtual_ranks", "virtual_ranks_per_rank"), _RANKS
+            ("tensor", "context", "expert", "pipeline", "virtual_ranks", "virtual_ranks_per_rank", "ring"), _RANKS
         )
         check_fields(self, group="parallel", **ranks)
+        if self.context % self.ring:
+            raise ConfigError(
+                f"Got parallel.ring={self.ring} with parallel.context={self.context}, but rings consist of "
+                f"context-parallel ranks, so ring must divide context. Set parallel.context={self.ring}."
+            )
         if isinstance(self.tensor, int):
             self._set("tensor", TensorConfig(size=self.tensor))
         if isinstance(self.pipeline, int):

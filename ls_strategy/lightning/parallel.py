@@ -248,7 +248,8 @@ class ModelParallel:
         if self.mesh.sequence.size == 1:
             return
         blocks = self._one_stack(module)
-        sequence = apply_sequence_parallel(module, self.mesh.sequence, blocks=blocks, head=_head(module, blocks))
+        head, ring = _head(module, blocks), self.config.ring
+        sequence = apply_sequence_parallel(module, self.mesh.sequence, blocks=blocks, head=head, ring=ring)
         done.handles.append(sequence)
         rank_zero_info(f"ZeROStrategy: {sequence.describe()}")
 

@@ -204,8 +204,8 @@ def _statistics(logits: Tensor, target: Tensor | None, loss: TokenLoss) -> tuple
         total = x.sum(1) if loss.smoothing else nothing
     if not length:
         return highest, torch.stack((nothing, nothing, nothing))
-    x -= highest[:, None]  # nothing else reads these logits
-    return highest, torch.stack((at_target, total, x.exp_().sum(1)))
+    # Out of place: selective recompute may have kept the product.
+    return highest, torch.stack((at_target, total, (x - highest[:, None]).exp_().sum(1)))
 
 
 def _over_ranks(highest: Tensor, terms: Tensor, loss: TokenLoss) -> tuple[Tensor, Tensor, Tensor]:

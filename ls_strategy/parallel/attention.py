@@ -27,13 +27,16 @@ from torch.nn import functional
 from ls_strategy.distributed.axis import Axis
 from ls_strategy.errors import PlanError
 from ls_strategy.parallel.regions import exchange, untraced
+from ls_strategy.parallel.ring import AxisPart, ring_attention, split_axis
 
 
 class Region:
     """The execution of one block on this rank's tokens."""
 
-    def __init__(self, axis: Axis) -> None:
+    def __init__(self, axis: Axis, ring: int = 1) -> None:
         self.axis = axis
+        self.ring = ring
+        """Ranks among which keys and values pass in a ring; the others exchange tokens for heads."""
         self.calls = 0
         """Number of attention calls so far."""
         self.owner: object = None
@@ -44,9 +47,9 @@ _thread = threading.local()  # backward, which may recompute a block, runs in ot
 
 
 @contextmanager
-def attention_over(axis: Axis) -> Generator[Region, None, None]:
-    """Make attention exchange tokens for heads over ``axis``. Not collective by itself."""
-    outer, region = getattr(_thread, "region", None), Region(axis)
+def attention_over(axis: Axis, ring: int = 1) -> Generator[Region, None, None]:
+    """Make attention exchange tokens for heads over ``axis``, or keys in rings of it. Not collective by itself."""
+    outer, region = getattr(_thread, "region", None), Region(axis, ring)
     _thread.region = region
     try:
         with unfused():
@@ -55,10 +58,10 @@ def attention_over(axis: Axis) -> Generator[Region, None, None]:
         _thread.region = outer
 
 
-def reenter(axis: Axis, owner: object) -> None:
+def reenter(axis: Axis, owner: object, ring: int = 1) -> None:
     """Enter a region until ``owner`` leaves it. Inside a region, do nothing."""
     if getattr(_thread, "region", None) is None:
-        _thread.region = Region(axis)
+        _thread.region = Region(axis, ring)
         _thread.region.owner = owner
 
 
@@ -111,6 +114,8 @@ def _attend(
     **kwargs: Any,
 ) -> Tensor:  # fmt: skip
     region.calls += 1
+    if region.ring > 1:
+        return _attend_in_ring(region, inputs, attn_mask, *args, **kwargs)
     _check(region.axis, *inputs)
     outer, _thread.region = region, None  # over the local heads, attention is an ordinary call
     try:
@@ -122,7 +127,23 @@ def _attend(
     return exchange(result, region.axis, 2, 1)
 
 
-def _check(axis: Axis, query: Tensor, key: Tensor, value: Tensor) -> None:
+def _attend_in_ring(
+    region: Region, inputs: tuple[Tensor, Tensor, Tensor], mask: Tensor | None, dropout_p: float = 0.0,
+    is_causal: bool = False, scale: float | None = None, enable_gqa: bool = False,
+) -> Tensor:  # fmt: skip
+    heads, ring = split_axis(region.axis, region.ring)
+    _check(heads, *inputs)
+    if dropout_p:
+        raise PlanError(
+            f"attention in a block sharded along the tokens got dropout_p={dropout_p}, which rings do not compute. Set "
+            "parallel.ring=1, or disable the dropout of attention."
+        )
+    query, key, value = _tokens_to_heads(heads, inputs)
+    result = ring_attention(ring, (query, key, value), _local_heads(mask, inputs[0].shape[1], heads), is_causal, scale)
+    return exchange(result, heads, 2, 1)
+
+
+def _check(axis: Axis | AxisPart, query: Tensor, key: Tensor, value: Tensor) -> None:
     got = f"attention in a block sharded along the tokens got query {tuple(query.shape)}, key {tuple(key.shape)}"
     if query.dim() != 4 or key.dim() != 4 or value.dim() != 4:
         raise PlanError(f"{got}. It requires (batch, heads, tokens, width per head).")
@@ -138,7 +159,7 @@ def _check(axis: Axis, query: Tensor, key: Tensor, value: Tensor) -> None:
         )
 
 
-def _tokens_to_heads(axis: Axis, inputs: tuple[Tensor, Tensor, Tensor]) -> list[Tensor]:
+def _tokens_to_heads(axis: Axis | AxisPart, inputs: tuple[Tensor, Tensor, Tensor]) -> list[Tensor]:
     """Give every rank all tokens of its heads.
 
     Key and value heads are repeated until their number is a multiple of the number of ranks.
@@ -153,7 +174,7 @@ def _tokens_to_heads(axis: Axis, inputs: tuple[Tensor, Tensor, Tensor]) -> list[
     return result
 
 
-def _local_heads(mask: Tensor | None, heads: int, axis: Axis) -> Tensor | None:
+def _local_heads(mask: Tensor | None, heads: int, axis: Axis | AxisPart) -> Tensor | None:
     """Slice a mask that differs between heads to this rank's heads."""
     if mask is None or mask.dim() < 3 or mask.shape[-3] != heads or heads == 1:
         return mask

@@ -139,7 +139,7 @@ def scatter_sequence(x: Tensor, axis: Axis) -> Tensor:
 
 
 @untraced
-def exchange(x: Tensor, axis: Axis, split_dim: int, concat_dim: int) -> Tensor:
+def exchange(x: Tensor, axis: Any, split_dim: int, concat_dim: int) -> Tensor:
     """Shard ``split_dim`` instead of ``concat_dim``, which becomes full: exchange tokens for heads, say.
 
     Traffic:

@@ -27,7 +27,7 @@ CHECKED = 1024
 
 
 def compare_with_full(
-    block: nn.Module, forward: Callable[..., Any], call: Call, tokens: int, axis: Axis, name: str
+    block: nn.Module, forward: Callable[..., Any], call: Call, tokens: int, axis: Axis, name: str, ring: int = 1
 ) -> None:
     """Run ``forward``, that of ``block``, on all tokens of ``call`` and on this rank's, and compare. Collective.
 
@@ -45,7 +45,7 @@ def compare_with_full(
     with _undisturbed(block, device):
         expected, around, bound = _expected(forward, short, device)
         try:
-            with around(), attention_over(axis):
+            with around(), attention_over(axis, ring):
                 actual = _run(forward, narrow(short, length, axis.rank * share, share))
         except LSError:
             raise

@@ -14,6 +14,7 @@ gives the gradient of the full batch. Jacobs et al., "DeepSpeed Ulysses", arXiv:
 from __future__ import annotations
 
 import inspect
+import math
 from collections.abc import Generator, Sequence
 from contextlib import contextmanager, nullcontext
 from typing import Any
@@ -42,9 +43,11 @@ class SequenceParallel:
     """Blocks that run on this rank's tokens until `remove`. Built by `apply_sequence_parallel`."""
 
     def __init__(
-        self, model: nn.Module, axis: Axis, blocks: Sequence[nn.Module], head: nn.Module | None, *, check: bool
-    ) -> None:
+        self, model: nn.Module, axis: Axis, blocks: Sequence[nn.Module], head: nn.Module | None, *, ring: int = 1,
+        check: bool,
+    ) -> None:  # fmt: skip
         self.axis = axis
+        self.ring = ring
         self.blocks = list(blocks)
         self.head = head
         names = {id(module): name for name, module in model.named_modules()}
@@ -64,7 +67,10 @@ class SequenceParallel:
         """Return one line for the log."""
         kinds = ", ".join(sorted({type(block).__name__ for block in self.blocks}))
         head = "after the last" if self.head is None else f"in the loss of {self._names[id(self.head)]!r}"
-        return f"tokens sharded over {self.axis.size} ranks in {len(self.blocks)} blocks ({kinds}), gathered {head}"
+        rings = f" (rings of {self.ring})" if self.ring > 1 else ""
+        return (
+            f"tokens sharded over {self.axis.size} ranks{rings} in {len(self.blocks)} blocks ({kinds}), gathered {head}"
+        )
 
     def remove(self) -> None:
         """Restore blocks, head and torch's attention. Idempotent."""
@@ -145,7 +151,7 @@ class SequenceParallel:
     def _resume(self, module: nn.Module, _args: Any, _kwargs: Any) -> None:
         """Reenter the region where backward recomputes a module inside a block without calling the block."""
         if current_backward_pass() != -1 and self._inside.get(id(module)) is module:
-            reenter(self.axis, module)
+            reenter(self.axis, module, self.ring)
 
     def _pause(self, module: nn.Module, _args: Any, _output: Any) -> None:
         leave(module)
@@ -178,13 +184,14 @@ class SequenceParallel:
         Raises:
             PlanError: In training, the number of tokens does not permit it.
         """
-        fits = tokens % self.axis.size == 0 and tokens >= 2 * self.axis.size
+        multiple = math.lcm(self.axis.size, 2 * self.ring if self.ring > 1 else 1)
+        fits = tokens % multiple == 0 and tokens >= 2 * self.axis.size
         if not torch.is_grad_enabled():
             return fits and all(kwargs.get(name) is None for name in _CACHES)
         if not fits:
             raise PlanError(
                 f"{tokens} tokens cannot be sharded over the {self.axis.size} ranks of the {self.axis.name!r} axis, "
-                f"with at least two on each. Pad the batch to a multiple of {self.axis.size} tokens, or change the "
+                f"with at least two on each. Pad the batch to a multiple of {multiple} tokens, or change the "
                 "size."
             )
         return True
@@ -199,9 +206,12 @@ class SequenceParallel:
         if unchecked is not None:
             assert self._tokens is not None
             self._check, self._unchecked = False, None
-            compare_with_full(block, forward, unchecked, self._tokens, self.axis, name)
+            compare_with_full(block, forward, unchecked, self._tokens, self.axis, name, self.ring)
         device = hidden_states(args, kwargs).device
-        with _own_stream(self.axis, device) if block.training else nullcontext(), attention_over(self.axis) as region:
+        with (
+            _own_stream(self.axis, device) if block.training else nullcontext(),
+            attention_over(self.axis, self.ring) as region,
+        ):
             output = forward(*args, **kwargs)
         if not region.calls:
             raise PlanError(
@@ -263,14 +273,20 @@ def _may_attend(module: nn.Module) -> bool:
 
 
 def apply_sequence_parallel(
-    model: nn.Module, axis: Axis, *, blocks: Sequence[nn.Module], head: nn.Module | None, check: bool = True
+    model: nn.Module,
+    axis: Axis,
+    *,
+    blocks: Sequence[nn.Module],
+    head: nn.Module | None,
+    ring: int = 1,
+    check: bool = True,
 ) -> SequenceParallel:
     """Shard the tokens over the ranks of ``axis`` between the first block's input and the loss. Not collective.
 
     All ranks of the axis must get the same batches, and their gradients must be averaged. Arguments of the blocks are
     sliced as in `tokens`. Attention must be `torch.nn.functional.scaled_dot_product_attention`, with a number of heads
-    that the axis size divides. Modules after the blocks must work token by token. Dropout in the blocks draws different
-    numbers on every rank; everywhere else all ranks draw the same.
+    that the axis size, divided by ``ring``, divides. Modules after the blocks must work token by token.
+    Dropout in the blocks draws different numbers on every rank; everywhere else all ranks draw the same.
 
     The first training forward compares a block on this rank's tokens with the same block on all tokens.
 
@@ -280,6 +296,8 @@ def apply_sequence_parallel(
         blocks: the transformer blocks, in the order of their calls.
         head: computes logits ``(B, T, V)``, which become `logits.ShardedLogits`. None gathers the tokens after the last
             block.
+        ring: ranks among which keys and values pass in a ring; a divisor of the axis size. The other ranks exchange
+            tokens for heads.
         check: whether to compare. Without it, a block that derives positions from the length of its input is not found.
 
     Raises:
@@ -299,4 +317,4 @@ def apply_sequence_parallel(
                     f"{type(module).__name__} is set to attn_implementation={kind!r}. Load the model with "
                     'attn_implementation="sdpa".'
                 )
-    return SequenceParallel(model, axis, blocks, head, check=check)
+    return SequenceParallel(model, axis, blocks, head, ring=ring, check=check)

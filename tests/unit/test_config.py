@@ -219,6 +219,7 @@ SINCE = {
     "precision.frozen_except",
     "parallel.virtual_ranks",
     "parallel.virtual_ranks_per_rank",
+    "parallel.ring",
     "activations.loss",
     "activations.tiling",
 }

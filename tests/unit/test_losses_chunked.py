@@ -11,7 +11,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from ls_strategy import linear_cross_entropy
+from ls_strategy import RecomputeConfig, linear_cross_entropy
+from ls_strategy.activations.recompute import apply_recompute
 from ls_strategy.errors import PlanError, StateError
 from ls_strategy.losses.deferred import DeferredLogits, computed, defer
 from ls_strategy.losses.head import ChunkedHeads
@@ -285,3 +286,28 @@ def test_nothing_is_written_about_it():
         heads = ChunkedHeads(model)
         assert heads.describe() == "logits of 'head' computed in chunks by the loss"
         heads.remove()
+
+
+def test_selective_recompute_keeps_unchanged_products():
+    class Loss(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.head = nn.Linear(D, V, dtype=torch.float64)
+
+        def forward(self, hidden: Tensor, target: Tensor) -> Tensor:
+            return linear_cross_entropy(hidden, self.head, target)
+
+    torch.manual_seed(0)
+    model, (hidden, _, _, target) = nn.ModuleDict({"loss": Loss()}), tensors()
+
+    def run() -> list[Tensor]:
+        model.zero_grad()
+        leaf = hidden.clone().requires_grad_()
+        loss = model["loss"](leaf, target)
+        loss.backward()
+        return [loss.detach(), leaf.grad, *(p.grad.clone() for p in model.parameters())]
+
+    expected = run()
+    recompute = apply_recompute(model, RecomputeConfig(policy="selective", block_classes=("Loss",)))
+    assert error(run(), expected) <= 1e-12
+    recompute.remove()

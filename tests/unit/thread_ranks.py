@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
 from typing import Any, TypeVar
 
 import torch
@@ -44,6 +45,12 @@ class ThreadAxis(Axis):
 
     def all_to_all(self, parts: Sequence[Tensor], shapes: Sequence[Sequence[int]] | None = None) -> list[Tensor]:
         return [sent[self.rank] for sent in self._all("all_to_all", [part.clone() for part in parts])]
+
+    def start_all_to_all(self, parts: Sequence[Tensor], received: Sequence[Tensor], kind: str = "all_to_all") -> Any:
+        arrived = [sent[self.rank] for sent in self._all(kind, [part.clone() for part in parts])]
+        for target, part in zip(received, arrived, strict=True):
+            target.copy_(part)
+        return SimpleNamespace(wait=lambda: None)
 
     def broadcast_(self, tensor: Tensor, source: int = 0) -> None:
         tensor.copy_(self._all("broadcast", tensor.clone())[source])

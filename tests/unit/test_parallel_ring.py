@@ -1,0 +1,133 @@
+"""Ring attention: the values and gradients of attention over all tokens, alone and with exchanged heads."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from ls_strategy.errors import PlanError
+from ls_strategy.parallel import attention, ring
+from tests.unit.thread_ranks import ThreadAxis, on_ranks
+
+ORIGINAL = functional.scaled_dot_product_attention
+BATCH, HEADS, TOKENS, WIDTH = 2, 4, 16, 6
+
+
+@pytest.fixture(autouse=True)
+def interception() -> Iterator[attention.Interception]:
+    active = attention.Interception()
+    yield active
+    active.remove()
+
+
+def inputs(key_heads: int = HEADS, dtype: torch.dtype = torch.float64) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    return [
+        torch.randn(BATCH, n, TOKENS, WIDTH, generator=generator, dtype=torch.float64).to(dtype)
+        for n in (HEADS, key_heads, key_heads)
+    ]
+
+
+def results(tensors: list[Tensor], size: int, members: int, **options: Any) -> list[Tensor]:
+    """The result and the gradients of all ranks, joined along the tokens."""
+
+    def body(axis: ThreadAxis) -> list[Tensor]:
+        leaves = [t.chunk(axis.size, 2)[axis.rank].clone().requires_grad_() for t in tensors]
+        with attention.attention_over(axis, members):
+            result = functional.scaled_dot_product_attention(*leaves, **options)
+        result.backward(torch.linspace(0, 1, TOKENS).to(result)[:, None].chunk(axis.size)[axis.rank].expand_as(result))
+        return [result.detach(), *(t.grad for t in leaves)]
+
+    return [torch.cat(parts, 2) for parts in zip(*on_ranks(size, body), strict=True)]
+
+
+def expected(tensors: list[Tensor], **options: Any) -> list[Tensor]:
+    leaves = [t.clone().requires_grad_() for t in tensors]
+    result = ORIGINAL(*leaves, **options)
+    result.backward(torch.linspace(0, 1, TOKENS).to(result)[:, None].expand_as(result))
+    return [result.detach(), *(t.grad for t in leaves)]
+
+
+def documents() -> Tensor:
+    number = torch.tensor([0] * 3 + [1] * 7 + [2] * 6)
+    return (number[:, None] == number) & torch.ones(TOKENS, TOKENS, dtype=torch.bool).tril()
+
+
+MASKS = {
+    "causal": {"is_causal": True},
+    "full": {},
+    "scaled": {"is_causal": True, "scale": 0.3},
+    "documents": {"attn_mask": documents()},
+    "bias": {"attn_mask": torch.randn(BATCH, HEADS, TOKENS, TOKENS, generator=torch.Generator().manual_seed(1))},
+    "keys": {"attn_mask": torch.arange(TOKENS).lt(11)[None, None, None].expand(BATCH, 1, 1, TOKENS)},
+    "empty rows": {"attn_mask": torch.arange(TOKENS).ge(4)[:, None].expand(TOKENS, TOKENS)},
+}
+
+
+@pytest.mark.parametrize("mask", MASKS)
+@pytest.mark.parametrize(("size", "members"), [(2, 2), (4, 4), (4, 2)])
+@pytest.mark.parametrize("rows", [2000, 10**6])
+def test_values_and_gradients_are_those_of_all_tokens(mask, size, members, rows):
+    options = {k: v.double() if k == "attn_mask" and v.is_floating_point() else v for k, v in MASKS[mask].items()}
+    with mock.patch.object(ring, "SCORE_BYTES", rows):
+        found = results(inputs(), size, members, **options)
+    for a, b in zip(found, expected(inputs(), **options), strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("key_heads", [1, 2])
+@pytest.mark.parametrize(("size", "members"), [(2, 2), (4, 4), (4, 2)])
+def test_key_heads_may_be_fewer_than_ranks(key_heads, size, members):
+    options = {"is_causal": True, "enable_gqa": True}
+    found = results(inputs(key_heads), size, members, **options)
+    for a, b in zip(found, expected(inputs(key_heads), **options), strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize(("dtype", "bound"), [(torch.float32, 2e-6), (torch.bfloat16, 1e-2)])
+def test_lower_precisions(dtype, bound):
+    found = results(inputs(dtype=dtype), 4, 4, is_causal=True)
+    for a, b in zip(found, expected(inputs(dtype=dtype), is_causal=True), strict=True):
+        assert a.dtype == dtype
+        assert (a.double() - b.double()).norm() <= bound * b.double().norm()
+
+
+def test_no_number_crosses_documents():
+    """Another first document leaves every bit of the others' results and gradients."""
+    tensors = inputs(dtype=torch.float32)
+    changed = [t.clone() for t in tensors]
+    for t in changed:
+        t[:, :, :3] = torch.randn(BATCH, HEADS, 3, WIDTH)
+    for size, members in ((2, 2), (4, 2), (4, 4)):
+        found, other = (results(t, size, members, attn_mask=documents()) for t in (tensors, changed))
+        for a, b in zip(found, other, strict=True):
+            assert torch.equal(a[:, :, 3:], b[:, :, 3:])
+            assert not torch.equal(a[:, :, :3], b[:, :, :3])
+
+
+def test_causal_work_is_equal():
+    """Pairs of chunks per rank: with consecutive tokens the last rank would have almost twice the mean."""
+    for members in (2, 4, 8):
+        pairs = []
+        for rank in range(members):
+            setting = ring._Setting(mock.Mock(rank=rank, size=members), causal=True, scale=1.0, mask=None)
+            x = torch.zeros(1, 1, 1, 2, 1)
+            pairs.append(sum(len(list(ring._pairs(setting, m, x, x[0], torch.float32))) for m in range(members)))
+        assert set(pairs) == {2 * members + 1}
+
+
+def test_what_cannot_be_is_refused():
+    for options, message in (
+        ({"dropout_p": 0.1}, "dropout"),
+        ({"attn_mask": torch.zeros(4, 4).requires_grad_()}, "mask"),
+    ):
+        with pytest.raises(PlanError, match=message):
+            results(inputs(), 2, 2, **options)
+    with pytest.raises(PlanError, match="two chunks"):
+        results([t[:, :, :6] for t in inputs()], 2, 2)
