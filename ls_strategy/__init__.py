@@ -27,6 +27,7 @@ if TYPE_CHECKING:
         ActivationOffloadConfig,
         ActivationsConfig,
         CheckpointConfig,
+        ChunkedLossConfig,
         LossScaleConfig,
         NVMeIOConfig,
         OffloadConfig,
@@ -37,6 +38,7 @@ if TYPE_CHECKING:
         ShardingConfig,
         TensorConfig,
         TierConfig,
+        TilingConfig,
     )
     from ls_strategy.data_efficiency.curriculum import SequenceCurriculum
     from ls_strategy.data_efficiency.token_dropping import RandomTokenDropping
@@ -48,6 +50,7 @@ if TYPE_CHECKING:
     from ls_strategy.lightning.loading import load_from_checkpoint
     from ls_strategy.lightning.precision import ZeROPrecision
     from ls_strategy.lightning.strategy import ZeROStrategy
+    from ls_strategy.losses.head import linear_cross_entropy
     from ls_strategy.moe.balance import update_router_bias
     from ls_strategy.moe.convert import convert_moe
     from ls_strategy.moe.feed_forward import FeedForward, GatedFeedForward

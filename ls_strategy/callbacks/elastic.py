@@ -96,7 +96,8 @@ class ElasticTraining(ConnectedCallback):
         self._every = 1
         self._due = 0
         self._since = 0.0
-        self._saved = 0
+        self.taken = 0
+        """Snapshots that this process has begun in the running fit."""
         self._error: CheckpointError | None = None
 
     # start -----------------------------------------------------------------------------------------------------------
@@ -241,7 +242,7 @@ class ElasticTraining(ConnectedCallback):
         fixed = self.max_repeated_steps
         self._every = 1 if isinstance(fixed, str) else fixed
         self._due = trainer.global_step + self._every
-        self._saved, self._error = 0, None
+        self.taken, self._error = 0, None
         self._since = time.perf_counter()
         self._begun_at = trainer.global_step
         self._undo = compat.before_batches(trainer, lambda: self._before_batch(trainer))
@@ -282,7 +283,7 @@ class ElasticTraining(ConnectedCallback):
         nodes = self._nodes
         assert nodes is not None
         strategy.saves.snapshot(InMemory(nodes, step), f"the snapshot of step {step}", self._failed)
-        self._saved += 1
+        self.taken += 1
         self._due = step + self._next(world, start, step)
 
     def _failed(self, error: CheckpointError) -> None:
@@ -297,7 +298,7 @@ class ElasticTraining(ConnectedCallback):
         error, self._error = self._error, None
         if error is None:
             return
-        if self._saved == 1:
+        if self.taken == 1:
             raise CheckpointError(
                 f"{error} The run could not survive a loss. Free memory on the nodes, or set "
                 "ElasticTraining(memory=...)."

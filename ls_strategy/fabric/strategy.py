@@ -278,8 +278,7 @@ class ZeROFabricStrategy(Connection, DDPStrategy):  # pyright: ignore[reportInco
             )
 
     def _choose_nvme_path(self) -> None:
-        stored = self.config.activations.stored
-        wanted = "nvme" in (*self.config.offload.tiers, None if stored is None else stored.tier)
+        wanted = "nvme" in (*self.config.offload.tiers, getattr(self.config.activations.stored, "tier", None))
         if wanted and not self.config.offload.nvme_path:
             path = os.environ.get(NVME_PATH) or str(Path.cwd() / "nvme")
             self.config = replace(self.config, offload=replace(self.config.offload, nvme_path=path))
