@@ -141,7 +141,7 @@ def render(job: Job) -> str:
     template = files("ls_strategy.slurm").joinpath("template.sbatch").read_text(encoding="utf-8")
     values = {
         "SCRIPT": shlex.quote(job.script),
-        "DIRECTIVES": "\n".join(f"#SBATCH --{option}={value}" for option, value in _directives(job)),
+        "DIRECTIVES": "\n".join(f"#SBATCH --{directive}" for directive in _directives(job)),
         "SIGNAL_LEAD": str(job.signal_lead_s),
         "LOG_ID": "%A_%a" if job.array else "%j",
         "FOLDER": job.folder,
@@ -155,7 +155,7 @@ def render(job: Job) -> str:
     return re.sub(r"@([A-Z_]+)@", lambda m: values[m[1]], template)
 
 
-def _directives(job: Job) -> list[tuple[str, str]]:
+def _directives(job: Job) -> list[str]:
     options: list[tuple[str, object]] = [
         ("job-name", job.name),
         ("nodes", job.nodes),
@@ -171,8 +171,8 @@ def _directives(job: Job) -> list[tuple[str, str]]:
         ("mail-user", job.mail_user),
         ("mail-type", "END,FAIL,REQUEUE,TIME_LIMIT_80" if job.mail_user else None),
     ]
-    found = [(option, str(value)) for option, value in options if value is not None]
-    return found if job.elastic is None else [*found, ("no-kill", "set")]
+    found = [f"{option}={value}" for option, value in options if value is not None]
+    return found if job.elastic is None else [*found, "no-kill"]
 
 
 def _lines(job: Job) -> list[str]:

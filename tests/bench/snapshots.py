@@ -2,7 +2,7 @@
 
 ``python -m tests.bench.snapshots --record tests/bench/records/snapshots.json``
 
-Whole Trainers on two ranks at stage 2, interleaved in one run: the GPT recipe's model with dropout and clipping by norm.
+Whole Trainers on two ranks at stage 2, interleaved in one run: the GPT recipe's model with dropout and clipping.
 The ratio is of the time from the first step's end to the last one's, so it includes what training waits for, and what
 the thread that writes takes away from it. Both ranks share one memory, so no copy goes to another node.
 """

@@ -226,6 +226,32 @@ def test_tasks_of_an_array_have_their_own_folders(program, capsys):
     assert "--trainer.logger.init_args.version=job_5_2" in said
 
 
+VIRTUAL = "--trainer.strategy.init_args.parallel.virtual_ranks=4"
+
+
+def test_an_elastic_job_starts_agents_that_may_lose_nodes(program, capsys):
+    cli(BASE, "--dry-run", "--nodes=2", "--tasks-per-node=2", "--cpus-per-task=3", "--elastic", "--", VIRTUAL)
+    text = capsys.readouterr().out
+    bash_accepts(text)
+    found = directives(text)
+    assert (found["ntasks-per-node"], found["cpus-per-task"], found["no-kill"]) == ("1", "6", "")
+    assert "exec srun" not in text
+    words = shlex.split(text[text.index("srun --no-kill") :].replace("\\\n", " ").split("|| status")[0])
+    for word in ("--nnodes=1:2", "--nproc-per-node=2", "--rdzv-id=$job", "--trainer.devices=2", VIRTUAL):
+        assert word in words
+    assert f"--trainer.callbacks+={submit.ELASTIC}" in words
+    assert "TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 OMP_NUM_THREADS=3" in text
+
+
+def test_an_elastic_job_that_would_train_on_other_batches_is_refused(program, capsys):
+    with pytest.raises(ConfigError, match=r"virtual_ranks=4`, or set --elastic 2"):
+        cli(BASE, "--dry-run", "--nodes=2", "--tasks-per-node=2", "--elastic", "1")
+    with pytest.raises(ConfigError, match="the fewest nodes to continue on, from 1 to 2"):
+        cli(BASE, "--dry-run", "--nodes=2", "--elastic", "3")
+    cli(BASE, "--dry-run", "--nodes=2", "--elastic", "2")
+    assert "--nnodes=2:2" in capsys.readouterr().out
+
+
 def fake_sbatch(program: Path, monkeypatch: pytest.MonkeyPatch, body: str) -> None:
     (program / "sbatch").write_text(f"#!/bin/sh\n{body}\n")
     (program / "sbatch").chmod(0o755)
