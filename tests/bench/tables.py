@@ -284,6 +284,13 @@ def _virtual_ranks(record: dict[str, Any]) -> list[list[str]]:
     return [["", "step time with virtual ranks", "bytes sent with virtual ranks"], *rows]
 
 
+def _virtual_shares(record: dict[str, Any]) -> list[list[str]]:
+    """One row per split."""
+    names = {"even": "two virtual ranks on each", "shares": "`virtual_ranks_per_rank: [1, 3]`"}
+    rows = [[text, _quartiles(record["results"][name])] for name, text in names.items()]
+    return [["", "step time over that of the ideal split"], *rows]
+
+
 def _inference(record: dict[str, Any]) -> list[list[str]]:
     """One row per batch and format of weights."""
     rows = [["batch", "weights", "speedup over fp32", "MB read per step", "share of memory bandwidth"]]
@@ -337,6 +344,7 @@ _TABLES: dict[str, Callable[[dict[str, Any]], list[list[str]]]] = {
     "trainer_time": _ratios,
     "adapters": _adapters,
     "virtual_ranks": _virtual_ranks,
+    "virtual_shares": _virtual_shares,
     "published_packages": _published,
     "finetune": _finetune,
     "cifar_accuracy": _accuracy,
