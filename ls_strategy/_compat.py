@@ -1301,6 +1301,20 @@ def active_loaders(trainer: Any) -> Any:
 MAKES_ITERATOR = "_get_iterator"
 """The method with which a DataLoader makes its iterator, also where a subclass calls ``super().__iter__()``."""
 
+
+def around_fetch(before: Callable[[Any], None]) -> None:
+    """In a worker process of a DataLoader, call ``before`` with the indices of every batch that it loads."""
+    from torch.utils.data._utils.fetch import _MapDatasetFetcher
+
+    plain = _MapDatasetFetcher.fetch
+
+    def fetch(self: Any, possibly_batched_index: Any) -> Any:
+        before(possibly_batched_index)
+        return plain(self, possibly_batched_index)
+
+    _MapDatasetFetcher.fetch = fetch  # type: ignore[method-assign]
+
+
 SHARED_BY_LOADERS = (
     "dataset",
     "collate_fn",

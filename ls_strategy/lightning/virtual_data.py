@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import copy
-import os
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from functools import partial
+from contextlib import nullcontext
 from typing import Any
 
 from torch.utils.data import DataLoader, IterableDataset
@@ -14,8 +13,8 @@ from torch.utils.data import DataLoader, IterableDataset
 from ls_strategy._compat import MAKES_ITERATOR, SHARED_BY_LOADERS
 from ls_strategy.distributed.rounds import Split
 from ls_strategy.errors import PlanError
-from ls_strategy.host.fabric import pl_worker_init_function
 from ls_strategy.lightning.virtual_random import VIRTUAL, VirtualRandom
+from ls_strategy.lightning.virtual_workers import WorkerSeeds
 from ls_strategy.transient import Method
 
 
@@ -41,8 +40,7 @@ class VirtualLoader:
         for each in _samplers_of(loader):  # on every rank, also those with one virtual rank
             _check_replicas(each, count)
         self.loaders = [loader if each == ranks[0] else _for_rank(loader, each, count) for each in ranks]
-        for virtual, each in zip(ranks, self.loaders, strict=True):
-            _seed_workers(each, virtual)
+        self._seeds = [WorkerSeeds(each, virtual) for virtual, each in zip(ranks, self.loaders, strict=True)]
         self._ranks, self._as = ranks, random.as_rank
         self._random = random
         self._replaced: list[Method] = []
@@ -50,6 +48,8 @@ class VirtualLoader:
         """For every batch that was fetched, those of the other virtual ranks."""
         self.on_iterate: Callable[[Callable[[], list[Iterator[Any]]]], list[Iterator[Any]]] = lambda make: make()
         """Makes the iterators, with what has to happen before it."""
+        self.first: Callable[[], int] = lambda: 0
+        """Returns how many batches of the epoch the run has loaded before."""
         self.exchange: Callable[[Any], list[Any]] = lambda own: [own]
         """Returns what every rank has given."""
         self.on_batch: Callable[[], None] = lambda: None
@@ -69,10 +69,24 @@ class VirtualLoader:
     def __len__(self) -> int:
         return len(self.loaders[0])
 
-    def begin_run(self) -> None:
-        """Let iterators over training data draw their seeds from the random numbers of the epoch's begin."""
-        made = [_creating(each, self._random, rank) for rank, each in zip(self._ranks, self.loaders, strict=True)]
-        self._replaced = [method for method in made if method is not None]
+    def begin_run(self, *, training: bool) -> None:
+        """Let iterators over training data draw their seeds from the random numbers of the epoch's begin.
+
+        Also those that a loader makes when it is asked for its first batch. And seed their workers.
+        """
+
+        def creating(rank: int, seeds: WorkerSeeds) -> Callable[[Method], Any]:
+            def make(method: Method) -> Any:
+                stays = method.owner.persistent_workers
+                around = self._random.creating(rank, stays=stays) if training else nullcontext()
+                with around, seeds.creating():
+                    return method.original()
+
+            return make
+
+        for rank, loader, seeds in zip(self._ranks, self.loaders, self._seeds, strict=True):
+            if isinstance(loader, DataLoader) and (training or seeds.applies):
+                self._replaced.append(Method(loader, MAKES_ITERATOR, creating(rank, seeds)))
 
     def end_run(self) -> None:
         """Give the user's loader its own method back."""
@@ -101,8 +115,9 @@ class VirtualLoader:
 
         def make() -> list[Iterator[Any]]:
             made = []
-            for rank, loader in zip(self._ranks, self.loaders, strict=True):
+            for rank, loader, seeds in zip(self._ranks, self.loaders, self._seeds, strict=True):
                 with self._as(rank):
+                    seeds.begin_epoch(self.first())
                     made.append(iter(loader))
             return made
 
@@ -197,25 +212,3 @@ def _check_replicas(sampler: Any, count: int) -> None:
             f"Got a {type(sampler).__name__} for {sampler.num_replicas} ranks with parallel.virtual_ranks={count}. "
             f"Make it with num_replicas={count}, or leave it to Lightning (use_distributed_sampler=True)."
         )
-
-
-def _creating(loader: Any, random: VirtualRandom, rank: int) -> Method | None:
-    """Let a loader draw its seed there also where it makes its iterator when it is asked for a batch."""
-    if not isinstance(loader, DataLoader):
-        return None
-
-    def make(method: Method) -> Any:
-        with random.creating(rank):
-            return method.original()
-
-    return Method(loader, MAKES_ITERATOR, make)
-
-
-def _seed_workers(loader: Any, rank: int) -> None:
-    """Seed workers by virtual rank, if Lightning would seed them by rank."""
-    if not isinstance(loader, DataLoader):
-        return
-    given = loader.worker_init_fn
-    lightnings = isinstance(given, partial) and given.func is pl_worker_init_function
-    if lightnings or (given is None and int(os.environ.get("PL_SEED_WORKERS", "0"))):
-        loader.worker_init_fn = partial(pl_worker_init_function, rank=rank)

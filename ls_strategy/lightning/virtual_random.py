@@ -36,6 +36,8 @@ class VirtualRandom:
         """From the iterators of an epoch to its first batch: the random numbers of a run that continues inside it."""
         self._creating: dict[int, RandomStream] = {}
         """For the iterators of an epoch inside which the run continues."""
+        self._goes_on = False
+        """Whether the epoch is the first one of a run that continues."""
         self.current: int | None = None
         """The virtual rank that draws now."""
         self.keeps: Callable[[], bool] | None = None
@@ -95,25 +97,27 @@ class VirtualRandom:
         for rank, state in states.items():
             before = state["epoch"] if inside else None
             self._streams[rank] = RandomStream.of(before or state["now"])
-        now = RandomStream()
+        now, self._goes_on = RandomStream(), bool(states)
         self._at_epoch = {rank: copy.copy(self._streams.get(rank, now)) for rank in ranks}
         self._continued = {rank: RandomStream.of(state["now"]) for rank, state in states.items() if inside}
         self._creating = {rank: copy.copy(self._at_epoch[rank]) for rank in self._continued}
 
     @contextmanager
-    def creating(self, rank: int) -> Generator[None, None, None]:
-        """Surround the creation of an iterator, which may be at the first batch that it is asked for."""
-        stream = self._creating.get(rank)
-        if stream is None:
-            yield
-            return
-        outside = RandomStream()
-        stream.put()
+    def creating(self, rank: int, *, stays: bool) -> Generator[None, None, None]:
+        """Surround the creation of an iterator, which may be at the first batch that it is asked for.
+
+        ``stays``: the unbroken run has made it in its first epoch, because its workers stay.
+        """
+        stream, outside = self._creating.get(rank), RandomStream()
+        if stream is not None:
+            stream.put()
         try:
             yield
         finally:
-            stream.take()
-            outside.put()
+            if stream is not None:
+                stream.take()
+            if stream is not None or (stays and self._goes_on):
+                outside.put()
 
     def before_batch(self) -> None:
         """Continue with the random numbers that the run had after it had made its iterators."""

@@ -125,12 +125,14 @@ class VirtualRanks:
 
     def _make_iterators(self, make: Callable[[], list[Iterator[Any]]]) -> list[Iterator[Any]]:
         """Make iterators over the training data, from the random states that the run had when it made them."""
-        progress: Any = self._trainer.fit_loop.epoch_loop.batch_progress
-        inside = self._strategy.resume.between_batches or (
-            not progress.is_last_batch and progress.current.processed > 0
-        )
+        inside = self._strategy.resume.between_batches or self._batches_before() > 0
         self.random.begin_epoch(self.ranks, inside=inside)
         return make()
+
+    def _batches_before(self) -> int:
+        """Return how many batches of the epoch the run has processed, if it continues inside one."""
+        progress: Any = self._trainer.fit_loop.epoch_loop.batch_progress
+        return 0 if progress.is_last_batch else progress.current.processed
 
     # data ------------------------------------------------------------------------------------------------------------
 
@@ -178,8 +180,9 @@ class VirtualRanks:
         for each in made.loaders:
             continue_in(each)
         made.exchange = self._exchange
+        made.begin_run(training=self._trainer.training)
         if self._trainer.training:
-            made.begin_run()
+            made.first = self._batches_before
             made.on_iterate, made.on_batch = self._make_iterators, self.random.before_batch
         return made
 

@@ -302,6 +302,13 @@ def _elastic(record: dict[str, Any]) -> list[list[str]]:
     ]
 
 
+def _virtual_shares(record: dict[str, Any]) -> list[list[str]]:
+    """One row per split."""
+    names = {"even": "two virtual ranks on each", "shares": "`virtual_ranks_per_rank: [1, 3]`"}
+    rows = [[text, _quartiles(record["results"][name])] for name, text in names.items()]
+    return [["", "step time over that of the ideal split"], *rows]
+
+
 def _inference(record: dict[str, Any]) -> list[list[str]]:
     """One row per batch and format of weights."""
     rows = [["batch", "weights", "speedup over fp32", "MB read per step", "share of memory bandwidth"]]
@@ -356,6 +363,7 @@ _TABLES: dict[str, Callable[[dict[str, Any]], list[list[str]]]] = {
     "adapters": _adapters,
     "virtual_ranks": _virtual_ranks,
     "elastic": _elastic,
+    "virtual_shares": _virtual_shares,
     "published_packages": _published,
     "finetune": _finetune,
     "cifar_accuracy": _accuracy,

@@ -114,6 +114,14 @@ class Quiet(Habits):
         self.mix = 0.0
 
 
+class Loads(Habits):
+    """Its samples are loaded in processes: two on one rank, one each on two."""
+
+
+class LoadsOn(Loads):
+    """By processes that stay."""
+
+
 class Records(Callback):
     def __init__(self, save: tuple[str, int] | None = None) -> None:
         self.losses: list[float] = []
@@ -145,7 +153,12 @@ def train(
     records = Records(save)
     trainer = trainer_of(strategy, **{"max_epochs": 2, "callbacks": [records], **trainer_options})
     module = globals()[kind]()
-    trainer.fit(module, DataLoader(Noise(), batch_size=4, shuffle=True), batches(24, seed=9), ckpt_path=ckpt)
+    workers: dict[str, Any] = {}
+    if kind.startswith("Loads"):  # forked: others import everything again
+        workers = {"num_workers": 3 - world_size, "multiprocessing_context": "fork"}
+        workers["persistent_workers"] = kind == "LoadsOn"
+    loader = DataLoader(Noise(), batch_size=4, shuffle=True, **workers)
+    trainer.fit(module, loader, batches(24, seed=9), ckpt_path=ckpt)
     weights = trainer.strategy.lightning_module_state_dict()
     return {
         "weights": {name: value.clone() for name, value in weights.items()},
@@ -274,6 +287,15 @@ def check_continued(found: Result, expected: Result) -> None:
             k: v for k, v in result["logged"].items() if k not in ("loss", "loss_epoch", "counted", "counted_epoch")
         }
     check_equal({**found, "losses": expected["losses"], "norms": expected["norms"]}, expected)
+
+
+@pytest.mark.wide
+@pytest.mark.parametrize(("kind", "step"), [("Loads", 2), ("LoadsOn", 4), slow("Loads", 4), slow("LoadsOn", 2)])
+def test_workers_draw_the_same_after_a_resume(kind: str, step: int, tmp_path: Path) -> None:
+    """In the middle of the first or of the second epoch, with another number of workers."""
+    path = str(tmp_path / "middle.ckpt")
+    expected = run(1, {"stage": 2}, PLAIN, kind, (path, step))
+    check_continued(run(2, {"stage": 2}, PLAIN, kind, None, path), expected)
 
 
 @pytest.mark.wide

@@ -159,6 +159,7 @@ def test_three_ranks_give_the_bits_of_one(recipe: str, steps: int, tmp_path: Pat
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(1800)
 @pytest.mark.parametrize("precision", ["32-true", "bf16-mixed"])
 @pytest.mark.parametrize("accumulate", [1, 3])
 @pytest.mark.parametrize("recipe", ["gpt", "cifar"])
