@@ -163,6 +163,14 @@ def _muon(record: dict[str, Any]) -> list[list[str]]:
     return rows
 
 
+def _muon_step(record: dict[str, Any]) -> list[list[str]]:
+    """One row per stage: what Muon adds to a step."""
+    rows = [["", "added, over the iterations' share of a rank", "bytes sent per element of a matrix"]]
+    for name, cell in record["results"].items():
+        rows.append([f"{name}, {record['ranks']} ranks", _quartiles(cell, 2), f"{cell['bytes_per_element']:.2f}"])
+    return rows
+
+
 def _planner(record: dict[str, Any]) -> list[list[str]]:
     """One row per combination: the forecast as a multiple of what was measured."""
     rows = [["", "peak, MB", "predicted over measured", "sent per step, MB", "predicted over measured"]]
@@ -374,6 +382,7 @@ _TABLES: dict[str, Callable[[dict[str, Any]], list[list[str]]]] = {
     "checkpoint": _checkpoint,
     "moe_quality": _moe_quality,
     "muon": _muon,
+    "muon_step": _muon_step,
     "host_time#alone": _host_time("alone"),
     "host_time#unsent": _host_time("unsent"),
     "host_time#gloo": _host_time("gloo"),
