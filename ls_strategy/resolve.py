@@ -114,8 +114,9 @@ def resolve_plan(  # noqa: PLR0913  (sizes of groups, one by one)
             parts = {p.name: p.part for p in members if p.part is not None}
             ranks = expert_world_size if expert else world_size
             packed = config.sharding.quantized_gathers if policy.parameters and not replicated else None
-            packed = packed if quantized is None and dtype in QUANTIZABLE else None
-            unit_of_cuts = align if quantized is None and packed is None else math.lcm(align, TILE)
+            sends = quantized is None and dtype in QUANTIZABLE and ranks > 1
+            packed = packed if sends else None
+            unit_of_cuts = math.lcm(align, TILE) if packed is not None else align if quantized is None else TILE
             layout = FlatLayout.pack(
                 ((p.name, p.shape) for p in members),
                 ranks,
