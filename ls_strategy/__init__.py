@@ -80,6 +80,7 @@ __all__ = [
     "Muon",
     "NVMeIOConfig",
     "OffloadConfig",
+    "PackedDocuments",
     "ParallelConfig",
     "PipelineConfig",
     "PipelineTimeline",
@@ -101,6 +102,7 @@ __all__ = [
     "ZeROStrategy",
     "__version__",
     "convert_moe",
+    "document_mask",
     "init_inference",
     "linear_cross_entropy",
     "load_from_checkpoint",
@@ -122,6 +124,7 @@ _HOME = {
             "TensorConfig TierConfig TilingConfig"
         ),
         "data_efficiency.curriculum": "SequenceCurriculum",
+        "data_efficiency.packing": "PackedDocuments document_mask",
         "data_efficiency.token_dropping": "RandomTokenDropping",
         "errors": "CheckpointError ConfigError LSError PlanError StateError",
         "fabric.precision": "ZeROFabricPrecision",
