@@ -88,6 +88,7 @@ __all__ = [
     "Muon",
     "NVMeIOConfig",
     "OffloadConfig",
+    "PackedDocuments",
     "ParallelConfig",
     "PipelineConfig",
     "PipelineTimeline",
@@ -110,6 +111,7 @@ __all__ = [
     "ZeROStrategy",
     "__version__",
     "convert_moe",
+    "document_mask",
     "init_inference",
     "linear_cross_entropy",
     "load_from_checkpoint",
@@ -132,6 +134,7 @@ _HOME = {
             "TensorConfig TierConfig TilingConfig"
         ),
         "data_efficiency.curriculum": "SequenceCurriculum",
+        "data_efficiency.packing": "PackedDocuments document_mask",
         "data_efficiency.token_dropping": "RandomTokenDropping",
         "errors": "CheckpointError ConfigError LSError PlanError StateError",
         "fabric.precision": "ZeROFabricPrecision",

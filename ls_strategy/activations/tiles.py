@@ -173,6 +173,8 @@ class TiledForward(RecomputedForward):
             )
 
 
-@torch.compiler.disable
-def _untraced(call: Callable[..., Tensor], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
+def _call(call: Callable[..., Tensor], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
     return call(args, kwargs)
+
+
+_untraced: Callable[..., Tensor] = torch.compiler.disable(_call)  # type: ignore[assignment]

@@ -206,6 +206,7 @@ class Attention(nn.Module):
         *,
         positions: Tensor | None = None,
         cache: LayerCache | None = None,
+        mask: Tensor | None = None,
     ) -> Tensor:
         """Attend to each token's predecessors. For the arguments see `Block.forward`."""
         B, T, _ = x_BTD.shape
@@ -218,7 +219,7 @@ class Attention(nn.Module):
         if rotation is not None:
             q_BHTN, k_BKTN = rotate(q_BHTN, rotation), rotate(k_BKTN, rotation)
         y_BHTN = functional.scaled_dot_product_attention(
-            q_BHTN, k_BKTN, v_BKTN, is_causal=True, enable_gqa=self.kv_heads != self.heads
+            q_BHTN, k_BKTN, v_BKTN, mask, is_causal=mask is None, enable_gqa=self.kv_heads != self.heads
         )
         return self.dropout(self.out(y_BHTN.transpose(1, 2).reshape(B, T, -1)))
 
@@ -281,6 +282,7 @@ class Block(nn.Module):
         *,
         positions: Tensor | None = None,
         cache: LayerCache | None = None,
+        mask: Tensor | None = None,
     ) -> Tensor:
         """Run one layer.
 
@@ -290,8 +292,11 @@ class Block(nn.Module):
             positions: the tokens' rows of ``rotation``, (T,) or (B, T), ascending, if tokens were dropped. None:
                 consecutive.
             cache: keys and values of earlier tokens, to which those of ``x`` are added.
+            mask: which tokens attend to which, bool (B, 1, T, T), without a cache. None: all to their predecessors.
         """
-        x_BTD = x_BTD + self.attention(self.attention_norm(x_BTD), rotation, positions=positions, cache=cache)
+        x_BTD = x_BTD + self.attention(
+            self.attention_norm(x_BTD), rotation, positions=positions, cache=cache, mask=mask
+        )
         return x_BTD + self.mlp(self.mlp_norm(x_BTD))
 
 
@@ -318,7 +323,14 @@ class GPT(nn.Module):
         """Build block ``layer``. Called in order, because initial weights are drawn in the order of registration."""
         return Block(self.config)
 
-    def forward(self, tokens_BT: Tensor, *, positions: Tensor | None = None, cache: KVCache | None = None) -> Tensor:
+    def forward(
+        self,
+        tokens_BT: Tensor,
+        *,
+        positions: Tensor | None = None,
+        cache: KVCache | None = None,
+        mask: Tensor | None = None,
+    ) -> Tensor:
         """Return the logits (B, T, V) of the token after each of ``tokens`` (B, T); with a cache, of the last one.
 
         With a cache, the result is (B, 1, V).
@@ -327,6 +339,8 @@ class GPT(nn.Module):
             tokens_BT: the tokens.
             positions: their positions, (T,) or (B, T). None: from 0, or after those in the cache.
             cache: keys and values of earlier tokens; the tokens follow and are added.
+            mask: which tokens attend to which, bool (B, 1, T, T), without a cache; with ``positions``, for several
+                documents in one sequence. None: all to their predecessors.
 
         Raises:
             ValueError: there are more tokens than ``block_size``, or than the cache has room for.
@@ -347,8 +361,9 @@ class GPT(nn.Module):
         x_BTD = self.dropout(x_BTD)
         if cache is not None:
             return self.head(self.norm(self.cached_blocks(x_BTD, rotation, cache)[:, -1:]))
+        masked = {} if mask is None else {"mask": mask}
         for block in self.blocks:
-            x_BTD = block(x_BTD, rotation)
+            x_BTD = block(x_BTD, rotation, **masked)
         return self.head(self.norm(x_BTD))
 
     def cached_blocks(self, x_BTD: Tensor, rotation: Rotation | None, cache: KVCache) -> Tensor:

@@ -84,6 +84,8 @@ ARGUMENTS: dict[str, Callable[[], dict[str, Any]]] = {
     "MoE": lambda: {"hidden_size": 4, "expert": nn.Linear(4, 4)},
     "FeedForward": lambda: {"hidden_size": 4, "intermediate_size": 8},
     "GatedFeedForward": lambda: {"hidden_size": 4, "intermediate_size": 8},
+    "PackedDocuments": lambda: {"documents": [[1, 2, 3]], "length": 4},
+    "document_mask": lambda: {"documents": torch.zeros(1, 3, dtype=torch.long)},
     "init_inference": lambda: {"model": network()},
     "stream_blocks": lambda: {"model": network()},
     "convert_moe": lambda: {"model": network()},
