@@ -41,6 +41,7 @@ if TYPE_CHECKING:
         TilingConfig,
     )
     from ls_strategy.data_efficiency.curriculum import SequenceCurriculum
+    from ls_strategy.data_efficiency.packing import PackedDocuments, document_mask
     from ls_strategy.data_efficiency.token_dropping import RandomTokenDropping
     from ls_strategy.errors import CheckpointError, ConfigError, LSError, PlanError, StateError
     from ls_strategy.fabric.precision import ZeROFabricPrecision
