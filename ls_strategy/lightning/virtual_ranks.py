@@ -229,13 +229,15 @@ class VirtualRanks:
         if len(rounds) > 1:
             self._drop_old_gradients(engine)
         log, buffers, done = VirtualLog(module), Buffers(module, self._views), 0
+        output: Any = None
+        found: Any = None
+        metrics = ForwardValues(module)
         for number, now in enumerate(rounds):
             rank = now.leaves[self._rank]
-            self._round = now
+            self._round, found = now, None
             engine.begin_step(sync_buffers_after=now.is_last)
             if number == 0:
                 buffers.begin()
-            found: Any = None
             if rank is not None or engine.policy.parameters:  # else nothing is gathered, so it need not be computed
                 buffers.show(rank)
                 with self.random.as_rank(rank), counting_metrics(module, counts=rank is not None):
@@ -254,7 +256,7 @@ class VirtualRanks:
         log.replay(engine.comm, self.ranks, self.count)
         if len(rounds) > 1:
             engine.keeps_gradients = True  # the loop calls zero_grad next, before the last round's backward
-        return with_loss(output, loss_of(found, rank))
+        return with_loss(output, loss_of(found, self.ranks[-1]))
 
     def _drop_old_gradients(self, engine: Engine) -> None:
         trainer = self._trainer
@@ -295,7 +297,7 @@ class VirtualRanks:
         module = self._strategy.lightning_module
         assert module is not None
         batches = [args[0], *(self._others(args) if len(self.ranks) > 1 else [])]
-        log, done = VirtualLog(module), 0
+        log, metrics, output, done = VirtualLog(module), ForwardValues(module), None, 0
         for now in self.split.rounds:
             rank = now.leaves[self._rank]
             if rank is None and not engine.policy.parameters:
