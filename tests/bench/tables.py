@@ -250,6 +250,14 @@ def _moe_step(record: dict[str, Any]) -> list[list[str]]:
     return [["", "step time over the dense baseline"], *([f"`{n}`", _quartiles(c, 2)] for n, c in contenders.items())]
 
 
+def _long_sequences(record: dict[str, Any]) -> list[list[str]]:
+    """One row per choice, one column per length."""
+    results = record["results"]
+    lengths = list(next(iter(results.values())))
+    rows = [["peak memory, MiB", *(f"{int(n):,} tokens" for n in lengths)]]
+    return rows + [[name, *(f"{found[n] / 2**20:,.0f}" for n in lengths)] for name, found in results.items()]
+
+
 def _overhead(record: dict[str, Any]) -> list[list[str]]:
     """One row per strategy."""
     head = ["strategy", "CPU time with `Monitor` over without", "share of the training thread spent in hooks"]
@@ -388,6 +396,7 @@ _TABLES: dict[str, Callable[[dict[str, Any]], list[list[str]]]] = {
     "host_time#gloo": _host_time("gloo"),
     "planner": _planner,
     "deepspeed_parity": _parity,
+    "long_sequences": _long_sequences,
     "moe_step": _moe_step,
     "monitor_overhead": _overhead,
     "inference": _inference,
