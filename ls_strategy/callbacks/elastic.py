@@ -186,10 +186,12 @@ class ElasticTraining(ConnectedCallback):
         assert nodes is not None
         started = nodes.memory.folder / "started"
         command = strategy.broadcast(repr(given))
-        if nodes.is_lead and started.exists() and started.read_text() != command:
-            self._found = None  # the user has started the run again, from another checkpoint
-        self._found = strategy.broadcast(self._found)
+        other = nodes.is_lead and started.exists() and started.read_text() != command
+        if strategy.broadcast(other):  # the user has started the run again, from another checkpoint
+            self._found = None
         if nodes.is_lead:
+            if self._found is None:
+                nodes.memory.keep("")
             started.write_text(command)
         self._reports = False
         if self._found is not None:

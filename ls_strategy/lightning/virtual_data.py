@@ -161,13 +161,13 @@ def check(loader: Any) -> None:
     Raises:
         PlanError: with the cure.
     """
-    if isinstance(loader, Iterator):
-        raise PlanError(
-            f"Got a {type(loader).__name__} as a loader with parallel.virtual_ranks, but every virtual rank needs an "
-            "iterator of its own. Return a DataLoader, or an object whose __iter__ starts at its first batch."
-        )
+    if isinstance(loader, (list, tuple, range)):
+        return  # every rank has the same batches under DDP too
     if not isinstance(loader, DataLoader):
-        return
+        raise PlanError(
+            f"Got a {type(loader).__name__} as a loader with parallel.virtual_ranks, but its batches would be those of "
+            "the real rank, and the same ones for every virtual rank. Return a DataLoader, or a list of batches."
+        )
     if isinstance(loader.dataset, IterableDataset):
         raise PlanError(
             f"Got an IterableDataset ({type(loader.dataset).__name__}) with parallel.virtual_ranks, but it would give "

@@ -170,7 +170,7 @@ class Memory:
         shutil.rmtree(self.path(name), ignore_errors=True)
 
     def keep(self, name: str) -> None:
-        """Remove every snapshot but ``name``, which is complete on all nodes."""
+        """Remove every snapshot but ``name``, which is complete on all nodes; all of them, if it is empty."""
         for other in self.names():
             if other != name:
                 self.remove(other)

@@ -90,11 +90,14 @@ class Model(pl.LightningModule):
 class Losses(Callback):
     """Keeps the loss of every step."""
 
-    def __init__(self) -> None:
+    def __init__(self, save_at: int | None) -> None:
         self.values: dict[str, float] = {}
+        self.save_at = save_at
 
     def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
         self.values[str(trainer.fit_loop.epoch_loop.total_batch_idx)] = float(outputs["loss"])
+        if trainer.global_step == self.save_at:
+            trainer.save_checkpoint(f"{trainer.default_root_dir}/saved.ckpt")
 
     def state_dict(self) -> dict[str, Any]:
         return dict(self.values)
@@ -114,7 +117,7 @@ def main(options: dict[str, Any]) -> None:
     model = Model(options, Ends(options.get("kills", []), folder))
     data = torch.Generator().manual_seed(1)
     x, y = torch.randn(192, 8, generator=data), torch.randint(0, 4, (192,), generator=data)
-    losses = Losses()
+    losses = Losses(options.get("save_at"))
     elastic = ElasticTraining(options.get("every", 1), run=options.get("run"))
     trainer = Trainer(
         accelerator="cpu",
@@ -148,7 +151,8 @@ def main(options: dict[str, Any]) -> None:
 
         signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
         resource.setrlimit(resource.RLIMIT_FSIZE, (options["file_limit"], options["file_limit"]))
-    trainer.fit(model, loader, DataLoader(TensorDataset(x, y), batch_size=8))
+    validation = DataLoader(TensorDataset(x, y), batch_size=8)
+    trainer.fit(model, loader, validation, ckpt_path=options.get("ckpt_path"))
     weights = trainer.strategy.lightning_module_state_dict()
     if trainer.is_global_zero:
         digest = hashlib.sha256(b"".join(v.contiguous().numpy().tobytes() for _, v in sorted(weights.items())))

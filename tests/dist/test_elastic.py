@@ -157,6 +157,21 @@ def test_what_cannot_continue_is_refused_on_all_ranks(what: str, cure: str, tmp_
 
 
 @pytest.mark.wide
+def test_a_checkpoint_that_the_user_names_later_counts(tmp_path: Path, memory: Path):
+    """And the snapshots of the run before it are gone, also those of later steps."""
+    kills = [[15, 1, "train"]]
+    assert fit(2, tmp_path / "lossy", memory, kills=kills, save_at=5) is None
+    path = str(tmp_path / "lossy" / "saved.ckpt")
+    assert fit(2, tmp_path / "lossy", memory, kills=[*kills, [6, 0, "train"]], ckpt_path=path) is None
+    (run,) = memory.iterdir()
+    assert all(int(each.name[5:14]) < 15 for each in run.glob("step-*"))
+    kills.append([6, 0, "train"])
+    again = fit(2, tmp_path / "lossy", memory, kills=kills, ckpt_path=path)
+    assert again is not None
+    assert again["steps"] == 24
+
+
+@pytest.mark.wide
 def test_a_node_without_room_is_an_error_at_once(tmp_path: Path, memory: Path):
     """A run that has no snapshot at all would not survive, so it ends."""
     with pytest.raises(Exception, match="could not survive a loss"):

@@ -499,6 +499,16 @@ class Names(Net):
         return loss
 
 
+class Batches:
+    """A loader that knows its rank from elsewhere."""
+
+    def __iter__(self) -> Any:
+        yield tuple(samples(4))
+
+    def __len__(self) -> int:
+        return 1
+
+
 def refused(rank: int, world_size: int, what: str) -> str:
     quiet()
     parallel: dict[str, Any] = {"virtual_ranks": 1 if what == "few" else 2}
@@ -510,6 +520,8 @@ def refused(rank: int, world_size: int, what: str) -> str:
         data = DataLoader(Endless(), batch_size=2)
     elif what == "iterator":
         data = iter([tuple(samples(4))])
+    elif what == "own class":
+        data = Batches()
     module: Any = {"manual": Manual, "names": Names}.get(what, Net)()
     with pytest.raises(StateError if what == "names" else PlanError) as caught:
         trainer_of(strategy, sync_batchnorm=what == "sync", max_epochs=1).fit(module, data)
@@ -523,7 +535,8 @@ def refused(rank: int, world_size: int, what: str) -> str:
         ("shares", "one number per rank"),
         ("manual", "automatic_optimization"),
         ("iterable", "IterableDataset"),
-        ("iterator", "starts at its first batch"),
+        ("iterator", "Return a DataLoader"),
+        ("own class", "Return a DataLoader"),
         ("names", "different names"),
     ],
 )
