@@ -69,6 +69,7 @@ class Connection(_DDPStrategy):
     @override
     def setup_environment(self) -> None:
         before = open_sockets()
+        self._check_size()
         environment = self.cluster_environment
         if is_started_by_lightning(environment):
             self._watch.start()
@@ -92,6 +93,23 @@ class Connection(_DDPStrategy):
             self._alone = False
             self._connected(self._comm)
         self._comm.where.watch(self.explain_waits_after, self.root_device, self._break_connections)
+
+    def _check_size(self) -> None:
+        """Compare the Trainer's options with the ranks that ``torchrun`` has started, which all ranks know.
+
+        Raises:
+            PlanError: on every rank.
+        """
+        if "TORCHELASTIC_RUN_ID" not in os.environ or "LOCAL_WORLD_SIZE" not in os.environ:
+            return
+        ranks, here = int(os.environ["WORLD_SIZE"]), int(os.environ["LOCAL_WORLD_SIZE"])
+        fits = here == self.num_processes if self._takes_any_size else ranks == self.num_nodes * self.num_processes
+        if not fits:
+            raise PlanError(
+                f"torchrun started {ranks} ranks, {here} on this node, but the Trainer has devices={self.num_processes} "
+                f"and num_nodes={self.num_nodes}. Set devices={here} and num_nodes={max(ranks // here, 1)}, or start as "
+                "many ranks."
+            )
 
     def _take_ranks(self) -> None:
         """Set the ranks of this process, which the environment of the cluster knows."""

@@ -61,7 +61,7 @@ class Clipped(Module):
             self.outcome.notes["clipped"] = self.outcome.notes.get("clipped", 0) + int((gamma < 1).sum())
 
 
-def attend(self: Attention, x_BTD: Tensor, rotation: Any, *, positions: Any = None, cache: Any = None) -> Tensor:
+def attend(self: Attention, x_BTD: Tensor, rotation: Any, **_: Any) -> Tensor:
     """The recipe's attention, with the one call that a user adds."""
     B, T, _ = x_BTD.shape
     heads = self.query_key_value(x_BTD).view(B, T, -1, self.head_width).transpose(1, 2)
