@@ -106,9 +106,9 @@ class Connection(_DDPStrategy):
         fits = here == self.num_processes if self._takes_any_size else ranks == self.num_nodes * self.num_processes
         if not fits:
             raise PlanError(
-                f"torchrun started {ranks} ranks, {here} on this node, but the Trainer has devices={self.num_processes} "
-                f"and num_nodes={self.num_nodes}. Set devices={here} and num_nodes={max(ranks // here, 1)}, or start as "
-                "many ranks."
+                f"torchrun started {ranks} ranks, {here} on this node, but the Trainer has "
+                f"devices={self.num_processes} and num_nodes={self.num_nodes}. Set devices={here} and "
+                f"num_nodes={max(ranks // here, 1)}, or start as many ranks."
             )
 
     def _take_ranks(self) -> None:
