@@ -248,7 +248,7 @@ def outcome(folder: Path) -> dict[str, Any]:
     return json.loads((folder / "out.json").read_text())
 
 
-@pytest.mark.wide
+@pytest.mark.slow
 def test_torchrun_starts_a_killed_rank_again(tmp_path: Path, memory: Path, options: Path):
     pytest.importorskip("tensorboard")
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
