@@ -1055,9 +1055,9 @@ def loader_states(trainer: Any) -> list[dict[str, Any]]:
     return [] if combined is None else combined._state_dicts()
 
 
-def set_loader_states(trainer: Any, states: list[dict[str, Any]]) -> None:
-    """Make training loaders that are about to be made continue from these states."""
-    trainer.fit_loop._combined_loader_states_to_load = states
+def set_loader_states(checkpoint: dict[str, Any], states: list[dict[str, Any]]) -> None:
+    """Replace rank 0's states of training loaders in a checkpoint that is about to be restored."""
+    checkpoint["loops"]["fit_loop"]["state_dict"]["combined_loader"] = states
 
 
 def epoch_values(trainer: Any) -> dict[str, dict[str, Any]]:
@@ -1071,7 +1071,10 @@ def epoch_values(trainer: Any) -> dict[str, dict[str, Any]]:
 
 
 def add_epoch_values(trainer: Any, saved: Mapping[str, Mapping[str, Any]]) -> None:
-    """Begin averages over the epoch with what `epoch_values` has returned, when their keys are logged again."""
+    """Begin averages over the epoch with what `epoch_values` has returned, when their keys are logged again.
+
+    What is not logged again in this epoch is dropped at its end.
+    """
     results, left = trainer.fit_loop.epoch_loop._results, dict(saved)
 
     def update_metrics(key: str, value: Any, batch_size: int) -> None:
@@ -1083,7 +1086,12 @@ def add_epoch_values(trainer: Any, saved: Mapping[str, Mapping[str, Any]]) -> No
             metric._update_count = values["count"]
         type(results).update_metrics(results, key, value, batch_size)
 
-    results.update_metrics = update_metrics
+    def reset(metrics: bool | None = None, fx: str | None = None) -> None:
+        if metrics is None and fx is None:  # the end of the epoch
+            left.clear()
+        type(results).reset(results, metrics, fx)
+
+    results.update_metrics, results.reset = update_metrics, reset
 
 
 def reported_metrics(trainer: Any) -> dict[str, dict[str, Any]]:

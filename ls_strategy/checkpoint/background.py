@@ -65,7 +65,8 @@ class BackgroundSaver:
         Args:
             save: what to write, and where.
             done: called with bytes and seconds after the commit.
-            failed: called with the error, which is then not raised later. The thread of the save calls both.
+            failed: called with the error, which is then not raised later; such a save does not decide about `then`.
+                The thread of the save calls both.
 
         Raises:
             CheckpointError: The previous save failed.
@@ -75,7 +76,8 @@ class BackgroundSaver:
         save = replace(save, write_meta=_deep_copied(save.write_meta))
         exchange = StoreExchange(f"ls_strategy/save/{next(_NUMBERS)}", self._rank, self._world_size, self._abandoned)
         before, self._exchange = self._exchange, exchange
-        self._failed = False
+        if failed is None:
+            self._failed = False
 
         def work() -> None:
             try:
@@ -83,8 +85,8 @@ class BackgroundSaver:
                 if before is not None:
                     before.forget()  # every rank reported to this save, so every rank has read the previous reports
             except CheckpointError as error:
-                self._failed = True
                 if failed is None:
+                    self._failed = True
                     raise
                 failed(error)
             except BaseException:

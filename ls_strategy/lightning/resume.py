@@ -69,6 +69,8 @@ class Resume:
         checkpoint = strategy.on_all_ranks(read)
         self._ours = self._position = checkpoint.pop(checkpoints.OURS)
         self._take_random_states(checkpoint)
+        if self._between is not None and self._between["loaders"]:
+            set_loader_states(checkpoint, self._between["loaders"])
         return checkpoint
 
     def _take_random_states(self, saved: dict[str, Any]) -> None:
@@ -91,11 +93,7 @@ class Resume:
             )
         self._between = before_batch.of_rank(states, self._strategy.global_rank, ranks)
         assert module is not None
-        trainer = module.trainer
-        loaders = self._between["loaders"]
-        if loaders:
-            set_loader_states(trainer, loaders)
-        end_restart(trainer, self._continue_between)
+        end_restart(module.trainer, self._continue_between)
 
     @property
     def between_batches(self) -> bool:

@@ -155,11 +155,16 @@ class Saves:
             failed: gets the error, on every rank, if it fails; called by the thread that writes.
 
         Raises:
-            CheckpointError: on every rank, if a checkpoint in the background failed before.
+            CheckpointError: on every rank, if a checkpoint in the background failed before (``checkpoint.on_error``).
         """
         strategy = self._strategy
         module = strategy.lightning_module
         assert module is not None
+        try:
+            self.wait()
+        except CheckpointError as error:  # of a checkpoint before this
+            self.failed = True
+            self._raise_or_log(error)
         self._snapshot = target
         try:
             checkpoint = dump_for_resume(module.trainer)
@@ -211,11 +216,11 @@ class Saves:
 
     def _after_save(self, action: Callable[[], None]) -> None:
         """Run ``action`` on rank 0 when the last save is committed; never, if that save failed."""
-        if not self._strategy.is_global_zero:
+        if not self._strategy.is_global_zero or self.failed:
             return
         if self._saver is not None:
             self._saver.then(action)
-        elif not self.failed:
+        else:
             action()
 
     def remove(self, path: str | Path) -> None:

@@ -59,6 +59,8 @@ class Model(pl.LightningModule):
         time.sleep(self.options.get("sleep", 0.0))
         loss = self._loss(batch)
         self.log("loss", loss, on_epoch=True, sync_dist=True)
+        if (self.current_epoch != 1 and batch_idx == 0) or batch_idx == 7:
+            self.log("seldom", loss, on_step=False, on_epoch=True, sync_dist=True)
         return loss
 
     def on_before_optimizer_step(self, optimizer: Any) -> None:
@@ -69,7 +71,7 @@ class Model(pl.LightningModule):
         self.log("val", self._loss(batch), sync_dist=True)
 
     def on_train_epoch_end(self) -> None:
-        self.seen.append(float(self.trainer.callback_metrics["loss_epoch"]))
+        self.seen += [float(self.trainer.callback_metrics[name]) for name in ("loss_epoch", "seldom")]
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         checkpoint["seen"] = list(self.seen)
@@ -85,6 +87,30 @@ class Model(pl.LightningModule):
             {"scheduler": plateau, "monitor": "loss_epoch", "interval": "epoch"},
             {"scheduler": step, "interval": "step"},
         ]
+
+
+class Own(DataLoader):
+    """A loader with a state that only its own rank can continue from; its batches are not those of a sampler."""
+
+    def __init__(self, dataset: Any, batch_size: int) -> None:
+        super().__init__(dataset, batch_size=batch_size)
+        self.done, self.rank = 0, int(os.environ.get("RANK", "0"))
+
+    def __iter__(self) -> Any:
+        while self.done < 8:
+            self.done += 1
+            chosen = torch.Generator().manual_seed(100 * self.rank + self.done)
+            yield tuple(t[torch.randint(0, 192, (4,), generator=chosen)] for t in self.dataset.tensors)
+        self.done = 0
+
+    def __len__(self) -> int:
+        return 8
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"done": self.done, "rank": self.rank}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.done, self.rank = state["done"], state["rank"]
 
 
 class Losses(Callback):
@@ -140,6 +166,7 @@ def main(options: dict[str, Any]) -> None:
         enable_model_summary=False,
         enable_checkpointing=False,
         logger=options.get("logger", True),
+        use_distributed_sampler=options.get("loader") != "own",
         callbacks=[elastic, losses],
     )
     started = folder / "starts"
@@ -151,6 +178,8 @@ def main(options: dict[str, Any]) -> None:
 
         signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
         resource.setrlimit(resource.RLIMIT_FSIZE, (options["file_limit"], options["file_limit"]))
+    if options.get("loader") == "own":
+        loader = Own(TensorDataset(x, y), 4)
     validation = DataLoader(TensorDataset(x, y), batch_size=8)
     trainer.fit(model, loader, validation, ckpt_path=options.get("ckpt_path"))
     weights = trainer.strategy.lightning_module_state_dict()

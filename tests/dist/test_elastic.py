@@ -88,6 +88,17 @@ def test_without_virtual_ranks_on_the_same_number_of_ranks(tmp_path: Path, memor
 
 
 @pytest.mark.wide
+def test_loaders_with_a_state_continue_on_every_rank(tmp_path: Path, memory: Path):
+    """Each rank from its own state; what is logged in some batches only is counted once, and in its epoch."""
+    options = {"parallel": {}, "stage": 2, "loader": "own", "epochs": 3, "val_check_interval": 8}
+    kills = [[3, 1, "train"], [13, 0, "train"]]
+    expected = fit(2, tmp_path / "unbroken", memory, run="unbroken", **options)
+    assert fit(2, tmp_path / "lossy", memory, kills=kills, **options) is None
+    assert fit(2, tmp_path / "lossy", memory, kills=kills, **options) is None
+    assert fit(2, tmp_path / "lossy", memory, kills=kills, **options) == expected
+
+
+@pytest.mark.wide
 def test_a_torn_snapshot_and_one_of_another_run_do_not_count(tmp_path: Path, memory: Path):
     kills = [[7, 1, "train"]]
     assert fit(2, tmp_path / "lossy", memory, kills=kills) is None

@@ -157,3 +157,18 @@ def test_weights_without_an_engine_are_the_modules() -> None:
     own = strategy()
     own.lightning_module = nn.Linear(2, 1)
     assert Saves(own).weights().keys() == {"weight", "bias"}
+
+
+def test_nothing_is_removed_after_a_failed_save_while_snapshots_go_on(tmp_path: Path) -> None:
+    """Snapshots have a saver in the background even where checkpoints are saved at once."""
+    saves = Saves(strategy(on_error="continue"))
+    saver: Any = Saver()
+    saves._saver = saver
+    with pytest.warns(UserWarning, match="disk is full"), saves.tolerating():
+        fail()
+    saves.remove(tmp_path / "old.ckpt")
+    assert saver.actions == []
+    with saves.tolerating():
+        pass
+    saves.remove(tmp_path / "old.ckpt")
+    assert len(saver.actions) == 1
