@@ -41,6 +41,7 @@ from torch.utils.checkpoint import checkpoint
 from torch.utils.weak import WeakIdKeyDictionary as WeakIdKeyDictionary
 
 from ls_strategy import host
+from ls_strategy.errors import ConfigError
 
 
 @cache
@@ -1061,37 +1062,60 @@ def set_loader_states(checkpoint: dict[str, Any], states: list[dict[str, Any]]) 
 
 
 def epoch_values(trainer: Any) -> dict[str, dict[str, Any]]:
-    """Return the averages over the epoch so far of what ``training_step`` has logged, by key."""
+    """Return what ``training_step`` has logged in the epoch so far, by key, in types that a checkpoint may hold.
+
+    Raises:
+        ConfigError: a value is averaged over a process group of the user, which is another one after a restart.
+    """
     found: dict[str, dict[str, Any]] = {}
     for key, metric in trainer.fit_loop.epoch_loop._results.items():
-        if metric.is_tensor and metric.meta.on_epoch and not metric.has_reset:
-            state = {name: _copied(getattr(metric, name)) for name in metric._defaults}
-            found[key] = {"state": state, "count": metric._update_count}
+        if metric.has_reset:
+            continue
+        meta, sync = metric.meta, metric.meta.sync
+        if sync.group is not None:
+            raise ConfigError(
+                f"Got self.log({meta.name!r}, sync_dist_group=...) in a run with ElasticTraining, but that process "
+                "group does not exist after a restart. Leave sync_dist_group out, or log with on_epoch=False through "
+                "self.logger."
+            )
+        names = metric._defaults if metric.is_tensor else ()  # a torchmetric has its states in the module
+        found[key] = {
+            "meta": {name: getattr(meta, name) for name in _META} | {"reduce_fx": meta.reduce_fx.__name__},
+            "sync": {"_should": sync.should, "rank_zero_only": sync.rank_zero_only},
+            "is_tensor": metric.is_tensor,
+            "state": {name: _copied(getattr(metric, name)) for name in names},
+            "count": metric._update_count,
+            "last": _copied(metric._forward_cache),
+        }
     return found
 
 
-def add_epoch_values(trainer: Any, saved: Mapping[str, Mapping[str, Any]]) -> None:
-    """Begin averages over the epoch with what `epoch_values` has returned, when their keys are logged again.
+_META = (
+    "fx", "name", "prog_bar", "logger", "on_step", "on_epoch", "enable_graph", "add_dataloader_idx", "dataloader_idx",
+    "metric_attribute",
+)  # fmt: skip
 
-    What is not logged again in this epoch is dropped at its end.
+
+def add_epoch_values(trainer: Any, module: nn.Module, saved: Mapping[str, Mapping[str, Any]]) -> None:
+    """Continue an epoch of the training loop with what `epoch_values` has returned.
+
+    Call it before the first batch.
     """
-    results, left = trainer.fit_loop.epoch_loop._results, dict(saved)
-
-    def update_metrics(key: str, value: Any, batch_size: int) -> None:
-        values = left.pop(key, None)
-        metric = results[key]
-        if values is not None and metric.is_tensor:
-            for name, state in values["state"].items():
-                setattr(metric, name, state.to(getattr(metric, name)))
-            metric._update_count = values["count"]
-        type(results).update_metrics(results, key, value, batch_size)
-
-    def reset(metrics: bool | None = None, fx: str | None = None) -> None:
-        if metrics is None and fx is None:  # the end of the epoch
-            left.clear()
-        type(results).reset(results, metrics, fx)
-
-    results.update_metrics, results.reset = update_metrics, reset
+    results, device = trainer.fit_loop.epoch_loop._results, trainer.strategy.root_device
+    classes = host.import_part("pytorch.trainer.connectors.logger_connector.result")
+    for key, values in saved.items():
+        meta = classes._Metadata(**values["meta"])
+        meta.sync = classes._Sync(fn=trainer.strategy.reduce, **values["sync"])
+        metric = classes._ResultMetric(meta, values["is_tensor"]).to(device)
+        if not metric.is_tensor:
+            metric.value = module.get_submodule(meta.metric_attribute)
+        for name, state in values["state"].items():
+            setattr(metric, name, state.to(device))
+        metric._update_count, last = values["count"], values["last"]
+        metric._forward_cache = last.to(device) if isinstance(last, Tensor) else last
+        results[key] = metric
+    # Not the first batch of an epoch, at which Lightning resets what the hook has logged.
+    trainer._logger_connector._first_loop_iter = True
 
 
 def reported_metrics(trainer: Any) -> dict[str, dict[str, Any]]:

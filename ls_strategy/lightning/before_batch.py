@@ -57,6 +57,6 @@ def of_rank(random: dict[str, Any], rank: int, ranks: int) -> dict[str, Any]:
 
 def restore(saved: Mapping[str, Any], trainer: pl.Trainer, module: pl.LightningModule) -> None:
     """Restore what `of_rank` has returned. Not collective."""
-    add_epoch_values(trainer, saved["epoch"])
+    add_epoch_values(trainer, module, saved["epoch"])
     set_reported_metrics(trainer, saved["reported"])
     set_metric_states(module, saved["metrics"])

@@ -61,6 +61,9 @@ class Model(pl.LightningModule):
         self.log("loss", loss, on_epoch=True, sync_dist=True)
         if (self.current_epoch != 1 and batch_idx == 0) or batch_idx == 7:
             self.log("seldom", loss, on_step=False, on_epoch=True, sync_dist=True)
+        if self.options.get("loader") == "own" and batch_idx in (0, 7):
+            self.score.update(loss.detach().double())
+            self.log("score", self.score, on_step=True, on_epoch=True)
         return loss
 
     def on_before_optimizer_step(self, optimizer: Any) -> None:
@@ -71,7 +74,8 @@ class Model(pl.LightningModule):
         self.log("val", self._loss(batch), sync_dist=True)
 
     def on_train_epoch_end(self) -> None:
-        self.seen += [float(self.trainer.callback_metrics[name]) for name in ("loss_epoch", "seldom")]
+        seen = self.trainer.callback_metrics
+        self.seen += [float(seen[name]) for name in ("loss_epoch", "seldom", "score_epoch") if name in seen]
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         checkpoint["seen"] = list(self.seen)
