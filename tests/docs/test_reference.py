@@ -60,8 +60,8 @@ def test_environment_variables_are_those_of_the_source() -> None:
 
 ELSEWHERE = {
     # of the files and functions that a guide is about, and that no signature here has
-    "ckpt_path", "sync_dist", "weights_only", "modify", "strict_loading", "save_last", "devices", "num_nodes",
-    "classes", "every", "rank", "drop_last", "cache",
+    "ckpt_path", "sync_dist", "sync_dist_group", "weights_only", "modify", "strict_loading", "save_last", "devices",
+    "num_nodes", "classes", "every", "rank", "drop_last", "cache",
     "seed", "full_sequences", "synced_gpus", "tensor_parallel", "quant", "reshard_after_forward", "param_dtype",
 }  # fmt: skip
 
