@@ -31,6 +31,7 @@ WIDE = [
     for stage in (0, 1, 2, 3)
     for precision in ("32-true", "bf16-mixed", "bf16-true")
 ]
+WIDE += [Case(stage=stage, steps=4, options=(("precision.moments", m),)) for stage, m in ((1, "int8"), (3, "bf16"))]
 MORE = [
     Case(stage=stage, steps=5, precision=precision, optimizer=optimizer, traits=traits, accumulate=accumulate, **clip)
     for stage in (0, 1, 2, 3)

@@ -257,6 +257,14 @@ def test_other_precisions(precision: str) -> None:
     check_equal(run(4, CPU, options), expected)
 
 
+@pytest.mark.wide
+@pytest.mark.parametrize("moments", ["bf16", "int8"])
+def test_moments_in_fewer_bits_are_rounded_alike_on_any_number_of_ranks(moments: str) -> None:
+    expected = run(1, {"stage": 2, "precision.moments": moments}, HARD)
+    for world_size, options in ((2, {"stage": 3}), (3, {"stage": 1, "sharding.rank_weights": [1, 3, 2]}), (2, CPU)):
+        check_equal(run(world_size, {**options, "precision.moments": moments}, HARD), expected)
+
+
 def test_one_virtual_rank_per_rank_gives_the_numbers_of_ddp() -> None:
     """And its traffic: see `test_bytes_are_those_without_virtual_ranks`."""
     found = run(2, {"stage": 2, "parallel.virtual_ranks": 2}, PLAIN, "Quiet")

@@ -78,11 +78,15 @@ class Update:
     """Copy states in host memory to the device, update them there and copy them back."""
 
     def seed(self, part: UpdatePart) -> int:
-        """Return the seed of the stochastic rounding, unique per buffer, rank and step, and equal after a resume."""
-        flat = self.flat
+        """Return the seed of the stochastic rounding, unique per buffer and step, and equal after a resume.
+
+        It is the same on all ranks: the random bits of an element depend on its position in the full buffer, so they
+        stay what they are when the buffer is cut for another number of ranks, in groups, or by weights.
+        """
+        slots = self.flat.layout.slots
         # Derived from the name, so that both pipeline stages round a tied parameter in the same way.
-        number = zlib.crc32(flat.layout.slots[0].name.encode()) if flat.layout.slots else 0
-        return (number * 0x9E3779B1 + flat.comm.rank * 0x85EBCA77 + part.seed_step * 0xC2B2AE3D) & 0x7FFFFFFF
+        number = zlib.crc32(slots[0].name.encode()) if slots else 0
+        return (number * 0x9E3779B1 + part.seed_step * 0xC2B2AE3D) & 0x7FFFFFFF
 
     def jobs(self) -> list[_ChunkUpdate]:
         """Return the update's jobs, in order."""
@@ -238,7 +242,7 @@ class _ChunkUpdate:
                 moments[name] = moment.narrow(where.start, where.stop)
         param, grad = master[where], grads[where]
         out = None if self._out is None else self._out[where]
-        factors = {"unscale": update.unscale, "seed": update.seed(part), "offset": lo}
+        factors = {"unscale": update.unscale, "seed": update.seed(part), "offset": update.flat.stepped[0] + lo}
         if update.streamed:
             self._on_device(part, param, moments, grad, out, factors)
             return
