@@ -42,6 +42,7 @@ from ls_strategy.host.pytorch import (
     rank_zero_warn,
 )
 from ls_strategy.moe.losses import LossKeeper
+from ls_strategy.parallel import logits
 from ls_strategy.parallel.pipeline.batches import has_rows, mean_of, merge, split
 from ls_strategy.parallel.pipeline.p2p import make_links
 from ls_strategy.parallel.pipeline.partition import Usage, find_row, keep_own, make_cut
@@ -277,7 +278,7 @@ class Pipeline:
         logged = Logged(module)
         self._evaluated += 1
         with self._own_random_numbers(module.trainer), logged.recording():
-            results = self.runner.evaluate(lambda part: step(part, *args[1:]), parts)
+            results = self.runner.evaluate(lambda part: logits.gather(step(part, *args[1:])), parts)
         shares = [size / sum(sizes) for size in sizes]
         merged = merge(results, shares) if self.is_last else None
         merged, summary = self.runner.from_last((merged, logged.summary(shares, sizes) if self.is_last else None))
@@ -440,10 +441,8 @@ def refuse(module: pl.LightningModule, config: ParallelConfig) -> None:
                 f"{name} is compiled (torch.compile(module) compiles all steps), but a pipeline exits it early on "
                 "every stage but the last. Compile the blocks instead: for block in blocks: block.compile()."
             )
-    shards = {"parallel.context": config.context > 1, "parallel.tensor.sequence_parallel": config.tp.sequence_parallel}
-    for name, given in shards.items():
-        if given:
-            raise PlanError(
-                f"Got {name} with parallel.pipeline, but blocks that partition tokens must all be on one rank. Leave "
-                "one of the two out."
-            )
+    if config.tp.sequence_parallel:
+        raise PlanError(
+            "Got parallel.tensor.sequence_parallel with parallel.pipeline, but blocks that partition tokens over "
+            "tensor-parallel ranks must all be on one rank. Leave one of the two out, or use parallel.context."
+        )

@@ -553,10 +553,9 @@ class Manual(Module):
     [
         (Manual, {}, "automatic_optimization=True, or parallel.pipeline=1"),
         (Module, {"pipeline": {"size": 2, "schedule": "dualpipe_v", "micro_batches": 3}}, "needs 4 or more"),
-        (Module, {"context": 2}, "Got parallel.context with parallel.pipeline"),
         (Module, {"tensor": {"size": 2, "sequence_parallel": True}}, "Got parallel.tensor.sequence_parallel"),
     ],
-    ids=["manual", "micro_batches", "context", "sequence_parallel"],
+    ids=["manual", "micro_batches", "sequence_parallel"],
 )
 def test_what_a_pipeline_cannot_do_is_refused(kind: type[Module], options: dict[str, Any], words: str) -> None:
     with pytest.raises(PlanError, match=words):

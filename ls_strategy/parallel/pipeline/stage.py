@@ -64,6 +64,10 @@ class _Call:
     """Side loss of earlier stages, see `SideLoss`."""
 
 
+def _no_callback(_: Any) -> None:
+    """Do nothing."""
+
+
 class StageRunner:
     """Runs the stages of one rank. Intercepts the calls of all blocks until `remove`."""
 
@@ -87,6 +91,10 @@ class StageRunner:
         self._meta_blocks = list(meta_blocks(model, self._blocks))
         self._outputs: list[dict[Any, Any]] = [{} for _ in self._blocks]
         """For every block, placeholders for its outputs, by the shapes of its inputs."""
+        self.on_received: Callable[[Sequence[tuple[Tensor, Tensor]]], None] = _no_callback
+        """Called before the first block of a stage with the placeholders of its inputs, which have the shapes that the
+        blocks give without hooks, and the tensors that were received for them."""
+
         self._call: _Call | None = None
         self._recomputed_call: _Call | None = None
         self._sent: dict[int, frozenset[int]] = {}
@@ -271,12 +279,15 @@ class StageRunner:
                 f"block {self.cut.blocks[i]!r} was called with {len(leaves)} values on this rank and with "
                 f"{received.leaves} on that of the previous stage. Its arguments must not depend on the rank."
             )
+        pairs: list[tuple[Tensor, Tensor]] = []
         for place, tensor in received.tensors.items():
             if place == SIDE:
                 continue
             real = alias(tensor)
             received.known[id(leaves[place])] = (leaves[place], real)
+            pairs.append((leaves[place], real))
             leaves[place] = real
+        self.on_received(pairs)
 
     def _refuse_placeholders(self, value: Any, where: str, mode: Absent) -> None:
         if not any(isinstance(leaf, Tensor) and is_meta(leaf) for leaf in tree_iter(value)):
