@@ -441,8 +441,3 @@ def refuse(module: pl.LightningModule, config: ParallelConfig) -> None:
                 f"{name} is compiled (torch.compile(module) compiles all steps), but a pipeline exits it early on "
                 "every stage but the last. Compile the blocks instead: for block in blocks: block.compile()."
             )
-    if config.tp.sequence_parallel:
-        raise PlanError(
-            "Got parallel.tensor.sequence_parallel with parallel.pipeline, but blocks that partition tokens over "
-            "tensor-parallel ranks must all be on one rank. Leave one of the two out, or use parallel.context."
-        )
