@@ -233,7 +233,8 @@ class SequenceParallel:
                 f"block {name!r} is sharded along the tokens, but never called torch.nn.functional."
                 "scaled_dot_product_attention by that name, so tokens of different ranks would not attend to each "
                 'other. Use it for the attention (in transformers: attn_implementation="sdpa"; in '
-                "nn.MultiheadAttention: need_weights=False), or remove modules without attention from the blocks."
+                "nn.MultiheadAttention: need_weights=False; instead of flex_attention and its block mask: attn_mask, "
+                "for documents ls_strategy.document_mask), or remove modules without attention from the blocks."
             )
         return output
 

@@ -11,10 +11,12 @@ from torch import Tensor
 from torch.nn import functional
 from torch.utils.data import DataLoader, TensorDataset
 
-from ls_strategy import linear_cross_entropy
+from ls_strategy import ZeROStrategy, linear_cross_entropy
+from ls_strategy.config import nested
 from ls_strategy.errors import StateError
 from ls_strategy.testing import spawn
 from tests.dist.parallel_runs import SHAPE, Module, Outcome, Run, assert_resumed, train, train_all, unequal
+from tests.dist.ranks import trainer_of
 
 pytestmark = pytest.mark.dist
 
@@ -242,3 +244,29 @@ def select(rank: int, world_size: int) -> str:
 def test_selected_tokens_whose_number_differs_are_refused_on_all_ranks():
     for message in spawn(select, 2, init_process_group=False, timeout_s=100):
         assert "Mark tokens without a loss by ignore_index" in message
+
+
+class Evaluates(Module):
+    """Predicts from lengths that shard, that do not, and that look like a shard of the others."""
+
+    def predict_step(self, batch: Any, batch_idx: int) -> Any:
+        return {"logits": self.model(batch[0])}
+
+
+def predict(rank: int, world_size: int, options: dict[str, Any] | None) -> list[Tensor]:
+    torch.manual_seed(0)
+    module = Evaluates(Run(options))
+    strategy: Any = "auto" if options is None else ZeROStrategy(**nested(options))
+    trainer = trainer_of(strategy, devices=world_size, max_epochs=1, use_distributed_sampler=False)
+    generator = torch.Generator().manual_seed(1)
+    batches = [(torch.randint(0, SHAPE["vocab_size"], (4, n), generator=generator),) for n in (16, 7, 8, 16, 3, 2)]
+    return [each["logits"] for each in trainer.predict(module, DataLoader(batches, batch_size=None))]  # type: ignore[index, union-attr]
+
+
+@pytest.mark.wide
+def test_predictions_of_all_lengths_are_those_of_one_process():
+    expected = spawn(predict, 1, None, init_process_group=False)[0]
+    options = {"stage": 3, **TWO, **RING, **CHUNKED}
+    for found in spawn(predict, 4, options, init_process_group=False, timeout_s=100):
+        for ours, theirs in zip(found, expected, strict=True):
+            torch.testing.assert_close(ours, theirs, rtol=2e-5, atol=2e-6)
