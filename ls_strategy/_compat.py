@@ -599,10 +599,15 @@ def without_torch_functions() -> AbstractContextManager[Any]:
     return torch._C.DisableTorchFunction()
 
 
+def function_mode() -> Any:
+    """Return the innermost active ``TorchFunctionMode``, or None."""
+    return torch.overrides._get_current_function_mode()
+
+
 @contextmanager
 def without_function_mode(mode: Any) -> Generator[None, None, None]:
     """Disable ``mode``, an active ``TorchFunctionMode``, unless another one was entered after it."""
-    if torch.overrides._get_current_function_mode() is not mode:
+    if function_mode() is not mode:
         yield
         return
     with torch.overrides._pop_mode_temporarily():

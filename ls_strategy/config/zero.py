@@ -69,12 +69,6 @@ def check_together(config: ZeROConfig) -> None:
     _check_shard_groups(config)
     _check_offload(config)
     _check_virtual_ranks(config)
-    if config.activations.loss is not None and config.parallel.pp.size > 1:
-        raise ConfigError(
-            f"Got activations.loss with parallel.pipeline={config.parallel.pp.size}, but a pipeline computes the loss "
-            "of micro-batches, with few logits each. Leave activations.loss out, and set "
-            "parallel.pipeline.micro_batches to make them smaller."
-        )
     if config.activations.tiling is not None and config.parallel.tp.sequence_parallel:
         raise ConfigError(
             "Got activations.tiling with parallel.tensor.sequence_parallel=True, which shards the tokens of a layer's "

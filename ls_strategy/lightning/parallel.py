@@ -251,6 +251,8 @@ class ModelParallel:
         head, ring = _head(module, blocks), self.config.ring
         sequence = apply_sequence_parallel(module, self.mesh.sequence, blocks=blocks, head=head, ring=ring)
         done.handles.append(sequence)
+        if done.pipeline is not None:
+            done.pipeline.runner.stages.on_received = sequence.receive
         rank_zero_info(f"ZeROStrategy: {sequence.describe()}")
 
     def _shard_experts(self, module: nn.Module, done: _Sharded) -> None:

@@ -16,7 +16,6 @@ from __future__ import annotations
 from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
 from functools import cache
-from inspect import signature
 from typing import Any, cast
 
 import torch
@@ -24,8 +23,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from ls_strategy._compat import batches_of, is_compiled_function, metric_state, set_metric_state, tree_iter, tree_map
-from ls_strategy.checkpoint.random import random_states, restore_random_states
+from ls_strategy._compat import batches_of, is_compiled_function, tree_iter, tree_map
+from ls_strategy.checkpoint.random import RandomStream, random_states, restore_random_states
 from ls_strategy.config import ParallelConfig
 from ls_strategy.device import generator_of
 from ls_strategy.distributed.comm import process_group
@@ -41,8 +40,11 @@ from ls_strategy.host.pytorch import (
     rank_zero_info,
     rank_zero_warn,
 )
+from ls_strategy.lightning.pipeline_log import Logged, unchanged_metrics
 from ls_strategy.moe.losses import LossKeeper
-from ls_strategy.parallel.pipeline.batches import has_rows, mean_of, merge, split
+from ls_strategy.parallel import logits
+from ls_strategy.parallel.pipeline.batches import has_rows, merge, split
+from ls_strategy.parallel.pipeline.counts import TokenShares
 from ls_strategy.parallel.pipeline.p2p import make_links
 from ls_strategy.parallel.pipeline.partition import Usage, find_row, keep_own, make_cut
 from ls_strategy.parallel.pipeline.runner import Callbacks, PipelineRunner
@@ -104,10 +106,15 @@ class Pipeline:
             callbacks=Callbacks(before=self._before, after=self._after, on_last_backward=self._on_last_backward),
             split_backward=not recomputes,
         )
+        self.runner.stages.on_blocks = lambda stage: self._draw_for(self._micro_batch, stage)
         self._tied_group = self._make_tied_group()
         self._engine: Engine | None = None
         self._last = False
         self._evaluated = 0  # batches since the last training batch
+        self._shares: TokenShares | None = None
+        self._micro_batch = 0
+        self._streams: list[tuple[torch.Generator, int]] = []
+        """Inside of steps, generators and what their seeds depend on."""
 
     def _dry_run(self, module: pl.LightningModule, stages: int) -> Usage:
         """Run the user's step once on fake tensors, on a copy of the module. Collective over all ranks.
@@ -237,29 +244,57 @@ class Pipeline:
             for index in range(len(engine.optimizers)):
                 engine.zero_grad(index)
         scale = engine.scaler.scale if engine.scaler is not None else 1.0
-        shares = [size / sum(sizes) for size in sizes]
         self._engine, self._last = engine, last
-        logged = Logged(module)
+        self._shares = shares = TokenShares(sizes)
         engine.begin_micro_batches()
         self._evaluated = 0
-        with self._own_random_numbers(trainer), logged.recording():
-            report = self.runner.train(
-                lambda part: step(part, *args[1:]), parts, [share * scale / accumulate for share in shares]
-            )
+        with self._own_random_numbers(trainer):
+            weights = self._count(module, lambda part: step(part, *args[1:]), parts)
+            with (logged := Logged(module)).recording():
+                report = self.runner.train(
+                    lambda part: step(part, *args[1:]), parts, [weight * scale / accumulate for weight in weights]
+                )
         engine.end_micro_batches(reduce=last)
         engine.keeps_gradients = True  # the loop calls zero_grad next, before its own, empty backward
-        loss = sum(loss.item() * share for loss, share in zip(report.losses, shares, strict=self.is_last))
-        loss, summary = self.runner.from_last((loss, logged.summary(shares, sizes) if self.is_last else None))
+        result = None
+        if self.is_last:
+            losses = zip(report.losses, weights, strict=True)
+            loss = sum(loss.item() * weight for loss, weight in losses if weight)  # NaN without a token
+            result = (loss, logged.summary(shares.of, sizes), shares.check(weights))
+        loss, summary, problem = self.runner.from_last(result)
+        if problem is not None:
+            raise StateError(problem)
         logged.replay(summary)
         return torch.tensor(loss, device=self.device, requires_grad=True)
 
+    def _count(self, module: pl.LightningModule, step: Callable[[Any], Any], parts: Sequence[Any]) -> list[float]:
+        """Return what share of the loss each micro-batch has. Other ranks than the last one need no answer."""
+        assert self._shares is not None
+        if not self.is_last or len(parts) == 1:
+            return self._shares.samples
+        stream = RandomStream()
+        means = []
+        with Logged(module).recording(), unchanged_metrics(module, self.device):
+            for index, part in enumerate(parts):
+                self._draw_for(index, None)
+                means.append(self.runner.stages.count(step, part))
+        stream.put()
+        return self._shares.expected(means)
+
     def _before(self, action: Action) -> None:
-        if action.kind != "F":
+        if action.kind == "F":
+            self._micro_batch = action.micro_batch
+            self._draw_for(action.micro_batch, None)
+        else:
             assert self._engine is not None
             self._engine.begin_backward(eager=False)
 
     def _after(self, action: Action) -> None:
-        if action.kind != "F":
+        stages = self.runner.stages
+        if action.kind == "F":
+            if action.stage == stages.last and self._shares is not None:
+                self._shares.means[action.micro_batch] = stages.means
+        else:
             assert self._engine is not None
             self._engine.end_backward()
 
@@ -275,12 +310,12 @@ class Pipeline:
         """Run a validation, test or predict step and return its result on every rank. Collective."""
         parts, sizes = self._split(args[0])
         logged = Logged(module)
+        self._shares = shares = TokenShares(sizes)
         self._evaluated += 1
         with self._own_random_numbers(module.trainer), logged.recording():
-            results = self.runner.evaluate(lambda part: step(part, *args[1:]), parts)
-        shares = [size / sum(sizes) for size in sizes]
-        merged = merge(results, shares) if self.is_last else None
-        merged, summary = self.runner.from_last((merged, logged.summary(shares, sizes) if self.is_last else None))
+            results = self.runner.evaluate(lambda part: logits.gather(step(part, *args[1:])), parts)
+        result = (merge(results, shares.of), logged.summary(shares.of, sizes)) if self.is_last else None
+        merged, summary = self.runner.from_last(result)
         logged.replay(summary)
         return merged
 
@@ -299,9 +334,9 @@ class Pipeline:
                 "a pipeline shards batches along the first dimension of their tensors, and this one has no tensor"
                 + (f" with {samples} rows." if tensors else ".")
             )
-        return split(batch, samples, self._count(samples))
+        return split(batch, samples, self._number(samples))
 
-    def _count(self, samples: int) -> int:
+    def _number(self, samples: int) -> int:
         """Return the number of micro-batches of a batch."""
         number, size = self.config.pp.micro_batches, self.config.pp.micro_batch_size
         wanted = -(-samples // size) if size else number or 4 * self._ranks
@@ -320,23 +355,26 @@ class Pipeline:
 
     @contextmanager
     def _own_random_numbers(self, trainer: pl.Trainer) -> Generator[None, None, None]:
-        """Give every stage its own random numbers inside, and restore the generators afterwards.
+        """Let micro-batches and stages draw random numbers of their own inside, and restore the generators afterwards.
 
         The numbers depend on the generator's state and the position in the run, which a checkpoint restores.
         """
         place = hash64(trainer.current_epoch << 32 | trainer.fit_loop.epoch_loop.batch_idx + 1)
-        seed = hash64(place ^ hash64(self._evaluated << 16 | self.mesh.pipeline.rank))
         generators = {generator_of(torch.device("cpu")), generator_of(self.device)}
-        kept = []
-        for generator in generators:
-            kept.append((generator, position(generator)))
-            number, _ = draw(generator)
-            generator.manual_seed(hash64(seed ^ number) >> 32)
+        kept = [(generator, position(generator), draw(generator)[0]) for generator in generators]
+        self._streams = [(generator, place ^ hash64(self._evaluated) ^ number) for generator, _, number in kept]
         try:
             yield
         finally:
-            for generator, before in kept:
+            self._streams = []
+            for generator, before, _ in kept:
                 set_state(generator, before)
+
+    def _draw_for(self, micro_batch: int, stage: int | None) -> None:
+        """Draw the numbers of a stage from now on; None: those before the blocks, the same on all ranks."""
+        code = hash64(micro_batch << 16 | (0 if stage is None else stage + 1))
+        for generator, seed in self._streams:
+            generator.manual_seed(hash64(seed ^ code) >> 32)
 
 
 def _side_loss(module: nn.Module) -> SideLoss:
@@ -355,65 +393,6 @@ def _side_loss(module: nn.Module) -> SideLoss:
             keepers()[-1].leave(loss)  # any keeper will do
 
     return SideLoss(give=give, receive=receive)
-
-
-# --- what steps log --------------------------------------------------------------------------------------------------
-
-
-class Logged:
-    """Records what a module logs in every micro-batch, to log it once per batch."""
-
-    def __init__(self, module: pl.LightningModule) -> None:
-        self._module = module
-        self._values: dict[str, tuple[list[Any], dict[str, Any]]] = {}
-        self._metrics = {name: m for name, m in module.named_modules() if hasattr(m, "metric_state")}
-        self._counts = {name: metric_state(m)[0] for name, m in self._metrics.items()}
-
-    @contextmanager
-    def recording(self) -> Generator[None, None, None]:
-        """Make ``self.log`` and ``self.log_dict`` of the module record their arguments inside."""
-        module: Any = self._module
-
-        def log(name: str, value: Any, *args: Any, **options: Any) -> None:
-            options |= zip(list(signature(pl.LightningModule.log).parameters)[3:], args, strict=False)
-            self._values.setdefault(name, ([], options))[0].append(value)
-
-        def log_dict(dictionary: Any, *args: Any, **options: Any) -> None:
-            options |= zip(list(signature(pl.LightningModule.log_dict).parameters)[2:], args, strict=False)
-            for name, value in dictionary.items():
-                log(name, value, **options)
-
-        module.log, module.log_dict = log, log_dict
-        try:
-            yield
-        finally:
-            del module.log, module.log_dict
-
-    def summary(self, shares: Sequence[float], sizes: Sequence[int]) -> Any:
-        """Return what to log, and the metrics' states: small, on the CPU."""
-        summary: list[tuple[str, Any, dict[str, Any]]] = []
-        for name, (values, options) in self._values.items():
-            options = dict(options)
-            if isinstance(options.get("batch_size"), int):
-                options["batch_size"] = sum(sizes)
-            metric = next((n for n, m in self._metrics.items() if m is values[0]), None)
-            if metric is not None:
-                summary.append((name, ("metric", metric), options))
-            else:
-                summary.append((name, ("value", mean_of(values, shares, options.get("reduce_fx", "mean"))), options))
-        states = {
-            name: metric_state(m) for name, m in self._metrics.items() if metric_state(m)[0] != self._counts[name]
-        }
-        return summary, states
-
-    def replay(self, summary: Any) -> None:
-        """Log a summary; called on every rank with the same one."""
-        values, states = summary
-        for name, state in states.items():
-            set_metric_state(self._metrics[name], state)
-        for name, (kind, value), options in values:
-            shown: Any = self._metrics[value] if kind == "metric" else value
-            self._module.log(name, shown, **options)
 
 
 def refuse(module: pl.LightningModule, config: ParallelConfig) -> None:
@@ -439,11 +418,4 @@ def refuse(module: pl.LightningModule, config: ParallelConfig) -> None:
             raise PlanError(
                 f"{name} is compiled (torch.compile(module) compiles all steps), but a pipeline exits it early on "
                 "every stage but the last. Compile the blocks instead: for block in blocks: block.compile()."
-            )
-    shards = {"parallel.context": config.context > 1, "parallel.tensor.sequence_parallel": config.tp.sequence_parallel}
-    for name, given in shards.items():
-        if given:
-            raise PlanError(
-                f"Got {name} with parallel.pipeline, but blocks that partition tokens must all be on one rank. Leave "
-                "one of the two out."
             )

@@ -15,8 +15,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 from torch.optim.optimizer import register_optimizer_step_post_hook
-from torch.overrides import TorchFunctionMode
+from torch.overrides import TorchFunctionMode, handle_torch_function
 
+from ls_strategy._compat import function_mode
 from ls_strategy.checked import checked
 from ls_strategy.errors import PlanError
 from ls_strategy.losses.chunked import MIN_CHUNK_BYTES
@@ -170,6 +171,11 @@ def linear_cross_entropy(
         ConfigError: An option is out of range.
         PlanError: ``hidden`` and ``target`` do not fit together, or the targets are no indices.
     """
+    if function_mode() is not None:  # of a pipeline: it counts the targets
+        given: dict[str, Any] = {
+            "ignore_index": ignore_index, "reduction": reduction, "label_smoothing": label_smoothing, "z_loss": z_loss,
+        }  # fmt: skip
+        return handle_torch_function(linear_cross_entropy, (), hidden, head, target, **given)  # type: ignore[no-any-return]
     weight = head if isinstance(head, Tensor) else getattr(head, "weight", None)
     if not isinstance(weight, Tensor) or weight.dim() != 2 or hidden.dim() < 2:
         shape = tuple(weight.shape) if isinstance(weight, Tensor) else None

@@ -117,6 +117,7 @@ def _attend(
     if region.ring > 1:
         return _attend_in_ring(region, inputs, attn_mask, *args, **kwargs)
     _check(region.axis, *inputs)
+    _check_mask(attn_mask, inputs[0], region.axis)
     outer, _thread.region = region, None  # over the local heads, attention is an ordinary call
     try:
         query, key, value = _tokens_to_heads(region.axis, inputs)
@@ -133,6 +134,7 @@ def _attend_in_ring(
 ) -> Tensor:  # fmt: skip
     heads, ring = split_axis(region.axis, region.ring)
     _check(heads, *inputs)
+    _check_mask(mask, inputs[0], region.axis)
     if dropout_p:
         raise PlanError(
             f"attention in a block sharded along the tokens got dropout_p={dropout_p}, which rings do not compute. Set "
@@ -157,6 +159,19 @@ def _check(axis: Axis | AxisPart, query: Tensor, key: Tensor, value: Tensor) -> 
             f"{got}. The number of heads, {query.shape[1]}, must be a multiple of the {axis.size} ranks of the "
             f"{axis.name!r} axis: choose a size that divides it."
         )
+
+
+def _check_mask(mask: Tensor | None, query: Tensor, axis: Axis) -> None:
+    """Refuse masks that are not for all tokens, on all ranks in the same way."""
+    tokens = query.shape[2] * axis.size
+    if mask is None or (mask.dim() <= 4 and all(n in (1, tokens) for n in mask.shape[-2:])):
+        return
+    raise PlanError(
+        f"attention in a block sharded along the tokens got attn_mask {tuple(mask.shape)} for {query.shape[2]} of "
+        f"{tokens} tokens, but it must be a mask for all of them. Build it before the blocks, and pass it in as a bool "
+        "tensor (..., tokens, tokens), or as a floating one with four dimensions, so that it is not sliced as a table "
+        "of positions would be; or use is_causal=True."
+    )
 
 
 def _tokens_to_heads(axis: Axis | AxisPart, inputs: tuple[Tensor, Tensor, Tensor]) -> list[Tensor]:

@@ -94,6 +94,21 @@ class SequenceParallel:
             self._hooks.after(self.head, self._wrap)
         self._hooks.on_remove(Interception().remove)
 
+    def receive(self, pairs: Sequence[tuple[Tensor, Tensor]]) -> None:
+        """Continue a sequence in the next stage of a pipeline, where no block has run before.
+
+        Args:
+            pairs: what the stage's first block would get if nothing was sharded, of which only the shapes are known,
+                and what the previous stage sent.
+        """
+        self._tokens, self._sharded = None, False
+        for expected, received in pairs:
+            if received.dim() < 3 or not received.is_floating_point():
+                continue
+            setattr(received, _MARK, expected.shape[1])
+            if received.shape[1] != expected.shape[1]:
+                self._tokens, self._sharded = expected.shape[1], True
+
     # hooks -----------------------------------------------------------------------------------------------------------
 
     def _begin(self, _module: nn.Module, _args: Any, _kwargs: Any) -> None:
@@ -218,7 +233,8 @@ class SequenceParallel:
                 f"block {name!r} is sharded along the tokens, but never called torch.nn.functional."
                 "scaled_dot_product_attention by that name, so tokens of different ranks would not attend to each "
                 'other. Use it for the attention (in transformers: attn_implementation="sdpa"; in '
-                "nn.MultiheadAttention: need_weights=False), or remove modules without attention from the blocks."
+                "nn.MultiheadAttention: need_weights=False; instead of flex_attention and its block mask: attn_mask, "
+                "for documents ls_strategy.document_mask), or remove modules without attention from the blocks."
             )
         return output
 

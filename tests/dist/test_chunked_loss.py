@@ -12,7 +12,6 @@ from torch import Tensor
 from torch.nn import functional
 
 from ls_strategy import ZeROFabricStrategy, linear_cross_entropy
-from ls_strategy.errors import ConfigError
 from ls_strategy.losses.deferred import DeferredLogits
 from ls_strategy.testing import spawn
 from tests.dist.parallel_runs import Module, Outcome, Run, train, train_all, unequal
@@ -152,10 +151,3 @@ def test_in_fabric(stage):
     options = {"stage": stage, "activations": {"loss": {"chunk_bytes": 4 * 61 * 5}}}
     found, ddp = (spawn(in_fabric, 2, o, init_process_group=False, timeout_s=100) for o in (options, None))
     assert torch.tensor(found).sub(torch.tensor(ddp)).abs().max() <= 2e-6
-
-
-def test_a_pipeline_is_refused():
-    from ls_strategy import ZeROStrategy
-
-    with pytest.raises(ConfigError, match="micro_batches"):
-        ZeROStrategy(activations={"loss": "chunked"}, parallel={"pipeline": 2})

@@ -21,7 +21,8 @@ from ls_strategy.distributed.comm import Comm
 from ls_strategy.distributed.mesh import Mesh
 from ls_strategy.errors import PlanError, StateError
 from ls_strategy.lightning import pipeline as pipeline_file
-from ls_strategy.lightning.pipeline import Logged, Pipeline, refuse
+from ls_strategy.lightning.pipeline import Pipeline, refuse
+from ls_strategy.lightning.pipeline_log import Logged
 from ls_strategy.moe.losses import LossKeeper
 from ls_strategy.parallel.pipeline.partition import Tied
 
@@ -245,14 +246,15 @@ def test_a_batch_without_rows_is_refused(batch: Any, words: str) -> None:
 # --- random numbers ---------------------------------------------------------------------------------------------------
 
 
-def drawn(*, rank: int = 0, on: Any = None, batches: int = 1) -> list[float]:
+def drawn(*, stage: int | None = 0, micro_batch: int = 0, rank: int = 0, on: Any = None) -> float:
     """Return what a stage draws in training; every call starts from the same state of the generator."""
     torch.manual_seed(5)
     module = Module()
     one = make(module, on=on)
     one.mesh.pipeline.rank = rank
     with one._own_random_numbers(module.trainer):
-        return torch.rand(batches).tolist()
+        one._draw_for(micro_batch, stage)
+        return torch.rand(()).item()
 
 
 def test_a_stage_draws_the_same_numbers_at_the_same_place() -> None:
@@ -260,10 +262,16 @@ def test_a_stage_draws_the_same_numbers_at_the_same_place() -> None:
 
 
 @pytest.mark.parametrize(
-    "other", [{"rank": 1}, {"on": trainer(batch_idx=1)}, {"on": trainer(epoch=1)}], ids=["stage", "batch", "epoch"]
+    "other",
+    [{"stage": 1}, {"stage": None}, {"micro_batch": 1}, {"on": trainer(batch_idx=1)}, {"on": trainer(epoch=1)}],
+    ids=["stage", "before the blocks", "micro-batch", "batch", "epoch"],
 )
 def test_another_stage_and_another_place_draw_other_numbers(other: dict[str, Any]) -> None:
     assert drawn(**other) != drawn()
+
+
+def test_before_the_blocks_all_ranks_draw_the_same_numbers() -> None:
+    assert drawn(stage=None, rank=1) == drawn(stage=None)
 
 
 def test_micro_batches_draw_different_numbers_and_leave_the_generator_alone() -> None:
@@ -339,7 +347,7 @@ def recorded(module: Module, *calls: Callable[[], Any], shares: tuple[float, ...
     with logged.recording():
         for call in calls:
             call()
-    return logged.summary(shares, [3, 1])
+    return logged.summary(lambda _: shares, [3, 1])
 
 
 def test_a_mean_is_weighted_by_the_samples(module: Module) -> None:
@@ -380,7 +388,7 @@ def test_only_metrics_that_the_steps_updated_are_sent(module: Module) -> None:
     module.other(torch.ones(2))
     logged = Logged(module)
     module.mean(torch.ones(3))
-    _, states = logged.summary([1.0], [3])
+    _, states = logged.summary(lambda _: [1.0], [3])
     assert states.keys() == {"mean"}
 
 
@@ -390,7 +398,7 @@ def test_another_ranks_metric_is_taken_over(module: Module) -> None:
     with far.recording():
         theirs.mean(torch.tensor([2.0, 4.0]))
         theirs.log("mean", theirs.mean)
-    Logged(module).replay(far.summary([1.0], [2]))
+    Logged(module).replay(far.summary(lambda _: [1.0], [2]))
     assert module.logged["mean"][0] is module.mean
     assert module.mean.compute() == 3.0
     assert module.mean.update_count == 1
@@ -553,10 +561,8 @@ class Manual(Module):
     [
         (Manual, {}, "automatic_optimization=True, or parallel.pipeline=1"),
         (Module, {"pipeline": {"size": 2, "schedule": "dualpipe_v", "micro_batches": 3}}, "needs 4 or more"),
-        (Module, {"context": 2}, "Got parallel.context with parallel.pipeline"),
-        (Module, {"tensor": {"size": 2, "sequence_parallel": True}}, "Got parallel.tensor.sequence_parallel"),
     ],
-    ids=["manual", "micro_batches", "context", "sequence_parallel"],
+    ids=["manual", "micro_batches"],
 )
 def test_what_a_pipeline_cannot_do_is_refused(kind: type[Module], options: dict[str, Any], words: str) -> None:
     with pytest.raises(PlanError, match=words):

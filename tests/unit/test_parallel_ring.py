@@ -71,7 +71,7 @@ MASKS = {
 
 
 @pytest.mark.parametrize("mask", MASKS)
-@pytest.mark.parametrize(("size", "members"), [(2, 2), (4, 4), (4, 2)])
+@pytest.mark.parametrize(("size", "members"), [(2, 2), (4, 4), (4, 2), (2, 1), (4, 1)])
 @pytest.mark.parametrize("rows", [2000, 10**6])
 def test_values_and_gradients_are_those_of_all_tokens(mask, size, members, rows):
     options = {k: v.double() if k == "attn_mask" and v.is_floating_point() else v for k, v in MASKS[mask].items()}
@@ -82,7 +82,7 @@ def test_values_and_gradients_are_those_of_all_tokens(mask, size, members, rows)
 
 
 @pytest.mark.parametrize("key_heads", [1, 2])
-@pytest.mark.parametrize(("size", "members"), [(2, 2), (4, 4), (4, 2)])
+@pytest.mark.parametrize(("size", "members"), [(2, 2), (4, 4), (4, 2), (2, 1), (4, 1)])
 def test_key_heads_may_be_fewer_than_ranks(key_heads, size, members):
     options = {"is_causal": True, "enable_gqa": True}
     found = results(inputs(key_heads), size, members, **options)
@@ -104,7 +104,7 @@ def test_no_number_crosses_documents():
     changed = [t.clone() for t in tensors]
     for t in changed:
         t[:, :, :3] = torch.randn(BATCH, HEADS, 3, WIDTH)
-    for size, members in ((2, 2), (4, 2), (4, 4)):
+    for size, members in ((2, 2), (4, 2), (4, 4), (2, 1)):
         found, other = (results(t, size, members, attn_mask=documents()) for t in (tensors, changed))
         for a, b in zip(found, other, strict=True):
             assert torch.equal(a[:, :, 3:], b[:, :, 3:])
@@ -120,6 +120,33 @@ def test_causal_work_is_equal():
             x = torch.zeros(1, 1, 1, 2, 1)
             pairs.append(sum(len(list(ring._pairs(setting, m, x, x[0], torch.float32))) for m in range(members)))
         assert set(pairs) == {2 * members + 1}
+
+
+def test_a_mask_that_is_trained_gets_the_gradient_of_all_heads():
+    """Without rings. Gradients of parameters are averaged over the ranks; here they are summed."""
+    for heads in (1, HEADS):
+        whole = torch.randn(1, heads, TOKENS, TOKENS, dtype=torch.float64)
+
+        def body(axis: ThreadAxis, whole: Tensor = whole) -> Tensor:
+            mask = whole.clone().requires_grad_()
+            with attention.attention_over(axis):
+                part = [t.chunk(axis.size, 2)[axis.rank] for t in inputs()]
+                functional.scaled_dot_product_attention(*part, attn_mask=mask).square().sum().backward()
+            assert mask.grad is not None
+            return mask.grad
+
+        mask = whole.clone().requires_grad_()
+        ORIGINAL(*inputs(), attn_mask=mask).square().sum().backward()
+        torch.testing.assert_close(sum(on_ranks(2, body)), mask.grad, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize(("size", "members"), [(2, 2), (4, 2), (2, 1)])
+@pytest.mark.parametrize("shape", [(1, 0), (0, 1), (0, 0)])
+def test_masks_of_some_tokens_are_refused(size, members, shape):
+    local = TOKENS // size
+    mask = torch.ones([TOKENS if full else local for full in shape], dtype=torch.bool)
+    with pytest.raises(PlanError, match=rf"attn_mask .* for {local} of {TOKENS} tokens"):
+        results(inputs(), size, members, attn_mask=mask)
 
 
 def test_what_cannot_be_is_refused():

@@ -116,3 +116,11 @@ def test_caches_get_nothing() -> None:
     cache: deque[Tensor] = deque()
     one_rank(Block(), cache=cache)
     assert not cache
+
+
+def test_a_block_without_attention_is_left_to_the_refusal_that_names_it() -> None:
+    class Mean(Block):
+        def forward(self, x: Tensor, cache: Any = None) -> Tensor:
+            return x - x.mean(1, keepdim=True)
+
+    compared(Mean())

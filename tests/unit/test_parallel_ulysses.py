@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
+from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
 from ls_strategy.distributed.axis import Axis
 from ls_strategy.errors import PlanError
@@ -195,6 +196,20 @@ def test_a_block_without_torchs_attention() -> None:
 
     message = refusal(lambda model: model(hidden()), lambda: Net(Own))
     assert "block 'blocks.0' is sharded along the tokens, but never called torch.nn.functional" in message
+
+
+@pytest.mark.filterwarnings("ignore:flex_attention called without")
+def test_a_block_with_flex_attention() -> None:
+    def causal(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
+        return q >= k
+
+    class Flex(Block):
+        def forward(self, x: Tensor, positions: Tensor) -> Tensor:
+            mask = create_block_mask(causal, None, None, x.shape[1], x.shape[1], device="cpu")
+            return x + flex_attention(x[:, None], x[:, None], x[:, None], block_mask=mask)[:, 0]  # type: ignore[index]
+
+    message = refusal(lambda model: model(hidden()), lambda: Net(Flex))
+    assert "instead of flex_attention and its block mask: attn_mask, for documents" in message
 
 
 def test_a_head_that_gets_some_tokens() -> None:

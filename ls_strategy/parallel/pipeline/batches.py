@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -36,7 +36,7 @@ def mean_of(values: Sequence[Any], shares: Sequence[float], how: Any) -> Tensor:
     """Reduce the values logged in the micro-batches to one, on the CPU.
 
     ``how`` is ``sum``, ``max`` or ``min``, by name or as the torch function. Anything else is the mean, weighted by the
-    micro-batches' shares of the samples.
+    micro-batches' shares. A micro-batch without a share does not count, even if its value is NaN.
     """
     stacked = torch.stack([torch.as_tensor(v).detach().float().cpu() for v in values])
     how = getattr(how, "__name__", how)
@@ -44,11 +44,15 @@ def mean_of(values: Sequence[Any], shares: Sequence[float], how: Any) -> Tensor:
         return getattr(torch, str(how if how == "sum" else f"a{how}"))(stacked, dim=0)
     if len(values) != len(shares):  # logged in some micro-batches only
         return stacked.mean(dim=0)
-    return (stacked * torch.tensor(shares).view(-1, *[1] * (stacked.dim() - 1))).sum(dim=0)
+    weights = torch.tensor(shares).view(-1, *[1] * (stacked.dim() - 1))
+    return torch.where(weights == 0, 0, stacked * weights).sum(dim=0)
 
 
-def merge(results: Sequence[Any], shares: Sequence[float]) -> Any:
-    """Return what one step for the full batch would have returned: rows concatenated, numbers averaged. On the CPU."""
+def merge(results: Sequence[Any], shares_of: Callable[[Sequence[Any]], Sequence[float]]) -> Any:
+    """Return what one step for the full batch would have returned: rows concatenated, numbers averaged. On the CPU.
+
+    ``shares_of`` returns the micro-batches' shares of a number that has a value for each.
+    """
     if not results or results[0] is None:
         return None
     leaves: list[Iterator[Any]] = [iter(tree_iter(result)) for result in results]
@@ -60,6 +64,6 @@ def merge(results: Sequence[Any], shares: Sequence[float]) -> Any:
         column = [t.detach().cpu() for t in column]
         if first.dim():
             return torch.cat(column)
-        return sum(t * share for t, share in zip(column, shares, strict=True))
+        return sum(t * share for t, share in zip(column, shares_of(column), strict=True) if share)
 
     return tree_map(combine, results[0])

@@ -28,6 +28,7 @@ from torch.utils.hooks import RemovableHandle
 
 from ls_strategy._compat import tree_iter, tree_map, without_torch_functions
 from ls_strategy.errors import LSError, PlanError
+from ls_strategy.parallel.pipeline.counts import Mean, tokens_of
 
 _META = torch.device("meta")
 _FILLED = ("zeros_like", "ones_like", "full_like", "new_zeros", "new_ones", "new_full", "new_tensor")
@@ -68,6 +69,12 @@ class Absent(TorchFunctionMode):
         self.missing: nn.Parameter | None = None
         """The first parameter that was used with ``parameters=False`` and is on another rank."""
 
+        self.means: list[Mean] | None = None
+        """Notes the losses that are means over tokens, unless it is None."""
+
+        self.kept: frozenset[int] = frozenset()
+        """``id`` of tensors that functions must not change: these calls are left out."""
+
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
@@ -75,6 +82,17 @@ class Absent(TorchFunctionMode):
         if _name_of(func) == "__get__":  # an attribute: a parameter's shape, device, ...
             asked = isinstance(args[0], Placeholder)
             return _on_meta(func, args, kwargs, self.device) if asked else func(*args, **kwargs)
+        tokens = None if self.means is None else tokens_of(func, args, kwargs)
+        result = self._run(func, args, kwargs)
+        if tokens is not None and not is_meta(tokens):
+            assert self.means is not None
+            value = None if is_meta(result) else result.detach()
+            self.means.append(Mean(tokens, value, result.requires_grad))
+        return result
+
+    def _run(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if self.kept and args and id(args[0]) in self.kept and _writes(_name_of(func)):
+            return args[0]
         if self.known and any(id(leaf) in self.known for leaf in tree_iter((args, kwargs))):
             args = tree_map(self.if_known, args)
             kwargs = {name: tree_map(self.if_known, value) for name, value in kwargs.items()}
@@ -137,6 +155,8 @@ def _on_meta(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, 
     name = _name_of(func)
     if name == "__get__":
         return _attribute(func, args, device)
+    if name == "linear_cross_entropy":  # its layer may be here
+        return placeholder(args[2].shape if kwargs.get("reduction") == "none" else (), torch.float32, device)
     if name in _READS:
         raise PlanError(
             f"{name}() asks for the value of a tensor that is computed on another rank of the pipeline. Before the "
@@ -182,9 +202,12 @@ def _filled(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, A
         return func(*args, **kwargs)
 
 
+def _writes(name: str) -> bool:
+    return name in _IN_PLACE or (name.endswith("_") and not name.endswith("__"))
+
+
 def _refuse_in_place(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    in_place = name in _IN_PLACE or (name.endswith("_") and not name.endswith("__"))
-    target = args[0] if in_place and args else kwargs.get("out")
+    target = args[0] if _writes(name) and args else kwargs.get("out")
     if isinstance(target, Tensor) and not is_meta(target):
         raise PlanError(
             f"{name}() writes a value that is computed on another rank of the pipeline into a tensor of this rank. "

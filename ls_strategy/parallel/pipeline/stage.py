@@ -38,6 +38,7 @@ from ls_strategy._compat import (
     without_torch_functions,
 )
 from ls_strategy.errors import PlanError, StateError
+from ls_strategy.parallel.pipeline.counts import Mean
 from ls_strategy.parallel.pipeline.partition import StagePartition, Step, names_above
 from ls_strategy.parallel.pipeline.placeholder import Absent, is_meta, placeholder
 from ls_strategy.parallel.pipeline.transfer import SIDE, SideLoss, StageTransfer, add_side, alias, side_of
@@ -64,6 +65,10 @@ class _Call:
     """Side loss of earlier stages, see `SideLoss`."""
 
 
+def _no_callback(_: Any) -> None:
+    """Do nothing."""
+
+
 class StageRunner:
     """Runs the stages of one rank. Intercepts the calls of all blocks until `remove`."""
 
@@ -87,6 +92,17 @@ class StageRunner:
         self._meta_blocks = list(meta_blocks(model, self._blocks))
         self._outputs: list[dict[Any, Any]] = [{} for _ in self._blocks]
         """For every block, placeholders for its outputs, by the shapes of its inputs."""
+        self.on_received: Callable[[Sequence[tuple[Tensor, Tensor]]], None] = _no_callback
+        """Called before the first block of a stage with the placeholders of its inputs, which have the shapes that the
+        blocks give without hooks, and the tensors that were received for them."""
+
+        self.on_blocks: Callable[[int], None] = _no_callback
+        """Called with a stage before its first block."""
+
+        self.means: list[Mean] = []
+        """The losses of the last stage's latest forward that are means over tokens."""
+
+        self._model = model
         self._call: _Call | None = None
         self._recomputed_call: _Call | None = None
         self._sent: dict[int, frozenset[int]] = {}
@@ -95,6 +111,7 @@ class StageRunner:
         self._sent_evaluating: dict[int, frozenset[int]] = {}
         """The same in evaluation."""
 
+        self._inside = tuple(f"{name}." for name in cut.blocks)
         self._outside = _outside(model, cut.blocks)
         parameters = {id(p): meta_copy(p) for p in model.parameters()}
         for module in self._outside:
@@ -128,6 +145,7 @@ class StageRunner:
         mode = Absent(self.device)
         mode.parameters = stage > 0
         mode.known = received.known if received is not None else {}
+        mode.means = [] if stage == self.last else None
         call = self._call = _Call(stage, self.cut.bounds[stage], self.cut.bounds[stage + 1], received, mode)
         call.side = side_of(received, self.side)
         try:
@@ -146,7 +164,32 @@ class StageRunner:
                 "block must be called once per micro-batch."
             )
         self._refuse_placeholders(result, "the result of step", mode)
+        self.means = mode.means or []
         return result
+
+    def count(self, step: Step, micro_batch: Any) -> list[Mean]:
+        """Run the user's function on shapes, and return the losses that are means over tokens. Nothing is trained.
+
+        Attributes and buffers that the code sets outside of blocks are restored. Where it fails or reads a value, it
+        ends early.
+        """
+        mode = Absent(self.device)
+        mode.means = []
+        outside = [m for name, m in self._model.named_modules() if not name.startswith(self._inside)]
+        mode.kept = frozenset(id(b) for m in outside for b in m.buffers(recurse=False))
+        before = [(attributes, dict(attributes)) for m in outside for attributes in (vars(m), m._buffers)]
+        end = len(self._blocks)
+        self._call = _Call(self.last + 1, end, end, None, mode)
+        try:
+            with uncompiled_code(), mode, torch.enable_grad():
+                step(micro_batch)
+        except Exception:  # in the real run it raises again
+            pass
+        finally:
+            self._call = None
+            for attributes, values in before:
+                _restore(attributes, values)
+        return mode.means
 
     @contextmanager
     def recomputing(self, stage: int, received: StageTransfer | None) -> Generator[None, None, None]:
@@ -175,6 +218,8 @@ class StageRunner:
             call.output = self._make_transfer(call, args, kwargs)
             raise _StageEnd
         args, kwargs = self._substitute(i, call, args, kwargs)
+        if i == call.first:
+            self.on_blocks(call.stage)
         call.mode.parameters = False
         self._refuse_placeholders((args, kwargs), f"block {self.cut.blocks[i]!r}", call.mode)
         with without_function_mode(call.mode), compiled_code():
@@ -271,12 +316,15 @@ class StageRunner:
                 f"block {self.cut.blocks[i]!r} was called with {len(leaves)} values on this rank and with "
                 f"{received.leaves} on that of the previous stage. Its arguments must not depend on the rank."
             )
+        pairs: list[tuple[Tensor, Tensor]] = []
         for place, tensor in received.tensors.items():
             if place == SIDE:
                 continue
             real = alias(tensor)
             received.known[id(leaves[place])] = (leaves[place], real)
+            pairs.append((leaves[place], real))
             leaves[place] = real
+        self.on_received(pairs)
 
     def _refuse_placeholders(self, value: Any, where: str, mode: Absent) -> None:
         if not any(isinstance(leaf, Tensor) and is_meta(leaf) for leaf in tree_iter(value)):
@@ -292,6 +340,14 @@ class StageRunner:
             f"{where} depends on a tensor that is computed on an earlier stage and not passed from block to block. "
             "Pass it through the blocks (for example in a tuple as their first argument), or compute it from buffers."
         )
+
+
+def _restore(attributes: dict[str, Any], values: dict[str, Any]) -> None:
+    for name in attributes.keys() - values.keys():
+        del attributes[name]
+    for name, value in values.items():
+        if attributes.get(name, attributes) is not value:
+            attributes[name] = value
 
 
 def _require_values(module: nn.Module) -> None:

@@ -1,0 +1,98 @@
+"""What the steps of micro-batches log, to log it once per batch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator, Sequence
+from contextlib import contextmanager
+from inspect import signature
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ls_strategy._compat import metric_state, set_metric_state
+from ls_strategy.host.pytorch import pl
+from ls_strategy.parallel.pipeline.batches import mean_of
+from ls_strategy.parallel.pipeline.placeholder import placeholder
+
+_METRIC_CALLS = ("forward", "update", "compute")
+
+
+class Logged:
+    """Records what a module logs in every micro-batch, to log it once per batch."""
+
+    def __init__(self, module: pl.LightningModule) -> None:
+        self._module = module
+        self._values: dict[str, tuple[list[Any], dict[str, Any]]] = {}
+        self._metrics = {name: m for name, m in module.named_modules() if hasattr(m, "metric_state")}
+        self._counts = {name: metric_state(m)[0] for name, m in self._metrics.items()}
+
+    @contextmanager
+    def recording(self) -> Generator[None, None, None]:
+        """Make ``self.log`` and ``self.log_dict`` of the module record their arguments inside."""
+        module: Any = self._module
+
+        def log(name: str, value: Any, *args: Any, **options: Any) -> None:
+            options |= zip(list(signature(pl.LightningModule.log).parameters)[3:], args, strict=False)
+            self._values.setdefault(name, ([], options))[0].append(value)
+
+        def log_dict(dictionary: Any, *args: Any, **options: Any) -> None:
+            options |= zip(list(signature(pl.LightningModule.log_dict).parameters)[2:], args, strict=False)
+            for name, value in dictionary.items():
+                log(name, value, **options)
+
+        module.log, module.log_dict = log, log_dict
+        try:
+            yield
+        finally:
+            del module.log, module.log_dict
+
+    def summary(self, shares_of: Callable[[Sequence[Any]], Sequence[float]], sizes: Sequence[int]) -> Any:
+        """Return what to log, and the metrics' states: small, on the CPU.
+
+        ``shares_of`` returns the micro-batches' shares of what was logged in each.
+        """
+        summary: list[tuple[str, Any, dict[str, Any]]] = []
+        for name, (values, options) in self._values.items():
+            options = dict(options)
+            if isinstance(options.get("batch_size"), int):
+                options["batch_size"] = sum(sizes)
+            metric = next((n for n, m in self._metrics.items() if m is values[0]), None)
+            if metric is not None:
+                summary.append((name, ("metric", metric), options))
+            else:
+                how = options.get("reduce_fx", "mean")
+                summary.append((name, ("value", mean_of(values, shares_of(values), how)), options))
+        states = {
+            name: metric_state(m) for name, m in self._metrics.items() if metric_state(m)[0] != self._counts[name]
+        }
+        return summary, states
+
+    def replay(self, summary: Any) -> None:
+        """Log a summary; called on every rank with the same one."""
+        values, states = summary
+        for name, state in states.items():
+            set_metric_state(self._metrics[name], state)
+        for name, (kind, value), options in values:
+            shown: Any = self._metrics[value] if kind == "metric" else value
+            self._module.log(name, shown, **options)
+
+
+@contextmanager
+def unchanged_metrics(module: nn.Module, device: torch.device) -> Generator[None, None, None]:
+    """Make torchmetrics of the module take no values inside, and return one without a value."""
+    metrics: list[Any] = [m for m in module.modules() if hasattr(m, "metric_state")]
+
+    def nothing(*_: Any, **__: Any) -> Tensor:
+        return placeholder((), torch.float32, device)
+
+    before = [{name: vars(metric)[name] for name in _METRIC_CALLS if name in vars(metric)} for metric in metrics]
+    for metric in metrics:
+        vars(metric).update(dict.fromkeys(_METRIC_CALLS, nothing))
+    try:
+        yield
+    finally:
+        for metric, own in zip(metrics, before, strict=True):
+            for name in _METRIC_CALLS:
+                del vars(metric)[name]
+            vars(metric).update(own)
