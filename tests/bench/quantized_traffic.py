@@ -35,8 +35,6 @@ QUICK = ("--seeds", "1", "--steps", "2")
 
 FORMATS: dict[str, dict[str, Any]] = {
     "exact": {},
-    "weights int8": {"quantized_gathers": "int8"},
-    "gradients int8": {"quantized_gradients": "int8"},
     "weights int8, gradients int8": {"quantized_gathers": "int8", "quantized_gradients": "int8"},
     "weights int8, gradients int4": {"quantized_gathers": "int8", "quantized_gradients": "int4"},
 }
