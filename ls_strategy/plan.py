@@ -64,6 +64,9 @@ class FlatPlan:
     gathered_as: FrozenFormat | None = None
     """Stage 3: format in which exact parameters are gathered."""
 
+    reduced_as: FrozenFormat | None = None
+    """Format in which gradients are sent; None for their dtype."""
+
     unfrozen: FlatPlan | None = None
     """For parameters that are in an optimizer but frozen: the plan that applies once one of them is unfrozen."""
 
@@ -133,8 +136,13 @@ class FlatPlan:
 
     @property
     def reduced_numel(self) -> int:
-        """Return the elements that this rank sends in a reduction: the other ranks' shards, with padding."""
-        return self.layout.numel - self.layout.shard
+        """Return the elements, or bytes in ``reduced_as``, that this rank sends in a reduction, with padding.
+
+        As many as the other ranks' shards have, also where sums of a node are sent on to the other nodes.
+        """
+        if self.reduced_as is None:
+            return self.layout.numel - self.layout.shard
+        return packed_bytes(self.layout.numel - self.layout.shard, self.reduced_as)
 
     def has_own_shard(self, policy: StagePolicy) -> bool:
         """Whether this rank stores a shard of the parameters in the forward's dtype, in addition to the masters.
@@ -220,8 +228,13 @@ class Plan:
         )
 
     def crossing_numel(self, flat: FlatPlan) -> int:
-        """Return the elements that this rank sends to other groups in a reduction, fp32 or wider: sums and totals."""
+        """Return the elements that this rank sends to other groups in a reduction, fp32 or wider: sums and totals.
+
+        Or bytes in ``reduced_as``: then every replica adds a part of the shard, and sends the total to all others.
+        """
         group, groups = self.group
+        if flat.reduced_as is not None:
+            return 2 * (groups - 1) * packed_bytes(flat.layout.shard // groups, flat.reduced_as)
         return flat.layout.shard * ((group > 0) + (group < groups - 1))
 
     def count_sent(

@@ -116,7 +116,10 @@ def resolve_plan(  # noqa: PLR0913  (sizes of groups, one by one)
             packed = config.sharding.quantized_gathers if policy.parameters and not replicated else None
             sends = quantized is None and dtype in QUANTIZABLE and ranks > 1
             packed = packed if sends else None
-            unit_of_cuts = math.lcm(align, TILE) if packed is not None else align if quantized is None else TILE
+            reduced = config.sharding.quantized_gradients if policy.optimizer and optimizer != FROZEN else None
+            reduced = reduced if dtype in QUANTIZABLE and ranks * group[1] > 1 else None
+            in_tiles = packed is not None or reduced is not None
+            unit_of_cuts = math.lcm(align, TILE) if in_tiles else align if quantized is None else TILE
             layout = FlatLayout.pack(
                 ((p.name, p.shape) for p in members),
                 ranks,
@@ -130,7 +133,8 @@ def resolve_plan(  # noqa: PLR0913  (sizes of groups, one by one)
             kept = dtype if own else master_dtype
             flat = FlatPlan(layout, dtype, kept, optimizer, copies=copies, tied=tied, replica=replica)
             copied = policy.parameters and not is_root and not replicated  # root units are gathered once per step
-            flat = replace(flat, exact_norm=exact_norm, node=node if copied else 0, gathered_as=packed)
+            flat = replace(flat, exact_norm=exact_norm, node=node if copied else 0)
+            flat = replace(flat, gathered_as=packed, reduced_as=reduced)
             shared_by = members[0].shared_by
             flat = replace(flat, shared_by=shared_by, replicated=replicated, quantized=quantized)
             flats.append(replace(flat, master_dtype=dtype, unfrozen=flat) if members[0].frozen else flat)

@@ -49,6 +49,7 @@ class Monitor(Callback):
     ====================================== =============================================================================
     ``zero/grad_norm``                     global norm of the averaged gradients, before clipping
     ``zero/gather_error``                  relative change of the weights by ``sharding.quantized_gathers``
+    ``zero/gradient_error``                relative change of the gradients by ``sharding.quantized_gradients``
     ``zero/loss_scale``                    loss scale (fp16 precisions)
     ``zero/skipped_steps``                 number of steps skipped after an overflow
     ``zero/samples_per_s``                 samples of all ranks per second, data loading included
@@ -252,6 +253,8 @@ class Monitor(Callback):
             metrics = self._speed(trainer, strategy) | ({} if utilisation is None else {"zero/mfu": utilisation})
             self._unit = self._unit or unit_for(sum(strategy.memory_bytes().values()))
             metrics |= interval.metrics() | _memory(strategy, self._unit) | strategy.activations.metrics()
+            if strategy.config.sharding.quantized_gradients is not None:
+                metrics["zero/gradient_error"] = strategy.gradient_error()
             if interval.sample is not None:
                 metrics |= interval.sample.memory_metrics(self._unit)
             shown = self._charts.of(metrics)

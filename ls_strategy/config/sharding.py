@@ -51,6 +51,11 @@ class ShardingConfig(Group):
     weights; masters and checkpoints stay exact. `strategy.gather_error()` measures what rounding changes. None: they
     are sent in the compute dtype, and nothing is lost."""
 
+    quantized_gradients: Literal["int8", "int4"] | None = None
+    """Stages 1 to 3: format in which gradients are sent (ZeRO++'s qgZ), inside each node first, then sums of them
+    between nodes, always added in fp32. `strategy.gradient_error()` measures what rounding changes. None: they are sent
+    as they are, and nothing is lost."""
+
     def __post_init__(self) -> None:
         """Refuse invalid values."""
         check_fields(

@@ -110,6 +110,12 @@ def _check_shard_groups(config: ZeROConfig) -> None:
             f"Got sharding.quantized_gathers={sharding.quantized_gathers!r} with stage={config.stage}, but below stage "
             "3 every rank stores the parameters, which stay exact. Set stage=3, or leave quantized_gathers out."
         )
+    if sharding.quantized_gradients is not None and config.stage == 0:
+        raise ConfigError(
+            f"Got sharding.quantized_gradients={sharding.quantized_gradients!r} with stage=0, where every rank keeps "
+            "the averages of all gradients. Set stage=1, which also keeps all parameters on every rank, or leave "
+            "quantized_gradients out."
+        )
     given = [f"sharding.{n}={v!r}" for n in ("shard_size", "hpz") if (v := getattr(sharding, n)) is not None]
     if not given:
         return
@@ -156,6 +162,13 @@ def _check_offload(config: ZeROConfig) -> None:
 
 def _check_virtual_ranks(config: ZeROConfig) -> None:
     virtual = config.parallel.virtual_ranks
+    form = config.sharding.quantized_gradients
+    if virtual is not None and form is not None:
+        raise ConfigError(
+            f"Got parallel.virtual_ranks={virtual} with sharding.quantized_gradients={form!r}, but what rounding "
+            "changes depends on the number of ranks, and virtual ranks promise the same bits on any. Leave one of them "
+            "out."
+        )
     for axis, size in config.parallel.sizes.items() if virtual is not None else ():
         if size > 1:
             raise ConfigError(

@@ -159,11 +159,12 @@ def _groups(found: Found, stage: int) -> dict[str, Any]:
             found.note(key, "it is disabled" if size < least else "DeepSpeed uses it at stage 3 only", ignored=True)
         elif size is not None:
             options[option] = size
-    packed = "zero_optimization.zero_quantized_weights"
-    if found.flag(packed) and stage == 3:
-        options["sharding.quantized_gathers"] = "int8"
-    else:
-        found.note(packed, "it is disabled" if stage == 3 else "DeepSpeed uses it at stage 3 only", ignored=True)
+    for name, option, form in (("weights", "gathers", "int8"), ("gradients", "gradients", "int4")):
+        key = f"zero_optimization.zero_quantized_{name}"
+        if found.flag(key) and stage == 3:
+            options[f"sharding.quantized_{option}"] = form
+        else:
+            found.note(key, "it is disabled" if stage == 3 else "DeepSpeed uses it at stage 3 only", ignored=True)
     return options
 
 

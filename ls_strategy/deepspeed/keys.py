@@ -67,6 +67,7 @@ _DATA_EFFICIENCY = (
 )
 _CURRICULUM = "it shortens sequences. Use the callback `SequenceCurriculum`"
 _ZEROPP = "quantized communication changes results. Delete it"
+_LOCO = "quantized gradients have no error feedback. Delete it; `strategy.gradient_error()` measures what is lost"
 
 _LOSS_SCALE: Table = {
     "loss_scale": to("`precision.loss_scale.static`; 0 means a dynamic scale"),
@@ -147,8 +148,8 @@ _ZERO: Table = {
     "zero_hpz_partition_size": to("`sharding.hpz` if above 1"),
     "zero_quantized_weights": to("`sharding.quantized_gathers='int8'`"),
     "zero_quantized_nontrainable_weights": refused(_ZEROPP),
-    "zero_quantized_gradients": refused(_ZEROPP),
-    "zeropp_loco_param": AnyBlock(refused(_ZEROPP)),
+    "zero_quantized_gradients": to("`sharding.quantized_gradients='int4'`, at stage 3"),
+    "zeropp_loco_param": AnyBlock(refused(_LOCO)),
     "mics_shard_size": to("`sharding.shard_size` if above 0"),
     "mics_hierarchical_params_gather": ignored("parameters are gathered in one step, inside the group; same results"),
     "memory_efficient_linear": _MODES,

@@ -47,6 +47,7 @@ KEYS_OF: dict[str, tuple[str, ...]] = {
     "sharding.prefetch_units": (f"{_ZERO}stage3_prefetch_bucket_size",),
     "sharding.hpz": (f"{_ZERO}zero_hpz_partition_size",),
     "sharding.quantized_gathers": (f"{_ZERO}zero_quantized_weights",),
+    "sharding.quantized_gradients": (f"{_ZERO}zero_quantized_gradients",),
     "sharding.shard_size": (f"{_ZERO}mics_shard_size",),
     "offload.optimizer": (f"{_BLOCK}device", f"{_ZERO}cpu_offload", f"{_BLOCK}ratio"),
     "offload.parameters": (f"{_ZERO}offload_param.device", f"{_ZERO}cpu_offload_param", f"{_ZERO}cpu_offload_params"),
@@ -76,6 +77,7 @@ KEYS_OF: dict[str, tuple[str, ...]] = {
 _OFF: dict[str, Any] = {
     "sharding.hpz": None,
     "sharding.quantized_gathers": None,
+    "sharding.quantized_gradients": None,
     "sharding.shard_size": None,
     "offload.optimizer": None,
     "offload.parameters": None,

@@ -76,6 +76,8 @@ class Comm:
         me, size = self.where.rank, node_size or sys.maxsize
         self.far = tuple(r // size != me // size for r in self.journal.ranks)
         """For every rank of the group, whether it is on another node than this one."""
+        self.nodes = ranks_by_node(self.journal.ranks, node_size)
+        """The ranks of the group, as `ranks_by_node` groups them."""
 
     @property
     def everyone(self) -> Comm:
@@ -302,6 +304,22 @@ class Comm:
         with self.blocking("all_gather", "objects", group=self.control):
             dist.all_gather_object(result, value, group=self.control)
         return result
+
+
+def ranks_by_node(ranks: Sequence[int], node_size: int | None) -> Sequence[Sequence[int]]:
+    """Return the places in ``ranks``, global ones, of those on each node; all together if that is no hierarchy.
+
+    It is one if there are several nodes, each with the same number of the ranks, and more than one.
+
+    >>> ranks_by_node([4, 6, 8, 10], 4), ranks_by_node([4, 6, 8], 4), ranks_by_node([4, 8], 4)
+    ([[0, 1], [2, 3]], [[0, 1, 2]], [[0, 1]])
+    """
+    nodes: dict[int, list[int]] = {}
+    for place, rank in enumerate(ranks):
+        nodes.setdefault(rank // (node_size or sys.maxsize), []).append(place)
+    counts = {len(node) for node in nodes.values()}
+    is_hierarchy = len(nodes) > 1 and len(counts) == 1 and counts != {1}
+    return list(nodes.values()) if is_hierarchy else [list(range(len(ranks)))]
 
 
 def cut(full: Tensor, ranks: int, sizes: Sequence[int] | None) -> Sequence[Tensor]:

@@ -44,7 +44,9 @@ class ShardGroup(Comm):
             everyone: the ranks of all groups. Its traffic meter also counts what this group sends.
         """
         super().__init__(inside.group, inside.control, failures=everyone.failures)
-        self.across = across
+        self.across = Comm(across.group, across.control, failures=everyone.failures)
+        self.across.locate(everyone.node_size)
+        self.across.traffic = everyone.traffic
         self._everyone = everyone
         self.native = everyone.native
         self.traffic = everyone.traffic

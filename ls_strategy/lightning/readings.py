@@ -13,6 +13,7 @@ from typing_extensions import override
 
 from ls_strategy._compat import unwrap_optimizer
 from ls_strategy.access.gather_error import gather_error
+from ls_strategy.access.gradient_error import gradient_error
 from ls_strategy.access.gradients import full_gradients, grad_norms
 from ls_strategy.access.offload import offload_states
 from ls_strategy.access.weights import full_weights
@@ -142,6 +143,17 @@ class EngineStrategy(RankStrategy):
             StateError: weights are not rounded.
         """
         return gather_error(self.require_engine())
+
+    def gradient_error(self) -> float:
+        """Return what ``sharding.quantized_gradients`` changes: the norm of the change over that of the gradients.
+
+        It is measured in all reductions since the last call, and errors of different messages count as independent.
+        Collective. 0.01 means that the averaged gradients change by one percent.
+
+        Raises:
+            StateError: gradients are not rounded.
+        """
+        return gradient_error(self.require_engine())
 
     def memory_bytes(self) -> dict[str, int]:
         """Return the bytes of model state on this rank, by kind. Not collective."""

@@ -74,6 +74,7 @@ class Candidate:
             rank_weights=base.sharding.rank_weights if self.stage else None,
             hpz=base.sharding.hpz if self.stage == 3 else None,
             quantized_gathers=base.sharding.quantized_gathers if self.stage == 3 else None,
+            quantized_gradients=base.sharding.quantized_gradients if self.stage else None,
         )
         if self.by_node is not None:
             sharding = replace(sharding, **{"shard_size": None, "hpz": None, self.by_node: "node"})

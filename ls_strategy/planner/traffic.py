@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from ls_strategy.distributed.comm import ranks_by_node
+from ls_strategy.ops.quantized import packed_bytes
 from ls_strategy.plan import FlatPlan, Plan
 
 
@@ -79,6 +81,23 @@ class _Far:
         node = group * size // self._node_size
         return len(others), sum(other * size // self._node_size != node for other in others)
 
+    def replicas(self) -> tuple[int, int]:
+        """Return how many other groups there are, and how many of them on other nodes."""
+        (group, groups), size = self._plan.group, self._plan.world_size
+        nodes = [other * size // self._node_size for other in range(groups)]
+        return groups - 1, sum(node != nodes[group] for node in nodes)
+
+    def reduced(self, flat: FlatPlan) -> int:
+        """Return the bytes of a reduction in few bits that leave the node: of sums, where there are several nodes."""
+        assert flat.reduced_as is not None
+        layout, first = flat.layout, self._plan.group[0] * flat.layout.world_size
+        nodes = ranks_by_node(range(first, first + layout.world_size), self._node_size)
+        if len(nodes) == 1:
+            return self.among(flat.reduced_numel, layout.world_size)
+        cuts, place = layout.cuts, layout.rank % len(nodes[0])
+        same_place = sum(cuts[node[place] + 1] - cuts[node[place]] for node in nodes)
+        return packed_bytes(same_place - layout.shard, flat.reduced_as)
+
 
 def _sent(plan: Plan, micro_batches: int, *, native_fp32: bool, far: _Far | None) -> int:
     """Return `Plan.elements_sent` in bytes. ``far``: only what leaves the node."""
@@ -91,7 +110,7 @@ def _sent(plan: Plan, micro_batches: int, *, native_fp32: bool, far: _Far | None
         sent = plan.crossing_numel(flat)
         if far is None or not sent:
             return sent
-        every, away = far.crossings()
+        every, away = far.crossings() if flat.reduced_as is None else far.replicas()
         return sent * away // every
 
     def gathered(flat: FlatPlan) -> int:
@@ -102,6 +121,8 @@ def _sent(plan: Plan, micro_batches: int, *, native_fp32: bool, far: _Far | None
         return among(flat.regathered_numel * flat.gathered_itemsize, flat.node or flat.layout.world_size)
 
     def reduced(flat: FlatPlan) -> int:
+        if flat.reduced_as is not None:
+            return (flat.reduced_numel if far is None else far.reduced(flat)) + crossing(flat)
         size = flat.dtype.itemsize
         accumulates = policy.optimizer and not policy.gradients and micro_batches > 1
         fp32 = native_fp32 or not policy.optimizer or accumulates

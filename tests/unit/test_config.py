@@ -215,6 +215,7 @@ SINCE = {
     "sharding.shard_size",
     "sharding.hpz",
     "sharding.quantized_gathers",
+    "sharding.quantized_gradients",
     "precision.frozen",
     "precision.frozen_except",
     "parallel.virtual_ranks",

@@ -107,6 +107,10 @@ def test_groups_of_ranks():
     packed = {"stage": 3, "sharding.hpz": 4, "sharding.quantized_gathers": "int8"}
     assert zero(zero_quantized_weights=True, zero_hpz_partition_size=4) == packed
     assert zero(zero_quantized_weights=False) == {"stage": 3}
+    assert zero(zero_quantized_gradients=True) == {"stage": 3, "sharding.quantized_gradients": "int4"}
+    assert zero(zero_quantized_gradients=False) == {"stage": 3}
+    with pytest.raises(ConfigError, match="no error feedback"):
+        zero(zero_quantized_gradients=True, zeropp_loco_param={"err_beta": 0.8})
     below = translate({"zero_optimization": {"stage": 2, "zero_hpz_partition_size": 8}})
     assert below.strategy == {"stage": 2}
     assert "stage 3 only" in below.report()

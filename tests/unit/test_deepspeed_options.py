@@ -63,6 +63,7 @@ CONTRADICTIONS = [
     ({"zero_optimization": {"stage": 3, "mics_shard_size": 8}}, {"sharding.shard_size": 4}, "mics_shard_size=8"),
     ({"zero_optimization": {"stage": 3, "mics_shard_size": -1}}, {"sharding.shard_size": 4}, "mics_shard_size=-1"),
     (zero(zero_quantized_weights=False), {"sharding.quantized_gathers": "int8"}, "zero_quantized_weights=False"),
+    (zero(zero_quantized_gradients=False), {"sharding.quantized_gradients": "int4"}, "quantized_gradients=False"),
     (PARTITION, {"parallel.pipeline.partition": "parameters"}, "pipeline.partition"),
     (ACCUMULATION, {"parallel.pipeline.micro_batches": 2}, "gradient_accumulation"),
 ]  # fmt: skip
@@ -152,7 +153,7 @@ def test_every_option_of_a_file_has_its_keys() -> None:
         *translate(full).strategy,
         *translate({"zero_optimization": {"offload_param": {"device": "cpu"}}}).strategy,
         *translate(
-            {"zero_optimization": {"stage": 3, "zero_hpz_partition_size": 8, "zero_quantized_weights": True}}
+            zero(stage=3, zero_hpz_partition_size=8, zero_quantized_weights=True, zero_quantized_gradients=True)
         ).strategy,
         *translate({"zero_optimization": {"stage": 3, "mics_shard_size": 8}}).strategy,
     }

@@ -24,6 +24,7 @@ from torch import Tensor, nn
 
 from ls_strategy.distributed.comm import Comm
 from ls_strategy.distributed.pending import PendingReduce
+from ls_strategy.distributed.quantized_reduce import Rounding, reduce_quantized
 from ls_strategy.distributed.rounds import Round
 from ls_strategy.distributed.tree_sum import LastRound, exchange_leaves
 from ls_strategy.errors import StateError
@@ -72,6 +73,8 @@ class Reducer:
         """Called with every buffer as soon as its averages are complete, before backward is over."""
         self.admit: Callable[[list[Flat]], None] = _admit_nothing
         """Begins to send the gradients of frozen buffers."""
+        self.rounding = Rounding()
+        """With ``sharding.quantized_gradients``: what that changes, until it is asked for."""
         self._left_out: LeftOut | None = None
         """Set during a backward pass whose gradients do not count on this rank."""
         self._next = 0
@@ -225,8 +228,13 @@ class Reducer:
             for p in flat.params:
                 set_grad(p, None)  # autograd must not add to what is being sent
         local.round = self.round
+        self._advance_in_flight()
         if self.round is not None:
             local.reducing = self._exchange_leaves(flat, local.buffer, self.round)
+        elif flat.plan.reduced_as is not None:
+            form, sizes = flat.plan.reduced_as, flat.layout.sizes
+            meter = self.rounding if flat.counted else Rounding()
+            local.reducing = reduce_quantized(flat.comm, local.buffer, form, of=flat.name, sizes=sizes, meter=meter)
         else:
             wire = None if self._wire_dtype is None else torch.promote_types(self._wire_dtype, local.buffer.dtype)
             local.reducing = flat.comm.reduce_scatter(local.buffer, wire, flat.name, flat.layout.sizes)
@@ -238,6 +246,12 @@ class Reducer:
     @staticmethod
     def _exchange_leaves(flat: Flat, leaf: Tensor | None, now: Round) -> PendingReduce:
         return exchange_leaves(flat.comm, leaf, now, like=flat.full, of=flat.name, sizes=flat.layout.sizes)
+
+    def _advance_in_flight(self) -> None:
+        """Let reductions of several hops begin their next one, instead of when they are waited for. Collective."""
+        for flat in self._in_flight:
+            if flat.local.reducing is not None:
+                flat.local.reducing.advance()
 
     def _too_much_in_flight(self) -> bool:
         if self.on_complete is not None:
@@ -310,6 +324,7 @@ class Reducer:
     def finish_in_flight(self) -> None:
         """Wait until all gradients that were sent are averaged."""
         while self._in_flight:
+            self._advance_in_flight()
             self._finish_oldest()
         for flat in self._gathers:
             assert flat.local.gathering is not None

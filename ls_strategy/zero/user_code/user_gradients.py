@@ -73,7 +73,7 @@ class UserGradients:
         self.norms: dict[float, dict[int, Tensor]] = {}
         """Cached norms: order -> parameter -> norm."""
         self._sources = [_Source(weakref.ref(self), i) for i in range(len(flat.params))]
-        self._placeholder = torch.full((1,), float("nan"), dtype=flat.average_dtype, device=flat.full.device)
+        self._placeholder = torch.full((), float("nan"), dtype=flat.average_dtype, device=flat.full.device)
         self._versions: dict[int, int] = {}
         """Recorded versions of objects and given tensors, to detect writes. -1: not copied to the averages yet."""
         self._generation = flat.averages.generation

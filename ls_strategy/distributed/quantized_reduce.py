@@ -1,0 +1,269 @@
+"""Reduce-scatters whose messages are in 4 or 8 bits (ZeRO++'s qgZ), see `ls_strategy.ops.quantized`.
+
+Two nodes of two ranks, and shard 3 of the gradients, which rank 3 owns::
+
+    inside the nodes                          between the nodes
+    rank 0 ── ~t0 ─┐
+    rank 1 ── t1 ──┴─> rank 1: ~t0 + t1 ────── ~(~t0 + t1) ─┐
+    rank 2 ── ~t2 ─┐                                        v
+    rank 3 ── t3 ──┴─> rank 3: ~t2 + t3 ──────────────────> ~(~t0 + t1) + (~t2 + t3)
+
+``~`` is what few bits leave of a term. In the first hop a rank sends every neighbor all that belongs to the ranks at
+its place on any node; in the second one it sends sums to the ranks at its own place. So a shard leaves a node once, and
+not once per rank. Without nodes there is one hop. Groups that hold replicas of a shard then reduce their sums in the
+same way, and send each other the rounded totals.
+
+The one invariant: terms are added in fp32, in the order of the ranks, and a total that several ranks keep has the same
+bits on all of them. A block with a number that is not finite arrives as NaN. Wang et al. 2023, "ZeRO++",
+arXiv:2306.10209, section 3.3.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Generator, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from typing_extensions import override
+
+from ls_strategy.config import FrozenFormat
+from ls_strategy.distributed.comm import Comm, cut
+from ls_strategy.distributed.pending import SUM_CHUNK, PendingReduce
+from ls_strategy.distributed.shard_groups import ShardGroup
+from ls_strategy.ops.norm import sum_of_squares
+from ls_strategy.ops.quantized import dequantize_, packed_bytes, quantize, unpacked_numel
+
+CHUNK = 16 * SUM_CHUNK
+"""Elements dequantized at a time on a device: 4 MiB in fp32."""
+
+Works = Sequence[Any]
+
+
+class Rounding:
+    """How much rounding has changed: sums of squares, of finite numbers alone."""
+
+    def __init__(self) -> None:
+        """Begin with nothing."""
+        self._sums: Tensor | None = None
+        """Of the changes and of the totals, ``(2,)`` fp64."""
+
+    def sent(self, exact: Tensor, packed: Tensor, form: FrozenFormat) -> None:
+        """Add the change of one message, ``(n,)``."""
+        rounded = exact.new_empty(min(exact.numel(), _chunk(exact.device)), dtype=torch.float32)
+        for lo, hi in _steps(exact.numel(), exact.device):
+            part = rounded[: hi - lo]
+            dequantize_(packed[packed_bytes(lo, form) : packed_bytes(hi, form)], part, form)
+            self._add(0, part.sub_(exact[lo:hi]))
+
+    def received(self, total: Tensor) -> None:
+        """Add a part of a sum over all ranks."""
+        self._add(1, total)
+
+    def _add(self, which: int, values: Tensor) -> None:
+        if self._sums is None:
+            self._sums = torch.zeros(2, dtype=torch.float64, device=values.device)
+        self._sums[which].add_(_finite(values))
+
+    def take(self, device: torch.device) -> Tensor:
+        """Return the sums of squares of changes and of totals since the last call, ``(2,)`` fp64."""
+        sums, self._sums = self._sums, None
+        return torch.zeros(2, dtype=torch.float64, device=device) if sums is None else sums
+
+
+def _finite(values: Tensor) -> Tensor:
+    """Return the sum of squares, or 0 if a number is not finite: its gradients are not used."""
+    total, others = sum_of_squares(values).unbind()
+    return torch.where(others > 0, torch.zeros_like(total), total)
+
+
+def _steps(numel: int, device: torch.device) -> Iterator[tuple[int, int]]:
+    """Yield the ranges that are worked on at a time: small ones on the CPU, which stay in its cache."""
+    step = _chunk(device)
+    yield from ((lo, min(lo + step, numel)) for lo in range(0, numel, step))
+
+
+def _chunk(device: torch.device) -> int:
+    return SUM_CHUNK if device.type == "cpu" else CHUNK
+
+
+class QuantizedReduce(PendingReduce):
+    """A reduce-scatter in few bits in flight; `finish` writes its result."""
+
+    def __init__(self, hops: _Hops, comm: Comm) -> None:
+        """Start the first hop. Collective."""
+        super().__init__((), (), (), comm)
+        self._hops = hops
+        self._running = hops.run()
+        self._next()
+
+    def _next(self) -> bool:
+        """Start the next hop, and return whether there was one."""
+        works = next(self._running, None)
+        self._works = works or ()
+        return works is not None
+
+    @override
+    def advance(self) -> None:
+        """Wait for the hop in flight and start the next one, if there is one. Collective."""
+        if not self._hops.is_last:
+            self._comm.wait(self._works)
+            self._next()
+
+    @override
+    def finish(self, out: Tensor, *, accumulate: bool) -> None:
+        """Write the average over all ranks to ``out``, ``(shard,)``, or add it if ``accumulate``. Collective."""
+        while True:
+            self._comm.wait(self._works)
+            if not self._next():
+                break
+        scale = 1.0 / self._comm.averaged_ranks
+        for lo, hi, total in self._hops.total():
+            if accumulate:
+                out[lo:hi].add_(total, alpha=scale)
+            else:
+                torch.mul(total, scale, out=out[lo:hi])
+        self._hops.release()
+
+
+class _Hops:
+    """The hops of one buffer, one after the other."""
+
+    def __init__(
+        self, comm: Comm, full: Tensor, form: FrozenFormat, *, sizes: Sequence[int] | None, of: str, meter: Rounding
+    ) -> None:
+        self._comm, self._form, self._of, self._meter = comm, form, of, meter
+        self._shards = cut(full, comm.world_size, sizes)
+        self._device = full.device
+        self._terms: list[Sequence[Tensor]] = []
+        """By part of the buffer that this rank sums: the terms in order, exact or in tiles."""
+        self._borrowed: list[Tensor] = []
+        self._sent: Sequence[Tensor] = ()
+        self.is_last = False
+        """Whether the last hop is in flight."""
+
+    def run(self) -> Generator[Works, None, None]:
+        """Start one hop after the other; the caller waits for what is yielded before it goes on."""
+        comm = self._comm
+        nodes, replicas = comm.nodes, comm.replicas
+        here = next(node for node in nodes if comm.rank in node)
+        self.is_last = len(nodes) == replicas == 1
+        yield self._exchange(comm, here, [[self._shards[node[i]] for node in nodes] for i in range(len(here))])
+        if len(nodes) > 1:
+            self.is_last = replicas == 1
+            at_my_place = [node[here.index(comm.rank)] for node in nodes]
+            yield self._exchange(comm, at_my_place, [[part] for part in self._sums()])
+        if isinstance(comm, ShardGroup):
+            (mine,) = self._sums()
+            parts = [[part] for part in mine.chunk(replicas)]
+            yield self._exchange(comm.across, range(replicas), parts, "all_reduce")
+            self.is_last = True
+            yield self._share(comm.across)
+
+    def total(self) -> Iterator[tuple[int, int, Tensor]]:
+        """Yield the sum over all ranks of this rank's shard part by part: where it begins and ends, and its values."""
+        for lo, hi, part in self._added(*self._terms):
+            if self._comm.replica == 0:
+                self._meter.received(part)
+            yield lo, hi, part
+
+    def release(self) -> None:
+        """Return all buffers."""
+        self._comm.pool.give(self._borrowed)
+        self._borrowed, self._sent, self._terms, self._shards = [], (), [], ()
+
+    def _exchange(
+        self, comm: Comm, peers: Sequence[int], parts: Sequence[Sequence[Tensor]], kind: str = "reduce_scatter"
+    ) -> Works:
+        """Start sending ``parts[i]`` in few bits to ``peers[i]``, and receiving this rank's parts from each of them."""
+        sends: list[Tensor | None] = [None] * comm.world_size
+        receives: list[Tensor | None] = [None] * comm.world_size
+        mine = parts[peers.index(comm.rank)]
+        lengths = [packed_bytes(part.numel(), self._form) for part in mine]
+        arriving: dict[int, Sequence[Tensor]] = {}
+        for peer, theirs in zip(peers, parts, strict=True):
+            if peer == comm.rank:
+                arriving[peer] = mine
+                continue
+            sends[peer] = self._quantize(theirs[0] if len(theirs) == 1 else torch.cat(list(theirs)))
+            receives[peer] = into = self._borrow(sum(lengths), torch.uint8)
+            arriving[peer] = into.split(lengths)
+        self._terms = [[arriving[peer][i] for peer in peers] for i in range(len(mine))]
+        self._sent = [packed for packed in sends if packed is not None]
+        return comm.exchange(sends, receives, kind, self._of)
+
+    def _share(self, across: Comm) -> Works:
+        """Start sending the total of this rank's part in few bits to all replicas. They keep what few bits leave."""
+        (mine,) = self._sums()
+        packed = self._quantize(mine)
+        everything = self._borrow(packed.numel() * across.world_size, torch.uint8)
+        parts = everything.chunk(across.world_size)
+        parts[across.rank].copy_(packed)
+        self._terms, self._sent = [[everything]], (packed,)
+        sends = [packed] * across.world_size
+        return across.exchange(sends, parts, "all_reduce", self._of)
+
+    def _quantize(self, exact: Tensor) -> Tensor:
+        packed = quantize(exact, self._form)
+        self._meter.sent(exact, packed, self._form)
+        return packed
+
+    def _sums(self) -> Sequence[Tensor]:
+        """Return the sums of what has arrived, fp32."""
+        before, self._borrowed = self._borrowed, []
+        lengths = [self._numel_of(terms[0]) for terms in self._terms]
+        sums = self._borrow(sum(lengths), torch.float32).split(lengths)
+        for out, terms in zip(sums, self._terms, strict=True):
+            for lo, hi, part in self._added(terms):
+                out[lo:hi].copy_(part)
+        self._comm.pool.give(before)
+        return sums
+
+    def _added(self, terms: Sequence[Tensor]) -> Iterator[tuple[int, int, Tensor]]:
+        """Yield the sum of the terms part by part; each is overwritten by the next one."""
+        numel = self._numel_of(terms[0])
+        step = min(numel, _chunk(self._device))
+        total, unpacked = (torch.empty(step, dtype=torch.float32, device=self._device) for _ in range(2))
+        first, *others = terms
+        for lo, hi in _steps(numel, self._device):
+            self._unpack(first, lo, hi, total[: hi - lo])
+            for term in others:
+                self._unpack(term, lo, hi, unpacked[: hi - lo])
+                total[: hi - lo].add_(unpacked[: hi - lo])
+            yield lo, hi, total[: hi - lo]
+
+    def _unpack(self, term: Tensor, lo: int, hi: int, out: Tensor) -> None:
+        if term.dtype == torch.uint8:
+            dequantize_(term[packed_bytes(lo, self._form) : packed_bytes(hi, self._form)], out, self._form)
+        else:
+            out.copy_(term[lo:hi])
+
+    def _numel_of(self, term: Tensor) -> int:
+        return unpacked_numel(term.numel(), self._form) if term.dtype == torch.uint8 else term.numel()
+
+    def _borrow(self, numel: int, dtype: torch.dtype) -> Tensor:
+        self._borrowed.append(self._comm.pool.take(numel, dtype, self._device))
+        return self._borrowed[-1]
+
+
+def reduce_quantized(
+    comm: Comm, full: Tensor, form: FrozenFormat, *, of: str, sizes: Sequence[int] | None, meter: Rounding
+) -> PendingReduce:
+    """Start averaging ``full``, ``(world_size * shard,)``, over the ranks of all groups. Collective.
+
+    Args:
+        comm: the ranks that shard it.
+        full: fp32, bf16 or fp16, in shards of full tiles, also divided by the replicas; do not change it before
+            `PendingReduce.finish`.
+        form: the format of the messages.
+        of: its name, for traces.
+        sizes: elements of every rank's shard. None: equal shards.
+        meter: measures what is lost.
+
+    Traffic:
+        Of a buffer of P elements over N ranks on m nodes of n: the bytes of P (n - 1) / n elements inside the node, and
+        of P (m - 1) / N between nodes. With replicas, twice the other replicas' parts of the shard besides.
+    """
+    if full.numel() == 0:
+        return comm.reduce_scatter(full, None, of, sizes)
+    return QuantizedReduce(_Hops(comm, full, form, sizes=sizes, of=of, meter=meter), comm)
