@@ -49,6 +49,17 @@ def check_commands() -> None:
     assert "Traceback" not in refused.stderr, refused.stderr
 
 
+def check_new_project() -> None:
+    """The templates are in the wheel, and a project without the extras says what to install."""
+    with tempfile.TemporaryDirectory() as folder:
+        project = Path(folder) / "some_project"
+        script = str(Path(sys.executable).with_name("ls-strategy"))
+        assert "pip install" in run(script, "new", str(project)).stdout
+        for name in ("README.md", "main.py", "quick.yaml", "submit.sh", "some_project/model.py", ".gitignore"):
+            assert (project / name).is_file(), f"the wheel lacks the template of {name}"
+        run(sys.executable, "-c", f"import sys; sys.path.insert(0, {str(project)!r}); import some_project.model")
+
+
 def check_training() -> None:
     """Two ranks train by an alias, save a folder, and another stage goes on from it."""
     with tempfile.TemporaryDirectory() as folder:
@@ -88,7 +99,13 @@ def main() -> None:
         fit(*sys.argv[2:4])
         return
     os.environ.setdefault("OMP_NUM_THREADS", "1")
-    checks = (check_extras_are_absent, check_installed_package_is_used, check_commands, check_training)
+    checks = (
+        check_extras_are_absent,
+        check_installed_package_is_used,
+        check_commands,
+        check_new_project,
+        check_training,
+    )
     for check in checks:
         check()
         print(f"{check.__name__}: passed", flush=True)

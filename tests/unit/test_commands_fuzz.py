@@ -34,6 +34,7 @@ BASE = {
     "consolidate": ["not there", "out"],
     "doctor": ["--only", "software"],
     "inspect": ["not there"],
+    "new": ["some_project"],
     "plan": ["not there.yaml"],
     "submit": ["good.yaml", "--module", "some.program", "--dry-run"],
     "tune-io": [".", "--gib", "0.001", "--seconds", "0", "--block-mib", "1", "--parallelism", "1", "--allow-ram"],
