@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import hmac
 import json
+import socket
 import socketserver
 from typing import IO, Any
 
@@ -83,3 +84,12 @@ def read_answer(file: IO[bytes]) -> dict[str, Any]:
     if not line:
         raise ConnectionError("the connection ended")
     return json.loads(line)
+
+
+def keep_alive(connection: socket.socket) -> None:
+    """Let the kernel end an idle connection whose other side is lost without a word, after about half a minute."""
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    for name, value in (("TCP_KEEPIDLE", 10), ("TCP_KEEPINTVL", 5), ("TCP_KEEPCNT", 4)):
+        if hasattr(socket, name):  # Linux
+            connection.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
