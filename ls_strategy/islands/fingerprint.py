@@ -18,8 +18,8 @@ def disagreement(prints: Mapping[int, Mapping[int, Mapping[str, Any]]]) -> str |
     first, *others = sorted(prints)
     for other in others:
         for rank in sorted(prints[first].keys() | prints[other].keys()):
-            ours, theirs = prints[first].get(rank, {}), prints[other].get(rank, {})
-            if not ours or not theirs:
+            ours, theirs = prints[first].get(rank), prints[other].get(rank)
+            if ours is None or theirs is None:
                 return _message("ranks", first, len(prints[first]), other, len(prints[other]))
             for key in ours | theirs:
                 if key.startswith(OWN):

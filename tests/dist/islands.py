@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils.data import DistributedSampler
 
 from ls_strategy import DiLoCo
 from ls_strategy.islands.hub import Hub, HubServer
@@ -31,7 +32,9 @@ def hub(islands: int = 2, *, patience_s: float = 20.0, port: int = 0, secret: st
         thread.join()
 
 
-def on_islands(ranks: int, body: Callable[..., Any], *args: Any, islands: int = 2, timeout_s: float = 100) -> list[list[Any]]:
+def on_islands(
+    ranks: int, body: Callable[..., Any], *args: Any, islands: int = 2, timeout_s: float = 100
+) -> list[list[Any]]:
     """Call ``body(island, rank, *args)`` on every rank of every island; return the results by island and rank."""
     ports = [free_port() for _ in range(islands)]
     results = spawn(_call, islands * ranks, ranks, ports, body, args, init_process_group=False, timeout_s=timeout_s)
@@ -51,17 +54,43 @@ def become(rank: int, ranks: int, port: int) -> None:
     os.environ.update(zip(names, map(str, (rank, rank, ranks, ranks, port)), strict=True))
 
 
-class Momentum(Net):
-    """Inner AdamW, with moments that the outer step leaves alone."""
-
-
-class PlainSgd(Net):
-    def configure_optimizers(self) -> Any:
-        return torch.optim.SGD([p for p in self.parameters() if p.requires_grad], lr=0.05)
-
-
 def diloco(meet: str, island: int, **options: Any) -> DiLoCo:
     return DiLoCo(meet, **{"island": island, "islands": 2, "patience_s": 20.0, **options})
+
+
+class Reference:
+    """The islands' models, and what they share, in one process."""
+
+    def __init__(self, module: Net, islands: int, fragments: list[set[str]] | None, lr: float, momentum: float) -> None:
+        self.models = [copy.deepcopy(module) for _ in range(islands)]
+        self.inner: list[Any] = [m.configure_optimizers() for m in self.models]
+        trains = {n: p.detach().clone() for n, p in module.named_parameters() if p.requires_grad}
+        self.shared = {n: nn.Parameter(value) for n, value in trains.items()}
+        self.fragments = fragments or [set(trains)]
+        nesterov = {"nesterov": True} if momentum else {}
+        self.outer = [
+            torch.optim.SGD([self.shared[n] for n in sorted(f)], lr=lr, momentum=momentum, **nesterov)
+            for f in self.fragments
+        ]
+
+    def train(self, island: int, batches_of_ranks: list[tuple[Tensor, Tensor]]) -> None:
+        self.inner[island].zero_grad()
+        loss: Any = sum(self.models[island].loss(batch) for batch in batches_of_ranks) / len(batches_of_ranks)
+        loss.backward()
+        self.inner[island].step()
+
+    def outer_step(self, fragment: int) -> None:
+        for name in self.fragments[fragment]:
+            deltas = [self.shared[name].detach() - dict(m.named_parameters())[name].detach() for m in self.models]
+            self.shared[name].grad = sum(deltas[1:], deltas[0].clone()) / len(deltas)
+        self.outer[fragment].step()
+
+    @torch.no_grad()
+    def merge(self, fragment: int, keep: float) -> None:
+        for model in self.models:
+            for name, p in model.named_parameters():
+                if name in self.fragments[fragment]:
+                    p.copy_(keep * p + (1 - keep) * self.shared[name])
 
 
 def in_plain_torch(
@@ -78,59 +107,37 @@ def in_plain_torch(
     mixing: float = 0.0,
     lr: float = 0.7,
     momentum: float = 0.9,
-    buffers: bool = False,
 ) -> list[dict[str, Tensor]]:
     """DiLoCo in one process: the weights of every island after ``steps`` steps, and a last exchange of everything.
 
     Args:
         fragments: names of the parameters in each; default: one with all.
     """
-    x, y = samples(numel)
-    models = [copy.deepcopy(module) for _ in range(islands)]
-    inner: list[Any] = [m.configure_optimizers() for m in models]
-    shared = {n: nn.Parameter(p.detach().clone()) for n, p in module.named_parameters() if p.requires_grad}
-    fragments = fragments or [set(shared)]
-    nesterov = {"nesterov": True} if momentum else {}
-    outer = [torch.optim.SGD([shared[n] for n in sorted(f)], lr=lr, momentum=momentum, **nesterov) for f in fragments]
-    waiting: tuple[int, int] | None = None
-
-    def outer_step(numbers: list[int]) -> None:
-        for number in numbers:
-            for name in fragments[number]:
-                deltas = [shared[name].detach() - dict(m.named_parameters())[name].detach() for m in models]
-                shared[name].grad = sum(deltas[1:], deltas[0].clone()) / islands
-            outer[number].step()
-
-    def merge(number: int, keep: float) -> None:
-        with torch.no_grad():
-            for model in models:
-                for name, p in model.named_parameters():
-                    if name in fragments[number]:
-                        p.copy_(keep * p + (1 - keep) * shared[name])
-
-    number, per_epoch = 0, numel // (islands * ranks * batch)
-    for step in range(steps):
-        at = step % per_epoch * batch
-        for island, model in enumerate(models):
-            mine = [torch.arange(island * ranks + r, numel, islands * ranks)[at : at + batch] for r in range(ranks)]
-            inner[island].zero_grad()
-            (sum(model.loss((x[i], y[i])) for i in mine) / ranks).backward()
-            inner[island].step()
-        done = step + 1
-        if waiting is not None and done == waiting[0]:
-            merge(waiting[1], mixing)
-            waiting = None
-        if done % (every // len(fragments)) == 0:
-            outer_step([number % len(fragments)])
-            waiting = (done + delay, number % len(fragments))
-            number += 1
-            if not delay:
-                merge(waiting[1], mixing)
-                waiting = None
-    if waiting is not None:
-        merge(waiting[1], mixing)
-    if len(fragments) > 1 or steps % every:
-        outer_step(list(range(len(fragments))))
-    for number in range(len(fragments)):
-        merge(number, 0.0)
-    return [{n: p.detach().clone() for n, p in m.named_parameters()} for m in models]
+    run = Reference(module, islands, fragments, lr, momentum)
+    parts = len(run.fragments)
+    (x, y), per_epoch = samples(numel), numel // (islands * ranks * batch)
+    samplers = [DistributedSampler(range(numel), islands * ranks, r) for r in range(islands * ranks)]  # type: ignore[arg-type]
+    due: dict[int, int] = {}
+    for done in range(1, steps + 1):
+        at = (done - 1) % per_epoch * batch
+        for sampler in samplers:
+            sampler.set_epoch((done - 1) // per_epoch)
+        for island in range(islands):
+            own = samplers[island * ranks : (island + 1) * ranks]
+            mine = [list(sampler)[at : at + batch] for sampler in own]
+            run.train(island, [(x[i], y[i]) for i in mine])
+        if done in due:
+            run.merge(due.pop(done), mixing)
+        if done % (every // parts) == 0:
+            fragment = (done * parts // every - 1) % parts
+            run.outer_step(fragment)
+            due[done + delay] = fragment
+        if done in due:
+            run.merge(due.pop(done), mixing)
+    for fragment in due.values():
+        run.merge(fragment, mixing)
+    for fragment in range(parts):
+        if parts > 1 or steps % every:
+            run.outer_step(fragment)
+        run.merge(fragment, 0.0)
+    return [{n: p.detach().clone() for n, p in m.named_parameters()} for m in run.models]
