@@ -31,7 +31,7 @@ from tests.bench import record
 MINUTES = 10
 SPREAD = "over seeds"
 SEEDS = "1 to --seeds, for weights and the order of the text"
-QUICK = ("--seeds", "1", "--steps", "6", "--every", "3")
+QUICK = ("--seeds", "1", "--steps", "9", "--every", "9")
 
 NETWORK = {"num_layers": 2, "num_heads": 4, "width": 64}
 BLOCK, BATCH, LR = 64, 8, 3e-3
@@ -41,7 +41,7 @@ CONTENDERS: dict[str, dict[str, Any] | None] = {
     "DDP": None,
     "DiLoCo": {},
     "DiLoCo, int4": {"wire": "int4"},
-    "Streaming DiLoCo": {"fragments": 3, "delay": 1},
+    "Streaming DiLoCo": {"fragments": 3, "delay": 2},
 }
 """Options of `DiLoCo`."""
 

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import json
+import multiprocessing
 import os
-import signal
 import subprocess
 import sys
 import threading
@@ -19,8 +18,8 @@ from lightning.pytorch import Callback
 from ls_strategy import StateError, ZeROStrategy
 from ls_strategy.islands.hub import Hub, HubServer
 from ls_strategy.testing import free_port
-from tests.dist.islands import diloco, hub, on_islands
-from tests.dist.ranks import Net, assert_equal, batches, fit, trainer_of, weights
+from tests.dist.islands import become, diloco, hub, on_islands
+from tests.dist.ranks import Net, assert_equal, batches, fit, quiet, trainer_of, weights
 from tests.dist.test_islands import STREAMING, Frozen, Normed
 
 pytestmark = [pytest.mark.dist, pytest.mark.wide]
@@ -134,20 +133,22 @@ def touched(path: Path) -> Path:
     return path
 
 
-def program(folder: Path, island: int, meet: str, **options: Any) -> subprocess.Popen[str]:
-    environment = {**os.environ, "WORLD_SIZE": "1", "RANK": "0", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1",
-                   "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}  # fmt: skip
-    given = json.dumps({"folder": str(folder), "island": island, "meet": meet, **options})
-    return subprocess.Popen(
-        [sys.executable, "-m", "tests.dist.test_islands_resume", given], env=environment, text=True,
-        stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
-    )  # fmt: skip
+def program(folder: Path, island: int, meet: str, steps: int) -> Any:
+    """A process that is an island."""
+    context = multiprocessing.get_context("forkserver")
+    process = context.Process(target=main, args=(str(folder), island, meet, steps, free_port()))
+    process.start()
+    return process
 
 
-def main(folder: str, island: int, meet: str, steps: int, sleep_s: float) -> None:
+def main(folder: str, island: int, meet: str, steps: int, port: int) -> None:
+    quiet()
+    become(0, 1, port)
+    os.environ.update(MASTER_ADDR="127.0.0.1", GROUP_RANK="0")
+
     class Slow(Net):
         def training_step(self, batch: Any, i: int) -> Any:
-            time.sleep(sleep_s)
+            time.sleep(0.05)
             return super().training_step(batch, i)
 
     class Notes(Callback):
@@ -172,31 +173,32 @@ def _steps(folder: Path, island: int) -> list[tuple[int, float]]:
     return [(int(step), float(at)) for step, at in (line.split() for line in lines)]
 
 
-def _until(condition: Any, what: str, within_s: float = 100.0) -> None:
-    end = time.monotonic() + within_s
+def _until(condition: Any, what: str, process: Any) -> None:
+    end = time.monotonic() + 60.0
     while not condition():
         assert time.monotonic() < end, what
+        assert process.is_alive(), f"{what}: exit code {process.exitcode}"
         time.sleep(0.05)
 
 
 def test_an_island_that_is_killed_is_left_out_and_comes_back(tmp_path: Path) -> None:
     """The hub waits five minutes for an island that is late, but not for one whose connections have ended."""
     with hub(patience_s=300.0) as meet:
-        options = {"steps": 400, "sleep_s": 0.05}
-        first, second = (program(tmp_path, island, meet, **options) for island in (0, 1))
+        first, second = (program(tmp_path, island, meet, 250) for island in (0, 1))
         try:
-            _until(lambda: len(_steps(tmp_path, 1)) > 12, "island 1 does not train")
-            second.send_signal(signal.SIGKILL)
-            second.wait()
+            _until(lambda: len(_steps(tmp_path, 1)) > 12, "island 1 does not train", second)
+            second.kill()  # SIGKILL
+            second.join()
             killed = time.time()
-            _until(lambda: sum(at > killed for _, at in _steps(tmp_path, 0)) > 15, "island 0 does not go on", 60.0)
+            _until(lambda: sum(at > killed for _, at in _steps(tmp_path, 0)) > 15, "island 0 does not go on", first)
             before = len(_steps(tmp_path, 1))
-            second = program(tmp_path, 1, meet, **options)
-            outs = [each.communicate(timeout=150)[0] for each in (first, second)]
+            second = program(tmp_path, 1, meet, 250)
+            for each in (first, second):
+                each.join(100)
         finally:
             for each in (first, second):
                 each.kill()
-    assert (first.returncode, second.returncode) == (0, 0), outs
+    assert (first.exitcode, second.exitcode) == (0, 0)
     assert len(_steps(tmp_path, 1)) > before + 5, "the island that came back was in no round"
     assert (tmp_path / "rounds-0").read_text() == (tmp_path / "rounds-1").read_text()
     ours, theirs = (torch.load(tmp_path / f"weights-{island}") for island in (0, 1))
@@ -217,7 +219,3 @@ def test_without_a_hub_every_rank_raises_with_the_command_that_starts_it() -> No
     port = free_port()
     for text in on_islands(2, alone, f"127.0.0.1:{port}", islands=1)[0]:
         assert f"Start it there: ls-strategy meet --port {port} --islands N" in text
-
-
-if __name__ == "__main__":
-    main(**json.loads(sys.argv[1]))
