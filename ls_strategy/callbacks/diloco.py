@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import os
-import random
 import time
 import weakref
-import zlib
 from pathlib import Path
 from typing import Any
 
@@ -14,47 +12,41 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
-from ls_strategy._compat import training_loaders, tree_iter
-from ls_strategy.access.average import exchange_masters
+from ls_strategy.callbacks import island_data, outer_state
 from ls_strategy.callbacks.sharded import zero_strategy
 from ls_strategy.checked import above, at_least, between, checked
-from ls_strategy.checkpoint.full import full_state_dict, masters_from_state_dict
 from ls_strategy.engine import Engine
 from ls_strategy.errors import ConfigError, StateError
 from ls_strategy.host.pytorch import pl, rank_zero_info, rank_zero_warn
 from ls_strategy.islands import buffers, fingerprint
 from ls_strategy.islands.client import HubClient, parse_address
 from ls_strategy.islands.member import Contribution, Member, Result
-from ls_strategy.islands.outer import Outer, Place, flats_of, full_range
+from ls_strategy.islands.outer import Outer, Place, flats_of
 from ls_strategy.islands.wire import WireFormat
 from ls_strategy.lightning.ranks import ConnectedCallback
-from ls_strategy.lightning.strategy import ZeROStrategy
 
 _COMPARED_BATCHES = 2
 """Batches of a run whose digests islands compare: equal ones mean equal data."""
-
-_KEYS = ("diloco", "diloco_weights", "diloco_momentum")
-"""Entries of a checkpoint."""
 
 
 class DiLoCo(ConnectedCallback):
     """Trains one model on several islands, which exchange only every ``every`` optimizer steps.
 
     An island is an ordinary run with ranks, stage and parallelism of its own, and all islands run the same program,
-    each with its own ``island``. They meet at a hub, which ``ls-strategy meet --islands N --port PORT`` starts on a host
-    that all of them reach. DiLoCo: arXiv:2311.08105. With ``fragments`` and ``delay`` it is Streaming DiLoCo:
+    each with its own ``island``. They meet at a hub, which ``ls-strategy meet --islands N --port PORT`` starts on a
+    host that all of them reach. DiLoCo: arXiv:2311.08105. With ``fragments`` and ``delay`` it is Streaming DiLoCo:
     arXiv:2501.18512.
 
     ::
 
-        every H optimizer steps   each rank sends its shards of (global - local weights), and gets those of the other islands
+        every H optimizer steps   each rank sends its shards of (global - local weights), and gets the other islands'
                                   outer step: Nesterov momentum on their mean; local weights = global weights
         an island is lost         the others go on without it
         it is started again       it gets global weights and momentum after the next round, and is in from then on
         the first one ends        all islands exchange a last time and end with the same weights
 
-    The loggers get, under ``diloco/``: ``outer_norm`` (of the mean pseudo-gradient), ``islands`` in the round, ``wait_s``
-    (that training has waited for it), ``round_s``, ``round`` and ``sent_mib`` of this rank in all.
+    The loggers get, under ``diloco/``: ``outer_norm`` (of the mean pseudo-gradient), ``islands`` in the round,
+    ``wait_s`` (that training has waited for it), ``round_s``, ``round`` and ``sent_mib`` of this rank in all.
     """
 
     # One argument per option, as parsers read them off the signature.
@@ -100,7 +92,7 @@ class DiLoCo(ConnectedCallback):
         self._address = parse_address(meet)
         if island >= islands:
             raise ConfigError(
-                f"Got island={island} of islands={islands}, but they are numbered from 0. Set a lower one."
+                f"Got island={island} of islands={islands}, but they are numbered from 0. Set a lower island."
             )
         if every % fragments:
             raise ConfigError(
@@ -201,9 +193,9 @@ class DiLoCo(ConnectedCallback):
         assert member is not None
         engine = strategy.require_engine()
         engine.stepper.unfreezing.follow()
-        strategy.on_all_ranks(lambda: self._check_loaders(trainer))
+        strategy.on_all_ranks(lambda: island_data.check_loaders(trainer, strategy))
         engine.wait()
-        member.fingerprint = {**self._options(), **member.outer.fingerprint(engine), **_own_folder(trainer)}
+        member.fingerprint = {**self._options(), **member.outer.fingerprint(engine), **island_data.own_folder(trainer)}
         self._begun = self._first = self._last_step = trainer.global_step
         saved = self._loaded.get("diloco")
         if saved is not None:
@@ -211,7 +203,7 @@ class DiLoCo(ConnectedCallback):
             self._buffers_change = saved["buffers_change"]
             self._merge = None if saved["merge"] is None else (saved["merge"][0], [tuple(p) for p in saved["merge"][1]])
         if self.island and strategy.virtual is None:
-            _draw_other_numbers(self.island)
+            island_data.draw_other_numbers(self.island)
         where = f"the hub at {self.meet}"
         rank_zero_info(f"DiLoCo: island {self.island} of {self.islands} joins the others at {where}")
         self._join(trainer, pl_module)
@@ -237,20 +229,6 @@ class DiLoCo(ConnectedCallback):
         names = ("islands", "every", "fragments", "delay", "mixing", "outer_lr", "outer_momentum", "wire")
         return {name: getattr(self, name) for name in names}
 
-    def _check_loaders(self, trainer: pl.Trainer) -> None:
-        strategy = zero_strategy(trainer, self)
-        wanted = strategy.data_parallel_size * self.islands
-        for loader in training_loaders(trainer):
-            sampler = getattr(loader, "sampler", None)
-            replicas = getattr(sampler, "num_replicas", wanted)
-            if hasattr(sampler, "rank") and replicas != wanted:
-                raise ConfigError(
-                    f"Got a {type(sampler).__name__} for {replicas} ranks, but {self.islands} islands read from the data "
-                    f"with {strategy.data_parallel_size} ranks each. Make it with num_replicas={wanted} and rank="
-                    f"{self.island * strategy.data_parallel_size + strategy.data_parallel_rank} on this rank, or leave "
-                    "it to Lightning (use_distributed_sampler=True)."
-                )
-
     # steps -----------------------------------------------------------------------------------------------------------
 
     @override
@@ -259,7 +237,7 @@ class DiLoCo(ConnectedCallback):
     ) -> None:
         """Note which data the island sees first."""
         if len(self._batches) < _COMPARED_BATCHES:
-            self._batches.append(_digest(batch))
+            self._batches.append(island_data.digest(batch))
 
     @override
     def on_train_batch_end(
@@ -348,8 +326,8 @@ class DiLoCo(ConnectedCallback):
             self._take_over(trainer, module)
         else:
             rank_zero_warn(
-                f"DiLoCo: island {self.island} was not in round {member.round}: the others did not wait so long, or have "
-                "ended. It joins again, and continues from the global weights; its last steps are lost."
+                f"DiLoCo: island {self.island} was not in round {member.round}: the others did not wait so long, or "
+                "have ended. It joins again, and continues from the global weights; its last steps are lost."
             )
             self._join(trainer, module)
 
@@ -395,8 +373,8 @@ class DiLoCo(ConnectedCallback):
         self._ended = True
         if result.what != "done":
             rank_zero_warn(
-                f"DiLoCo: island {self.island} was not in the last round, so its weights are its own, and not those of the "
-                "other islands."
+                f"DiLoCo: island {self.island} was not in the last round, so its weights are its own, and not "
+                "those of the other islands."
             )
             return
         member.outer.merge(strategy.require_engine(), list(member.outer.shards), 0.0)
@@ -432,79 +410,24 @@ class DiLoCo(ConnectedCallback):
         if member is None or member.run is None:
             return
         strategy.on_all_ranks(member.wait)
-        engine, merge, change = strategy.require_engine(), self._merge, self._buffers_change
+        merge, change = self._merge, self._buffers_change
         if self._sent is not None and member.peek().what == "done":
             merge, means = (self._begun + self.delay, self._sent.places), member.peek().buffers
             change = None if means is None else means - self._sent.buffers
         checkpoint["diloco"] = {
             "run": member.run, "round": member.round, "begun": self._begun, "merge": merge, "buffers_change": change,
         }  # fmt: skip
-        flats = flats_of(engine)
-        for key, each in (("diloco_weights", "weights"), ("diloco_momentum", "momentum")):
-            mine = [full_range(flats[p], getattr(s, each)).clone() for p, s in member.outer.shards.items()]
-            checkpoint[key] = self._named(strategy, pl_module, mine)
-
-    @staticmethod
-    def _named(strategy: ZeROStrategy, module: pl.LightningModule, values: list[Tensor]) -> dict[str, Any]:
-        """Return values of the masters that train by parameter name. Collective."""
-        engine, raw = strategy.require_engine(), strategy.raw_state_dict()
-        training = {id(p) for flat in engine.stepper.flats_that_train for p in flat.params}
-        raw = {k: v for k, v in raw.items() if k in _names(module, training)}
-        if strategy.collection is not None:
-            return strategy.collection.weights(raw, values)
-        exchange_masters(engine, values, publish=False)
-        try:
-            return full_state_dict(raw, engine.units, engine.mesh)
-        finally:
-            exchange_masters(engine, values, publish=False)
+        checkpoint.update(outer_state.collect(strategy, pl_module, member.outer.shards))
 
     @override
     def on_load_checkpoint(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, checkpoint: dict[str, Any]
     ) -> None:
         """Keep the outer state until the shards exist."""
-        self._loaded = {key: checkpoint[key] for key in _KEYS if key in checkpoint}
+        self._loaded = {key: checkpoint[key] for key in outer_state.KEYS if key in checkpoint}
 
     def _load(self, module: pl.LightningModule, engine: Engine, places: list[Place]) -> None:
         """Give buffers their global weights and momentum of the checkpoint, if it has them."""
-        member = self._member
-        assert member is not None
-        names = {id(p): n for n, p in module.named_parameters()}
-        for place in places if "diloco" in self._loaded else ():
-            flat, shard = flats_of(engine)[place], member.outer.shards[place]
-            if all(names[id(p)] in self._loaded["diloco_weights"] for p in flat.params):
-                for key, target in (("diloco_weights", shard.weights), ("diloco_momentum", shard.momentum)):
-                    value = torch.zeros(flat.stepped_numel, dtype=target.dtype)
-                    masters_from_state_dict(module, self._loaded[key], [flat], [value])
-                    target.copy_(value if flat.policy.optimizer else value[slice(*flat.owned)])
-
-
-def _names(module: pl.LightningModule, ids: set[int]) -> set[str]:
-    return {name for name, p in module.named_parameters(remove_duplicate=False) if id(p) in ids}
-
-
-def _digest(batch: Any) -> int:
-    """Return a digest of the values of a batch."""
-    code = 0
-    for leaf in tree_iter(batch):
-        if isinstance(leaf, Tensor):
-            leaf = leaf.detach().to("cpu").contiguous()
-            code = zlib.crc32(leaf.view(torch.uint8).numpy().tobytes() if leaf.numel() else b"", code)
-        else:
-            code = zlib.crc32(repr(leaf).encode() if isinstance(leaf, (str, int, float, bool)) else b"", code)
-    return code
-
-
-def _own_folder(trainer: pl.Trainer) -> dict[str, Any]:
-    """Return where the island writes, which no other island may."""
-    if not trainer.loggers and not trainer.checkpoint_callbacks:  # type: ignore[attr-defined]
-        return {}
-    folder = Path(trainer.default_root_dir).absolute()
-    there = next(each for each in (folder, *folder.parents) if each.exists())
-    return {fingerprint.OWN + "folder": f"{folder} (inode {there.stat().st_ino})"}
-
-
-def _draw_other_numbers(island: int) -> None:
-    """Let this island draw other random numbers than island 0, whose are those of a run without islands."""
-    torch.manual_seed(torch.initial_seed() + 1_000_003 * island)
-    random.seed(random.getrandbits(63) + island)
+        assert self._member is not None
+        if "diloco" in self._loaded:
+            outer_state.load(self._loaded, module, flats_of(engine), self._member.outer.shards, places)

@@ -15,8 +15,8 @@ def add(subcommands: argparse._SubParsersAction[argparse.ArgumentParser]) -> Non
     parser = subcommands.add_parser(
         "meet",
         help="run the hub where islands that exchange rarely (DiLoCo) meet",
-        description="Run until it is interrupted. Every rank of every island connects to it. It needs no GPU, and memory "
-        "for the pseudo-gradients of one round of all islands.",
+        description="Run until it is interrupted. Every rank of every island connects to it. It needs no GPU, and "
+        "memory for the pseudo-gradients of one round of all islands.",
     )
     parser.add_argument(
         "--islands", type=arguments.integer(most=1024), required=True, help="how many islands there are"
@@ -55,7 +55,7 @@ def _read(path: Path) -> str:
     secret = path.read_text().strip()
     if len(secret) < 16:
         raise ConfigError(
-            f"Got --secret {path} with {len(secret)} characters, but it needs 16 or more. Make one: openssl rand -hex 32 "
-            f"> {path}"
+            f"Got --secret {path} with {len(secret)} characters, but it needs 16 or more. Make one: openssl rand "
+            f"-hex 32 > {path}"
         )
     return secret

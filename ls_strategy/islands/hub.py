@@ -2,8 +2,8 @@
 
 ::
 
-    join       every rank of an island comes and says what it trains. The first time, all islands wait for each other; the
-               one with the newest state gives it to those that have none. Later an island gets it after the next round
+    join       every rank of an island comes and says what it trains. The first time, all islands wait for each other;
+               the one with the newest state gives it to those that have none. Later an island gets it after a round
     exchange   every rank of the islands that are in sends its bytes, and gets those of the same rank of the others
     state      one island sends what the islands that have just come need
 
@@ -116,11 +116,17 @@ class Hub:
         seat = island, rank = line["island"], line["rank"]
         with self._changed:
             if not 0 <= island < self._islands:
-                return Reply({"error": f"Got island={island}, but the hub was started for {self._islands} islands, "
-                                       f"numbered from 0. Set DiLoCo(island=...), or `ls-strategy meet --islands`."})  # fmt: skip
+                problem = (
+                    f"Got island={island}, but the hub was started for {self._islands} islands, numbered from 0. Set "
+                    "DiLoCo(island=...), or `ls-strategy meet --islands`."
+                )
+                return Reply({"error": problem})
             if not self._take_seat(connection, seat):
-                return Reply({"error": f"Got island={island} a second time while rank {rank} of the first is still "
-                                       "there. Give every island a number of its own: DiLoCo(island=...)."})  # fmt: skip
+                problem = (
+                    f"Got island={island} a second time while rank {rank} of the first is still there. Give every "
+                    "island a number of its own: DiLoCo(island=...)."
+                )
+                return Reply({"error": problem})
             self._leave(island)
             self._outcomes.pop(seat, None)
             self._joining.setdefault(island, {})[rank] = line
@@ -334,7 +340,8 @@ class HubServer:
             who = " and ".join(f"process {pid} ({command})" for pid, command in listeners(port))
             raise ConfigError(
                 f"Got --host {host or 'any'} --port {port}, but it cannot be listened on: {error.strerror}"
-                f"{f'; {who} does' if who else ''}. Give another port, or end that process; several runs need a hub each."
+                f"{f'; {who} does' if who else ''}. Give another port, or end that process; several runs need a hub "
+                "each."
             ) from None
         self.port = int(self._server.server_address[1])
 

@@ -102,8 +102,8 @@ class Member:
                 self._send_state(own_buffers)
         except HubLostError as error:
             raise StateError(
-                f"the hub was lost while islands joined ({error}). Start `ls-strategy meet` again, and the islands from "
-                "their last checkpoints."
+                f"the hub was lost while islands joined ({error}). Start `ls-strategy meet` again, and the islands "
+                "from their last checkpoints."
             ) from None
         self.client.be_patient()
         return fetched
@@ -165,8 +165,8 @@ class Member:
                 answer, parts = self.client.ask("exchange", {**line, "round": self.round}, data)
             except HubLostError as error:
                 raise StateError(
-                    f"the hub was lost twice in a round ({error}). Start `ls-strategy meet` again, and the islands from "
-                    "their last checkpoints."
+                    f"the hub was lost twice in a round ({error}). Start `ls-strategy meet` again, and the islands "
+                    "from their last checkpoints."
                 ) from None
         if answer["what"] != "done":
             return Result(answer["what"])

@@ -53,7 +53,8 @@ class Outer:
         Raises:
             PlanError: the model has fewer units than fragments, or 16-bit masters. Equal on all ranks.
         """
-        self._lr, self._mu, self._fragments, self._form = lr, momentum, fragments, form
+        self._lr, self._mu, self._fragments = lr, momentum, fragments
+        self._form: wire.WireFormat = form
         self.shards: dict[Place, Shard] = {}
         """Of every buffer that trains, in order of the units."""
         self.admit(engine)

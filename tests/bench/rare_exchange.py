@@ -39,9 +39,8 @@ BLOCK, BATCH, LR = 64, 8, 3e-3
 
 CONTENDERS: dict[str, dict[str, Any] | None] = {
     "DDP": None,
-    "DiLoCo": {},
-    "DiLoCo, int4": {"wire": "int4"},
-    "Streaming DiLoCo": {"fragments": 3, "delay": 2},
+    "outer momentum 0.9": {},
+    "outer momentum 0.5": {"outer_momentum": 0.5},
 }
 """Options of `DiLoCo`."""
 
