@@ -20,6 +20,7 @@ from ls_strategy.autoload import install as _install
 
 if TYPE_CHECKING:
     from ls_strategy.callbacks import Monitor, PipelineTimeline, ShardedEMA
+    from ls_strategy.callbacks.diloco import DiLoCo
     from ls_strategy.callbacks.elastic import ElasticTraining
     from ls_strategy.callbacks.expert_monitor import ExpertMonitor
     from ls_strategy.callbacks.preemption import PreemptionHandler
@@ -74,6 +75,7 @@ __all__ = [
     "CheckpointError",
     "ChunkedLossConfig",
     "ConfigError",
+    "DiLoCo",
     "ElasticTraining",
     "ExpertMonitor",
     "FeedForward",
@@ -127,6 +129,7 @@ _HOME = {
     for module, names in {
         "callbacks": "Monitor PipelineTimeline ShardedEMA",
         "callbacks.expert_monitor": "ExpertMonitor",
+        "callbacks.diloco": "DiLoCo",
         "callbacks.elastic": "ElasticTraining",
         "callbacks.preemption": "PreemptionHandler",
         "config": (

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from torch import Tensor
 
 from ls_strategy.engine import Engine
+from ls_strategy.zero.flat.units import Flat
 
 
 def exchange_masters(engine: Engine, others: list[Tensor], *, publish: bool) -> None:
@@ -19,8 +22,21 @@ def exchange_masters(engine: Engine, others: list[Tensor], *, publish: bool) -> 
     flats = engine.stepper.flats_that_train
     for flat, other in zip(flats, others, strict=True):
         flat.exchange_master(other)
-    if publish and engine.policy.parameters:
+    if publish:
+        _publish(engine, flats)
+
+
+def write_masters(engine: Engine, flats: list[Flat], values: Sequence[Tensor]) -> None:
+    """Replace the master weights of some buffers that train, and the module's parameters. Collective."""
+    engine.wait()
+    for flat, value in zip(flats, values, strict=True):
+        flat.replace_master(value)
+    _publish(engine, flats)
+
+
+def _publish(engine: Engine, flats: list[Flat]) -> None:
+    if engine.policy.parameters:
         engine.gatherer.release_all()
-    elif publish:
+    else:
         engine.gatherer.publish(flats)
         engine.wait()

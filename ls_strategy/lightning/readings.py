@@ -58,6 +58,9 @@ class EngineStrategy(RankStrategy):
     virtual: VirtualRanks | None
     """The virtual ranks of this process."""
 
+    islands: tuple[int, int] = (0, 1)
+    """Number of this group of ranks, and of all that train the same model on other data (`DiLoCo`)."""
+
     def grad_norm(self, norm_type: float = 2.0, *, optimizer: Optimizer | None = None) -> Tensor:
         """Return the global norm of the averaged gradients of one optimizer, or of all, ``()`` fp32. Collective.
 
@@ -187,11 +190,19 @@ class EngineStrategy(RankStrategy):
     @property
     @override
     def distributed_sampler_kwargs(self) -> dict[str, Any]:
-        """Give every replica of the model, or every virtual rank, its own part of the data."""
+        """Give every replica of the model, or every virtual rank, its own part of the data.
+
+        Training data is split over all islands, other data inside each of them.
+        """
         kwargs = super().distributed_sampler_kwargs
-        if self.virtual is None or not self.virtual.applies:
+        if self.virtual is not None and self.virtual.applies:
+            kwargs = {"num_replicas": self.virtual.count, "rank": self.virtual.ranks[0]}
+        module: Any = self.lightning_module
+        if module is None or not module.trainer.training:
             return kwargs
-        return {"num_replicas": self.virtual.count, "rank": self.virtual.ranks[0]}
+        island, islands = self.islands
+        ranks = kwargs["num_replicas"]
+        return {"num_replicas": islands * ranks, "rank": island * ranks + kwargs["rank"]}
 
     @property
     def data_parallel_rank(self) -> int:

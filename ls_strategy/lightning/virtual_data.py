@@ -24,7 +24,9 @@ class VirtualLoader:
     The batches of the others wait in `waiting`, in the same order.
     """
 
-    def __init__(self, loader: Any, split: Split, rank: int, random: VirtualRandom) -> None:
+    def __init__(
+        self, loader: Any, split: Split, rank: int, random: VirtualRandom, islands: tuple[int, int] = (0, 1)
+    ) -> None:
         """Make a loader per virtual rank.
 
         Args:
@@ -32,14 +34,15 @@ class VirtualLoader:
             split: which virtual ranks every rank computes.
             rank: this rank.
             random: the random numbers of virtual ranks.
+            islands: number of this group of virtual ranks, and of all that share the data.
 
         Raises:
             PlanError: the batches of other virtual ranks cannot be had from this loader.
         """
-        ranks, count = split.ranks_of(rank), split.count
+        ranks, first = split.ranks_of(rank), islands[0] * split.count
         for each in _samplers_of(loader):  # on every rank, also those with one virtual rank
-            _check_replicas(each, count)
-        self.loaders = [loader if each == ranks[0] else _for_rank(loader, each, count) for each in ranks]
+            _check_replicas(each, split.count * islands[1])
+        self.loaders = [loader if each == ranks[0] else _for_rank(loader, first + each) for each in ranks]
         self._seeds = [WorkerSeeds(each, virtual) for virtual, each in zip(ranks, self.loaders, strict=True)]
         self._ranks, self._as = ranks, random.as_rank
         self._random = random
@@ -176,7 +179,7 @@ def check(loader: Any) -> None:
         )
 
 
-def _for_rank(loader: Any, rank: int, count: int) -> Any:
+def _for_rank(loader: Any, rank: int) -> Any:
     """Return a copy of a loader for another virtual rank, with the same dataset and samplers of its own."""
     other = copy.copy(loader)
     if not isinstance(loader, DataLoader):

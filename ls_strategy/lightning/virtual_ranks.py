@@ -175,7 +175,8 @@ class VirtualRanks:
             continue_in: lets a loader continue where a checkpoint was saved.
         """
         check(loader)
-        made = VirtualLoader(loader, self.split, self._rank, self.random)
+        islands = self._strategy.islands if self._trainer.training else (0, 1)
+        made = VirtualLoader(loader, self.split, self._rank, self.random, islands)
         self._loaders.append(made)
         for each in made.loaders:
             continue_in(each)

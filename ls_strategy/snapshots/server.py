@@ -1,16 +1,13 @@
 """A small server on every node, which gives other nodes files of snapshots and takes copies of theirs.
 
-A request is a line of JSON that begins with a secret that only the ranks of the run know; then come the bytes, if any.
+The secret of a request is one that only the ranks of the run know.
 """
 
 from __future__ import annotations
 
 import contextlib
-import hmac
-import json
 import os
 import socket
-import socketserver
 import threading
 from collections.abc import Sequence
 from pathlib import Path
@@ -18,6 +15,7 @@ from typing import IO, Any
 
 from typing_extensions import override
 
+from ls_strategy.distributed.requests import RequestHandler, RequestServer, copy_bytes, read_answer, request_line
 from ls_strategy.errors import CheckpointError
 from ls_strategy.snapshots.memory import Memory
 
@@ -25,8 +23,6 @@ _TIMEOUT_S = 60.0
 """Seconds without a byte after which a node counts as lost."""
 
 _CONNECT_S = 5.0
-
-_LINE = 64 * 1024
 
 
 class Server:
@@ -38,7 +34,7 @@ class Server:
         class Handler(_Handler):
             served, key = memory, secret
 
-        self._server = _Threads(("", 0), Handler)
+        self._server = RequestServer(("", 0), Handler)
         self._thread = threading.Thread(target=self._server.serve_forever, args=(0.1,), daemon=True)
         self._thread.name = "ls_strategy_snapshots"
         self._thread.start()
@@ -55,34 +51,15 @@ class Server:
         self._server.server_close()
 
 
-class _Threads(socketserver.ThreadingTCPServer):
-    daemon_threads = True
-    block_on_close = False
-
-    @override
-    def handle_error(self, request: Any, client_address: Any) -> None:
-        """Say nothing: the node that asked reports the failure, and a lost node closes connections anywhere."""
-
-
-class _Handler(socketserver.StreamRequestHandler):
+class _Handler(RequestHandler):
     served: Memory
-    key: str
     timeout = _TIMEOUT_S
 
     @override
-    def handle(self) -> None:
-        request = json.loads(self.rfile.readline(_LINE))
-        if not hmac.compare_digest(str(request.get("secret")), self.key):
-            return
-        try:
-            self._answer(request)
-        except (OSError, ValueError) as error:
-            self._reply({"error": f"{type(error).__name__}: {error}"})
-
-    def _answer(self, request: dict[str, Any]) -> None:
+    def answer(self, request: dict[str, Any]) -> None:
         what = request["what"]
         if what == "hello":
-            self._reply({})
+            self.reply({})
         elif what == "read":
             self._read(self.served.path(request["name"], request["file"]), request["offset"], request["length"])
         elif what == "put":
@@ -94,7 +71,7 @@ class _Handler(socketserver.StreamRequestHandler):
         with path.open("rb") as file:
             size = os.fstat(file.fileno()).st_size
             length = max(0, min(length, size - offset))
-            self._reply({"length": length})
+            self.reply({"length": length})
             if length:
                 self.connection.sendfile(file, offset, length)
 
@@ -103,21 +80,9 @@ class _Handler(socketserver.StreamRequestHandler):
         path = self.served.path(name, file)
         new = path.with_name(f"{path.name}.tmp")
         with new.open("wb") as target:
-            _copy(self.rfile, target, length)
+            copy_bytes(self.rfile, target, length)
         new.rename(path)
-        self._reply({})
-
-    def _reply(self, answer: dict[str, Any]) -> None:
-        self.wfile.write(json.dumps(answer).encode() + b"\n")
-
-
-def _copy(source: Any, target: IO[bytes], length: int) -> None:
-    while length:
-        data = source.read(min(length, 1 << 20))
-        if not data:
-            raise OSError("the connection ended")
-        target.write(data)
-        length -= len(data)
+        self.reply({})
 
 
 class Peer:
@@ -142,7 +107,7 @@ class Peer:
 
     def _ask(self, request: dict[str, Any]) -> tuple[socket.socket, IO[bytes]]:
         connection = self._connect()
-        connection.sendall(json.dumps({"secret": self._secret, **request}).encode() + b"\n")
+        connection.sendall(request_line(self._secret, request))
         return connection, connection.makefile("rb")
 
     def hello(self) -> None:
@@ -193,10 +158,7 @@ class Peer:
 
 
 def _answer(file: IO[bytes]) -> dict[str, Any]:
-    line = file.readline(_LINE)
-    if not line:
-        raise ConnectionError("the connection ended")
-    answer = json.loads(line)
+    answer = read_answer(file)
     if "error" in answer:
         raise CheckpointError(f"another node reports {answer['error']}.")
     return answer

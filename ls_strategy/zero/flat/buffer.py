@@ -323,8 +323,12 @@ class FlatBuffer:
     def exchange_master(self, other: Tensor) -> None:
         """Swap the master shard with ``other``, of the same shape. Publishing updates the parameters."""
         mine = self.read_master().detach().clone()
-        self.write_master(0, other)
+        self.replace_master(other)
         other.copy_(mine)
+
+    def replace_master(self, values: Tensor) -> None:
+        """Replace the master shard by ``values``, of the same shape. Publishing updates the parameters."""
+        self.write_master(0, values)
         self.require_refresh(self.optimizer_tier != "device" or self.has_own_shard)
 
     def gathered_shard(self, master: Tensor) -> Tensor:

@@ -1,0 +1,95 @@
+"""Requests over TCP between processes that know a secret, each a line of JSON and then bytes, if any.
+
+The one invariant: nothing of a request is looked at before its secret has been compared, and nothing is unpickled.
+"""
+
+from __future__ import annotations
+
+import hmac
+import json
+import socket
+import socketserver
+from typing import IO, Any
+
+from typing_extensions import override
+
+LINE_BYTES = 64 * 1024
+"""The longest line."""
+
+
+class RequestServer(socketserver.ThreadingTCPServer):
+    """Serves every connection in a thread of its own."""
+
+    daemon_threads = True
+    block_on_close = False
+
+    @override
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        """Say nothing: whoever asked reports the failure, and a lost node closes connections anywhere."""
+
+
+class RequestHandler(socketserver.StreamRequestHandler):
+    """Answers the requests of one connection, one after the other. Subclasses define `answer`."""
+
+    key: str
+    """The secret."""
+
+    @override
+    def handle(self) -> None:
+        while line := self.rfile.readline(LINE_BYTES):
+            request = json.loads(line)
+            if not hmac.compare_digest(str(request.get("secret")).encode(), self.key.encode()):
+                return
+            try:
+                self.answer(request)
+            except (OSError, ValueError) as error:
+                self.reply({"error": f"{type(error).__name__}: {error}"})
+                return  # bytes of the request may still be in the connection
+
+    def answer(self, request: dict[str, Any]) -> None:
+        """Answer one request, by `reply`."""
+        raise NotImplementedError
+
+    def reply(self, answer: dict[str, Any]) -> None:
+        """Send a line."""
+        self.wfile.write(json.dumps(answer).encode() + b"\n")
+
+
+def copy_bytes(source: Any, target: IO[bytes], length: int) -> None:
+    """Copy ``length`` bytes from a connection.
+
+    Raises:
+        OSError: it ended earlier.
+    """
+    while length:
+        data = source.read(min(length, 1 << 20))
+        if not data:
+            raise OSError("the connection ended")
+        target.write(data)
+        length -= len(data)
+
+
+def request_line(secret: str, request: dict[str, Any]) -> bytes:
+    """Return the line that begins a request."""
+    return json.dumps({"secret": secret, **request}).encode() + b"\n"
+
+
+def read_answer(file: IO[bytes]) -> dict[str, Any]:
+    """Return the line that begins an answer, which may have an entry ``error``.
+
+    Raises:
+        ConnectionError: there is none.
+    """
+    line = file.readline(LINE_BYTES)
+    if not line:
+        raise ConnectionError("the connection ended")
+    return json.loads(line)
+
+
+def keep_alive(connection: socket.socket) -> None:
+    """Let the kernel end an idle connection whose other side is lost without a word, after about half a minute."""
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    for name, value in (("TCP_KEEPIDLE", 10), ("TCP_KEEPINTVL", 5), ("TCP_KEEPCNT", 4)):
+        if hasattr(socket, name):  # Linux
+            connection.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)

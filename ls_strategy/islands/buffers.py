@@ -1,0 +1,43 @@
+"""Floating-point buffers, such as the running statistics of batch norms: islands take their mean.
+
+Every island's buffers follow its own data, so with the mean all islands have the same model after a round. Equal values
+stay as they are, bit for bit. Integers (``num_batches_tracked``) and buffers that checkpoints do not have stay the
+island's own. As under DDP, those of rank 0 count inside an island.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor, nn
+
+from ls_strategy._compat import persistent_buffer_names
+
+DTYPE = torch.float64
+"""In which they are exchanged."""
+
+
+def _of(module: nn.Module) -> list[Tensor]:
+    names = persistent_buffer_names(module)
+    return [b for n, b in module.named_buffers() if n in names and b.is_floating_point() and not b.is_meta]
+
+
+def read(module: nn.Module) -> Tensor:
+    """Return all of them in a row, fp64, in host memory."""
+    found = [b.detach().to("cpu", DTYPE).flatten() for b in _of(module)]
+    return torch.cat(found) if found else torch.empty(0, dtype=DTYPE)
+
+
+def write(module: nn.Module, values: Tensor) -> None:
+    """Set all of them."""
+    buffers = _of(module)
+    with torch.no_grad():
+        for buffer, value in zip(buffers, values.split([b.numel() for b in buffers]), strict=True):
+            buffer.copy_(value.view(buffer.shape))
+
+
+def mean(of_islands: Sequence[Tensor]) -> Tensor:
+    """Return the mean, in the order of islands."""
+    first, *others = of_islands
+    return first + sum((each - first for each in others), torch.zeros_like(first)) / len(of_islands)

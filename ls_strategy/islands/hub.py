@@ -1,0 +1,402 @@
+"""The hub: where islands meet. It decides who is in a round, and passes everyone's bytes on. It computes nothing.
+
+::
+
+    join       every rank of an island comes and says what it trains. The first time, all islands wait for each other;
+               the one with the newest state gives it to those that have none. Later an island gets it after a round
+    exchange   every rank of the islands that are in sends its bytes, and gets those of the same rank of the others
+    state      one island sends what the islands that have just come need
+
+A round is decided at one place and once: when all islands that are in have come, or some have and `patience_s` is over.
+So all islands agree on who was in it. An island that was not, or whose connection ended, is out until it joins again.
+
+The hub keeps no state that matters: if it is lost, islands join its successor, each with the state that it has.
+"""
+
+from __future__ import annotations
+
+import secrets
+import socket
+import threading
+import time
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from typing_extensions import override
+
+from ls_strategy.distributed.rendezvous import listeners
+from ls_strategy.distributed.requests import RequestHandler, RequestServer, keep_alive
+from ls_strategy.errors import ConfigError
+from ls_strategy.islands.fingerprint import disagreement
+
+_SEAT_S = 40.0
+"""Seconds that an island which is started again waits until the connections of its lost ranks have ended."""
+
+_LOOK_EVERY_S = 1.0
+"""The most seconds between two looks at the clock."""
+
+
+@dataclass
+class Reply:
+    """What one rank gets: a line, and bytes."""
+
+    line: dict[str, Any]
+    parts: list[bytes] = field(default_factory=list)
+
+
+@dataclass
+class _Message:
+    line: dict[str, Any]
+    data: bytes
+
+
+@dataclass
+class _Round:
+    """A round that is decided."""
+
+    number: int
+    messages: dict[int, dict[int, _Message]]
+    """By island and rank: of the islands that are in it."""
+
+    joiners: list[int]
+    problem: str | None
+
+    def reply(self, island: int, rank: int) -> Reply:
+        """Return the messages of the other islands, and of all of them the lines."""
+        if self.problem is not None:
+            return Reply({"error": self.problem})
+        islands = sorted(self.messages)
+        line = {
+            "what": "done",
+            "lines": [[i, self.messages[i][rank].line] for i in islands],
+            "joiners": self.joiners if island == islands[0] else [],
+        }
+        others = [self.messages[i][rank].data for i in islands if i != island]
+        return Reply({**line, "lengths": [len(data) for data in others]}, others)
+
+
+class Connection(Protocol):
+    """A rank's connection, as the hub sees it."""
+
+    def ended(self) -> bool:
+        """Whether the other side has gone."""
+        ...
+
+
+class Hub:
+    """The decisions. Every method may be called from any thread, and returns when the answer is known."""
+
+    def __init__(self, islands: int, patience_s: float) -> None:
+        """``islands``: how many there are. ``patience_s``: how long a round waits for those that are late."""
+        self._islands, self._patience_s = islands, patience_s
+        self._changed = threading.Condition()
+        self._seats: dict[tuple[int, int], Connection] = {}
+        """The connection of every rank that is there."""
+        self._run: str | None = None
+        self._number = 0
+        self._members: set[int] = set()
+        self._fingerprints: dict[int, Any] = {}
+        """By rank: of the islands that are in."""
+        self._arrived: dict[int, dict[int, _Message]] = {}
+        self._deadline: float | None = None
+        self._ends = False
+        self._decided: _Round | None = None
+        self._joining: dict[int, dict[int, dict[str, Any]]] = {}
+        self._join_deadline: float | None = None
+        self._outcomes: dict[tuple[int, int], Reply] = {}
+        self._source = -1
+        self._served: set[int] = set()
+        self._states: dict[int, _Message] = {}
+
+    # coming and going ------------------------------------------------------------------------------------------------
+
+    def join(self, connection: Connection, line: dict[str, Any]) -> Reply:
+        """Let a rank come. It gets what its island starts from."""
+        seat = island, rank = line["island"], line["rank"]
+        with self._changed:
+            if not 0 <= island < self._islands:
+                problem = (
+                    f"Got island={island}, but the hub was started for {self._islands} islands, numbered from 0. Set "
+                    "DiLoCo(island=...), or `ls-strategy meet --islands`."
+                )
+                return Reply({"error": problem})
+            if not self._take_seat(connection, seat):
+                problem = (
+                    f"Got island={island} a second time while rank {rank} of the first is still there. Give every "
+                    "island a number of its own: DiLoCo(island=...)."
+                )
+                return Reply({"error": problem})
+            self._leave(island)
+            self._outcomes.pop(seat, None)
+            self._joining.setdefault(island, {})[rank] = line
+            self._changed.notify_all()
+            while seat not in self._outcomes:
+                self._admit_if_due()
+                if seat in self._outcomes:
+                    break
+                if self._seats.get(seat) is not connection:
+                    return Reply({"error": f"rank {rank} of island {island} was lost."})
+                self._changed.wait(_LOOK_EVERY_S)
+            return self._outcomes.pop(seat)
+
+    def _take_seat(self, connection: Connection, seat: tuple[int, int]) -> bool:
+        end = time.monotonic() + _SEAT_S
+        while self._seats.get(seat, connection) is not connection:
+            if self._seats[seat].ended():
+                self.gone(self._seats[seat])
+            elif time.monotonic() > end:
+                return False
+            else:
+                self._changed.wait(_LOOK_EVERY_S)
+        self._seats[seat] = connection
+        return True
+
+    def gone(self, connection: Connection) -> None:
+        """Note that a connection has ended."""
+        with self._changed:
+            for seat in [seat for seat, holder in self._seats.items() if holder is connection]:
+                del self._seats[seat]
+                island, rank = seat
+                self._leave(island)
+                self._served.discard(island)
+                for other in self._joining.pop(island, {}):
+                    if other != rank:
+                        self._outcomes[island, other] = Reply({"error": f"rank {rank} of island {island} was lost."})
+            self._changed.notify_all()
+
+    def _leave(self, island: int) -> None:
+        """Take an island out. What all its ranks have sent for this round counts."""
+        self._members.discard(island)
+        if not self._is_complete(island):
+            self._arrived.pop(island, None)
+        if island == self._source:  # those that wait for its state get that of another one
+            self._members -= self._served
+            self._source, self._served, self._states = -1, set(), {}
+
+    # joining ---------------------------------------------------------------------------------------------------------
+
+    def _joined(self) -> list[int]:
+        """Return the islands all of whose ranks wait to join, and that no other island serves."""
+        for seat in [(i, rank) for i, ranks in self._joining.items() for rank in ranks]:
+            if seat in self._seats and self._seats[seat].ended():
+                self.gone(self._seats[seat])
+        complete = (i for i, ranks in self._joining.items() if len(ranks) == next(iter(ranks.values()))["ranks"])
+        return sorted(i for i in complete if i not in self._served)
+
+    def _admit_if_due(self) -> None:
+        """Start a run if there is none and enough islands wait; refuse those that do not fit to the one there is."""
+        joined = self._joined()
+        if not joined:
+            return
+        if self._members or self._arrived:
+            for island in joined:
+                problem = disagreement({-1: self._fingerprints, island: self._prints(island)})
+                if problem is not None:
+                    self._refuse([island], problem)
+            return
+        now = time.monotonic()
+        if self._join_deadline is None:
+            self._join_deadline = now + self._patience_s
+        if len(joined) == self._islands or now >= self._join_deadline:
+            self._join_deadline = None
+            self._found(joined)
+
+    def _prints(self, island: int) -> dict[int, Any]:
+        return {rank: line["fingerprint"] for rank, line in self._joining[island].items()}
+
+    def _refuse(self, islands: Iterable[int], problem: str) -> None:
+        for island in islands:
+            for rank in self._joining.pop(island):
+                self._outcomes[island, rank] = Reply({"error": problem})
+        self._changed.notify_all()
+
+    def _found(self, islands: list[int]) -> None:
+        """Start a run, or let one go on: from the newest state, or from the weights of the first island."""
+        first = {i: self._joining[i][0] for i in islands}
+        known = {i: line["round"] for i, line in first.items() if line["run"] is not None}
+        problem = disagreement({i: self._prints(i) for i in islands})
+        runs = {first[i]["run"] for i in known}
+        if problem is None and len(runs) > 1:
+            problem = (
+                "Got islands that continue different runs. Start all of them from checkpoints of one run, or some "
+                "without a checkpoint."
+            )
+        if problem is not None:
+            self._refuse(islands, problem)
+            return
+        newest = max(known.values(), default=0)
+        source = min((i for i in islands if known.get(i) == newest), default=islands[0])
+        self._run = runs.pop() if runs else secrets.token_hex(8)
+        self._number, self._members, self._ends, self._decided = newest, set(islands), False, None
+        self._fingerprints = self._prints(source)
+        behind = [i for i in islands if i != source and known.get(i) != newest]
+        self._serve(source, behind)
+        for island in islands:
+            if island not in behind:
+                joiners = behind if island == source else []
+                for rank in self._joining.pop(island):
+                    self._outcomes[island, rank] = Reply({"what": "own", "joiners": joiners, **self._position()})
+        self._changed.notify_all()
+
+    def _position(self) -> dict[str, Any]:
+        return {"run": self._run, "round": self._number}
+
+    def _serve(self, source: int, joiners: list[int]) -> None:
+        self._source, self._served, self._states = (source, set(joiners), {}) if joiners else (-1, set(), {})
+
+    def state(self, line: dict[str, Any], data: bytes) -> Reply:
+        """Take one rank's part of the state, and give it to the islands that wait for it when all parts are there."""
+        with self._changed:
+            if line["island"] == self._source and line["round"] == self._number:
+                self._states[line["rank"]] = _Message(line, data)
+                if len(self._states) == line["ranks"]:
+                    self._hand_out()
+            self._changed.notify_all()
+        return Reply({})
+
+    def _hand_out(self) -> None:
+        for island in self._served & self._joining.keys():
+            for rank in self._joining.pop(island):
+                state = self._states[rank]
+                line = {"what": "fetch", "state": state.line["state"], "lengths": [len(state.data)]}
+                self._outcomes[island, rank] = Reply({**line, **self._position()}, [state.data])
+        self._serve(-1, [])
+
+    # rounds ----------------------------------------------------------------------------------------------------------
+
+    def exchange(self, line: dict[str, Any], data: bytes) -> Reply:
+        """Give a rank the bytes of the same rank of the other islands in the round.
+
+        Returns:
+            ``done``; or ``missed``: the island is out, and has to join; or ``ends``: another island has come to the end
+            of its training, and all send everything now.
+        """
+        island, number = line["island"], line["round"]
+        with self._changed:
+            if island not in self._members or number != self._number:
+                return Reply({"what": "missed"})
+            if line["ends"] and not self._ends:
+                self._ends, self._arrived, self._deadline = True, {}, None
+            elif self._ends and not line["ends"]:
+                return Reply({"what": "ends"})
+            self._arrived.setdefault(island, {})[line["rank"]] = _Message(line, data)
+            self._changed.notify_all()
+            while True:
+                self._decide_if_due()
+                decided = self._decided
+                if decided is not None and decided.number == number:
+                    taken = island in decided.messages
+                    return decided.reply(island, line["rank"]) if taken else Reply({"what": "missed"})
+                if self._ends and not line["ends"]:
+                    return Reply({"what": "ends"})
+                if island not in self._members and not self._is_complete(island):
+                    return Reply({"what": "missed"})
+                self._changed.wait(_LOOK_EVERY_S)
+
+    def _is_complete(self, island: int) -> bool:
+        there = self._arrived.get(island, {})
+        return bool(there) and len(there) == next(iter(there.values())).line["ranks"]
+
+    def _decide_if_due(self) -> None:
+        complete = sorted(i for i in self._arrived if self._is_complete(i))
+        if not complete:
+            return
+        now = time.monotonic()
+        if self._deadline is None:
+            self._deadline = now + self._patience_s
+        if not self._members <= set(complete) and now < self._deadline:
+            return
+        messages = {i: self._arrived[i] for i in complete}
+        # The first island has to be there still, to serve those that join.
+        joiners = self._joined() if not self._ends and complete[0] in self._members else []
+        sent = {i: {rank: m.line["fingerprint"] for rank, m in messages[i].items()} for i in complete}
+        self._decided = _Round(self._number, messages, joiners, disagreement(sent))
+        self._number += 1
+        self._members = (self._members & set(complete)) | set(joiners)
+        self._arrived, self._deadline = {}, None
+        self._serve(complete[0], joiners)
+        if self._ends:
+            self._members, self._ends, self._run = set(), False, None
+        self._changed.notify_all()
+
+
+class HubServer:
+    """Serves a hub until it is closed."""
+
+    def __init__(self, hub: Hub, *, host: str, port: int, secret: str) -> None:
+        """Listen.
+
+        Raises:
+            ConfigError: the port is taken, with the process that holds it; or there is no such address here.
+        """
+
+        class Handler(_Handler):
+            served, key = hub, secret
+
+        try:
+            self._server = _Server((host, port), Handler)
+        except OSError as error:
+            who = " and ".join(f"process {pid} ({command})" for pid, command in listeners(port))
+            raise ConfigError(
+                f"Got --host {host or 'any'} --port {port}, but it cannot be listened on: {error.strerror}"
+                f"{f'; {who} does' if who else ''}. Give another port, or end that process; several runs need a hub "
+                "each."
+            ) from None
+        self.port = int(self._server.server_address[1])
+
+    def serve(self) -> None:
+        """Serve until `close`."""
+        self._server.serve_forever(0.1)
+
+    def close(self) -> None:
+        """Stop serving. Call it from another thread than `serve`."""
+        self._server.shutdown()
+        self._server.server_close()
+
+
+class _Server(RequestServer):
+    allow_reuse_address = True  # of connections that are closing; a listener is still an error
+
+
+class _Handler(RequestHandler):
+    served: Hub
+
+    @override
+    def setup(self) -> None:
+        super().setup()
+        keep_alive(self.connection)
+
+    def ended(self) -> bool:
+        """Whether the other side has closed the connection, or is lost."""
+        try:
+            return not self.connection.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT)
+        except BlockingIOError:
+            return False
+        except OSError:
+            return True
+
+    @override
+    def finish(self) -> None:
+        self.served.gone(self)
+        super().finish()
+
+    @override
+    def answer(self, request: dict[str, Any]) -> None:
+        data = self.rfile.read(request["length"])  # the secret fits: the length is that of an island
+        if len(data) != request["length"]:
+            raise OSError("the connection ended")
+        what = request["what"]
+        if what == "hello":
+            reply = Reply({})
+        elif what == "join":
+            reply = self.served.join(self, request)
+        elif what == "exchange":
+            reply = self.served.exchange(request, data)
+        elif what == "state":
+            reply = self.served.state(request, data)
+        else:
+            raise ValueError(f"unknown request {what!r}")
+        self.reply(reply.line)
+        for part in reply.parts:
+            self.connection.sendall(part)

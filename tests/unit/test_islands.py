@@ -1,0 +1,370 @@
+"""The hub's decisions, its server and client, and the formats of what islands send."""
+
+from __future__ import annotations
+
+import socket
+import threading
+import time
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any, ClassVar
+
+import pytest
+import torch
+
+from ls_strategy import ConfigError, DiLoCo, StateError
+from ls_strategy.cli import main
+from ls_strategy.islands import buffers, wire
+from ls_strategy.islands.client import HubClient, HubLostError, parse_address
+from ls_strategy.islands.fingerprint import disagreement
+from ls_strategy.islands.hub import Hub, HubServer, Reply
+
+
+class Rank:
+    """A rank of an island, which asks the hub in a thread."""
+
+    made: ClassVar[list[Rank]] = []
+
+    def __init__(self, hub: Hub, island: int, rank: int, ranks: int) -> None:
+        self.hub, self.who = hub, {"island": island, "rank": rank, "ranks": ranks}
+        self.is_lost = False
+        self._thread = ThreadPoolExecutor(1)
+        self.made.append(self)
+
+    def ended(self) -> bool:
+        return self.is_lost
+
+    def join(self, run: str | None = None, round: int = 0, **fingerprint: Any) -> Future[Reply]:
+        line = {**self.who, "fingerprint": fingerprint, "run": run, "round": round}
+        return self._thread.submit(self.hub.join, self, line)
+
+    def exchange(self, round: int, data: bytes, *, ends: bool = False, **fingerprint: Any) -> Future[Reply]:
+        line = {**self.who, "round": round, "ends": ends, "steps": 1, "fingerprint": fingerprint}
+        return self._thread.submit(self.hub.exchange, line, data)
+
+    def state(self, round: int, data: bytes) -> Future[Reply]:
+        return self._thread.submit(self.hub.state, {**self.who, "round": round, "state": {}}, data)
+
+    def lose(self) -> None:
+        self.is_lost = True
+        self.hub.gone(self)
+
+
+@pytest.fixture(autouse=True)
+def _everyone_leaves() -> Iterator[None]:
+    yield
+    for rank in Rank.made:
+        rank.lose()
+    for rank in Rank.made:
+        rank._thread.shutdown()
+    Rank.made.clear()
+
+
+def island(hub: Hub, number: int, ranks: int = 1) -> list[Rank]:
+    return [Rank(hub, number, rank, ranks) for rank in range(ranks)]
+
+
+def get(future: Future[Reply], within_s: float = 10.0) -> Reply:
+    return future.result(timeout=within_s)
+
+
+def started(ranks: int = 1, islands: int = 2, patience_s: float = 30.0) -> tuple[Hub, list[list[Rank]]]:
+    """A hub and islands that have joined; the first one has given its state to the others."""
+    hub = Hub(islands, patience_s)
+    there = [island(hub, number, ranks) for number in range(islands)]
+    joins = [[rank.join() for rank in each] for each in there]
+    for future in joins[0]:
+        assert get(future).line["joiners"] == list(range(1, islands))
+    for rank in there[0]:
+        get(rank.state(0, b"state %d" % rank.who["rank"]))
+    for each in joins[1:]:
+        assert [get(future).parts for future in each] == [[b"state %d" % rank] for rank in range(ranks)]
+    return hub, there
+
+
+def test_islands_wait_for_each_other_and_start_from_the_first_ones_weights():
+    started(ranks=2, islands=3)
+
+
+def test_a_rank_gets_the_bytes_of_the_same_rank_of_the_other_islands_in_their_order():
+    _, there = started(ranks=2, islands=3)
+    asked = [[rank.exchange(0, b"%d%d" % (i, r)) for r, rank in enumerate(each)] for i, each in enumerate(there)]
+    for i, each in enumerate(asked):
+        for r, future in enumerate(each):
+            reply = get(future)
+            assert reply.line["what"] == "done"
+            assert reply.parts == [b"%d%d" % (other, r) for other in range(3) if other != i]
+            assert [number for number, _ in reply.line["lines"]] == [0, 1, 2]
+
+
+def test_an_island_that_is_lost_is_not_waited_for():
+    _, (first, second) = started(ranks=2)
+    asked = [rank.exchange(0, b"x") for rank in first]
+    half = second[0].exchange(0, b"y")
+    second[1].lose()
+    assert [number for number, _ in get(asked[0]).line["lines"]] == [0]
+    assert get(half).line["what"] == "missed"
+
+
+def test_an_island_that_says_nothing_is_left_out_after_the_time_limit_and_told_so():
+    _, (first, second) = started(patience_s=1.0)
+    began = time.monotonic()
+    reply = get(first[0].exchange(0, b"x"))
+    assert 0.9 < time.monotonic() - began < 5.0
+    assert reply.parts == []
+    assert get(second[0].exchange(0, b"y")).line["what"] == "missed"
+
+
+def test_what_all_ranks_of_an_island_have_sent_counts_even_if_it_is_lost_then():
+    _, (first, second) = started()
+    sent = second[0].exchange(0, b"y")
+    while not second[0].hub._arrived:
+        time.sleep(0.01)
+    second[0].lose()
+    assert get(first[0].exchange(0, b"x")).parts == [b"y"]
+    get(sent)
+
+
+def test_an_island_that_comes_back_gets_the_state_after_the_next_round():
+    hub, (first, second) = started(ranks=2)
+    for rank in second:
+        rank.lose()
+    again = island(hub, 1, 2)
+    joins = [rank.join() for rank in again]
+    while len(hub._joining.get(1, {})) < 2:
+        time.sleep(0.01)
+    replies = [get(future) for future in [rank.exchange(0, b"x") for rank in first]]
+    assert [reply.line["joiners"] for reply in replies] == [[1], [1]]
+    get(first[0].state(1, b"s0"))
+    assert not joins[0].done()  # all ranks get it, or none
+    get(first[1].state(1, b"s1"))
+    assert [(get(f).line["round"], get(f).parts) for f in joins] == [(1, [b"s0"]), (1, [b"s1"])]
+    asked = [rank.exchange(1, b"z") for rank in (*first, *again)]
+    assert all(len(get(future).line["lines"]) == 2 for future in asked)
+
+
+def test_if_the_island_that_sends_its_state_is_lost_another_one_does():
+    hub, (first, second, third) = started(islands=3)
+    third[0].lose()
+    again = island(hub, 2)[0]
+    join = again.join()
+    while 2 not in hub._joining:
+        time.sleep(0.01)
+    asked = [first[0].exchange(0, b"x"), second[0].exchange(0, b"y")]
+    assert [get(future).line["joiners"] for future in asked] == [[2], []]
+    first[0].lose()
+    assert get(second[0].exchange(1, b"y")).line["joiners"] == [2]
+    get(second[0].state(2, b"s"))
+    assert get(join).parts == [b"s"]
+
+
+def test_the_end_of_one_island_is_the_last_round_of_all():
+    _, (first, second) = started()
+    regular = second[0].exchange(0, b"part")
+    time.sleep(0.1)
+    last = first[0].exchange(0, b"all of 0", ends=True)
+    assert get(regular).line["what"] == "ends"
+    assert get(second[0].exchange(0, b"all of 1", ends=True)).parts == [b"all of 0"]
+    assert get(last).parts == [b"all of 1"]
+
+
+def test_a_run_continues_from_the_newest_state():
+    hub = Hub(3, 30.0)
+    old, new, none = (island(hub, number)[0] for number in range(3))
+    joins = [old.join("run", 4), new.join("run", 5), none.join()]
+    assert get(joins[1]).line == {"what": "own", "joiners": [0, 2], "run": "run", "round": 5}
+    get(new.state(5, b"newest"))
+    assert get(joins[0]).parts == get(joins[2]).parts == [b"newest"]
+
+
+def test_islands_at_the_same_round_keep_what_they_have():
+    hub = Hub(2, 30.0)
+    joins = [each[0].join("run", 7) for each in (island(hub, 0), island(hub, 1))]
+    assert [get(future).line for future in joins] == [{"what": "own", "joiners": [], "run": "run", "round": 7}] * 2
+
+
+def test_checkpoints_of_different_runs_do_not_meet():
+    hub = Hub(2, 30.0)
+    joins = [island(hub, 0)[0].join("a", 7), island(hub, 1)[0].join("b", 7)]
+    assert all("continue different runs" in get(future).line["error"] for future in joins)
+
+
+def test_islands_that_do_not_fit_are_refused_on_every_rank():
+    hub = Hub(2, 30.0)
+    joins = [rank.join(every=30) for rank in island(hub, 0, 2)] + [rank.join(every=20) for rank in island(hub, 1, 2)]
+    for future in joins:
+        assert (
+            "every is 30 on island 0 and 20 on island 1. Start all islands with the same" in get(future).line["error"]
+        )
+
+
+def test_another_number_of_ranks_is_refused():
+    hub = Hub(2, 30.0)
+    joins = [rank.join(every=30) for rank in island(hub, 0, 2)] + [island(hub, 1)[0].join(every=30)]
+    assert all("ranks is 2 on island 0 and 1 on island 1" in get(future).line["error"] for future in joins)
+
+
+def test_an_island_that_does_not_fit_to_a_run_is_refused_alone():
+    hub, (first, second) = started()
+    second[0].lose()
+    assert "every is" in get(island(hub, 1)[0].join(every=3)).line["error"]
+    assert get(first[0].exchange(0, b"x")).line["what"] == "done"
+
+
+def test_islands_that_differ_later_are_all_stopped():
+    _, (first, second) = started()
+    asked = [first[0].exchange(0, b"x", trains="a"), second[0].exchange(0, b"x", trains="b")]
+    assert all("trains is a on island 0 and b on island 1" in get(future).line["error"] for future in asked)
+
+
+def test_what_is_an_islands_own_must_differ():
+    same = {0: {0: {"own folder": "/runs"}}, 1: {0: {"own folder": "/runs"}}}
+    assert "same folder on island 0 and island 1: /runs" in str(disagreement(same))
+    assert disagreement({0: {0: {"own folder": "/a"}}, 1: {0: {"own folder": "/b"}}}) is None
+    assert disagreement({0: {0: {"own folder": None}}, 1: {0: {"own folder": None}}}) is None
+
+
+def test_two_islands_with_one_number_are_refused(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("ls_strategy.islands.hub._SEAT_S", 0.5)
+    hub, _ = started()
+    assert "island=1 a second time" in get(island(hub, 1)[0].join()).line["error"]
+    assert "island=2, but the hub was started for 2 islands" in get(island(hub, 2)[0].join()).line["error"]
+
+
+def test_a_lost_rank_whose_connection_looks_alive_gives_its_seat_to_the_next_one():
+    hub, (_, second) = started()
+    second[0].is_lost = True  # nobody has noticed
+    join = island(hub, 1)[0].join()
+    while 1 not in hub._joining:
+        time.sleep(0.01)
+    assert not join.done()
+
+
+# --- server and client -----------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def server():
+    made = HubServer(Hub(1, 5.0), host="127.0.0.1", port=0, secret="right")
+    thread = threading.Thread(target=made.serve)
+    thread.start()
+    yield made
+    made.close()
+    thread.join()
+
+
+def client(server: HubServer, secret: str = "right") -> HubClient:
+    return HubClient(("127.0.0.1", server.port), secret, {"island": 0, "rank": 0, "ranks": 1}, 1.0)
+
+
+def test_bytes_pass_through_sockets(server: HubServer):
+    one = client(server)
+    one.connect()
+    assert one.ask("join", {"fingerprint": {}, "run": None, "round": 0})[0]["what"] == "own"
+    line, parts = one.ask("exchange", {"round": 0, "ends": False, "steps": 1, "fingerprint": {}}, b"x" * 100_000)
+    assert (line["what"], parts, one.sent_bytes) == ("done", [], 100_000)
+    one.close()
+
+
+def test_a_closed_connection_is_an_island_that_is_lost(server: HubServer):
+    one = client(server)
+    one.connect()
+    one.ask("join", {"fingerprint": {}, "run": None, "round": 0})
+    one.close()
+    with pytest.raises(HubLostError):
+        one.ask("exchange", {})
+    two = client(server)
+    two.connect()
+    assert two.ask("join", {"fingerprint": {}, "run": None, "round": 0})[0]["what"] == "own"
+    two.close()
+
+
+def test_another_secret_is_refused_with_the_cure(server: HubServer):
+    with pytest.raises(ConfigError, match=r"its secret is another one.*DiLoCo\(secret=...\)"):
+        client(server, "wrong").connect()
+
+
+def test_without_a_hub_the_error_has_the_command_that_starts_it():
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    lonely = HubClient(("127.0.0.1", port), "", {"island": 0, "rank": 0, "ranks": 1}, 0.2)
+    with pytest.raises(StateError, match=f"no hub answers at 127.0.0.1:{port}.*ls-strategy meet --port {port}"):
+        lonely.connect()
+
+
+def test_a_taken_port_is_an_error_that_names_the_process(server: HubServer, capsys: pytest.CaptureFixture[str]):
+    assert main(["meet", "--islands=2", f"--port={server.port}"]) == 1
+    assert "--port" in (text := capsys.readouterr().err)
+    assert "Address already in use; process " in text
+    assert "several runs need a hub each" in text
+
+
+def test_a_short_secret_is_refused(tmp_path: Any, capsys: pytest.CaptureFixture[str]):
+    (tmp_path / "secret").write_text("1234\n")
+    assert main(["meet", "--islands=2", "--port=29400", f"--secret={tmp_path / 'secret'}"]) == 1
+    assert "with 4 characters" in capsys.readouterr().err
+
+
+# --- formats ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("form", ["exact", "bf16", "int8", "int4"])
+@pytest.mark.parametrize("numel", [0, 1, 511, 512, 513, 3000])
+def test_the_bytes_of_a_format_are_those_of_its_table(form: Any, numel: int):
+    values = torch.randn(numel, generator=torch.Generator().manual_seed(numel))
+    data = wire.encode(values, form)
+    assert len(data) == wire.nbytes(numel, form)
+    back = wire.decode(data, numel, form)
+    assert back.shape == values.shape
+    bound = {"exact": 0.0, "bf16": 2**-8, "int8": 1 / 127, "int4": 1 / 7}[form]
+    if numel:
+        assert (back - values).abs().max() <= bound * values.abs().max()
+
+
+def test_fp64_stays_fp64():
+    values = torch.randn(7, dtype=torch.float64)
+    assert torch.equal(wire.decode(wire.encode(values, "exact"), 7, "exact", torch.float64), values)
+
+
+def test_equal_buffers_stay_as_they_are_and_others_become_their_mean():
+    value = torch.rand(100, dtype=torch.float64)
+    assert torch.equal(buffers.mean([value] * 3), value)
+    ends = torch.tensor([1.0, 4.0], dtype=torch.float64)
+    assert buffers.mean([ends, ends + 1, ends + 2]).tolist() == [2.0, 5.0]
+
+
+# --- options ---------------------------------------------------------------------------------------------------------
+
+
+def options(**changes: Any) -> dict[str, Any]:
+    return {"meet": "host:1", "island": 0, "islands": 2, **changes}
+
+
+@pytest.mark.parametrize(
+    ("changes", "text"),
+    [
+        ({"island": 2}, "island=2 of islands=2"),
+        ({"every": 10, "fragments": 3}, "every=10 with fragments=3.*such as 9"),
+        ({"every": 10, "fragments": 2, "delay": 5}, "delay=5 with an exchange every 5 steps.*at most 4"),
+        ({"every": 1, "delay": 1}, "at most 0"),
+        ({"meet": "host"}, 'meet="host:port"'),
+        ({"meet": "host:99999"}, 'meet="host:port"'),
+        ({"outer_lr": 0}, "outer_lr"),
+        ({"outer_momentum": 1.5}, "outer_momentum"),
+        ({"wire": "fp8"}, "wire"),
+        ({"mixing": -0.1}, "mixing"),
+    ],
+)
+def test_options_that_cannot_work_are_errors_with_the_cure(changes: dict[str, Any], text: str):
+    with pytest.raises(ConfigError, match=text):
+        DiLoCo(**options(**changes))
+
+
+def test_the_local_weights_keep_half_with_a_delay_unless_set():
+    assert [DiLoCo(**options(delay=d, mixing=m)).mixing for d, m in ((0, None), (3, None), (3, 0.0))] == [0.0, 0.5, 0.0]
+
+
+def test_addresses():
+    assert parse_address("10.0.0.1:29400") == ("10.0.0.1", 29400)
+    assert parse_address("[::1]:80") == ("::1", 80)
