@@ -48,14 +48,14 @@ class RayZeROStrategy(ZeROStrategy, RayDDPStrategy):
     _environment: ClusterEnvironment | None = None
 
     @property
-    def cluster_environment(  # pyright: ignore[reportIncompatibleVariableOverride]
-        self,
-    ) -> ClusterEnvironment | None:
+    def cluster_environment(self) -> ClusterEnvironment | None:
         """Ranks and world size, as Ray knows them."""
         return self._environment
 
     @cluster_environment.setter
-    def cluster_environment(self, environment: ClusterEnvironment | None) -> None:
+    def cluster_environment(  # pyright: ignore[reportIncompatibleVariableOverride]
+        self, environment: ClusterEnvironment | None
+    ) -> None:
         """Take what the Trainer chose, which is never what Ray knows.
 
         Raises:

@@ -8,6 +8,7 @@ import random
 import signal
 import sys
 import threading
+import time
 import traceback
 from pathlib import Path
 from typing import Any
@@ -91,6 +92,7 @@ class Steps(Net):
         if step == wanted.get("step") and self.global_rank == wanted["rank"] and not marker.exists():
             marker.touch()
             if wanted["what"] == "kill":
+                _wait_for(self.config, "step=000000004")
                 os.kill(os.getpid(), signal.SIGKILL)
             raise ValueError(f"a wrong batch on rank {self.global_rank}")
         loss = super().training_step(batch, batch_idx)
@@ -98,6 +100,15 @@ class Steps(Net):
         self.noted[step] = float(loss.detach())
         self.log("loss", loss, sync_dist=True)
         return loss
+
+
+def _wait_for(config: dict[str, Any], name: str) -> None:
+    """Return when Ray counts on a checkpoint: its controller asks the workers for reports every second or so."""
+    known = Path(config["folder"], "storage", config["name"], "checkpoint_manager_snapshot.json")
+    deadline = time.monotonic() + 120
+    while not known.exists() or name not in known.read_text():
+        assert time.monotonic() < deadline
+        time.sleep(0.1)
 
 
 STEPS = 4
@@ -206,12 +217,16 @@ def _fit(config: dict[str, Any], workers: int, failures: int = 0, keep: int | No
     return {"checkpoint": None if result.checkpoint is None else result.checkpoint.path, "metrics": result.metrics}
 
 
+def on_nvme(folder: str) -> dict[str, Any]:
+    """Options of runs that store their states in one folder."""
+    return {"stage": 3, "offload": {"optimizer": "nvme", "nvme_path": f"{folder}/nvme", "nvme_allow_ram": True}}
+
+
 def drive(folder: str) -> None:
     """Everything that needs a cluster, on one; what the driver saw of each run goes into ``driver.json``."""
     import ray
 
     ray.init(num_cpus=4, include_dashboard=False, object_store_memory=80 * 2**20, log_to_driver=True)
-    nvme = {"stage": 3, "offload": {"optimizer": "nvme", "nvme_path": f"{folder}/nvme", "nvme_allow_ram": True}}
     seen: dict[str, Any] = {}
 
     def run(name: str, workers: int, config: dict[str, Any], **options: Any) -> None:
@@ -223,7 +238,10 @@ def drive(folder: str) -> None:
         run("second", 1, {"run": "resized", "epochs": 4}, keep=1)
         run("killed", 2, {"epochs": 3, "at": {"what": "kill", "rank": 1, "step": 6}}, failures=1)
         run("raised", 2, {"epochs": 1, "at": {"what": "raise", "rank": 1, "step": 2}})
-        trials = [threading.Thread(target=run, args=(f"trial{i}", 2, {"epochs": 1, "options": nvme})) for i in range(2)]
+        trials = [
+            threading.Thread(target=run, args=(f"trial{i}", 2, {"epochs": 1, "options": on_nvme(folder)}))
+            for i in range(2)
+        ]
         for each in trials:
             each.start()
         for each in trials:

@@ -22,10 +22,11 @@ from ls_strategy.testing import spawn
 from tests.dist import ray_program
 
 pytest.importorskip("ray.train", exc_type=ImportError)
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(1500)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(3000)]
 
 ROOT = Path(__file__).parents[2]
-LIMIT_S = 1200
+LIMIT_S = 2400
+"""Three minutes where nothing else runs; Ray starts many processes."""
 
 
 @functools.cache
@@ -138,7 +139,7 @@ def test_what_cannot_work_in_a_train_function_is_an_error_with_the_cure() -> Non
         assert "RayReportCallback" in each["refused"]["elastic"]
 
 
-def test_trials_at_once_share_no_port_and_no_file() -> None:
+def test_trials_at_once_share_no_port_and_no_file(tmp_path: Path) -> None:
     one, two = results("trial0", 2), results("trial1", 2)
     assert one[0]["port"] == one[1]["port"]
     assert two[0]["port"] == two[1]["port"]
@@ -147,4 +148,5 @@ def test_trials_at_once_share_no_port_and_no_file() -> None:
     for mine, other in zip(one, two, strict=True):
         assert mine["losses"] == other["losses"] == {k: v for k, v in mine["losses"].items() if k < ray_program.STEPS}
     same(one[0], two[0])
-    same(one[0], trusted(2, 1)[0])
+    config = {"folder": "", "name": "own", "epochs": 1, "options": ray_program.on_nvme(str(tmp_path))}
+    same(one[0], spawn(ray_program.own_ranks, 2, config, init_process_group=False, timeout_s=170)[0])
