@@ -74,6 +74,59 @@ def in_local_mode(rank: int, world_size: int, function: Any, config: dict[str, A
     return trainer.fit().return_value
 
 
+class _Folder:
+    """A storage of Ray's in a folder; its local mode has none."""
+
+    exists = True
+
+    def __init__(self, folder: str) -> None:
+        self.folder = folder
+
+    def free_name(self, wanted: str) -> str:
+        return wanted
+
+    def path(self, name: str) -> str:
+        return f"{self.folder}/{name}/checkpoint.ckpt"
+
+    def checkpoint(self, name: str) -> str:
+        return name
+
+
+def train_announced(config: dict[str, Any]) -> dict[str, Any]:
+    """A train function in which Ray announces twice that a node will be taken away; what was reported, and when."""
+    from ray.train import PreemptionInfo
+
+    from ls_strategy.ray import RayReportCallback, report
+
+    models.quiet()
+    asked: list[int] = []
+    reported: list[dict[str, Any]] = []
+    first, second = (PreemptionInfo(deadline_ms=None, preempted_node_to_ranks=ranks) for ranks in ({"a": [1]}, {}))
+
+    def ask() -> PreemptionInfo | None:
+        asked.append(trainer.global_step)
+        return None if len(asked) < 3 else (first if len(asked) < 5 else second)
+
+    case = Case(stage=3, steps=7)
+    with (
+        mock.patch.object(report.train, "get_preemption_info", ask),
+        mock.patch.object(report.train, "report", lambda **what: reported.append(what)),
+        mock.patch.object(report, "RunStorage", return_value=_Folder(config["folder"])),
+    ):
+        trainer = models.pl.Trainer(
+            accelerator="cpu", strategy=config["alias"], max_epochs=1, logger=False, enable_checkpointing=False,
+            enable_progress_bar=False, enable_model_summary=False,
+            callbacks=[RayReportCallback(every_n_steps=4, check_every_s=0)],
+        )  # fmt: skip
+        trainer.fit(Net(case), models.loader(case, trainer.world_size))
+    names = [each.get("checkpoint") for each in reported]
+    return {
+        "asked": asked, "reported": [each["metrics"]["step"] for each in reported], "end": trainer.global_step,
+        "complete": [Path(config["folder"], name, "checkpoint.ckpt", "manifest.json").exists() for name in names],
+        "strategy": type(trainer.strategy).__name__,
+    }  # fmt: skip
+
+
 # --- on a cluster ----------------------------------------------------------------------------------------------------
 
 
