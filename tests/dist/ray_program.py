@@ -92,11 +92,15 @@ class _Folder:
         return name
 
 
+def _is_complete(path: Path) -> bool:
+    return path.is_file() or (path / "manifest.json").exists()
+
+
 def train_announced(config: dict[str, Any]) -> dict[str, Any]:
     """A train function in which Ray announces twice that a node will be taken away; what was reported, and when."""
     from ray.train import PreemptionInfo
 
-    from ls_strategy.ray import RayReportCallback, report
+    from ls_strategy.ray import RayReportCallback, RayZeROStrategy, report
 
     models.quiet()
     asked: list[int] = []
@@ -114,15 +118,18 @@ def train_announced(config: dict[str, Any]) -> dict[str, Any]:
         mock.patch.object(report, "RunStorage", return_value=_Folder(config["folder"])),
     ):
         trainer = models.pl.Trainer(
-            accelerator="cpu", strategy=config["alias"], max_epochs=1, logger=False, enable_checkpointing=False,
-            enable_progress_bar=False, enable_model_summary=False,
+            accelerator="cpu",
+            strategy=config.get("alias") or RayZeROStrategy(**config["options"]),
             callbacks=[RayReportCallback(every_n_steps=4, check_every_s=0)],
+            max_epochs=1, logger=False, enable_checkpointing=False, enable_progress_bar=False,
+            enable_model_summary=False,
         )  # fmt: skip
         trainer.fit(Net(case), models.loader(case, trainer.world_size))
-    names = [each.get("checkpoint") for each in reported]
+    names = [each["checkpoint"] for each in reported if "checkpoint" in each]
     return {
-        "asked": asked, "reported": [each["metrics"]["step"] for each in reported], "end": trainer.global_step,
-        "complete": [Path(config["folder"], name, "checkpoint.ckpt", "manifest.json").exists() for name in names],
+        "asked": asked, "reported": [each["metrics"]["step"] for each in reported], "names": names,
+        "end": trainer.global_step,
+        "complete": [_is_complete(Path(config["folder"], name, "checkpoint.ckpt")) for name in names],
         "strategy": type(trainer.strategy).__name__,
     }  # fmt: skip
 

@@ -39,18 +39,39 @@ def test_a_train_function_computes_the_bits_of_a_trainers_own_ranks(name: str) -
     assert trusted[0][name]["weights"]
 
 
-@pytest.mark.parametrize("alias", ["zero3", "zero1_offload"])
-def test_an_announced_loss_of_a_node_is_saved_and_reported_and_training_goes_on(tmp_path: Path, alias: str) -> None:
-    config = {"folder": str(tmp_path), "alias": alias}
-    ranks = spawn(
+def announced(config: dict[str, Any]) -> list[dict[str, Any]]:
+    return spawn(
         ray_program.in_local_mode, 2, ray_program.train_announced, config, init_process_group=False, timeout_s=170
     )
-    for each in ranks:
+
+
+@pytest.mark.parametrize(
+    "what",
+    [
+        {"alias": "zero1_offload"},
+        {"options": {"stage": 3, "checkpoint": {"background": True}}},
+        {"options": {"stage": 2, "checkpoint": {"format": "file"}}},
+    ],
+    ids=["alias", "in the background", "files"],
+)
+def test_an_announced_loss_of_a_node_is_saved_and_reported_and_training_goes_on(
+    tmp_path: Path, what: dict[str, Any]
+) -> None:
+    for each in announced({"folder": str(tmp_path), **what}):
         assert each["asked"] == [1, 2, 3, 4, 5, 6, 7], "after every step"
         assert each["reported"] == [3, 4, 5, 7], "the first notice, a due step, another notice, the end of the epoch"
+        assert len(each["names"]) == 4
         assert all(each["complete"])
         assert each["end"] == 7
         assert each["strategy"] == "RayZeROStrategy"
+
+
+def test_a_save_that_failed_is_not_reported_as_a_checkpoint(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    options = {"stage": 3, "checkpoint": {"on_error": "continue"}}
+    for each in announced({"folder": str(tmp_path / "file"), "options": options}):
+        assert each["reported"] == [3, 4, 5, 7], "metrics are"
+        assert each["names"] == []
 
 
 def run_example(rank: int, world_size: int) -> None:
