@@ -8,10 +8,12 @@ from __future__ import annotations
 import functools
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
 import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -29,10 +31,26 @@ LIMIT_S = 2400
 """Three minutes where nothing else runs; Ray starts many processes."""
 
 
+FOLDERS: list[Path] = []
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _removed() -> Iterator[None]:
+    yield
+    for folder in FOLDERS:
+        shutil.rmtree(folder)
+
+
+def new_folder() -> Path:
+    """A folder for all tests of this module."""
+    FOLDERS.append(Path(tempfile.mkdtemp(prefix="ls_ray_")))
+    return FOLDERS[-1]
+
+
 @functools.cache
 def driven() -> tuple[Path, dict[str, Any]]:
     """The folder of the driver's runs, and what it saw of each."""
-    folder = Path(tempfile.mkdtemp(prefix="ls_ray_"))
+    folder = new_folder()
     quiet = {"RAY_USAGE_STATS_ENABLED": "0", "RAY_DEDUP_LOGS": "0", "RAY_TRAIN_METRICS_ENABLED": "0"}
     environment = {**os.environ, **quiet, "PYTHONPATH": str(ROOT)}
     with (folder / "log").open("w") as log:
@@ -68,7 +86,7 @@ def trusted(ranks: int, epochs: int, resume: str | None = None, save: str | None
 
 @functools.cache
 def saved_by_two() -> str:
-    path = str(Path(tempfile.mkdtemp(prefix="ls_ray_own_")) / "last.ckpt")
+    path = str(new_folder() / "last.ckpt")
     trusted(2, 2, save=path)
     return path
 
