@@ -160,6 +160,12 @@ class _Names(list[str]):
 def _create(package: str, **init_params: object) -> ZeROStrategy:
     """Make the strategy. Its module is imported here: a registry entry must not cost an import of torch."""
     host.bind(package)
+    from ls_strategy.distributed.ray_worker import in_train_function
+
+    if in_train_function():
+        from ls_strategy.ray.strategy import RayZeROStrategy
+
+        return RayZeROStrategy(**init_params)  # pyright: ignore[reportArgumentType]
     from ls_strategy.lightning.strategy import ZeROStrategy
 
     return ZeROStrategy(**init_params)  # pyright: ignore[reportArgumentType]  (the table's values; tests check them)

@@ -17,6 +17,7 @@ from ls_strategy.callbacks.preemption import PreemptionHandler
 from ls_strategy.checked import at_least, checked
 from ls_strategy.checkpoint.commit import newest as newest_on_disk
 from ls_strategy.checkpoint.target import META
+from ls_strategy.distributed.ray_worker import in_train_function
 from ls_strategy.errors import CheckpointError, ConfigError, StateError
 from ls_strategy.host.pytorch import ModelCheckpoint, pl, rank_zero_info, rank_zero_warn
 from ls_strategy.lightning.data_position import order_is_known
@@ -106,6 +107,11 @@ class ElasticTraining(ConnectedCallback):
     def connecting(self, trainer: pl.Trainer) -> None:
         """Let the launcher decide on the number of nodes, and name the logs by the run."""
         strategy: Any = trainer.strategy
+        if in_train_function():
+            raise ConfigError(
+                "Got ElasticTraining in a train function of Ray Train, which starts workers again by itself. Use "
+                "ls_strategy.ray.RayReportCallback, and RunConfig(failure_config=FailureConfig(max_failures=...))."
+            )
         if agent_store_is_shared(os.environ):
             raise ConfigError(
                 "Got ElasticTraining under torchrun with a store that the agents share with the ranks, but that store "

@@ -1,4 +1,4 @@
-"""``ls-strategy submit CONFIG...``: run a recipe on a SLURM cluster."""
+"""``ls-strategy submit CONFIG...``: run a recipe on a SLURM cluster; `submit_elsewhere` has the other targets."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from ls_strategy.cli import arguments
+from ls_strategy.cli import arguments, submit_elsewhere
 from ls_strategy.errors import ConfigError, StateError
 
 FOLDER = "slurm"
@@ -26,14 +26,15 @@ def add(subcommands: argparse._SubParsersAction[argparse.ArgumentParser]) -> Non
     """Add the ``submit`` subcommand."""
     parser = subcommands.add_parser(
         "submit",
-        help="run a LightningCLI program on a SLURM cluster",
+        help="run a LightningCLI program on a SLURM cluster, or write its job for Kubeflow, SkyPilot or torchrun",
         usage="ls-strategy submit CONFIG [CONFIG ...] [options] [-- options of the program]",
         description="Write a batch script into ./slurm, submit it, and print how to watch the job. The job runs in "
         "the current folder, with the Python that runs this command. Trainer(num_nodes, devices) are set to the "
         "job's, and with --gpus-per-node accelerator=gpu. "
         "PreemptionHandler is added to the callbacks: the job saves before its time limit, is requeued, and "
         "continues. Array tasks have separate logs and checkpoints: loggers and PreemptionHandler name them by job. "
-        "If you set a ModelCheckpoint's dirpath, include $SLURM_ARRAY_TASK_ID in it.",
+        "If you set a ModelCheckpoint's dirpath, include $SLURM_ARRAY_TASK_ID in it. With --to another target, the "
+        "file of the job is written to ./kubeflow, ./skypilot or ./torchrun, and nothing is submitted.",
     )
     parser.add_argument("config", nargs="+", help="YAML files of the program; later files override earlier ones")
     parser.add_argument(
@@ -61,6 +62,7 @@ def add(subcommands: argparse._SubParsersAction[argparse.ArgumentParser]) -> Non
         "--time", type=arguments.line, help="time limit, MINUTES or D-HH:MM:SS (default: the partition's)"
     )
     _add_what_sbatch_takes(parser)
+    submit_elsewhere.add_options(parser)
     parser.add_argument(
         "--elastic",
         type=arguments.integer(),
@@ -75,7 +77,7 @@ def add(subcommands: argparse._SubParsersAction[argparse.ArgumentParser]) -> Non
         type=arguments.integer(most=86400),
         default=120,
         metavar="SECONDS",
-        help="time between SIGUSR1 and the limit; must exceed a validation and a save (default: %(default)s)",
+        help="time between the signal and the end; must exceed a validation and a save (default: %(default)s)",
     )
     parser.add_argument(
         "--env", action="append", default=[], metavar="NAME=VALUE", help="environment of every process; repeatable"
@@ -123,6 +125,9 @@ def run(args: argparse.Namespace) -> int:
     """Write and submit the script, and print how to watch the job."""
     from ls_strategy.slurm.script import Job, render
 
+    submit_elsewhere.check_target(args)
+    if args.to != "slurm":
+        return submit_elsewhere.run(args)
     configs = arguments.yaml_files(args.config)
     module = args.module or infer_module(configs[0])
     name = args.name or f"{module.rsplit('.', 1)[-1]}-{configs[-1].stem}"
@@ -161,7 +166,7 @@ def run(args: argparse.Namespace) -> int:
         signal_lead_s=args.signal_lead_s,
         elastic=args.elastic,
         setup=args.setup,
-        env=[_variable(text) for text in args.env],
+        env=[variable(text) for text in args.env],
         python=sys.executable,
         folder=FOLDER,
         script=str(script),
@@ -326,7 +331,12 @@ def log_folder(trainer: dict[str, Any]) -> str:
     return str(named or f"{trainer.get('default_root_dir', '.')}/lightning_logs")
 
 
-def _variable(text: str) -> tuple[str, str]:
+def variable(text: str) -> tuple[str, str]:
+    """Return the name and the value of ``NAME=VALUE``.
+
+    Raises:
+        ConfigError: there is no value.
+    """
     name, equals, value = text.partition("=")
     if not equals:
         raise ConfigError(f"Got --env {text}, but it must be NAME=VALUE.")

@@ -377,6 +377,11 @@ def _shared_by(world: dist.ProcessGroup) -> _Shared:
     return _shared[world]
 
 
+def is_shared(world: Any) -> bool:
+    """Whether a strategy of this package has made its communicator over the default process group ``world``."""
+    return world in _shared
+
+
 def process_group(purpose: str, ranks: Sequence[int] | None = None, *, backend: str | None = None) -> Any:
     """Return a process group for one purpose, created on the first call. Collective over all ranks then.
 

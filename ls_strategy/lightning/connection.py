@@ -74,8 +74,7 @@ class Connection(_DDPStrategy):
         if is_started_by_lightning(environment):
             self._watch.start()
         if not dist.is_initialized() and environment is not None:
-            gpus = self.root_device.type == "cuda"
-            preflight.require(os.environ, devices=self.num_processes, num_nodes=self.num_nodes, gpus=gpus)
+            self._check_launcher()
             rendezvous.check_left(environment.main_address, environment.main_port)
             self._take_ranks()  # a forked rank only has its local rank so far
             rendezvous.check_port(environment.main_address, environment.main_port, environment.global_rank())
@@ -110,6 +109,15 @@ class Connection(_DDPStrategy):
                 f"devices={self.num_processes} and num_nodes={self.num_nodes}. Set devices={here} and "
                 f"num_nodes={max(ranks // here, 1)}, or start as many ranks."
             )
+
+    def _check_launcher(self) -> None:
+        """Compare the Trainer's options with SLURM's variables.
+
+        Raises:
+            PlanError: on every rank.
+        """
+        gpus = self.root_device.type == "cuda"
+        preflight.require(os.environ, devices=self.num_processes, num_nodes=self.num_nodes, gpus=gpus)
 
     def _take_ranks(self) -> None:
         """Set the ranks of this process, which the environment of the cluster knows."""

@@ -20,6 +20,7 @@ from ls_strategy.distributed import rendezvous
 from ls_strategy.distributed.comm import Comm
 from ls_strategy.distributed.launcher import end_processes
 from ls_strategy.distributed.lockstep import Lockstep
+from ls_strategy.distributed.ray_worker import in_train_function
 from ls_strategy.engine import Engine
 from ls_strategy.errors import ConfigError, OutOfStepError, PlanError, RankFailedError, StateError
 from ls_strategy.host.pytorch import Accelerator, Callback, DDPStrategy, SIGTERMException, pl
@@ -113,6 +114,15 @@ class RankStrategy(Connection, DDPStrategy):
         if name is not None and self.lightning_module is not None and not self._logs_are_named:
             self._logs_are_named = True
             name_logs_by_job(self.lightning_module.trainer, name, self._own_folder)
+
+    @override
+    def _check_size(self) -> None:
+        if in_train_function():
+            raise PlanError(
+                f"Got {type(self).__name__} in a train function of Ray Train, whose ranks and process group are Ray's. "
+                'Use ls_strategy.ray.RayZeROStrategy with the same options, or an alias: Trainer(strategy="zero3").'
+            )
+        super()._check_size()
 
     @override
     def _take_ranks(self) -> None:

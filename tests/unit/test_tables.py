@@ -26,6 +26,9 @@ NOT_MEASURED: dict[str, str] = {
     "at most 64 MiB of gradients": "a constant of the reducer",
     "1.25 times its share": "the default of an option",
     "1/32 of all, between 1 MiB and 256 MiB": "the default of an option",
+    "and 30 s for what comes after": "a constant of the jobs for Kubernetes",
+    "120 s unless given": "the default of an option",
+    "gives them 30 s": "a constant of torchrun",
     "CIFAR-10 reaches 94 %": "the accuracy at which a benchmark stops its clock",
 }
 """Words of the documents with a figure that looks measured, and why it is none."""
