@@ -35,6 +35,7 @@ BASE = {
     "doctor": ["--only", "software"],
     "inspect": ["not there"],
     "plan": ["not there.yaml"],
+    "report": ["not there"],
     "submit": ["good.yaml", "--module", "some.program", "--dry-run"],
     "tune-io": [".", "--gib", "0.001", "--seconds", "0", "--block-mib", "1", "--parallelism", "1", "--allow-ram"],
 }
