@@ -180,7 +180,8 @@ def draw_memory(ranks: Sequence[RankStep], step: int, *, width: int = 1200, heig
     y_ticks = ticks(1.05 * peak / unit.nbytes, most=6)
     image = torch.full((3, height, width), 255, dtype=torch.uint8)
     begins = [max(int((at - record.start) / max(record.seconds, 1e-9) * width), 0) for at, _, _ in record.memory]
-    begins[:1] = [0]  # what is in use between the beginning and the first reading is not known better
+    if begins:
+        begins[0] = 0  # what is in use between the beginning and the first reading is not known better
     for (_, _, held), left, right in zip(record.memory, begins, [*begins[1:], width], strict=True):
         bottom = 0
         for kind, nbytes in states(held).items():

@@ -34,6 +34,12 @@ def events_of(run: Run) -> list[Event]:
     return sorted(found, key=lambda e: (e.step if e.step is not None else -1, e.time or 0.0))
 
 
+def restarts_of(run: Run) -> list[int]:
+    """Return the steps at which charts mark a restart."""
+    found = [*_of_file(run), *_sessions(run), *_elastic(run)]
+    return [event.step for event in found if event.is_restart and event.step is not None]
+
+
 def moment(seconds: float | None) -> str:
     """Return a time for readers, in UTC; empty if it is unknown."""
     if seconds is None or not math.isfinite(seconds):

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from itertools import pairwise
 
 from ls_strategy.report.charts import Bar, Chart, Line, draw, draw_bars, draw_stacked
-from ls_strategy.report.events import events_of
+from ls_strategy.report.events import restarts_of
 from ls_strategy.report.markup import number, table, text
 from ls_strategy.report.run import Run
 from ls_strategy.report.series import Series
@@ -108,7 +108,7 @@ def _restarts(runs: Sequence[Run]) -> list[int]:
     """Return the steps of restarts, which charts of a single run mark."""
     if len(runs) > 1:
         return []
-    return [e.step for e in events_of(runs[0]) if e.is_restart and e.step is not None]
+    return restarts_of(runs[0])
 
 
 # --- panels -----------------------------------------------------------------------------------------------------------

@@ -52,7 +52,8 @@ figure>svg{display:block;width:100%;height:auto}
 figure.wide>svg{max-width:900px}
 figure img{display:block;max-width:100%;height:auto;background:#fff}
 svg text{fill:var(--ink);font:11.5px system-ui,-apple-system,"Segoe UI",sans-serif}
-svg .big,svg .inside{font-size:14px}svg .inside{fill:#000;paint-order:stroke;stroke:#fff;stroke-width:4px;stroke-linejoin:round}
+svg .big,svg .inside{font-size:14px}
+svg .inside{fill:#000;paint-order:stroke;stroke:#fff;stroke-width:4px;stroke-linejoin:round}
 svg .tick{fill:var(--soft)}svg .unit{fill:var(--soft)}svg .label{fill:var(--soft)}
 .grid{stroke:var(--rule);fill:none}.axis{stroke:var(--soft);fill:none}
 .line{fill:none;stroke-width:1.8;stroke-linejoin:round}
