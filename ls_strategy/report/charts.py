@@ -102,7 +102,7 @@ def draw(chart: Chart) -> str:
                      "minimum to its maximum.")  # fmt: skip
     if bad:
         notes.append(
-            f"{bad:,} values are NaN or infinite: gaps in the line, marked \N{MULTIPLICATION SIGN} at the axis."
+            f"NaN or infinite values: {bad:,}. They are gaps in the line, marked \N{MULTIPLICATION SIGN} at the axis."
         )
     keys = [_key(i, line.name) for i, line in enumerate(chart.lines)]
     keys += [_restart_key()] if "restart" in "".join(body) else []
@@ -308,10 +308,10 @@ class Bar:
 
 def draw_bars(title: str, unit: str, names: Sequence[str], bars: Sequence[Bar]) -> str:
     """Return a figure of stacked bars, one per row, with an axis from 0."""
-    row, width, left, right = 34, 860, 10, 20
+    row, width, left, right = 50, WIDTH, 12, 22
     longest = max((sum(bar.parts) for bar in bars), default=0.0) or 1.0
-    found = round_ticks(0.0, longest, 9)
-    bottom = 20 + row * len(bars) * 1.6
+    found = round_ticks(0.0, longest, 6)
+    bottom = 20 + row * len(bars)
     height = bottom + 46
 
     def at(value: float) -> float:
@@ -326,24 +326,22 @@ def draw_bars(title: str, unit: str, names: Sequence[str], bars: Sequence[Bar]) 
     for value in found:
         parts.append(f'<path class="grid" d="M{at(value):.1f} 12V{bottom:g}"/>')
         parts.append(
-            f'<text class="tick big" x="{at(value):.1f}" y="{bottom + 18:g}" text-anchor="middle">{short(value)}</text>'
+            f'<text class="tick" x="{at(value):.1f}" y="{bottom + 18:g}" text-anchor="middle">{short(value)}</text>'
         )
-    parts.append(
-        f'<text class="label big" x="{width / 2:g}" y="{height - 4:g}" text-anchor="middle">{text(unit)}</text>'
-    )
+    parts.append(f'<text class="label" x="{width / 2:g}" y="{height - 4:g}" text-anchor="middle">{text(unit)}</text>')
     for i, bar in enumerate(bars):
-        y, start = 20 + row * i * 1.6, 0.0
-        parts.append(f'<text class="label big" x="{left}" y="{y + 8:g}">{text(bar.name)}</text>')
+        y, start = 20 + row * i, 0.0
+        parts.append(f'<text class="label" x="{left}" y="{y + 8:g}">{text(bar.name)}</text>')
         for j, value in enumerate(bar.parts):
             wide = at(start + value) - at(start)
             place = f'x="{at(start):.1f}" y="{y + 15:g}" width="{wide:.1f}" height="26"'
             parts.append(f'<rect class="area fill{j % COLOURS}" {place}/>')
-            if wide > 44:
+            if wide > 34:
                 place = f'x="{at(start) + wide / 2:.1f}" y="{y + 33:g}" text-anchor="middle"'
                 parts.append(f'<text class="inside" {place}>{number(value, 3)}</text>')
             start += value
     keys = [_key(j, name, area=True) for j, name in enumerate(names)]
     return "\n".join(
-        ['<figure class="wide">', f"<figcaption>{text(title)}</figcaption>", *parts, "</svg>",
+        ['<figure>', f"<figcaption>{text(title)}</figcaption>", *parts, "</svg>",
          f'<ul class="legend">{"".join(keys)}</ul>', "</figure>"]
     )  # fmt: skip

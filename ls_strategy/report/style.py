@@ -49,10 +49,9 @@ figure.wide,.grid-of-figures>.scroll,.grid-of-figures>details{grid-column:1/-1}
 @media (min-width:780px){.grid-of-figures>.card{grid-column:span 2}}
 figcaption{font-weight:600;margin-bottom:6px;overflow-wrap:anywhere}
 figure>svg{display:block;width:100%;height:auto}
-figure.wide>svg{max-width:900px}
 figure img{display:block;max-width:100%;height:auto;background:#fff}
 svg text{fill:var(--ink);font:11.5px system-ui,-apple-system,"Segoe UI",sans-serif}
-svg .big,svg .inside{font-size:14px}
+
 svg .inside{fill:#000;paint-order:stroke;stroke:#fff;stroke-width:4px;stroke-linejoin:round}
 svg .tick{fill:var(--soft)}svg .unit{fill:var(--soft)}svg .label{fill:var(--soft)}
 .grid{stroke:var(--rule);fill:none}.axis{stroke:var(--soft);fill:none}
@@ -71,7 +70,7 @@ details{margin-top:6px;font-size:13px}summary{cursor:pointer}
 table{border-collapse:collapse;font-size:13px;font-variant-numeric:tabular-nums}
 caption{text-align:left;font-weight:600;padding:4px 0}
 th,td{padding:3px 12px 3px 0;text-align:left;vertical-align:top;border-bottom:1px solid var(--rule)}
-.number,figure td{text-align:right}
+.number,figure td{text-align:right;white-space:nowrap}
 .events td{overflow-wrap:anywhere}
 pre{background:var(--card);border:1px solid var(--rule);border-radius:8px;padding:12px;
 overflow-x:auto;max-height:60vh;font-size:12.5px}

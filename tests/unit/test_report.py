@@ -211,7 +211,7 @@ def test_a_run_that_has_not_logged_yet(tmp_path: Path) -> None:
 def test_values_that_are_no_numbers_are_gaps_that_are_marked(tmp_path: Path) -> None:
     csv_log(tmp_path / "run", {"loss": [1.0, 2.0, math.nan, 3.0, math.inf, -math.inf, 1.0, 2.0]})
     html = report(tmp_path / "run")
-    assert "3 values are NaN or infinite" in words(html)
+    assert "NaN or infinite values: 3." in words(html)
     assert "loss is nan, the first of 3 such values" in words(html)
     assert len(re.findall(r'class="line line0" d="M[\d.]', html.split('class="legend"')[0])) == 3
     (marks,) = re.findall(r'class="bad" d="([^"]*)"', html)

@@ -148,7 +148,7 @@ def test_axes_legends_and_units_are_on_the_screen_and_nothing_scrolls_sideways(r
             )  # without the mark of a restart, and empty phases
             assert figure["cut"] == [], figure
             assert not figure["overlap"], figure
-            assert figure["font"] >= 9 or width == 400, figure
+            assert figure["font"] >= 10, figure
         units = {unit for figure in page["figures"] for unit in figure["unit"]}
         assert {
             "optimizer step",
