@@ -182,7 +182,7 @@ def draw_memory(ranks: Sequence[RankStep], step: int, *, width: int = 1200, heig
     begins = [max(int((at - record.start) / max(record.seconds, 1e-9) * width), 0) for at, _, _ in record.memory]
     if begins:
         begins[0] = 0  # what is in use between the beginning and the first reading is not known better
-    for (_, _, held), left, right in zip(record.memory, begins, [*begins[1:], width], strict=True):
+    for (_, _, held), left, right in zip(record.memory, begins, [*begins, width][1:], strict=True):
         bottom = 0
         for kind, nbytes in states(held).items():
             top = bottom + nbytes
