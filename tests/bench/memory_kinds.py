@@ -4,9 +4,9 @@
 
 Ranks on this host train a GPT of the recipe in bf16-true with AdamW, once with each choice of options. `Monitor`
 records one step in full. Its readings are the bytes of model states; what else is alive (activations, temporary
-tensors) is the sum of all live storages, counted by a dispatch mode, less these states and the batch. On GPUs that would
-be the allocator's counter. Reported is the moment at which a rank had the most. Offloaded states are in host memory,
-which is not the device's: they are listed as ``host_bytes`` and are no part of the sum.
+tensors) is the sum of all live storages, counted by a dispatch mode, less these states and the batch. On GPUs that
+would be the allocator's counter. Reported is the moment at which a rank had the most. Offloaded states are in host
+memory, which is not the device's: they are listed as ``host_bytes`` and are no part of the sum.
 """
 
 from __future__ import annotations

@@ -333,7 +333,7 @@ def _kinds_legend(kinds: Sequence[str], left: float, top: float, per_row: int = 
 def memory_by_choice(record: Record) -> str:
     """Peak memory of a rank by kind, a stacked bar per choice of options."""
     results = record["results"]
-    left, right, row, top = 280, 60, 28, 84
+    left, right, row, top = 310, 60, 28, 84
     width, height = _WIDTH - left - right, top + row * len(results) + 44
     largest = max(r["sum"] for r in results.values()) / 2**20
     end = 10 * math.ceil(largest / 10)
