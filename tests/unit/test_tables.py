@@ -14,6 +14,7 @@ from tests.bench.record import RECORDS, REQUIRED, ROOT
 from tests.bench.tables import DOCUMENTS, PICTURES, draw, render
 
 NOT_MEASURED: dict[str, str] = {
+    "Which of my 24 GB": "the name of a page",
     "in portions of 64 MiB": "a constant of the writer of checkpoints",
     "1 GiB per round": "what the benchmark was configured to move",
     "with 32 MiB in flight": "what the benchmark was configured to keep in flight",
