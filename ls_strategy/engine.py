@@ -443,8 +443,8 @@ class Engine:
     def memory_bytes(self) -> dict[str, int]:
         """Return the bytes of model state that this rank holds now, by kind. Not collective.
 
-        ``parameters`` includes units that are gathered now, ``gradients`` the fp32 averages and ``p.grad``,
-        ``communication`` the receive and staging buffers.
+        ``gathered`` are the full parameters of units that are gathered now (stage 3), ``gradients`` include the fp32
+        averages and ``p.grad``, and ``communication`` are the receive and staging buffers.
         """
         pools = {f.comm.pool for f in self.flats} | {self.comm.pool}
         return memory.memory_bytes(self.flats, self.optimizers, pools)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import time
 from collections.abc import Callable
 from functools import partial
@@ -16,8 +15,11 @@ from typing_extensions import override
 
 from ls_strategy import device as dev
 from ls_strategy._compat import around_fetches, tree_iter
+from ls_strategy.callbacks.bytes_in_use import bytes_in_use, memory_metrics, sent_bytes
 from ls_strategy.callbacks.intervals import MIB, FitTable, Interval, Sample
+from ls_strategy.callbacks.run_file import RunFile
 from ls_strategy.callbacks.sharded import zero_strategy
+from ls_strategy.callbacks.step_figures import StepFigures
 from ls_strategy.callbacks.step_trace import RankTrace, merged
 from ls_strategy.checked import above, at_least, checked
 from ls_strategy.errors import PlanError, StateError
@@ -74,8 +76,9 @@ class Monitor(Callback):
     ``zero_traffic/*_mib_per_step``        of it, by kind: ``all_gather``, ``reduce_scatter``, ``all_reduce``, ...
     ``zero_time/copies*_ms``               the same for copies between device and host memory, and to and from NVMe
     ``zero_traffic/copies_*``              the same for copies
-    ``zero_memory_UNIT/*``                 parameters, masters, gradients, optimizer, communication: model states on
-                                           this rank; on CUDA also ``peak`` and ``activations`` (peak less states)
+    ``zero_memory_UNIT/*``                 parameters, masters, gradients, optimizer, gathered, communication: model
+                                           states on this rank; on CUDA also ``peak``, and ``activations``: peak less
+                                           states
     ``zero_memory_after_PHASE_UNIT/*``     the same when forward, backward, optimizer ends, in one step of the interval;
                                            also ``allocated`` (CUDA), ``process`` (resident memory) and ``offloaded``
                                            activations
@@ -89,20 +92,31 @@ class Monitor(Callback):
     exposed. Recording them takes more work, so it is done in one step in the middle of an interval. Times are those of
     the computation: of the training thread on CPUs, of the current stream on CUDA.
 
-    At the end of a fit the log shows a table, unless ``Trainer(enable_model_summary=False)``.
+    Loggers with TensorBoard's interface also get two images of such a step: ``zero_time/step``, what each rank did, and
+    ``zero_memory/step``, bytes by kind on the rank that had the most. At the end of a fit the log shows a table, unless
+    ``Trainer(enable_model_summary=False)``. A line in ``zero_run.jsonl`` in the log folder says when a fit began and
+    ended, with its versions, for ``ls-strategy report``.
     """
 
-    @checked(peak_tflops=above(0), trace_step=at_least(1))
-    def __init__(self, peak_tflops: float | None = None, *, trace_step: int | None = None) -> None:
+    @checked(peak_tflops=above(0), trace_step=at_least(1), picture_every_n_steps=at_least(1))
+    def __init__(
+        self, peak_tflops: float | None = None, *, trace_step: int | None = None, picture_every_n_steps: int = 1000
+    ) -> None:
         """Set the options; none is required.
 
         Args:
             peak_tflops: peak of one device in 10^12 FLOP/s, for MFU on devices missing in Lightning's table.
             trace_step: write ``trace_step<N>.json`` to the log folder, for https://ui.perfetto.dev: what all ranks did
                 in the step after which ``trainer.global_step`` is N, and memory by category.
+            picture_every_n_steps: the least number of optimizer steps between two images of a step.
         """
         self.peak_tflops = peak_tflops
         self.trace_step = trace_step
+        self.picture_every_n_steps = picture_every_n_steps
+        self._figures = StepFigures(picture_every_n_steps)
+        self._draws = False
+        """Whether the step of the current window is drawn."""
+        self._run_file = RunFile()
         self._recorder: Recorder | None = None
         self._undo: Callable[[], None] | None = None
         self._table = FitTable()
@@ -132,6 +146,8 @@ class Monitor(Callback):
         monitors = [c for c in trainer.callbacks if isinstance(c, Monitor)]  # type: ignore[attr-defined]
         if len(monitors) > 1:
             raise PlanError(f"Got {len(monitors)} Monitors in callbacks, but a run can have only one. Keep one.")
+        self._figures.start(trainer)
+        self._run_file.start(trainer, strategy)
         self._recorder = Recorder(strategy.root_device)
         self._undo = around_fetches(
             trainer, partial(self._recorder.enter, DATA), partial(self._recorder.leave, DATA)
@@ -140,7 +156,7 @@ class Monitor(Callback):
         self._charts, self._unit = Charts(_ALWAYS), None
         self._last_step, self._stride = trainer.global_step, 1
         self._recorder.start()
-        self._recorder.measure = partial(_bytes_in_use, strategy)
+        self._recorder.measure = partial(bytes_in_use, strategy)
         self._restart(trainer, strategy)
         self._look_ahead(trainer)
 
@@ -150,6 +166,7 @@ class Monitor(Callback):
         if self._recorder is not None and trainer.global_step > self._step_before:
             strategy = zero_strategy(trainer, self)
             self._table.add(self._interval(trainer, strategy, self._utilisation(pl_module, strategy)))
+        self._run_file.end(trainer)
         self._stop()
         text = self._table.text()
         if text and any(isinstance(c, ModelSummary) for c in trainer.callbacks):  # type: ignore[attr-defined]
@@ -158,6 +175,7 @@ class Monitor(Callback):
     @override
     def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
         """Stop recording."""
+        self._run_file.end(trainer, exception)
         self._stop()
 
     @override
@@ -196,7 +214,7 @@ class Monitor(Callback):
         self._recorder.take_phases()
         self._samples = self._tokens = 0
         self._since = time.perf_counter()
-        self._sent_before = _sent_bytes(strategy)
+        self._sent_before = sent_bytes(strategy)
         self._exposed_before = strategy.exposed_step_s
         self._step_before = trainer.global_step
         self._window = None
@@ -252,7 +270,7 @@ class Monitor(Callback):
         if self._every(trainer):
             metrics = self._speed(trainer, strategy) | ({} if utilisation is None else {"zero/mfu": utilisation})
             self._unit = self._unit or unit_for(sum(strategy.memory_bytes().values()))
-            metrics |= interval.metrics() | _memory(strategy, self._unit) | strategy.activations.metrics()
+            metrics |= interval.metrics() | memory_metrics(strategy, self._unit) | strategy.activations.metrics()
             if strategy.config.sharding.quantized_gradients is not None:
                 metrics["zero/gradient_error"] = strategy.gradient_error()
             if interval.sample is not None:
@@ -282,7 +300,7 @@ class Monitor(Callback):
         metrics["zero/samples_per_s"] = self._samples * strategy.data_parallel_size / elapsed
         if self._tokens:
             metrics["zero/tokens_per_s"] = self._tokens * strategy.data_parallel_size / elapsed
-        metrics["zero/sent_mib_per_step"] = (_sent_bytes(strategy) - self._sent_before) / steps / MIB
+        metrics["zero/sent_mib_per_step"] = (sent_bytes(strategy) - self._sent_before) / steps / MIB
         if strategy.config.offload.optimizer is not None:
             exposed = strategy.exposed_step_s - self._exposed_before
             metrics["zero/exposed_update_ms"] = 1e3 * exposed / steps
@@ -318,7 +336,8 @@ class Monitor(Callback):
         step = trainer.global_step
         if self._wants(trainer, step):
             self._recorder.prepare_window()
-            self._recorder.each_unit = self._is_traced(step)
+            self._draws = self._figures.due(step)
+            self._recorder.each_unit = self._is_traced(step) or self._draws
             self._recorder.begin_window()
             self._window_from = step
         elif self._wants(trainer, step + self._stride):
@@ -344,8 +363,22 @@ class Monitor(Callback):
         window = recorder.end_window()
         if self._window is None:
             self._window = (window, trainer.global_step - self._window_from)
-        if self.trace_step is not None and self._window_from < self.trace_step <= trainer.global_step:
-            self._write_trace(trainer, window.resolve())
+        traced = self.trace_step is not None and self._window_from < self.trace_step <= trainer.global_step
+        if traced or self._draws:
+            record = window.resolve()
+            if traced:
+                self._write_trace(trainer, record)
+            if self._draws:
+                self._draw(trainer, record)
+
+    def _draw(self, trainer: pl.Trainer, record: Record) -> None:
+        """Draw the step on all ranks. Collective."""
+        self._draws = False
+        self._figures.taken(self._window_from)
+        world = zero_strategy(trainer, self).require_engine().mesh.world
+        ranks = world.exchange_objects(self._figures.of_rank(record, world.rank))
+        if trainer.is_global_zero:
+            self._figures.show(trainer, ranks, trainer.global_step)
 
     def _write_trace(self, trainer: pl.Trainer, record: Record) -> None:
         """Write the trace of all ranks. Collective."""
@@ -373,37 +406,3 @@ def _tokens(batch: Any) -> int:
         if isinstance(t, Tensor):
             return t.numel() if t.dim() == 2 and t.dtype in (torch.int64, torch.int32) else 0
     return 0
-
-
-def _sent_bytes(strategy: ZeROStrategy) -> int:
-    """Return the bytes that this rank has sent for sharded states, and to its tensor- and context-parallel groups."""
-    meters = (strategy.traffic, strategy.tensor_parallel_traffic, strategy.context_parallel_traffic)
-    return sum(sum(meter.bytes.values()) for meter in {id(m): m for m in meters}.values())
-
-
-def _memory(strategy: ZeROStrategy, unit: ByteUnit) -> dict[str, float]:
-    states = strategy.memory_bytes()
-    group = f"zero_memory_{unit.name}"
-    result = {f"{group}/{k}": v / unit.nbytes for k, v in states.items()}
-    device = strategy.root_device
-    if dev.is_accelerator(device):
-        peak = dev.peak_bytes(device, reset=True)
-        result[f"{group}/peak"] = peak / unit.nbytes
-        result[f"{group}/activations"] = max(peak - sum(states.values()), 0) / unit.nbytes
-    return result
-
-
-def _bytes_in_use(strategy: ZeROStrategy) -> dict[str, int]:
-    """Return the bytes in use now, by category."""
-    held = dict(strategy.memory_bytes())
-    if dev.is_accelerator(strategy.root_device):
-        allocated = dev.allocated_bytes(strategy.root_device)
-        held["activations"] = max(allocated - sum(held.values()), 0)
-        held["allocated"] = allocated
-    offloaded = strategy.activations.metrics().get("zero_activations/stored_bytes")
-    if offloaded is not None:
-        held["offloaded"] = int(offloaded)
-    statistics = Path("/proc/self/statm")  # Linux
-    if statistics.exists():
-        held["process"] = int(statistics.read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
-    return held

@@ -11,10 +11,10 @@ import os
 import sys
 from collections.abc import Sequence
 
-from ls_strategy.cli import bench_inference, consolidate, doctor, inspect, meet, new, plan, submit, tune_io
+from ls_strategy.cli import bench_inference, consolidate, doctor, inspect, meet, new, plan, report, submit, tune_io
 from ls_strategy.errors import LSError
 
-SUBCOMMANDS = (bench_inference, consolidate, doctor, inspect, meet, new, plan, submit, tune_io)
+SUBCOMMANDS = (bench_inference, consolidate, doctor, inspect, meet, new, plan, report, submit, tune_io)
 """Modules with ``add(subcommands)``, which adds a parser; its ``run`` takes the arguments and returns the status."""
 
 

@@ -43,6 +43,12 @@ class Frame:
     scale: tuple[str, Sequence[Colour], str] | None = None
     """A color scale: text for its lowest value, the colors, and text for its highest value."""
 
+    y_ticks: Sequence[tuple[float, str]] = ()
+    """Labels at the left with their positions, instead of rows: 0 is the bottom, 1 the top."""
+
+    note: str = ""
+    """A line of text under the axis."""
+
 
 def framed(body: Tensor, frame: Frame) -> Tensor:
     """Draw a frame around rows.
@@ -60,10 +66,13 @@ def framed(body: Tensor, frame: Frame) -> Tensor:
     height, width = body.shape[1:]
     names = [name if len(name) <= _LONGEST else "..." + name[3 - _LONGEST :] for name in frame.rows]
     line = _SIZE + _PAD
-    left = 2 * _PAD + max((math.ceil(font.getlength(name)) for name in names), default=0)
+    labels = [*names, *(text for _, text in frame.y_ticks)]
+    left = 2 * _PAD + max((math.ceil(font.getlength(name)) for name in labels), default=0)
     top = 2 * line + _PAD
-    right = left + math.ceil(max(width, _legend_width(frame, font), font.getlength(frame.title)))
-    image = Image.new("RGB", (right + 4 * _PAD, top + height + _TICK + 2 * line + _PAD), _BACKGROUND)
+    texts = (font.getlength(frame.title), font.getlength(frame.note))
+    right = left + math.ceil(max(width, _legend_width(frame, font), *texts))
+    below = _TICK + (3 if frame.note else 2) * line + _PAD
+    image = Image.new("RGB", (right + 4 * _PAD, top + height + below), _BACKGROUND)
     image.paste(Image.fromarray(body.permute(1, 2, 0).contiguous().numpy()), (left, top))
     draw = ImageDraw.Draw(image)
     draw.text((left, _PAD), frame.title, _INK, font)
@@ -72,11 +81,16 @@ def framed(body: Tensor, frame: Frame) -> Tensor:
     for i, name in enumerate(names):
         middle = top + ROW_GAP / 2 + (height - ROW_GAP) * (i + 0.5) / len(names)
         draw.text((left - _PAD, middle), name, _INK, font, anchor="rm")
+    for place, text in frame.y_ticks:
+        y = top + (1 - place) * height
+        draw.line((left - _TICK, y, left, y), _INK)
+        draw.text((left - _PAD, y), text, _INK, font, anchor="rm")
     for place, text in frame.x_ticks:
         x = left + place * width
         draw.line((x, top + height, x, top + height + _TICK), _INK)
         draw.text((x, top + height + _TICK + 2), text, _INK, font, anchor="ma")
     draw.text((left + width / 2, top + height + _TICK + line), frame.x_label, _INK, font, anchor="ma")
+    draw.text((left, top + height + _TICK + 2 * line), frame.note, _INK, font)
     return torch.frombuffer(bytearray(image.tobytes()), dtype=torch.uint8).view(image.height, -1, 3).permute(2, 0, 1)
 
 

@@ -90,7 +90,7 @@ def phase(name: str) -> Generator[None, None, None]:
 
 
 def at_unit(name: str) -> None:
-    """Record that a unit of the model is about to compute."""
+    """Record that a unit of the model is about to compute, or that backward has computed its gradients."""
     recorder = Recorder.active
     if recorder is not None and recorder.each_unit:
         recorder.sample(name)

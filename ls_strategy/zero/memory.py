@@ -28,8 +28,11 @@ def memory_bytes(
 
     return {
         "parameters": sum(
-            size(f.full, f.shard, f.wire, None if f.secondary is None else f.secondary.values) for f in flats
+            size(*(() if f.policy.parameters else (f.full, f.wire)), f.shard)
+            + size(None if f.secondary is None else f.secondary.values)
+            for f in flats
         ),
+        "gathered": sum(size(f.full, f.wire) for f in flats if f.policy.parameters),
         "masters": sum(size(f.master) for f in flats),
         "gradients": sum(
             size(f.local.buffer, f.averages.values, *f.averages.tree.sums, *map(grad_of, f.params)) for f in flats

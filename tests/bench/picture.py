@@ -309,3 +309,96 @@ def drive(record: Record) -> str:
         for way in ("read", "write")
     ]
     return bars("The NVMe tier, fio and DeepSpeed on one device", panels, own="ours", one_scale=False)
+
+
+KINDS = {
+    "parameters": ("parameters", "#0072b2"), "masters": ("master weights", "#56b4e9"),
+    "optimizer": ("moments (optimizer)", "#e69f00"), "gradients": ("gradients", "#009e73"),
+    "gathered": ("gathered parameters", "#f0e442"), "communication": ("communication buffers", "#cc79a7"),
+    "activations": ("activations and other", "#d55e00"),
+}  # fmt: skip
+"""Names and colours of the kinds of memory, in the order in which they are stacked: those of `Monitor`'s image."""
+
+
+def _kinds_legend(kinds: Sequence[str], left: float, top: float, per_row: int = 4) -> list[str]:
+    parts = []
+    for i, kind in enumerate(kinds):
+        name, colour = KINDS[kind]
+        x, y = left + (i % per_row) * 168, top + (i // per_row) * 20
+        parts.append(f'<rect x="{x:g}" y="{y:g}" width="12" height="12" fill="{colour}" stroke="#666"/>')
+        parts.append(_text(x + 18, y + 10, name))
+    return parts
+
+
+def memory_by_choice(record: Record) -> str:
+    """Peak memory of a rank by kind, a stacked bar per choice of options."""
+    results = record["results"]
+    left, right, row, top = 310, 60, 28, 84
+    width, height = _WIDTH - left - right, top + row * len(results) + 44
+    largest = max(r["sum"] for r in results.values()) / 2**20
+    end = 10 * math.ceil(largest / 10)
+    title = f"Where the memory of a rank is at the peak of a step, {record['ranks']} ranks"
+    parts = [
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {_WIDTH} {height}" font-family="sans-serif" '
+        f'font-size="12" role="img" aria-label={quoteattr(title)}>',
+        f'<rect width="{_WIDTH}" height="{height}" fill="white"/>',
+        _text(12, 20, title, size=14),
+        *_kinds_legend([k for k in KINDS if any(k in r["kinds"] for r in results.values())], 12, 34),
+    ]
+    for value in range(0, end + 1, 10):
+        x = left + value / end * width
+        parts += [_rule(x, top - 4, x, height - 42), _text(x, height - 26, str(value), anchor="middle")]
+    parts.append(_text(left + width / 2, height - 8, "MiB", anchor="middle"))
+    for i, (name, found) in enumerate(results.items()):
+        x, y = float(left), top + row * i
+        parts.append(_text(left - 8, y + 15, name, anchor="end"))
+        for kind, (_, colour) in KINDS.items():
+            wide = found["kinds"].get(kind, 0) / 2**20 / end * width
+            if wide:
+                place = f'x="{x:.1f}" y="{y + 2}" width="{wide:.1f}" height="{row - 8}"'
+                parts.append(f'<rect {place} fill="{colour}" stroke="white" stroke-width="0.8"/>')
+            x += wide
+        parts.append(_text(x + 6, y + 15, f"{found['sum'] / 2**20:.1f}"))
+    return "\n".join([*parts, "</svg>", ""])
+
+
+def memory_timeline(record: Record) -> str:
+    """Memory of rank 0 by kind over one step, as `Monitor` has read it, with the phases."""
+    readings = record["timeline"]["readings"]
+    left, right, top, bottom, height = 60, 20, 84, 66, 400
+    width, low = _WIDTH - left - right, height - bottom
+    end = 10 * math.ceil(max(sum(held.get(k, 0) for k in KINDS) for _, _, held in readings) / 2**20 / 10)
+
+    def at(nbytes: float) -> float:
+        return round(low - nbytes / 2**20 / end * (low - top), 1)
+
+    title = f"Memory of rank 0 over one step of {record['timeline']['choice']}"
+    parts = [
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {_WIDTH} {height}" font-family="sans-serif" '
+        f'font-size="12" role="img" aria-label={quoteattr(title)}>',
+        f'<rect width="{_WIDTH}" height="{height}" fill="white"/>',
+        _text(12, 20, title, size=14),
+        *_kinds_legend([k for k in KINDS if any(held.get(k) for _, _, held in readings)], 12, 34),
+    ]
+    each = width / len(readings)
+    for i, (_, where, held) in enumerate(readings):
+        bytes_below = 0.0
+        for kind, (_, colour) in KINDS.items():
+            nbytes = held.get(kind, 0)
+            if nbytes:
+                y, y_below = at(bytes_below + nbytes), at(bytes_below)
+                place = f'x="{left + i * each:.1f}" y="{y}" width="{each:.1f}" height="{y_below - y:.1f}"'
+                parts.append(f'<rect {place} fill="{colour}"/>')
+            bytes_below += nbytes
+        last = i + 1 == len(readings) or readings[i + 1][1] != where
+        if last and where in ("data", "forward", "backward", "optimizer"):
+            x = left + (i + 1) * each
+            parts.append(f'<path d="M{x:.1f} {top - 6}V{low + 8}" stroke="#444" stroke-dasharray="4 3" fill="none"/>')
+            lower = 16 if where == "optimizer" else 0
+            parts.append(_text(x - 3, low + 18 + lower, f"end of {where}", anchor="end", size=11))
+    for value in range(0, end + 1, 10):
+        parts += [_rule(left, at(value * 2**20), left + width, at(value * 2**20))]
+        parts.append(_text(left - 8, at(value * 2**20) + 4, str(value), anchor="end"))
+    about = "readings of Monitor, in order: after each phase, and at each unit of the model"
+    parts += [_text(left - 48, top - 4, "MiB"), _text(left + width / 2, height - 12, about, anchor="middle")]
+    return "\n".join([*parts, "</svg>", ""])

@@ -32,6 +32,8 @@ PICTURES: dict[str, tuple[str, Callable[[dict[str, Any]], str]]] = {
     "docs/pictures/moe.svg": ("moe", picture.moe),
     "docs/pictures/exposed_update.svg": ("exposed_update", picture.exposed),
     "docs/pictures/activations.svg": ("activations", picture.activations),
+    "docs/pictures/memory_kinds.svg": ("memory_kinds", picture.memory_by_choice),
+    "docs/pictures/memory_timeline.svg": ("memory_kinds", picture.memory_timeline),
     "docs/pictures/nvme_io.svg": ("nvme_io", picture.drive),
 }  # fmt: skip
 """The record and the function that draws it, by path."""

@@ -268,6 +268,8 @@ def test_commands_run(block: Block, checkout: Path) -> None:
     pytest.importorskip("jsonargparse")
     if "runs/last.ckpt" in block.code:
         run([sys.executable, "page_checkpoints.py"], checkout)
+    if "lightning_logs/version_0" in block.code:
+        run([sys.executable, "page_monitoring.py"], checkout)
     code = block.code
     for program, shorter in SHORTER.items():
         code = re.sub(

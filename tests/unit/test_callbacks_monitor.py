@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from ls_strategy import spans
 from ls_strategy.callbacks import monitor as monitor_file
+from ls_strategy.callbacks.bytes_in_use import bytes_in_use
 from ls_strategy.callbacks.monitor import Monitor, _tokens
 from ls_strategy.callbacks.step_trace import RankTrace
 from ls_strategy.errors import ConfigError, PlanError, StateError
@@ -353,9 +354,9 @@ def test_memory_after_a_phase_is_that_of_the_recorded_step(clock: Clock) -> None
 
 def test_memory_in_use_includes_offloaded_activations() -> None:
     strategy = Strategy()
-    assert "offloaded" not in monitor_file._bytes_in_use(strategy)
+    assert "offloaded" not in bytes_in_use(strategy)
     strategy.activations = SimpleNamespace(metrics=lambda: {"zero_activations/stored_bytes": 7.0})  # type: ignore[assignment]
-    held = monitor_file._bytes_in_use(strategy)
+    held = bytes_in_use(strategy)
     assert (held["offloaded"], held["parameters"]) == (7, 3 * MIB)
 
 

@@ -36,6 +36,7 @@ BASE = {
     "inspect": ["not there"],
     "new": ["some_project"],
     "plan": ["not there.yaml"],
+    "report": ["not there"],
     "submit": ["good.yaml", "--module", "some.program", "--dry-run"],
     "tune-io": [".", "--gib", "0.001", "--seconds", "0", "--block-mib", "1", "--parallelism", "1", "--allow-ram"],
 }

@@ -22,6 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ls_strategy import spans
 from ls_strategy.distributed.comm import Comm
 from ls_strategy.distributed.pending import PendingReduce
 from ls_strategy.distributed.quantized_reduce import Rounding, reduce_quantized
@@ -132,8 +133,10 @@ class Reducer:
         if flat.is_frozen or param.numel() == 0:
             return  # never waited for
         unit.waiting_for -= 1
-        if unit.waiting_for == 0 and self.eager:
-            self._advance()
+        if unit.waiting_for == 0:
+            spans.at_unit(unit.name)
+            if self.eager:
+                self._advance()
 
     def _take(self, unit: Unit, flat: Flat, index: int, grad: Tensor) -> None:
         flat.require_here("gradients")
