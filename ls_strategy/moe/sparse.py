@@ -64,6 +64,16 @@ class SparseLayer(nn.Module):
         """Start new statistics."""
         self.counts.reset()
 
+    def row_counts(self, order: Tensor, counts: Tensor) -> list[int]:  # the planner counts equal numbers
+        """Return the rows of each expert, of the kept pairs ``order``. Waits for the device once."""
+        return counts.tolist()
+
+    def exchanged_counts(
+        self, order: Tensor, counts: Tensor, axis: Axis
+    ) -> tuple[list[list[int]], list[list[int]]]:
+        """Return the rows of `exchange_counts`. Collective; waits for the device once."""
+        return exchange_counts(counts, axis)
+
     def dispatch(
         self, tokens: Tensor, routing: Routing, meanwhile: Callable[[], T], dtype: torch.dtype | None = None
     ) -> tuple[Tensor, T]:
@@ -97,12 +107,12 @@ class SparseLayer(nn.Module):
         row_dtype = self.experts.input_dtype(tokens)  # type: ignore[operator]
         rows = permute(tokens.to(row_dtype), order, routing.experts.shape[1])
         if axis is None:
-            lengths: list[int] = counts.tolist()
+            lengths = self.row_counts(order, counts)
             result = meanwhile()
             out = self.experts(rows, lengths)
             return combine(out if dtype is None else out.to(dtype), order, routing.weights), result
         scale = 1.0 if self.parallel is None else self.parallel.gradient_scale
-        send, receive = exchange_counts(counts, axis)
+        send, receive = self.exchanged_counts(order, counts, axis)
         outgoing = Exchange(axis, [sum(n) for n in send], [sum(n) for n in receive])
         started = outgoing.start(rows)
         result = meanwhile()
