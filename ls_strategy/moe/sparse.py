@@ -64,7 +64,11 @@ class SparseLayer(nn.Module):
         """Start new statistics."""
         self.counts.reset()
 
-    def row_counts(self, order: Tensor, counts: Tensor) -> list[int]:  # the planner counts equal numbers
+    def sorted_pairs(self, routing: Routing) -> tuple[Tensor, Tensor]:  # the planner replaces these three
+        """Return the kept pairs, sorted by expert, and their number for each expert; see `sort_by_expert`."""
+        return sort_by_expert(routing.experts, routing.kept, self.num_experts)
+
+    def row_counts(self, order: Tensor, counts: Tensor) -> list[int]:
         """Return the rows of each expert, of the kept pairs ``order``. Waits for the device once."""
         return counts.tolist()
 
@@ -102,7 +106,7 @@ class SparseLayer(nn.Module):
     def _dispatch_local(
         self, tokens: Tensor, routing: Routing, meanwhile: Callable[[], T], dtype: torch.dtype | None
     ) -> tuple[Tensor, T]:
-        order, counts = sort_by_expert(routing.experts, routing.kept, self.num_experts)
+        order, counts = self.sorted_pairs(routing)
         axis = None if self.parallel is None or self.parallel.experts.size == 1 else self.parallel.experts
         row_dtype = self.experts.input_dtype(tokens)  # type: ignore[operator]
         rows = permute(tokens.to(row_dtype), order, routing.experts.shape[1])

@@ -1,7 +1,7 @@
 """One model on one combination of tensor, context and expert parallelism: traced once, then counted for any pipeline,
 micro-batch size, ZeRO stage and tier.
 
-Blocks that are all alike are traced with four of them, and put together to the full number, see `pieces`.
+Blocks that are all alike are traced with five of them, and put together to the full number, see `pieces`.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from ls_strategy.planner.buffers import Setting
 from ls_strategy.planner.candidates import Candidate
 from ls_strategy.planner.choice import Question
 from ls_strategy.planner.parallelism import Axes, Parallelism, Stack, is_uniform, sharded, shortened, stack_of
-from ls_strategy.planner.pieces import SHORT, Composer, Pieces, Rename, Span, between, cut, numbers_by_name, whole_step
+from ls_strategy.planner.pieces import SHORT, Composer, Pieces, Rename, Span, between, cut, numbers_by_name, stand_in, whole_step
 from ls_strategy.planner.replay import Peak, replay
 from ls_strategy.planner.simulated import Simulated, simulated
 from ls_strategy.planner.stage_replay import StageReplay
@@ -238,7 +238,7 @@ class DividedModel:
         middle = [
             _moved(unit, f"{prefix}.{b}.", f"{prefix}.{g}.")
             for g in numbers
-            for b in (_source(g, self.blocks),)
+            for b in (stand_in(g, self.blocks, SHORT),)
             for unit in blocks[b]
         ]
         before = [unit for after, unit in outside if not after]
@@ -316,7 +316,7 @@ class DividedModel:
         chosen = sorted({0, min(1, size - 1), size - 1}) if ranks is None else ranks
         return [self._stage_peak(job, config, setting, pieces, table, bounds, rank) for rank in chosen]
 
-    def _stage_peak(  # noqa: PLR0913  (one rank of one table)
+    def _stage_peak(
         self, job: Job, config: ZeROConfig, setting: Setting, pieces: Pieces, table: Table, bounds: Sequence[int],
         rank: int,
     ) -> Peak:  # fmt: skip
@@ -360,7 +360,7 @@ class DividedModel:
 
 
 class NotUniform(Exception):  # noqa: N818 - not an error of the user's
-    """Four blocks do not stand for all: the full model has to be traced."""
+    """Five blocks do not stand for all: the full model has to be traced."""
 
 
 def table_of(job: Job) -> Table:
@@ -388,10 +388,6 @@ def _of(trained: set[str], names: Sequence[Sequence[str]]) -> set[str]:
 
 def _without_numbers(name: str) -> str:
     return ".".join("#" if word.isdigit() else word for word in name.split("."))
-
-
-def _source(block: int, blocks: int) -> int:
-    return block if block < 2 else SHORT - 1 if block == blocks - 1 else 2
 
 
 def _moved(unit: UnitPlan, old: str, new: str) -> UnitPlan:
@@ -424,7 +420,7 @@ def divided(
         question: model, batch and run.
         parallel: sizes; that of a pipeline is chosen later, by `Job`.
         native: whether the transport computes sums (NCCL).
-        short: trace four blocks in place of all, if they are alike.
+        short: trace five blocks in place of all, if they are alike.
 
     Raises:
         PlanError: the model does not support this.

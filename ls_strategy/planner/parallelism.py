@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Generator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
@@ -15,14 +14,14 @@ from ls_strategy.config.parallel import Schedule
 from ls_strategy.errors import PlanError
 from ls_strategy.layout import TensorPart
 from ls_strategy.moe.parallel import apply_expert_parallel, expert_parameters
+from ls_strategy.moe.router import Routing
 from ls_strategy.moe.sparse import SparseLayer
+from ls_strategy.ops.permute import sort_by_expert
 from ls_strategy.parallel.plans import resolve_tensor_plan
 from ls_strategy.parallel.stack import head_after, one_stack
 from ls_strategy.parallel.tensor import apply_tensor_parallel
 from ls_strategy.parallel.ulysses import apply_sequence_parallel
 from ls_strategy.planner.pretend import PretendAxis
-
-_LOG = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -97,7 +96,12 @@ def _balanced(total: int, ranks: int) -> list[int]:
 
 
 def _balance_experts(layer: SparseLayer) -> None:
-    """Let a layer count equal numbers of rows for all experts, which fake tensors cannot tell."""
+    """Let a layer keep all pairs, in equal numbers for all experts: fake tensors cannot tell how many it drops."""
+
+    def all_pairs(routing: Routing) -> tuple[Tensor, Tensor]:
+        return sort_by_expert(routing.experts, None, layer.num_experts)
+
+    layer.sorted_pairs = all_pairs  # type: ignore[method-assign]
     layer.row_counts = lambda order, _counts: _balanced(len(order), layer.num_experts)  # type: ignore[method-assign]
 
     def exchanged(order: Tensor, _counts: Tensor, axis: Any) -> tuple[list[list[int]], list[list[int]]]:

@@ -2,8 +2,8 @@
 
 ::
 
-    trace of 4 blocks    before 0 1 2 3 after | after' 3' 2' 1' 0' before'
-    12 blocks            before 0 1 2 2 2 2 2 2 2 2 2 3 after | after' 3' 2' 2' ... 2' 1' 0' before'
+    trace of 5 blocks    before 0 1 2 3 4 after | after' 4' 3' 2' 1' 0' before'
+    9 blocks             before 0 1 2 2 2 2 2 3 4 after | after' 4' 3' 2' 2' 2' 2' 2' 1' 0' before'
     a stage of them      (received) 2 2 2 (sent) | (received) 2' 2' 2' (sent)
 
 Each piece names storages by the piece that allocates them and their number in it. So a storage that one block
@@ -20,8 +20,19 @@ from typing import NamedTuple
 from ls_strategy.errors import PlanError
 from ls_strategy.planner.trace import Event, Kind, Trace
 
-SHORT = 4
-"""Blocks of a shortened trace: the first, the last, and two between, of which the second has like neighbours."""
+SHORT = 5
+"""Blocks of a shortened trace: the first two, the last two, and one between, whose neighbours are like others'."""
+
+
+def stand_in(block: int, blocks: int, traced: int) -> int:
+    """Return the traced block that stands for one of ``blocks``.
+
+    >>> [stand_in(b, 8, SHORT) for b in range(8)]
+    [0, 1, 2, 2, 2, 2, 3, 4]
+    """
+    if traced == blocks or block < 2:
+        return block
+    return max(block - blocks + traced, 2)
 
 
 class Place(NamedTuple):
@@ -66,7 +77,7 @@ class Pieces:
         return all(
             self._allocations(Place(back, b)) == self._allocations(Place(back, 2))
             for back in (False, True)
-            for b in range(1, self.blocks)
+            for b in (1, 3)
         )
 
     def _allocations(self, place: Place) -> list[int]:
@@ -88,9 +99,7 @@ class Pieces:
 
     def source(self, block: int, blocks: int) -> int:
         """Return the traced block that stands for block ``block`` of ``blocks``."""
-        if self.blocks == blocks:
-            return block
-        return block if block < 2 else self.blocks - 1 if block == blocks - 1 else 2
+        return stand_in(block, blocks, self.blocks)
 
 
 def cut(trace: Trace, blocks: int) -> Pieces:
