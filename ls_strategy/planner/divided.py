@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
+from functools import cache, cached_property
 from typing import Any
 
 import torch
@@ -103,7 +104,7 @@ class DividedModel:
             meters=[lambda name=name: axes.sent(name) for name in METERS],
         )  # fmt: skip
         self._buffers = sum(b.nbytes for b in self._module.buffers())
-        self._optimizer_bytes = self._states.optimizer_bytes(run.config)
+        self.optimizer_bytes = self._states.optimizer_bytes(run.config)
         self._pieces: dict[tuple[RecomputeConfig | None, int], Pieces] = {}
         self._plans: dict[Any, Plan] = {}
 
@@ -131,6 +132,15 @@ class DividedModel:
         found = between(self._traced(recompute, 1), self._traced(recompute, 2), samples)
         return self._traced(recompute, samples) if found is None else found
 
+    @property
+    def recomputable(self) -> bool:
+        """Whether there are blocks to recompute."""
+        try:
+            self.pieces(RecomputeConfig(policy="full"), 1)
+        except PlanError:
+            return False
+        return True
+
     # plans -----------------------------------------------------------------------------------------------------------
 
     def bounds(self, stages: int) -> tuple[int, ...]:
@@ -139,9 +149,10 @@ class DividedModel:
         Raises:
             PlanError: there are fewer blocks than stages.
         """
-        inside = self._stack_numel()
-        before, after = self._outside_numel()
-        weights = [float(inside)] * self.blocks if self.short else [float(n) for n in self._block_numels()]
+        before, after = self._outside_numel
+        weights = [float(self._block_numels[0])] * self.blocks
+        if not self.short:
+            weights = [float(n) for n in self._block_numels]
         if len(weights) < stages:
             raise PlanError(f"{len(weights)} blocks are too few for {stages} stages.")
         weights[0] += before
@@ -158,11 +169,12 @@ class DividedModel:
             full *= length
         return full
 
-    @property
+    @cached_property
     def _part_of(self) -> dict[str, Any]:
         named = self._module.named_parameters()
         return {name: self._states.parts[id(p)] for name, p in named if id(p) in self._states.parts}
 
+    @cached_property
     def _block_numels(self) -> list[int]:
         assert self._stack is not None
         full = {name: self._full(name, p.numel()) for name, p in self._module.named_parameters()}
@@ -171,13 +183,11 @@ class DividedModel:
             for b in range(len(self._stack.blocks))
         ]
 
-    def _stack_numel(self) -> int:
-        return self._block_numels()[0]
-
     def _block_name(self, block: int) -> str:
         assert self._stack is not None
         return f"{self._stack.name}.{block}"
 
+    @cached_property
     def _ends(self) -> tuple[set[str], set[str]]:
         """Return the names of the parameters of the first and of the last stage that are not in blocks."""
         assert self._stack is not None
@@ -185,14 +195,15 @@ class DividedModel:
         outside = {n for n in made.stages_of if not n.startswith(f"{self._stack.name}.")}
         return ({n for n in outside if 0 in made.stages_of[n]}, {n for n in outside if 1 in made.stages_of[n]})
 
+    @cached_property
     def _outside_numel(self) -> tuple[int, int]:
-        first, last = self._ends()
+        first, last = self._ends
         sizes = {name: self._full(name, p.numel()) for name, p in self._module.named_parameters()}
         return sum(sizes.get(n, 0) for n in first), sum(sizes.get(n, 0) for n in last - first)
 
     def _share(self, spans: Sequence[Span]) -> Share:
         params = dict(self._module.named_parameters(remove_duplicate=False))
-        first, last = self._ends()
+        first, last = self._ends
         here = first if any(s.is_first for s in spans) else set()
         here = here | (last if any(s.is_last for s in spans) else set())
         tied = {id(params[n]) for n in first & last}
@@ -269,6 +280,29 @@ class DividedModel:
 
         return rename
 
+    def fullest_plan(self, config: ZeROConfig, job: Job) -> Plan:
+        """Return the plan of the rank with the most parameters."""
+        if job.parallel.pipeline == 1:
+            return self.plan(config, job, [Span(0, self.blocks, self.blocks)])
+        table = table_of(job)
+        bounds = self.bounds(table.stages)
+        plans = [
+            self.plan(config, job, [Span(bounds[s], bounds[s + 1], self.blocks) for s in table.stages_of(rank)])
+            for rank in sorted({0, job.parallel.pipeline - 1})
+        ]
+        return max(plans, key=lambda plan: plan.numel)
+
+    def least(self, job: Job) -> int:
+        """Return bytes that the first rank of a pipeline needs at least: its states, and what its blocks save."""
+        config = job.candidate.config(self.question.run.config)
+        pieces = self.pieces(job.candidate.recompute, job.samples)
+        size = job.parallel.pipeline
+        bounds = self.bounds(stages_of(job.parallel)) if size > 1 else (0, self.blocks)
+        plan = self.plan(config, job, [Span(bounds[s], bounds[s + 1], self.blocks) for s in range(0, len(bounds) - 1, size)])
+        states = sum(plan.bytes_by_tier(self.optimizer_bytes)["device"].values())
+        alive = min(size, job.micro_batches)
+        return states + pieces.saved_bytes(stand_in(bounds[1] - 1, self.blocks, pieces.blocks)) * bounds[1] * alive
+
     # memory ----------------------------------------------------------------------------------------------------------
 
     def setting(self, config: ZeROConfig, job: Job) -> Setting:
@@ -277,7 +311,7 @@ class DividedModel:
         single = len(self._states.optimizers) == 1
         early = config.offload.optimizer is not None and config.sharding.overlap_step and single and not run.clips
         return Setting(
-            optimizer_bytes=self._optimizer_bytes,
+            optimizer_bytes=self.optimizer_bytes,
             micro_batches=job.micro_batches if job.parallel.pipeline == 1 else 1,
             prefetch_units=config.sharding.prefetch_units,
             early_step=early and not precision.loss_scaling and job.parallel.pipeline == 1,
@@ -310,10 +344,14 @@ class DividedModel:
             names = names_of(plan)
             trace = whole_step(pieces, self.blocks, self._rename(names))
             return [replay(trace, plan, setting, trained=_of(self._trained, names), names=names)]
+        size, given = job.parallel.pipeline, job.micro_batches
+        if job.parallel.schedule != "gpipe":  # with more than two per stage, the others find what these have left
+            job = replace(job, micro_batches=min(job.micro_batches, 2 * stages_of(job.parallel)))
         table = table_of(job)
         bounds = self.bounds(table.stages)
-        size = job.parallel.pipeline
         chosen = sorted({0, min(1, size - 1), size - 1}) if ranks is None else ranks
+        whole = batch_bytes(resized(self.question.batch, job.samples)) * given
+        setting = replace(setting, buffers=setting.buffers + whole)
         return [self._stage_peak(job, config, setting, pieces, table, bounds, rank) for rank in chosen]
 
     def _stage_peak(
@@ -324,10 +362,9 @@ class DividedModel:
         plan = self.plan(config, job, list(spans.values()))
         names = names_of(plan)
         rename = self._rename(names)
-        whole = batch_bytes(resized(self.question.batch, job.samples)) * job.micro_batches
         return StageReplay(
             plan,
-            replace(setting, buffers=setting.buffers + whole),
+            setting,
             _of(self._trained, names),
             row=table.rows[rank],
             stages={s: Composer(pieces, span, rename) for s, span in spans.items()},
@@ -365,8 +402,12 @@ class NotUniform(Exception):  # noqa: N818 - not an error of the user's
 
 def table_of(job: Job) -> Table:
     """Return the schedule of a pipeline."""
-    schedule = job.parallel.schedule
-    return make_table(schedule, job.parallel.pipeline, job.micro_batches, stages_per_rank_of(schedule))
+    return _table(job.parallel.schedule, job.parallel.pipeline, job.micro_batches)
+
+
+@cache
+def _table(schedule: str, ranks: int, micro_batches: int) -> Table:
+    return make_table(schedule, ranks, micro_batches, stages_per_rank_of(schedule))
 
 
 def stages_of(parallel: Parallelism) -> int:

@@ -87,6 +87,11 @@ class Pieces:
         """Return the bytes that one block passes to the next."""
         return self.sizes.get(self.passed[min(1, self.blocks - 1)], 0) if self.passed else 0
 
+    def saved_bytes(self, block: int) -> int:
+        """Return the bytes that a traced block allocates in forward, and that are alive until its backward."""
+        own, back = Place(False, block), Place(True, block)
+        return sum(size for s, size in self.sizes.items() if s.owner == own and self.freed.get(s) == back)
+
     def total(self, meter: int, first: int, stop: int, blocks: int) -> int:
         """Return what a meter counts in blocks ``first`` to ``stop`` of ``blocks``, with what is around them."""
         count = 0

@@ -9,6 +9,7 @@ from typing import Any
 import lightning.pytorch as pl
 import pytest
 import torch
+from torch.utils.data import DataLoader, TensorDataset
 
 from ls_strategy.config import RecomputeConfig, ZeROConfig, nested
 from ls_strategy.lightning.strategy import ZeROStrategy
@@ -24,17 +25,21 @@ from tests.dist.ranks import quiet
 from tests.live_bytes import LiveBytes
 
 FULL = RecomputeConfig(policy="full")
-SHAPE: dict[str, Any] = {"num_layers": 6, "width": 64, "num_heads": 4, "vocab_size": 61, "block_size": 32}
-LENGTH = 16
-"""Tokens of a sequence of `parallel_runs`."""
+SHAPE: dict[str, Any] = {"num_layers": 6, "width": 128, "num_heads": 4, "vocab_size": 64, "block_size": 64}
 
-EXPERTS: dict[str, Any] = {"num_experts": 4, "ffn": 96, "k": 2}
+EXPERTS: dict[str, Any] = {"num_experts": 4, "ffn": 192, "k": 2, "drop_tokens": False}
 
 
 class Private(Module):
     """No hook of the module looks at gradients."""
 
     on_before_optimizer_step = pl.LightningModule.on_before_optimizer_step
+
+    def train_dataloader(self) -> DataLoader:
+        shard = self.trainer.distributed_sampler_kwargs or {"num_replicas": 1}
+        mine = self.run.batch // shard["num_replicas"]
+        tokens = torch.randint(0, SHAPE["vocab_size"], (self.run.steps * mine, SHAPE["block_size"]))
+        return DataLoader(TensorDataset(tokens, tokens), batch_size=mine)
 
 
 @dataclass(frozen=True)
@@ -156,7 +161,7 @@ def question_of(planned: Planned) -> Question:
     run = planned.run
     module = Private(run)
     module.configure_model()
-    tokens = torch.zeros(planned.samples, LENGTH, dtype=torch.long)
+    tokens = torch.zeros(planned.samples, SHAPE["block_size"], dtype=torch.long)
     config = ZeROConfig(sharding={"min_unit_numel": 0})
     return Question(
         module, [module.configure_optimizers()], resolve_precision(planned.precision), [tokens, tokens],
