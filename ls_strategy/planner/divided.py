@@ -391,9 +391,17 @@ class DividedModel:
             )
         most = [max(row[meter] for row in per_rank) * job.micro_batches for meter in range(1 + len(METERS))]
         found = dict(zip(("flops", *METERS), most, strict=True))
-        crossings = 2 if job.parallel.pipeline > 2 else 1
-        sent = crossings * pieces.boundary_bytes() * job.micro_batches if job.parallel.pipeline > 1 else 0
-        return {**found, "pipeline": sent * (len(rank_of) // job.parallel.pipeline)}
+        return {**found, "pipeline": pieces.boundary_bytes() * _messages(rank_of) * job.micro_batches}
+
+
+def _messages(rank_of: Sequence[int]) -> int:
+    """Return the messages of the busiest rank of a pipeline per micro-batch, activations and gradients."""
+    last = len(rank_of) - 1
+    sent = dict.fromkeys(rank_of, 0)
+    for stage, rank in enumerate(rank_of):
+        sent[rank] += stage < last and rank_of[stage + 1] != rank
+        sent[rank] += stage > 0 and rank_of[stage - 1] != rank
+    return max(sent.values())
 
 
 class NotUniform(Exception):  # noqa: N818 - not an error of the user's

@@ -172,11 +172,27 @@ def question_of(planned: Planned) -> Question:
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("index", range(len(RUNS)), ids=map(str, RUNS))
-def test_the_peak_is_foretold_within_a_tenth(index: int) -> None:
+def test_the_peak_is_foretold_within_a_twentieth(index: int) -> None:
     planned = RUNS[index]
     with divided(question_of(planned), planned.parallel, native=False) as model:
         foretold = [p.device + p.cpu for p in model.peaks(planned.job, range(planned.parallel.pipeline))]
     found = [rank[index][0] for rank in measured()]
     per_stage = len(found) // len(foretold)
     for rank, peak in enumerate(found):
-        assert foretold[rank // per_stage] == pytest.approx(peak, rel=0.1), (foretold, found)
+        assert foretold[rank // per_stage] == pytest.approx(peak, rel=0.05), (foretold, found)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("index", range(len(RUNS)), ids=map(str, RUNS))
+def test_traffic_of_every_axis_is_foretold(index: int) -> None:
+    """Exactly, except that routers do not send every expert as many tokens, nor the stages all as much."""
+    planned = RUNS[index]
+    with divided(question_of(planned), planned.parallel, native=False) as model:
+        foretold = model.spent(planned.job)
+    most = {axis: max(rank[index][1][axis] for rank in measured()) for axis in measured()[0][index][1]}
+    assert foretold["tensor"] == most["tensor"]
+    assert foretold["context"] == most["sequence"]
+    if not planned.experts:
+        assert foretold["pipeline"] == most["pipeline"]
+    assert foretold["expert"] == pytest.approx(most["expert"], rel=0.05)
