@@ -9,6 +9,9 @@ from typing import Any
 from ls_strategy.cli import arguments
 from ls_strategy.errors import ConfigError
 
+_NAMED = 4
+"""Combinations without time that are named."""
+
 
 def add_search(parser: argparse.ArgumentParser) -> None:
     """Add the options."""
@@ -58,11 +61,15 @@ def run_search(args: argparse.Namespace, question: Any, hardware: Any) -> Any:
 
 def found_lines(found: Any, hardware: Any) -> list[str]:
     """Return what the search found, for the terminal."""
-    from ls_strategy.planner.search import explanation, front_table
+    from ls_strategy.planner.search import NO_TIME, explanation, front_table
 
     lines = [front_table(found)] if found.options else []
     lines += explanation(found, hardware)
-    lines += [f"without {what}: {why}" for what, why in found.skipped.items()]
+    late = [what for what, why in found.skipped.items() if why == NO_TIME]
+    if late:
+        more = "" if len(late) <= _NAMED else f" and {len(late) - _NAMED} more"
+        lines.append(f"not tried, no time was left (--search-seconds): {'; '.join(late[:_NAMED])}{more}")
+    lines += [f"without {what}: {why}" for what, why in found.skipped.items() if why != NO_TIME]
     return lines
 
 

@@ -72,9 +72,7 @@ class SparseLayer(nn.Module):
         """Return the rows of each expert, of the kept pairs ``order``. Waits for the device once."""
         return counts.tolist()
 
-    def exchanged_counts(
-        self, order: Tensor, counts: Tensor, axis: Axis
-    ) -> tuple[list[list[int]], list[list[int]]]:
+    def exchanged_counts(self, order: Tensor, counts: Tensor, axis: Axis) -> tuple[list[list[int]], list[list[int]]]:
         """Return the rows of `exchange_counts`. Collective; waits for the device once."""
         return exchange_counts(counts, axis)
 

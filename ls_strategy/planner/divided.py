@@ -1,7 +1,8 @@
-"""One model on one combination of tensor, context and expert parallelism: traced once, then counted for any pipeline,
-micro-batch size, ZeRO stage and tier.
+"""One model on one combination of tensor, context and expert parallelism.
 
-Blocks that are all alike are traced with five of them, and put together to the full number, see `pieces`.
+It is traced once, then counted for any pipeline, micro-batch size, ZeRO stage and tier.
+Blocks that are all alike are traced with five of them, and put together to the full number, see
+`pieces`.
 """
 
 from __future__ import annotations
@@ -27,7 +28,18 @@ from ls_strategy.planner.buffers import Setting
 from ls_strategy.planner.candidates import Candidate
 from ls_strategy.planner.choice import Question
 from ls_strategy.planner.parallelism import Axes, Parallelism, Stack, is_uniform, sharded, shortened, stack_of
-from ls_strategy.planner.pieces import SHORT, Composer, Pieces, Rename, Span, between, cut, numbers_by_name, stand_in, whole_step
+from ls_strategy.planner.pieces import (
+    SHORT,
+    Composer,
+    Pieces,
+    Rename,
+    Span,
+    between,
+    cut,
+    numbers_by_name,
+    stand_in,
+    whole_step,
+)
 from ls_strategy.planner.replay import Peak, replay
 from ls_strategy.planner.simulated import Simulated, simulated
 from ls_strategy.planner.stage_replay import StageReplay
@@ -82,7 +94,7 @@ class Job:
 class DividedModel:
     """See the module. Built by `divided`."""
 
-    def __init__(
+    def __init__(  # noqa: PLR0913  (what `divided` has made, one by one)
         self, question: Question, parallel: Parallelism, stack: Stack | None, fakes: Simulated, axes: Axes, *,
         optimizers: Sequence[Optimizer], native: bool, short: bool,
     ) -> None:  # fmt: skip
@@ -298,7 +310,9 @@ class DividedModel:
         pieces = self.pieces(job.candidate.recompute, job.samples)
         size = job.parallel.pipeline
         bounds = self.bounds(stages_of(job.parallel)) if size > 1 else (0, self.blocks)
-        plan = self.plan(config, job, [Span(bounds[s], bounds[s + 1], self.blocks) for s in range(0, len(bounds) - 1, size)])
+        plan = self.plan(
+            config, job, [Span(bounds[s], bounds[s + 1], self.blocks) for s in range(0, len(bounds) - 1, size)]
+        )
         states = sum(plan.bytes_by_tier(self.optimizer_bytes)["device"].values())
         alive = min(size, job.micro_batches)
         return states + pieces.saved_bytes(stand_in(bounds[1] - 1, self.blocks, pieces.blocks)) * bounds[1] * alive
@@ -485,9 +499,7 @@ def divided(
         classes = question.run.config.precision.fp32_modules
         fakes = exit.enter_context(simulated(module, question.precision, classes, _CPU))
         axes = exit.enter_context(sharded(module, parallel, fakes.mode, native=native))
-        yield DividedModel(
-            question, parallel, stack, fakes, axes, optimizers=optimizers, native=native, short=short
-        )
+        yield DividedModel(question, parallel, stack, fakes, axes, optimizers=optimizers, native=native, short=short)
 
 
 def _are_units(question: Question) -> bool:

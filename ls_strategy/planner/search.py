@@ -6,14 +6,16 @@ stages, layers with experts.
 
 A model is traced once per combination of tensor, context and expert parallelism. Times and a lower bound of the memory
 follow from the trace; the memory is then replayed, fastest first, for combinations that may need less than all faster
-ones. After `SECONDS`, no new trace and no new replay begins, and the result names what was not tried.
+ones. After `SECONDS`, nothing more is traced, and a quarter of that is the most that the replays of one trace take. The
+result names what was not tried. Layers and sequences are sharded where one sample is too large, so with tensor and
+context parallelism micro-batches are of one sample.
 """
 
 from __future__ import annotations
 
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from ls_strategy.config import RecomputeConfig
@@ -21,15 +23,18 @@ from ls_strategy.errors import PlanError
 from ls_strategy.moe.sparse import SparseLayer
 from ls_strategy.planner.candidates import Candidate
 from ls_strategy.planner.choice import Question
+from ls_strategy.planner.costs import Costs, costs_of
 from ls_strategy.planner.divided import DividedModel, Job, NotUniform, divided, rows_of, stages_of
 from ls_strategy.planner.hardware import Hardware, show_bytes
-from ls_strategy.planner.costs import Costs, costs_of
 from ls_strategy.planner.parallelism import Parallelism
 from ls_strategy.planner.replay import Peak
 from ls_strategy.planner.traffic import traffic
 
 SECONDS = 8.0
 """After this time, no further combination of tensor, context and expert parallelism is traced."""
+
+NO_TIME = "no time was left"
+"""The reason for which a combination was not tried."""
 
 _MOST_TENSOR, _MOST_CONTEXT, _MOST_STAGES, _MOST_SAMPLES = 16, 64, 64, 64
 _MOST_MICRO_BATCHES = 512
@@ -128,10 +133,10 @@ def search(question: Question, hardware: Hardware, *, seconds: float = SECONDS) 
     for parallel in _layers(question, hardware):
         label = parallel.name or "data parallelism"
         if found.traced and time.perf_counter() - started > seconds:
-            found.skipped[label] = f"not tried: {seconds:g} s were over"
+            found.skipped[label] = NO_TIME
             continue
         try:
-            _try(question, hardware, parallel, found, started + seconds)
+            _try(question, hardware, parallel, found, seconds / 4)
             found.traced.append(label)
         except PlanError as error:
             first = first or error
@@ -164,20 +169,20 @@ def _layers(question: Question, hardware: Hardware) -> list[Parallelism]:
                 result.append(Parallelism(tensor=tensor, context=context, expert=expert))
                 if context > 1:
                     result.append(Parallelism(tensor=tensor, context=context, ring=context, expert=expert))
-    return sorted(result, key=lambda p: (p.tensor * p.context * p.expert, p.ring, p.context, p.expert))
+    return sorted(result, key=lambda p: (p.ring > 1, p.tensor * p.context * p.expert, p.context, p.expert))
 
 
-def _try(question: Question, hardware: Hardware, parallel: Parallelism, found: Found, until: float) -> None:
+def _try(question: Question, hardware: Hardware, parallel: Parallelism, found: Found, seconds: float) -> None:
     native = hardware.device != "cpu"
     try:
         with divided(question, parallel, native=native) as model:
-            _fill(model, hardware, parallel, found, until)
+            _fill(model, hardware, parallel, found, seconds)
     except NotUniform:
         with divided(question, parallel, native=native, short=False) as model:
-            _fill(model, hardware, parallel, found, until)
+            _fill(model, hardware, parallel, found, seconds)
 
 
-def _fill(model: DividedModel, hardware: Hardware, parallel: Parallelism, found: Found, until: float) -> None:
+def _fill(model: DividedModel, hardware: Hardware, parallel: Parallelism, found: Found, seconds: float) -> None:
     """Add the options of one model that fit and may be on the front."""
     run = model.question.run
     policies: list[RecomputeConfig | None] = [run.recompute]
@@ -185,11 +190,12 @@ def _fill(model: DividedModel, hardware: Hardware, parallel: Parallelism, found:
         policies.append(RecomputeConfig(policy="full"))
     timed: list[tuple[float, int, Job, Costs]] = []
     for job in _jobs(model, hardware, parallel, found.global_batch, policies):
-        costs = costs_of(model, job, hardware, _traffic(model, job, hardware))
+        costs = costs_of(model, job, hardware, zero_traffic(model, job, hardware))
         timed.append((costs.seconds[1], len(timed), job, costs))
+    until = time.perf_counter() + seconds
     for _, _, job, costs in sorted(timed, key=lambda row: row[:2]):
         if found.options and time.perf_counter() > until:
-            found.skipped[f"slower ones with {parallel.name or 'data parallelism'}"] = "not tried: no time was left"
+            found.skipped[f"slower ones with {parallel.name or 'data parallelism'}"] = NO_TIME
             return
         faster = [o.peak.device for o in found.options if o.costs.seconds[1] <= costs.seconds[1]]
         if faster and model.least(job) >= min(faster):
@@ -218,7 +224,8 @@ def _jobs(
             if size > 1 and stages_of(whole) > model.blocks:
                 continue
             share = batch // (ranks // whole.replica)
-            for samples in _powers(min(_MOST_SAMPLES, share)):
+            whole_layers = parallel.tensor == parallel.context == 1
+            for samples in _powers(min(_MOST_SAMPLES, share)) if whole_layers else (1,):
                 if share % samples or (size > 1 and not size <= share // samples <= _MOST_MICRO_BATCHES):
                     continue
                 for candidate in _candidates(whole.zero(ranks), policies):
@@ -234,16 +241,18 @@ def _candidates(zero: int, policies: Sequence[RecomputeConfig | None]) -> Iterat
             yield Candidate(stage, recompute=policy)  # type: ignore[arg-type]
 
 
-def _traffic(model: DividedModel, job: Job, hardware: Hardware) -> tuple[int, int]:
+def zero_traffic(model: DividedModel, job: Job, hardware: Hardware) -> tuple[int, int]:
     """Return ZeRO's bytes per rank and step, and those of them that leave the node."""
-    config = job.candidate.config(model.question.run.config)
+    # A pipeline gathers and reduces once, after all micro-batches, in fp32: stage 3 as stage 2.
+    once = job.parallel.pipeline > 1
+    candidate = replace(job.candidate, stage=2) if once and job.candidate.stage == 3 else job.candidate
+    config = candidate.config(model.question.run.config)
     plan = model.fullest_plan(config, job)
-    once = job.parallel.pipeline > 1  # a pipeline reduces once, after all micro-batches
     moved = traffic(
         plan,
         model.optimizer_bytes,
         micro_batches=1 if once else job.micro_batches,
-        native_fp32=model.native and model.question.precision.reduce_in_fp32,
+        native_fp32=once or (model.native and model.question.precision.reduce_in_fp32),
         cuda=model.native,
         node_size=max(hardware.on_a_node // job.parallel.tensor, 1),
     )
@@ -267,7 +276,9 @@ def front_table(found: Found) -> str:
         rows.append([option.name, show_bytes(option.peak.device), f"{low:.3g} to {high:.3g}", sent, bubble])
     widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
     lines = [
-        "  ".join(cell.ljust(w) if i == 0 else cell.rjust(w) for i, (cell, w) in enumerate(zip(row, widths, strict=True)))
+        "  ".join(
+            cell.ljust(w) if i == 0 else cell.rjust(w) for i, (cell, w) in enumerate(zip(row, widths, strict=True))
+        )
         for row in rows
     ]
     head = f"memory against time, with a global batch of {found.global_batch:,} samples:"
@@ -282,6 +293,7 @@ def explanation(found: Found, hardware: Hardware) -> list[str]:
         needs = "" if closest is None else f" {closest.name} comes closest, with {show_bytes(closest.peak.device)}."
         return [f"nothing fits.{needs} Searched {tried}. Use more ranks, a smaller batch, or offload."]
     best = found.front[0]
+    active = best.peak.at_peak.get("activations", 0)
     states = sum(best.peak.at_peak.get(kind, 0) for kind in ("parameters", "masters", "gradients", "optimizer"))
     room = hardware.device_room
     bound = max(best.costs.parts.items(), key=lambda part: part[1])
@@ -289,8 +301,9 @@ def explanation(found: Found, hardware: Hardware) -> list[str]:
     leanest = found.front[-1]
     return [
         f"{best.name}: the fastest of what fits, at most {best.costs.seconds[1]:.3g} s per step; searched {tried}.",
-        f"memory: {show_bytes(best.peak.device)}" + ("" if room is None else f" of {show_bytes(room)}")
-        + f", of that {show_bytes(states)} states and {show_bytes(best.peak.at_peak.get('activations', 0))} activations.",
+        f"memory: {show_bytes(best.peak.device)}"
+        + ("" if room is None else f" of {show_bytes(room)}")
+        + f", of that {show_bytes(states)} states and {show_bytes(active)} activations.",
         f"time: mostly {bound[0]} ({bound[1]:.3g} s without overlap), {best.costs.bubble:.1%} bubble.",
         f"least memory: {leanest.name}, {show_bytes(leanest.peak.device)}, at most {leanest.costs.seconds[1]:.3g} s.",
         f"set ZeROStrategy({', '.join(f'{k}={v!r}' for k, v in chosen['strategy'].items())}), "

@@ -21,7 +21,7 @@ _STEPS = 2
 class StageReplay(Replay):
     """One replay."""
 
-    def __init__(
+    def __init__(  # noqa: PLR0913  (one table, one by one)
         self,
         plan: Plan,
         setting: Setting,

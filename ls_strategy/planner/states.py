@@ -74,9 +74,7 @@ class ModelStates:
         """
         parallel = self.parallel
         ranks = parallel.zero(world_size)
-        cut = partial(
-            ranks_of_group, node_size=node_size or world_size, replicated=ranks, tensor=parallel.tensor
-        )
+        cut = partial(ranks_of_group, node_size=node_size or world_size, replicated=ranks, tensor=parallel.tensor)
         group, copies = cut("shard_size", config.sharding.shard_size), cut("hpz", config.sharding.hpz)
         groups = ranks // group
         sizes: Any = SimpleNamespace(

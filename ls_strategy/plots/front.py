@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import pairwise
 from pathlib import Path
 
 import torch
@@ -30,7 +31,7 @@ def draw_front(points: Sequence[tuple[float, float]], title: str, x_label: str, 
     y_end = max(y for _, y in points) * 1.1 or 1.0
     body = torch.full((3, height, _WIDTH), 255, dtype=torch.uint8)
     places = [(int(x / x_end * (_WIDTH - 1)), int((1 - y / y_end) * (height - 1))) for x, y in points]
-    for (x0, y0), (x1, y1) in zip(places, places[1:], strict=False):
+    for (x0, y0), (x1, y1) in pairwise(places):
         _fill(body, (min(x0, x1), y0 - 1, max(x0, x1) + 1, y0 + 1), _LINE)
         _fill(body, (x1 - 1, min(y0, y1), x1 + 1, max(y0, y1) + 1), _LINE)
     for x, y in places:

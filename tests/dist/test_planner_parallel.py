@@ -17,7 +17,9 @@ from ls_strategy.planner.candidates import Candidate
 from ls_strategy.planner.choice import Question
 from ls_strategy.planner.divided import Job, divided
 from ls_strategy.planner.forecast import Run as PlannedRun
+from ls_strategy.planner.hardware import Hardware
 from ls_strategy.planner.parallelism import Parallelism
+from ls_strategy.planner.search import zero_traffic
 from ls_strategy.precision import resolve_precision
 from ls_strategy.testing import spawn
 from tests.dist.parallel_runs import Module, Run
@@ -190,7 +192,9 @@ def test_traffic_of_every_axis_is_foretold(index: int) -> None:
     planned = RUNS[index]
     with divided(question_of(planned), planned.parallel, native=False) as model:
         foretold = model.spent(planned.job)
+        zero, _ = zero_traffic(model, planned.job, Hardware(ranks=4, ranks_per_node=4, device="cpu"))
     most = {axis: max(rank[index][1][axis] for rank in measured()) for axis in measured()[0][index][1]}
+    assert zero == pytest.approx(most["zero"], rel=0.001)  # stages have other paddings
     assert foretold["tensor"] == most["tensor"]
     assert foretold["context"] == most["sequence"]
     if not planned.experts:

@@ -129,6 +129,19 @@ def test_a_plan_for_slow_links_between_nodes(config, capsys):
     assert "the fastest that fits, at most" in out
 
 
+@pytest.mark.slow
+def test_a_search_prints_and_tells_what_to_set(config, capsys):
+    words = (config, "--gpus=8", "--gpu-memory=80GB", "--tflops=300", "--link=50", "--search")
+    assert run(*words, "--json") == 0
+    found = json.loads(capsys.readouterr().out)["search"]
+    assert found["global_batch"] == 4 * 8
+    assert all(o["batch_size_per_replica"] * o["accumulate_grad_batches"] <= 4 * 8 for o in found["front"])
+    assert run(*words) == 0
+    out = capsys.readouterr().out
+    assert "memory against time, with a global batch of 32 samples" in out
+    assert "the global batch stays 32." in out
+
+
 def test_a_plan_for_too_small_a_machine(config, capsys):
     assert run("--config", config, "--gpus", 8, "--gpu-memory", "1GB", "--scaling") == 1
     text = capsys.readouterr().out
