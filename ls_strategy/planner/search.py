@@ -26,7 +26,7 @@ from ls_strategy.planner.choice import Question
 from ls_strategy.planner.costs import Costs, costs_of
 from ls_strategy.planner.divided import DividedModel, Job, NotUniform, divided, rows_of, stages_of
 from ls_strategy.planner.hardware import Hardware, show_bytes
-from ls_strategy.planner.parallelism import Parallelism
+from ls_strategy.planner.parallelism import Parallelism, stack_of
 from ls_strategy.planner.replay import Peak
 from ls_strategy.planner.traffic import traffic
 
@@ -124,8 +124,13 @@ def search(question: Question, hardware: Hardware, *, seconds: float = SECONDS) 
         seconds: see `SECONDS`.
 
     Raises:
-        PlanError: the step cannot be traced at all.
+        PlanError: the model has no stack of blocks, or the step cannot be traced at all.
     """
+    if stack_of(question.module) is None:
+        raise PlanError(
+            f"Got a search for {type(question.module).__name__}, which has no single ModuleList or Sequential of two "
+            "or more blocks with submodules. The search puts steps together from blocks. Plan without --search."
+        )
     started = time.perf_counter()
     batch = rows_of(question.batch) * hardware.ranks * question.run.micro_batches
     found = Found(global_batch=batch)
