@@ -533,6 +533,13 @@ def fake_tensors() -> AbstractContextManager[Any]:
     return FakeTensorMode(allow_non_fake_inputs=True)
 
 
+def is_fake(tensor: Tensor) -> bool:
+    """Whether a tensor is one of `fake_tensors`."""
+    from torch._subclasses.fake_tensor import FakeTensor
+
+    return isinstance(tensor, FakeTensor)
+
+
 def uncompiled(module: nn.Module) -> nn.Module:
     """Return the module that ``torch.compile(module)`` wraps; any other module is returned as it is."""
     while "_orig_mod" in module._modules:

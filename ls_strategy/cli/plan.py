@@ -15,6 +15,7 @@ from typing import Any
 
 from ls_strategy.checked import accept, at_least
 from ls_strategy.cli import arguments
+from ls_strategy.cli.plan_search import add_search, check_search, found_json, found_lines, run_search
 from ls_strategy.cli.submit import infer_module, keep_what_follows_two_dashes
 from ls_strategy.errors import ConfigError, LSError, PlanError
 
@@ -28,8 +29,8 @@ def add(subcommands: argparse._SubParsersAction[argparse.ArgumentParser]) -> Non
         description="Predict what a LightningCLI program needs per rank with every strategy, and recommend the "
         "lightest strategy that fits. One training step runs on tensors without memory: the model's weights are never "
         "allocated, and only the shapes of the first batch are used. Activations are counted as the CPU's operations "
-        "save them, with fused attention. Tensor, sequence, expert and pipeline parallelism of the recipe do not "
-        "reduce the predicted memory: every rank is assumed to hold the full model.",
+        "save them, with fused attention. In the first table every rank holds the full model, whatever kinds of "
+        "parallelism the recipe uses; --search covers these.",
     )
     parser.add_argument("config", nargs="*", help="YAML files of the program; later files override earlier ones")
     parser.add_argument("--config", action="append", dest="more", default=[], metavar="FILE", help="one more YAML file")
@@ -59,6 +60,7 @@ def add(subcommands: argparse._SubParsersAction[argparse.ArgumentParser]) -> Non
     parser.add_argument("--bus", type=arguments.number(), metavar="GB/S", help="bandwidth between a GPU and its host")
     parser.add_argument("--drive", type=arguments.number(), metavar="GB/S", help="NVMe bandwidth per rank")
     parser.add_argument("--scaling", action="store_true", help="also print states and traffic on 8 to 4,096 ranks")
+    add_search(parser)
     parser.add_argument("--json", action="store_true", help="print JSON")
     parser.set_defaults(run=run, extra=[])
     keep_what_follows_two_dashes(parser)
@@ -72,6 +74,7 @@ def run(args: argparse.Namespace) -> int:
     configs = arguments.yaml_files((*args.config, *args.more))
     if not configs:
         raise ConfigError("Got no YAML file. Give one: ls-strategy plan recipes/gpt/configs/base.yaml")
+    check_search(args)
     for config in configs:
         arguments.read_section(config, "trainer")  # report invalid YAML before the program runs
     module = args.module or infer_module(configs[0])
@@ -84,6 +87,7 @@ def run(args: argparse.Namespace) -> int:
     with question.forecaster() as forecaster:
         forecasts = forecaster.all(hardware)
         rows = scale(forecaster, hardware) if args.scaling else []
+    found = run_search(args, question, hardware) if args.search else None
     bubbles = pipeline_bubbles(strategy_options(trainer))
     chosen = lightest(forecasts)
     quickest = fastest(forecasts) if args.inter_node is not None else None
@@ -98,9 +102,10 @@ def run(args: argparse.Namespace) -> int:
             "fastest": None if quickest is None else quickest.candidate.name,
             "pipeline_bubbles": bubbles,
             "scaling": [vars(row) for row in rows],
+            "search": None if found is None else found_json(found),
         }
         print(json.dumps(result, indent=2))
-        return 0 if chosen is not None else 1
+        return 0 if chosen is not None or (found is not None and found.options) else 1
     print(f"{module}: {numel:,} parameters in {question.precision.name}, batch of one rank: {_shapes(question.batch)}")
     print(table(forecasts, hardware))
     print(reason(forecasts))
@@ -110,7 +115,9 @@ def run(args: argparse.Namespace) -> int:
         print("pipeline bubble: " + ", ".join(f"{name} {bubble:.1%}" for name, bubble in bubbles.items()))
     if rows:
         print(scaling_table(rows))
-    return 0 if chosen is not None else 1
+    if found is not None:
+        print("\n".join(found_lines(found, hardware)))
+    return 0 if chosen is not None or (found is not None and found.options) else 1
 
 
 def hardware_of(args: argparse.Namespace, trainer: dict[str, Any]) -> Any:

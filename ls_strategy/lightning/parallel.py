@@ -17,7 +17,6 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.utils.data import DataLoader
 
-from ls_strategy.blocks import repeated_blocks
 from ls_strategy.checkpoint.random import random_states, restore_random_states
 from ls_strategy.config import ParallelConfig, ShardingConfig
 from ls_strategy.distributed.axis import Axis
@@ -34,6 +33,7 @@ from ls_strategy.moe.router import Router
 from ls_strategy.parallel import logits
 from ls_strategy.parallel.dtensor import Localized, has_dtensors, localize, parallelize
 from ls_strategy.parallel.plans import resolve_tensor_plan
+from ls_strategy.parallel.stack import head_after, one_stack
 from ls_strategy.parallel.tensor import apply_tensor_parallel, broadcast_values
 from ls_strategy.parallel.ulysses import apply_sequence_parallel
 from ls_strategy.zero.deferred import recall_deferred, share_random_states
@@ -247,8 +247,8 @@ class ModelParallel:
         assert self.mesh is not None
         if self.mesh.sequence.size == 1:
             return
-        blocks = self._one_stack(module)
-        head, ring = _head(module, blocks), self.config.ring
+        blocks = one_stack(module)
+        head, ring = head_after(module, blocks), self.config.ring
         sequence = apply_sequence_parallel(module, self.mesh.sequence, blocks=blocks, head=head, ring=ring)
         done.handles.append(sequence)
         if done.pipeline is not None:
@@ -283,19 +283,6 @@ class ModelParallel:
         if self._balanced[1]:
             comm = self.mesh.stage if self.config.tp.sequence_parallel else self.mesh.zero
             update_router_bias(module, Axis("tokens", comm).all_reduce)
-
-    @staticmethod
-    def _one_stack(module: nn.Module) -> list[nn.Module]:
-        """Return the blocks that a sequence passes through, in order."""
-        stacks = repeated_blocks(module)
-        if len(stacks) != 1:
-            found = ", ".join(stacks) or "none"
-            raise PlanError(
-                "parallel.context requires one stack of blocks, a ModuleList or Sequential that the tokens pass "
-                f"through from the first to the last; found: {found}. Encoder-decoder models are not supported: set "
-                "parallel.context=1."
-            )
-        return next(iter(stacks.values()))
 
     def _average_metrics_over_replicas(self, module: nn.Module) -> None:
         """Make torchmetrics count every replica once."""
@@ -350,24 +337,6 @@ class ModelParallel:
 
 def _never() -> bool:
     return False
-
-
-def _head(module: nn.Module, blocks: list[nn.Module]) -> nn.Module | None:
-    """Return the layer that computes logits from the output of the blocks, None unless there is one candidate."""
-    for candidate in module.modules():
-        get = getattr(candidate, "get_output_embeddings", None)
-        named = get() if callable(get) else None
-        if isinstance(named, nn.Module):
-            return named
-    inside = {id(m) for block in blocks for m in block.modules()}
-    after = False
-    heads: list[nn.Module] = []
-    for candidate in module.modules():
-        if id(candidate) in inside:
-            after = True
-        elif after and isinstance(candidate, nn.Linear):
-            heads.append(candidate)
-    return heads[0] if len(heads) == 1 else None
 
 
 def _leaves(value: Any, path: str) -> Iterator[tuple[str, Any]]:

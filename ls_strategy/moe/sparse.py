@@ -64,6 +64,18 @@ class SparseLayer(nn.Module):
         """Start new statistics."""
         self.counts.reset()
 
+    def sorted_pairs(self, routing: Routing) -> tuple[Tensor, Tensor]:  # the planner replaces these three
+        """Return the kept pairs, sorted by expert, and their number for each expert; see `sort_by_expert`."""
+        return sort_by_expert(routing.experts, routing.kept, self.num_experts)
+
+    def row_counts(self, order: Tensor, counts: Tensor) -> list[int]:
+        """Return the rows of each expert, of the kept pairs ``order``. Waits for the device once."""
+        return counts.tolist()
+
+    def exchanged_counts(self, order: Tensor, counts: Tensor, axis: Axis) -> tuple[list[list[int]], list[list[int]]]:
+        """Return the rows of `exchange_counts`. Collective; waits for the device once."""
+        return exchange_counts(counts, axis)
+
     def dispatch(
         self, tokens: Tensor, routing: Routing, meanwhile: Callable[[], T], dtype: torch.dtype | None = None
     ) -> tuple[Tensor, T]:
@@ -92,17 +104,17 @@ class SparseLayer(nn.Module):
     def _dispatch_local(
         self, tokens: Tensor, routing: Routing, meanwhile: Callable[[], T], dtype: torch.dtype | None
     ) -> tuple[Tensor, T]:
-        order, counts = sort_by_expert(routing.experts, routing.kept, self.num_experts)
+        order, counts = self.sorted_pairs(routing)
         axis = None if self.parallel is None or self.parallel.experts.size == 1 else self.parallel.experts
         row_dtype = self.experts.input_dtype(tokens)  # type: ignore[operator]
         rows = permute(tokens.to(row_dtype), order, routing.experts.shape[1])
         if axis is None:
-            lengths: list[int] = counts.tolist()
+            lengths = self.row_counts(order, counts)
             result = meanwhile()
             out = self.experts(rows, lengths)
             return combine(out if dtype is None else out.to(dtype), order, routing.weights), result
         scale = 1.0 if self.parallel is None else self.parallel.gradient_scale
-        send, receive = exchange_counts(counts, axis)
+        send, receive = self.exchanged_counts(order, counts, axis)
         outgoing = Exchange(axis, [sum(n) for n in send], [sum(n) for n in receive])
         started = outgoing.start(rows)
         result = meanwhile()

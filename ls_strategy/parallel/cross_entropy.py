@@ -20,6 +20,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.nn import functional
 
+from ls_strategy._compat import is_fake
 from ls_strategy.distributed.axis import Axis
 from ls_strategy.parallel.dim_shard import DimShard, unshard
 
@@ -208,7 +209,7 @@ def _is_possible(options: Options, shards: Sequence[DimShard]) -> bool:
 
 def _are_indices(logits: Any, target: Any) -> bool:
     shape = tuple(logits.shape)
-    plain = type(target) is Tensor and not target.is_floating_point()
+    plain = (type(target) is Tensor or is_fake(target)) and not target.is_floating_point()
     return plain and len(shape) > 1 and tuple(target.shape) == (shape[0], *shape[2:])
 
 
@@ -221,7 +222,7 @@ def _is_usable(weight: Any, logits: Any, options: Options) -> bool:
 
 def _check_range(target: Tensor, counted: Tensor, classes: int) -> None:
     """Raise what torch raises on the CPU. On other devices a check would synchronise; there the loss becomes NaN."""
-    if target.device.type == "cpu":
+    if target.device.type == "cpu" and not is_fake(target):
         wrong = target[counted & ((target < 0) | (target >= classes))]
         if wrong.numel():
             raise IndexError(f"Target {wrong[0].item()} is out of bounds.")

@@ -217,6 +217,8 @@ class SimulatedReducer:
         self.plan, self.policy, self.setting, self.ledger = plan, plan.policy, setting, ledger
         self.pool = SimulatedPool(ledger)
         self.eager = True
+        self.holds = False
+        """See `Reducer`."""
         self._early_step = False
         """Whether updates start in this backward: only in the last one before the step."""
         self._trained = trained
@@ -226,7 +228,7 @@ class SimulatedReducer:
     def begin_backward(self, *, eager: bool) -> None:
         """See `Reducer`."""
         self.finish_in_flight()
-        self.eager = eager or self.policy.gradients
+        self.eager = eager or (self.policy.gradients and not self.holds)
         self._early_step = self.setting.early_step and eager
         self._next = 0
         for unit in self.order:
@@ -265,7 +267,8 @@ class SimulatedReducer:
 
     def _hold(self, flat: SimulatedFlat) -> None:
         if flat.grad is None:
-            flat.grad = self.pool.take(flat.plan.layout.numel, flat.plan.dtype.itemsize)
+            size = flat.plan.dtype.itemsize
+            flat.grad = self.pool.take(flat.plan.layout.numel, max(size, 4) if self.holds else size)
 
     def end_backward(self) -> None:
         """See `Reducer`."""
@@ -276,6 +279,12 @@ class SimulatedReducer:
         self._next = len(self.order)
         if not self.policy.gradients or self._early_step:
             self.finish_in_flight()
+
+    def send_held(self) -> None:
+        """See `Reducer`."""
+        if any(not unit.launched for unit in self.order):
+            self.eager = True
+            self.end_backward()
 
     def _launch(self, unit: SimulatedUnit) -> None:
         unit.launched = True
@@ -292,10 +301,10 @@ class SimulatedReducer:
     def _sent_itemsize(self, flat: SimulatedFlat) -> int:
         if not self.policy.optimizer or flat.wide:
             return 4
-        return flat.plan.dtype.itemsize
+        return flat.plan.dtype.itemsize if flat.grad is None else flat.grad[1]
 
     def _send(self, flat: SimulatedFlat) -> None:
-        world, shard, size = self.plan.world_size, flat.plan.layout.shard, self._sent_itemsize(flat)
+        world, shard, size = flat.plan.layout.world_size, flat.plan.layout.shard, self._sent_itemsize(flat)
         if world == 1:
             return
         if not self.setting.native:

@@ -23,7 +23,7 @@ from ls_strategy.planner.trace import Step, Trace, Tracer
 from ls_strategy.planner.traffic import StepTraffic, traffic
 from ls_strategy.precision import PrecisionPolicy
 
-_EFFICIENCY = 0.4
+EFFICIENCY = 0.4
 """Fraction of peak FLOP/s that training of large models reaches, for the upper bound of a step's time."""
 
 _HOST_BYTES_OF_NVME = 80 << 20
@@ -223,7 +223,7 @@ def _seconds(moved: StepTraffic, flops: int, hardware: Hardware) -> tuple[float,
         (moved.drive, hardware.drive_gbs),
     )
     others = [nbytes / (speed * 1e9) for nbytes, speed in ways if speed is not None]
-    return max(compute, *others, 0.0), compute / _EFFICIENCY + sum(others)
+    return max(compute, *others, 0.0), compute / EFFICIENCY + sum(others)
 
 
 def _lacks(peak: Peak, hardware: Hardware) -> tuple[str, ...]:

@@ -40,7 +40,7 @@ class Peak:
     """Between two steps, by tier and kind, as `Plan.bytes_by_tier`."""
 
 
-class _Replay:
+class Replay:
     """One replay."""
 
     def __init__(self, trace: Trace, plan: Plan, setting: Setting, trained: set[str]) -> None:
@@ -59,11 +59,23 @@ class _Replay:
         ahead = plan.param_tier == "nvme" or (plan.param_tier == "cpu" and self.setting.cuda)
         return SimulatedFlat(plan, self.ledger, ahead, sharded=plan.policy(self.plan.policy).parameters)
 
-    def run(self, names: Sequence[Sequence[str]]) -> Peak:
+    def begin(self) -> dict[TierName, dict[str, int]]:
+        """Count the states, and return them."""
         states = self.plan.bytes_by_tier(self.setting.optimizer_bytes)
         for kind, nbytes in states["device"].items():
             self.ledger.add(kind, nbytes)
         self.ledger.add("buffers", self.setting.buffers)
+        return states
+
+    def end(self, states: dict[TierName, dict[str, int]]) -> Peak:
+        """Return the peak."""
+        at_peak = {k: v for k, v in self.ledger.at_peak.items() if v}
+        cpu = self._host_bytes(states["cpu"])
+        return Peak(self.ledger.peak, at_peak, cpu, sum(states["nvme"].values()), states)
+
+    def run(self, names: Sequence[Sequence[str]]) -> Peak:
+        """Replay two steps."""
+        states = self.begin()
         for _ in range(_STEPS):
             for micro_batch in range(self.setting.micro_batches):
                 last = micro_batch == self.setting.micro_batches - 1
@@ -71,9 +83,7 @@ class _Replay:
                     self._on(event, names, last=last)
                 self._forget_activations()
             self._step()
-        at_peak = {k: v for k, v in self.ledger.at_peak.items() if v}
-        cpu = self._host_bytes(states["cpu"])
-        return Peak(self.ledger.peak, at_peak, cpu, sum(states["nvme"].values()), states)
+        return self.end(states)
 
     def _on(self, event: Event, names: Sequence[Sequence[str]], *, last: bool) -> None:
         kind, number, amount = event
@@ -89,6 +99,8 @@ class _Replay:
             self.gatherer.fetch(self.units[number], backward=kind == "refetch")
         elif kind == "release":
             self.gatherer.release(self.units[number])
+        elif kind in ("into", "back", "spent"):
+            pass
         elif kind == "grad":
             name = names[number][amount]
             flat, numel = self.slots[number][name]
@@ -157,4 +169,4 @@ def replay(trace: Trace, plan: Plan, setting: Setting, *, trained: set[str], nam
 
     ``trained`` names the parameters with gradients, ``names`` the parameters of every unit in the trace's order.
     """
-    return _Replay(trace, plan, setting, trained).run(names)
+    return Replay(trace, plan, setting, trained).run(names)

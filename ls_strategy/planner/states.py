@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from fractions import Fraction
 from functools import partial
 from types import SimpleNamespace
@@ -16,7 +16,9 @@ from torch.optim import Optimizer
 from ls_strategy.config import ZeROConfig
 from ls_strategy.distributed.comm import Comm
 from ls_strategy.distributed.mesh import ranks_of_group
+from ls_strategy.layout import TensorPart
 from ls_strategy.plan import MOMENT_BYTES, Plan
+from ls_strategy.planner.parallelism import Parallelism
 from ls_strategy.precision import PrecisionPolicy
 from ls_strategy.zero.setup.assembly import Draft
 from ls_strategy.zero.setup.share import Share
@@ -39,9 +41,13 @@ class ModelStates:
     model: nn.Module
     optimizers: Sequence[Optimizer]
     precision: PrecisionPolicy
+    parts: Mapping[int, TensorPart] = field(default_factory=dict)
+    """Of sharded layers and experts, by ``id(parameter)``."""
 
-    def draft(self, config: ZeROConfig, world_size: int) -> Draft:
-        """Return what one rank would build.
+    parallel: Parallelism = field(default_factory=Parallelism)
+
+    def draft(self, config: ZeROConfig, world_size: int, share: Share | None = None) -> Draft:
+        """Return what one rank would build. ``share``: of a pipeline.
 
         Raises:
             PlanError: model, optimizers and options are incompatible.
@@ -52,33 +58,37 @@ class ModelStates:
             config=config,
             precision=self.precision,
             policy=policy_of(config, world_size),
-            parts={},
-            share=Share(),
+            parts=self.parts,
+            share=share or Share(),
         )
         draft.agree(Comm(None, None))
         return draft
 
-    def plan(self, config: ZeROConfig, world_size: int, node_size: int | None = None) -> Plan:
+    def plan(
+        self, config: ZeROConfig, world_size: int, node_size: int | None = None, share: Share | None = None
+    ) -> Plan:
         """Return the engine's plan on ``world_size`` ranks, of a rank with the most; ``node_size`` of them on a node.
 
         Raises:
             PlanError: the ranks cannot be grouped as the options say.
         """
-        cut = partial(ranks_of_group, node_size=node_size or world_size, replicated=world_size, tensor=1)
+        parallel = self.parallel
+        ranks = parallel.zero(world_size)
+        cut = partial(ranks_of_group, node_size=node_size or world_size, replicated=ranks, tensor=parallel.tensor)
         group, copies = cut("shard_size", config.sharding.shard_size), cut("hpz", config.sharding.hpz)
-        groups = world_size // group
+        groups = ranks // group
         sizes: Any = SimpleNamespace(
-            zero=SimpleNamespace(world_size=world_size),
+            zero=SimpleNamespace(world_size=ranks),
             shards=SimpleNamespace(world_size=group, replica=min(1, groups - 2) if groups > 1 else 0, replicas=groups),
-            node=None if copies in (1, world_size) else SimpleNamespace(world_size=copies),
-            expert_zero=SimpleNamespace(world_size=world_size),
-            tensor=SimpleNamespace(size=1),
+            node=None if copies in (1, ranks) else SimpleNamespace(world_size=copies),
+            expert_zero=SimpleNamespace(world_size=parallel.expert_zero(world_size)),
+            tensor=SimpleNamespace(size=parallel.tensor),
         )
         given = config.sharding.rank_weights
-        known = isinstance(given, tuple) and len(given) == world_size > 1
+        known = isinstance(given, tuple) and len(given) == ranks > 1
         weights = tuple(map(Fraction, given)) if known and isinstance(given, tuple) else ()
         fullest = weights.index(max(weights)) if weights else 0
-        return self.draft(config, world_size).resolve(sizes, {}, weights, fullest)
+        return self.draft(config, ranks, share).resolve(sizes, {}, weights, fullest)
 
     def optimizer_bytes(self, config: ZeROConfig) -> tuple[float, ...]:
         """Return the bytes that each optimizer stores per element that it steps."""

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sdpa_flop_count
 
+from ls_strategy._compat import tree_iter
 from ls_strategy.activations.recompute import apply_recompute
 from ls_strategy.config import RecomputeConfig
 from ls_strategy.errors import PlanError
@@ -27,7 +28,10 @@ from ls_strategy.zero.passes.hooks import UnitHooks
 from ls_strategy.zero.setup.materialize import Fp32Boundary, fp32_modules
 from ls_strategy.zero.setup.partition import UnitSpec
 
-Kind = Literal["bytes", "saved", "fetch", "refetch", "release", "grad", "begin", "end_forward", "end_backward"]
+Kind = Literal[
+    "bytes", "saved", "fetch", "refetch", "release", "grad", "begin", "end_forward", "end_backward",
+    "into", "back", "spent",
+]  # fmt: skip
 
 Step = Callable[[Any, Callable[[Tensor], None]], None]
 """A training step: takes a batch, and a function that runs backward on its loss."""
@@ -42,6 +46,10 @@ class Event(NamedTuple):
     ``bytes``: storage ``number`` grew by ``amount``. ``saved``: autograd keeps it for backward. ``fetch``: unit
     ``number`` is about to run forward; ``refetch``: in backward. ``release``: it is no longer needed. ``grad``: unit
     ``number`` got the gradient of its parameter ``amount``.
+
+    Only with blocks to mark: ``into``: block ``number`` is about to run forward on storage ``amount``. ``back``: the
+    gradient of its input is there. Both come once more after the last block. ``spent``: meter ``number`` has counted
+    ``amount`` since its last event.
     """
 
     number: int = 0
@@ -128,6 +136,61 @@ class _Watch(StorageWatch):
         return output
 
 
+class _Marks:
+    """Marks in the events where forward and backward pass from one block to the next."""
+
+    def __init__(
+        self, blocks: Sequence[nn.Module], watch: StorageWatch, events: list[Event], meters: Sequence[Callable[[], int]]
+    ) -> None:
+        self._watch, self._events, self._meters = watch, events, meters
+        self._counted = [meter() for meter in meters]
+        self._last = len(blocks)
+        self._next = 0
+        self._handles = [
+            block.register_forward_pre_hook(self._before(i), with_kwargs=True) for i, block in enumerate(blocks)
+        ]
+        self._handles.append(blocks[-1].register_forward_hook(self._after))
+
+    def _before(self, i: int) -> Callable[..., None]:
+        def mark(_module: nn.Module, args: Any, kwargs: Any) -> None:
+            if i == self._next:  # not when it is recomputed
+                self._mark(i, (args, kwargs))
+
+        return mark
+
+    def _after(self, _module: nn.Module, _args: Any, output: Any) -> None:
+        if self._next == self._last:
+            self._mark(self._last, output)
+
+    def _mark(self, i: int, value: Any) -> None:
+        self._next = i + 1
+        self.count()
+        tensors = [t for t in tree_iter(value) if isinstance(t, Tensor)]
+        passed = next((t for t in tensors if t.requires_grad), tensors[0] if tensors else None)
+        number = None if passed is None else self._watch.number_of(passed)
+        self._events.append(Event("into", i, -1 if number is None else number))
+        if passed is not None and passed.requires_grad:
+            passed.register_hook(lambda _grad: self._back(i))
+
+    def _back(self, i: int) -> None:
+        self.count()
+        self._events.append(Event("back", i))
+
+    def count(self) -> None:
+        """Write down what the meters have counted since the last mark."""
+        for number, meter in enumerate(self._meters):
+            now = meter()
+            if now != self._counted[number]:
+                self._events.append(Event("spent", number, now - self._counted[number]))
+                self._counted[number] = now
+
+    def remove(self) -> None:
+        """Remove the hooks, and count the rest."""
+        self.count()
+        for handle in self._handles:
+            handle.remove()
+
+
 def _zero(tensor: Tensor) -> float | int | bool:
     if tensor.dtype == torch.bool:
         return False
@@ -160,6 +223,12 @@ class Tracer:
     mode: Any
     """From `simulated`."""
 
+    blocks: Sequence[nn.Module] = ()
+    """Blocks that run one after the other, at which the trace is marked."""
+
+    meters: Sequence[Callable[[], int]] = ()
+    """Each returns a count that only grows. A marked trace has their growth by block, after that of FLOPs."""
+
     def run(self, batch: Any, recompute: RecomputeConfig | None = None) -> Trace:
         """Trace one step, from the shapes and dtypes of ``batch``.
 
@@ -179,9 +248,10 @@ class Tracer:
             if self.precision.rounds and type(m).__name__ in self.fp32_classes
         ]
         saving = _saving(watch, events)
+        marks = _Marks(self.blocks, watch, events, (lambda: watch.flops, *self.meters)) if self.blocks else None
         applied = None if recompute is None else apply_recompute(self.model, recompute, saving)
         try:
-            self._run_step(watch, events, batch, saving if recompute is None else nullcontext)
+            self._run_step(watch, events, batch, saving if recompute is None else nullcontext, marks)
         except PlanError:
             raise
         except Exception as error:
@@ -191,6 +261,8 @@ class Tracer:
                 "values. Change it, or choose the strategy by hand."
             ) from error
         finally:
+            if marks is not None:
+                marks.remove()
             if applied is not None:
                 applied.remove()
             hooks.detach()
@@ -201,9 +273,12 @@ class Tracer:
         return Trace(tuple(events), watch.flops)
 
     def _run_step(
-        self, watch: _Watch, events: list[Event], batch: Any, around: Callable[[], AbstractContextManager[None]]
-    ) -> None:
+        self, watch: _Watch, events: list[Event], batch: Any, around: Callable[[], AbstractContextManager[None]],
+        marks: _Marks | None,
+    ) -> None:  # fmt: skip
         def backward(loss: Tensor) -> None:
+            if marks is not None:
+                marks.count()
             events.append(Event("end_forward"))
             loss.backward()
             events.append(Event("end_backward"))

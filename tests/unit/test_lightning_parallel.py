@@ -14,7 +14,8 @@ from torch.utils.data import DataLoader
 from ls_strategy.config import ParallelConfig
 from ls_strategy.distributed.mesh import MeshShape
 from ls_strategy.errors import PlanError, StateError
-from ls_strategy.lightning.parallel import ModelParallel, _fingerprint, _head
+from ls_strategy.lightning.parallel import ModelParallel, _fingerprint
+from ls_strategy.parallel.stack import head_after, one_stack
 
 
 def parallel(rank: int = 0, *, theirs: Any = None, exchanged: list[int] | None = None, **sizes: int) -> ModelParallel:
@@ -107,17 +108,17 @@ class Model(nn.Module):
 def test_the_head_is_the_only_linear_after_the_blocks() -> None:
     head = nn.Linear(2, 5)
     one = Model(nn.LayerNorm(2), head)
-    assert _head(one, list(one.blocks)) is head
+    assert head_after(one, list(one.blocks)) is head
     several = Model(nn.Linear(2, 2), head)
-    assert _head(several, list(several.blocks)) is None
+    assert head_after(several, list(several.blocks)) is None
 
 
 def test_a_model_may_name_its_head() -> None:
     one = Model(nn.Linear(2, 2), nn.Linear(2, 5))
     one.get_output_embeddings = lambda: one.after[1]  # type: ignore[assignment]
-    assert _head(one, list(one.blocks)) is one.after[1]
+    assert head_after(one, list(one.blocks)) is one.after[1]
 
 
 def test_context_parallelism_needs_one_stack() -> None:
     with pytest.raises(PlanError, match=r"requires one stack of blocks.*found: none"):
-        ModelParallel._one_stack(nn.Linear(2, 2))
+        one_stack(nn.Linear(2, 2))

@@ -10,7 +10,7 @@ import sys
 import pytest
 
 from ls_strategy.cli import plan
-from ls_strategy.errors import ConfigError
+from ls_strategy.errors import ConfigError, PlanError
 
 pytest.importorskip("jsonargparse")
 PROGRAM = """
@@ -76,6 +76,8 @@ model:
   width: 128
 """
 
+BLOCK = "nn.TransformerEncoderLayer(self.width, 1, self.width, batch_first=True)"
+
 
 def run(*words):
     parser = argparse.ArgumentParser()
@@ -127,6 +129,27 @@ def test_a_plan_for_slow_links_between_nodes(config, capsys):
     out = capsys.readouterr().out
     assert "between nodes" in out
     assert "the fastest that fits, at most" in out
+
+
+@pytest.mark.wide
+def test_a_search_needs_blocks(config):
+    with pytest.raises(PlanError, match="no single ModuleList or Sequential of two or more blocks"):
+        run(config, "--gpus=8", "--gpu-memory=80GB", "--tflops=300", "--link=50", "--search")
+
+
+@pytest.mark.slow
+def test_a_search_prints_and_tells_what_to_set(config, capsys, tmp_path):
+    program = tmp_path / "prog" / "__main__.py"
+    program.write_text(PROGRAM.replace("nn.Sequential(nn.Linear(self.width, self.width), nn.Tanh())", BLOCK))
+    words = (config, "--gpus=8", "--gpu-memory=80GB", "--tflops=300", "--link=50", "--search")
+    assert run(*words, "--json") == 0
+    found = json.loads(capsys.readouterr().out)["search"]
+    assert found["global_batch"] == 4 * 8
+    assert found["front"]
+    assert run(*words) == 0
+    out = capsys.readouterr().out
+    assert "memory against time, with a global batch of 32 samples" in out
+    assert "the global batch stays 32." in out
 
 
 def test_a_plan_for_too_small_a_machine(config, capsys):

@@ -1,0 +1,89 @@
+"""The costs of a divided step: operations, bytes per link, bubble, and bounds of the time."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cache
+
+from ls_strategy.config.parallel import Schedule
+from ls_strategy.parallel.pipeline.schedules import make_table
+from ls_strategy.parallel.pipeline.simulate import simulate
+from ls_strategy.planner.divided import DividedModel, Job
+from ls_strategy.planner.forecast import EFFICIENCY
+from ls_strategy.planner.hardware import Hardware
+
+
+@dataclass(frozen=True)
+class Costs:
+    """What one step of the busiest rank costs."""
+
+    flops: int
+    sent: dict[str, int]
+    """Bytes to other ranks, by axis: ``zero tensor context expert pipeline``."""
+
+    between_nodes: dict[str, int]
+    """Those that go to other nodes. For NCCL, as if every part went straight to its owner."""
+
+    bubble: float
+    """Share of the time in which ranks of a pipeline wait, by the schedule's table."""
+
+    seconds: tuple[float, float]
+    """Lower and upper bound: everything overlapped at peak speed, or nothing at usual speed."""
+
+    parts: dict[str, float]
+    """Seconds of the upper bound, by what takes them."""
+
+    @property
+    def total_sent(self) -> int:
+        """All bytes to other ranks."""
+        return sum(self.sent.values())
+
+
+def costs_of(model: DividedModel, job: Job, hardware: Hardware, zero: tuple[int, int]) -> Costs:
+    """Return the costs of a job; ``zero``: bytes that ZeRO sends, and sends between nodes.
+
+    ``hardware`` must have ``tflops`` and ``link_gbs``.
+    """
+    spent = model.spent(job)
+    flops = spent.pop("flops")
+    sent = {"zero": zero[0], **spent}
+    far = {"zero": zero[1], **{axis: _far(axis, nbytes, job) for axis, nbytes in spent.items()}}
+    bubble = bubble_of(job.parallel.schedule, job.parallel.pipeline, job.micro_batches)
+    assert hardware.tflops is not None
+    compute = flops / (hardware.tflops * 1e12) / (1 - bubble)
+    parts = {"computation": compute / EFFICIENCY}
+    for axis, nbytes in sent.items():
+        parts[f"traffic of {axis}"] = _seconds(nbytes, far[axis], hardware)
+    links = sum(parts.values()) - parts["computation"]
+    return Costs(flops, sent, far, bubble, (max(compute, links), sum(parts.values())), parts)
+
+
+def _seconds(nbytes: int, far: int, hardware: Hardware) -> float:
+    assert hardware.link_gbs is not None
+    if hardware.node_gbs is None:
+        return nbytes / (hardware.link_gbs * 1e9)
+    inside = (nbytes - far) / (hardware.link_gbs * 1e9)
+    return inside + far * hardware.on_a_node / (hardware.node_gbs * 1e9)  # the ranks of a node share its link
+
+
+def _far(axis: str, nbytes: int, job: Job) -> int:
+    """Return the bytes of an axis that leave the node: groups are neighbours, in the order of the mesh."""
+    parallel = job.parallel
+    size, stride = {
+        "tensor": (parallel.tensor, 1),
+        "context": (parallel.context, parallel.tensor),
+        "expert": (parallel.expert, 1),
+        "pipeline": (parallel.pipeline, job.ranks // parallel.pipeline),
+    }[axis]
+    if size == 1:
+        return 0
+    if axis == "pipeline":  # to the next stage only
+        return nbytes if stride >= job.node_size else nbytes * stride // job.node_size
+    here = parallel.on_a_node(job.node_size, size, stride)
+    return nbytes * (size - here) // (size - 1)
+
+
+@cache
+def bubble_of(schedule: Schedule, ranks: int, micro_batches: int) -> float:
+    """Return the share of the time in which the ranks of a pipeline wait: of the schedule's table, simulated."""
+    return simulate(make_table(schedule, ranks, micro_batches)).bubble if ranks > 1 else 0.0

@@ -1,0 +1,116 @@
+"""The search over all kinds of parallelism: what it keeps, what it finds, how long it takes, and its picture."""
+
+from __future__ import annotations
+
+import argparse
+
+import lightning.pytorch as pl
+import pytest
+import torch
+from torch.nn import functional
+
+from ls_strategy.cli import plan_search
+from ls_strategy.config import RecomputeConfig, ZeROConfig
+from ls_strategy.errors import ConfigError
+from ls_strategy.planner.candidates import Candidate
+from ls_strategy.planner.choice import Question
+from ls_strategy.planner.costs import bubble_of
+from ls_strategy.planner.divided import Job, divided
+from ls_strategy.planner.forecast import Run
+from ls_strategy.planner.hardware import Hardware
+from ls_strategy.planner.parallelism import Parallelism
+from ls_strategy.planner.search import explanation, front_table, search
+from ls_strategy.plots.front import draw_front
+from ls_strategy.precision import resolve_precision
+from recipes.gpt.network import GPT, GPTConfig
+
+MANY = Hardware(
+    ranks=4096, ranks_per_node=8, device_memory=80 * 10**9, tflops=300, link_gbs=100, node_gbs=12.5
+)  # fmt: skip
+
+
+class Model(pl.LightningModule):
+    def __init__(self, layers):
+        super().__init__()
+        self.model = GPT(GPTConfig(vocab_size=512, block_size=128, num_layers=layers, num_heads=8, width=256))
+
+    def training_step(self, batch, batch_idx):
+        tokens, targets = batch
+        return functional.cross_entropy(self.model(tokens).float().flatten(0, 1), targets.flatten())
+
+
+def question(layers=9, samples=2):
+    with torch.device("meta"):
+        module = Model(layers)
+    tokens = torch.zeros(samples, 128, dtype=torch.long)
+    run = Run(config=ZeROConfig(sharding={"min_unit_numel": 0}))
+    return Question(
+        module, [torch.optim.AdamW(module.parameters())], resolve_precision("bf16-true"), [tokens, tokens], run
+    )
+
+
+@pytest.mark.wide
+@pytest.mark.parametrize("candidate", [Candidate(1), Candidate(3, recompute=RecomputeConfig(policy="full"))])
+def test_five_blocks_stand_for_all(candidate):
+    """Memory, operations and the module itself: as if all blocks had been traced, to the byte."""
+    asked = question()
+    names = [name for name, _ in asked.module.named_parameters()]
+    with asked.forecaster() as forecaster:
+        trusted = forecaster.forecast(candidate, Hardware(ranks=4, device="cpu"))
+    job = Job(candidate=candidate, parallel=Parallelism(), ranks=4, node_size=4, samples=2, micro_batches=1)
+    with divided(asked, Parallelism(), native=False) as model:
+        assert model.short
+        assert model.peak(job).device == trusted.peak.device
+        assert model.spent(job)["flops"] == trusted.flops
+    assert [name for name, _ in asked.module.named_parameters()] == names
+    assert all(p.is_meta for p in asked.module.parameters())
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(170)
+def test_a_search_for_4096_ranks_keeps_the_global_batch():
+    asked = question(layers=24)
+    found = search(asked, MANY)
+    assert found.seconds < 60  # ten on a machine of its own: eight, and what was begun before
+    assert found.global_batch == 2 * 4096
+    assert found.front
+    for option in found.options:
+        replicas = 4096 // option.job.parallel.replica
+        settings = option.settings
+        assert settings["batch_size_per_replica"] * settings["accumulate_grad_batches"] * replicas == 2 * 4096
+    times = [o.costs.seconds[1] for o in found.front]
+    memory = [o.peak.device for o in found.front]
+    assert times == sorted(times)
+    assert memory == sorted(memory, reverse=True)
+    assert len(explanation(found, MANY)) == 5
+    assert len(front_table(found).splitlines()) == 2 + len(found.front)
+
+
+@pytest.mark.parametrize(("ranks", "micro_batches"), [(2, 4), (4, 8), (8, 32)])
+def test_the_bubble_is_that_of_the_schedule(ranks, micro_batches):
+    assert bubble_of("1f1b", ranks, micro_batches) == pytest.approx((ranks - 1) / (micro_batches + ranks - 1))
+    assert bubble_of("1f1b", 1, micro_batches) == 0
+
+
+def test_a_picture_of_the_front(tmp_path):
+    image = pytest.importorskip("PIL.Image")
+    path = tmp_path / "front.png"
+    draw_front([(1.0, 40.0), (1.5, 20.0), (3.0, 8.0)], "memory against time", "s per step", "GB", path)
+    with image.open(path) as picture:
+        colours = {colour for _, colour in picture.convert("RGB").getcolors(1 << 16)}
+    assert (31, 119, 180) in colours
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"search": True, "tflops": None}, "Got --search without --tflops and --link"),
+        ({"search": False}, "Got --picture without --search"),
+        ({"search": True}, "is no folder"),
+    ],
+)
+def test_what_a_search_needs(given, message, tmp_path):
+    picture = None if given.get("tflops", 1) is None else tmp_path / "nowhere" / "front.png"
+    options = {"tflops": 300.0, "link": 50.0, "picture": picture, **given}
+    with pytest.raises(ConfigError, match=message):
+        plan_search.check_search(argparse.Namespace(**options))
