@@ -53,6 +53,8 @@ class Checks(Net):
                 if name in averages:
                     assert torch.equal(expected[slot.offset : slot.end], averages[name].flatten().float()), name
                     self.checked += 1
+        if hasattr(self, "scale"):
+            assert self.scale.grad.shape == ()  # type: ignore[union-attr]
         error = strategy.gradient_error()
         assert 0.0 < error < (0.02 if form == "int8" else 0.3)
         assert strategy.gradient_error() == 0.0  # nothing since
