@@ -132,7 +132,8 @@ class _Hops:
     def __init__(
         self, comm: Comm, full: Tensor, form: FrozenFormat, *, sizes: Sequence[int] | None, of: str, meter: Rounding
     ) -> None:
-        self._comm, self._form, self._of, self._meter = comm, form, of, meter
+        self._comm, self._of, self._meter = comm, of, meter
+        self._form: FrozenFormat = form
         self._shards = cut(full, comm.world_size, sizes)
         self._device = full.device
         self._terms: list[Sequence[Tensor]] = []

@@ -68,7 +68,7 @@ def train(form: str, seed: int, steps: int, cache: Path) -> dict[str, float]:
         block_size=block, batch_size=2, val_crops=128, seed=seed,
     )  # fmt: skip
     module = GPTModule(
-        GPTConfig(vocab_size=256, block_size=block, **NETWORK),
+        GPTConfig(vocab_size=256, block_size=block, **NETWORK),  # type: ignore[arg-type]
         OptimConfig(lr=3e-3, warmup_steps=30),
         SampleConfig(max_new_tokens=0),
     )

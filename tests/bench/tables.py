@@ -118,6 +118,15 @@ def _moments(record: dict[str, Any]) -> list[list[str]]:
     return rows
 
 
+def _quantized_traffic(record: dict[str, Any]) -> list[list[str]]:
+    """Losses by what is sent in few bits, how far from exact runs they are, and what rounding changes."""
+    rows = [["sent", "validation loss", "difference", "spread over seeds", "change of gradients"]]
+    for name, r in record["results"].items():
+        error = f"{r['gradient_error']:.1%}" if r["gradient_error"] else "0"
+        rows.append([name, f"{r['val']:.3f}", f"{r['val_difference']:+.4f}", f"{r['val_noise']:.4f}", error])
+    return rows
+
+
 def _checkpoint(record: dict[str, Any]) -> list[list[str]]:
     """One row per way to save."""
 
@@ -389,6 +398,7 @@ _TABLES: dict[str, Callable[[dict[str, Any]], list[list[str]]]] = {
     "host_memory": _host_memory,
     "host_memory#on_drive": _on_drive,
     "moments": _moments,
+    "quantized_traffic": _quantized_traffic,
     "checkpoint": _checkpoint,
     "moe_quality": _moe_quality,
     "muon": _muon,
