@@ -78,13 +78,14 @@ def parser() -> Callable[[bytes], Any]:
         ConfigError: the package tensorboard is missing.
     """
     try:
-        from tensorboard.compat.proto.event_pb2 import Event
+        from tensorboard.compat.proto import event_pb2
     except ImportError as error:
         raise ConfigError(
             f"Got a run of TensorBoardLogger, but its files cannot be read here: {error}. Run pip install tensorboard, "
             "or give a run of CSVLogger."
         ) from None
-    return Event.FromString
+    messages: Any = event_pb2  # its classes are made when it is imported
+    return messages.Event.FromString
 
 
 def read(path: Path) -> EventFile:

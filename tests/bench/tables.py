@@ -174,6 +174,15 @@ def _muon(record: dict[str, Any]) -> list[list[str]]:
     return rows
 
 
+def _rare_exchange(record: dict[str, Any]) -> list[list[str]]:
+    """One row per contender: validation loss, and how far it is above DDP's."""
+    rows = [["", "validation loss, nats per byte", "above DDP, mean over seeds", "largest", "MiB sent per island"]]
+    for name, c in record["results"].items():
+        above = ("", "") if name == "DDP" else (f"{c['above']:.1%}", f"{c['largest_above']:.1%}")
+        rows.append([name, f"{c['val']:.3f}", *above, f"{c['sent_mib']:.1f}"])
+    return rows
+
+
 def _muon_step(record: dict[str, Any]) -> list[list[str]]:
     """One row per stage: what Muon adds to a step."""
     rows = [["", "added, over the iterations' share of a rank", "bytes sent per element of a matrix"]]
@@ -403,6 +412,7 @@ _TABLES: dict[str, Callable[[dict[str, Any]], list[list[str]]]] = {
     "moe_quality": _moe_quality,
     "muon": _muon,
     "muon_step": _muon_step,
+    "rare_exchange": _rare_exchange,
     "host_time#alone": _host_time("alone"),
     "host_time#unsent": _host_time("unsent"),
     "host_time#gloo": _host_time("gloo"),

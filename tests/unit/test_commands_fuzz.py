@@ -34,6 +34,7 @@ BASE = {
     "consolidate": ["not there", "out"],
     "doctor": ["--only", "software"],
     "inspect": ["not there"],
+    "meet": ["--islands", "2"],  # without --port it ends at once, and what is right does not
     "new": ["some_project"],
     "plan": ["not there.yaml"],
     "report": ["not there"],
