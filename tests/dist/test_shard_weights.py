@@ -165,6 +165,17 @@ def test_bytes_per_rank_are_in_proportion() -> None:
 # --- checkpoints -----------------------------------------------------------------------------------------------------
 
 
+class SaveInside(pl.Callback):
+    """Saves after three steps, inside the epoch."""
+
+    def __init__(self, path: str) -> None:
+        self.path = path
+
+    def on_train_batch_end(self, trainer: pl.Trainer, *_: Any) -> None:
+        if trainer.global_step == 3:
+            trainer.save_checkpoint(self.path)
+
+
 def resume(rank: int, world_size: int, folder: Path) -> dict[str, bool]:
     """A run of 6 steps against 3 steps saved with one cut and 3 more with another."""
     quiet()
@@ -179,12 +190,10 @@ def resume(rank: int, world_size: int, folder: Path) -> dict[str, bool]:
             ("with, then otherwise", weighted(case, 2, 1), weighted(case, 1, 5)),
         ):
             path = str(folder / f"{stage} {name}")
-            half = replace(before, steps=3)
-            trainer: Any = trainer_of(half, world_size)
-            trainer.fit(Net(half), loader(case, world_size))
-            trainer.save_checkpoint(path)
+            trainer_of(before, world_size, callbacks=[SaveInside(path)]).fit(Net(before), loader(case, world_size))
             resumed = Net(after)
             trainer_of(after, world_size).fit(resumed, loader(case, world_size), ckpt_path=path)
+            assert len(resumed.result.losses) == 3
             weights = [{k: v.clone() for k, v in m.state_dict().items()} for m in (whole, resumed)]
             found[f"{stage} {name}"] = all(torch.equal(weights[0][k], weights[1][k]) for k in weights[0])
     return found
