@@ -127,6 +127,12 @@ def use_in_stream(tensor: torch.Tensor, stream: torch.Stream) -> None:
     tensor.record_stream(stream)
 
 
+def name(device: torch.device) -> str:
+    """Return what a device is called: the model of an accelerator, or ``cpu``."""
+    describe = None if is_host(device) else getattr(_module(device), "get_device_name", None)
+    return str(device.type) if describe is None else str(describe(device))
+
+
 # memory --------------------------------------------------------------------------------------------------------------
 
 

@@ -39,7 +39,7 @@ from ls_strategy.config import RecomputeConfig
 from ls_strategy.errors import PlanError
 from ls_strategy.transient import Transient
 
-_CACHES = ("past_key_values", "past_key_value", "layer_past")
+_CACHES = ("past_key_values", "past_key_value", "layer_past", "cache")
 """Arguments in which transformers models pass keys and values from one call to the next."""
 STATISTICS = ("running_mean", "running_var")
 """Buffers of norms, which their kernels change without a new version for autograd."""

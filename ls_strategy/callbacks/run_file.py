@@ -15,6 +15,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
+from ls_strategy import device as dev
 from ls_strategy.host.pytorch import pl, rank_zero_warn
 from ls_strategy.lightning.strategy import ZeROStrategy
 from ls_strategy.report.run_file import RUN_FILE
@@ -73,10 +74,7 @@ class RunFile:
 
 
 def _device(strategy: ZeROStrategy) -> str:
-    import torch
-
-    device = strategy.root_device
-    return torch.cuda.get_device_name(device) if device.type == "cuda" else str(device.type)
+    return dev.name(strategy.root_device)
 
 
 def _versions() -> dict[str, str]:

@@ -59,9 +59,6 @@ class PendingReduce:
         self._borrowed = borrowed
         self._comm = comm
 
-    def advance(self) -> None:
-        """Start what comes after the operations in flight, if that is not `finish`. Collective."""
-
     def terms(self) -> Sequence[Tensor]:
         """Wait for the terms of the sum and return them; `release` must follow."""
         self._comm.wait(self._works)

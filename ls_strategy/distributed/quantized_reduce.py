@@ -103,12 +103,16 @@ class QuantizedReduce(PendingReduce):
         self._works = works or ()
         return works is not None
 
-    @override
-    def advance(self) -> None:
-        """Wait for the hop in flight and start the next one, if there is one. Collective."""
+    def advance(self) -> bool:
+        """Wait for the hop in flight and start the next one. Collective.
+
+        Returns:
+            Whether there is another one after it. Without a next one, nothing is waited for.
+        """
         if not self._hops.is_last:
             self._comm.wait(self._works)
             self._next()
+        return not self._hops.is_last
 
     @override
     def finish(self, out: Tensor, *, accumulate: bool) -> None:

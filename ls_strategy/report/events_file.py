@@ -14,6 +14,7 @@ from __future__ import annotations
 import struct
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from importlib import import_module
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -78,14 +79,13 @@ def parser() -> Callable[[bytes], Any]:
         ConfigError: the package tensorboard is missing.
     """
     try:
-        from tensorboard.compat.proto import event_pb2
+        event_pb2: Any = import_module("tensorboard.compat.proto.event_pb2")  # makes its classes when imported
     except ImportError as error:
         raise ConfigError(
             f"Got a run of TensorBoardLogger, but its files cannot be read here: {error}. Run pip install tensorboard, "
             "or give a run of CSVLogger."
         ) from None
-    messages: Any = event_pb2  # its classes are made when it is imported
-    return messages.Event.FromString
+    return event_pb2.Event.FromString
 
 
 def read(path: Path) -> EventFile:

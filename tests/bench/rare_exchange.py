@@ -1,6 +1,6 @@
 """Validation loss of the GPT recipe on two islands that exchange every 30 steps, against DDP with equal tokens.
 
-``python -m tests.bench rare_exchange --record``
+``python -m tests.bench.rare_exchange --record tests/bench/records/rare_exchange.json``
 
 Every contender trains on the same number of tokens with the same learning rates, and all islands validate on all
 validation data, with the weights after the last exchange. A seed decides initial weights and order of the text, so

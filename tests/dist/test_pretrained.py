@@ -98,6 +98,11 @@ class Pretrained(Net):
     def on_fit_start(self) -> None:
         self.at_start = weights(self)
 
+    def configure_optimizers(self) -> Any:
+        # torch's fused update for CPUs rounds the last elements of a tensor otherwise than those that fill a vector, so
+        # a bias of 5 elements has other bits alone than within a long buffer. The update in a loop has no such border.
+        return torch.optim.AdamW(self.parameters(), lr=self.lr, eps=1e-4, fused=False)
+
     def loss(self, batch: Any) -> Tensor:
         ids = batch[0]
         if "ImageClassification" in self.auto:

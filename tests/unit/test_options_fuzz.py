@@ -47,6 +47,7 @@ REQUIRED: dict[str, dict[str, Any]] = {
     "TierConfig": {"tier": "cpu"},
     "TensorConfig": {"size": 2},
     "PipelineConfig": {"size": 2},
+    "DiLoCo": {"meet": "127.0.0.1:29400", "island": 0, "islands": 2, "every": 30},
 }
 """Options without a default."""
 

@@ -46,7 +46,9 @@ def test_a_returned_buffer_is_used_again_by_the_same_size_only() -> None:
 
 
 def flat(ledger: SimulatedLedger, numel: int = 8, world: int = 2, **plan: Any) -> Any:
-    layout = SimpleNamespace(numel=numel, shard=numel // world, slots=[SimpleNamespace(name="w", numel=numel)])
+    layout = SimpleNamespace(
+        world_size=world, numel=numel, shard=numel // world, slots=[SimpleNamespace(name="w", numel=numel)]
+    )
     given = {
         "dtype": torch.bfloat16,
         "trainable": True,

@@ -23,9 +23,10 @@ import torch
 from torch import Tensor, nn
 
 from ls_strategy import spans
+from ls_strategy.config import FrozenFormat
 from ls_strategy.distributed.comm import Comm
 from ls_strategy.distributed.pending import PendingReduce
-from ls_strategy.distributed.quantized_reduce import Rounding, reduce_quantized
+from ls_strategy.distributed.quantized_reduce import QuantizedReduce, Rounding, reduce_quantized
 from ls_strategy.distributed.rounds import Round
 from ls_strategy.distributed.tree_sum import LastRound, exchange_leaves
 from ls_strategy.errors import StateError
@@ -82,6 +83,8 @@ class Reducer:
         self._in_flight: deque[Flat] = deque()
         self._in_flight_bytes = 0
         """Of the gradient buffers in `_in_flight`: a sum over them would be taken once per buffer that is sent."""
+        self._hopping: list[QuantizedReduce] = []
+        """Reductions in flight that have another hop to begin."""
         self._gathers: list[Flat] = []
         self._abandoned: list[Any] = []
         self.abandoned = 0
@@ -231,13 +234,11 @@ class Reducer:
             for p in flat.params:
                 set_grad(p, None)  # autograd must not add to what is being sent
         local.round = self.round
-        self._advance_in_flight()
+        self._advance_hops()
         if self.round is not None:
             local.reducing = self._exchange_leaves(flat, local.buffer, self.round)
         elif flat.plan.reduced_as is not None:
-            form, sizes = flat.plan.reduced_as, flat.layout.sizes
-            meter = self.rounding if flat.counted else Rounding()
-            local.reducing = reduce_quantized(flat.comm, local.buffer, form, of=flat.name, sizes=sizes, meter=meter)
+            local.reducing = self._reduce_quantized(flat, local.buffer, flat.plan.reduced_as)
         else:
             wire = None if self._wire_dtype is None else torch.promote_types(self._wire_dtype, local.buffer.dtype)
             local.reducing = flat.comm.reduce_scatter(local.buffer, wire, flat.name, flat.layout.sizes)
@@ -250,11 +251,17 @@ class Reducer:
     def _exchange_leaves(flat: Flat, leaf: Tensor | None, now: Round) -> PendingReduce:
         return exchange_leaves(flat.comm, leaf, now, like=flat.full, of=flat.name, sizes=flat.layout.sizes)
 
-    def _advance_in_flight(self) -> None:
+    def _reduce_quantized(self, flat: Flat, full: Tensor, form: FrozenFormat) -> PendingReduce:
+        meter = self.rounding if flat.counted else Rounding()
+        reducing = reduce_quantized(flat.comm, full, form, of=flat.name, sizes=flat.layout.sizes, meter=meter)
+        if isinstance(reducing, QuantizedReduce):  # an empty buffer is not
+            self._hopping.append(reducing)
+        return reducing
+
+    def _advance_hops(self) -> None:
         """Let reductions of several hops begin their next one, instead of when they are waited for. Collective."""
-        for flat in self._in_flight:
-            if flat.local.reducing is not None:
-                flat.local.reducing.advance()
+        if self._hopping:
+            self._hopping = [reducing for reducing in self._hopping if reducing.advance()]
 
     def _too_much_in_flight(self) -> bool:
         if self.on_complete is not None:
@@ -327,7 +334,7 @@ class Reducer:
     def finish_in_flight(self) -> None:
         """Wait until all gradients that were sent are averaged."""
         while self._in_flight:
-            self._advance_in_flight()
+            self._advance_hops()
             self._finish_oldest()
         for flat in self._gathers:
             assert flat.local.gathering is not None
@@ -445,6 +452,7 @@ class Reducer:
         left = [flat.local for flat in (*self._in_flight, *self._gathers)]
         self._abandoned.append([(local.reducing, local.gathering, local.buffer) for local in left])
         self._in_flight.clear()
+        self._hopping.clear()
         self._in_flight_bytes = 0
         self._gathers.clear()
         for unit in self.order:
