@@ -108,7 +108,8 @@ class DiLoCo(ConnectedCallback):
         self.meet, self.island, self.islands, self.secret = meet, island, islands, secret
         self.every, self.fragments, self.delay = every, fragments, delay
         self.mixing = (0.5 if delay else 0.0) if mixing is None else mixing
-        self.outer_lr, self.outer_momentum, self.wire, self.patience_s = outer_lr, outer_momentum, wire, patience_s
+        self.outer_lr, self.outer_momentum, self.patience_s = outer_lr, outer_momentum, patience_s
+        self.wire: WireFormat = wire
         self._loaded: dict[str, Any] = {}
         self._engine: weakref.ref[Engine] | None = None
         self._forget()

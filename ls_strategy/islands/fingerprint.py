@@ -21,7 +21,7 @@ def disagreement(prints: Mapping[int, Mapping[int, Mapping[str, Any]]]) -> str |
             ours, theirs = prints[first].get(rank), prints[other].get(rank)
             if ours is None or theirs is None:
                 return _message("ranks", first, len(prints[first]), other, len(prints[other]))
-            for key in ours | theirs:
+            for key in {**ours, **theirs}:
                 if key.startswith(OWN):
                     if ours.get(key) is not None and ours.get(key) == theirs.get(key):
                         return _shared(key.removeprefix(OWN), first, other, ours[key])
