@@ -163,6 +163,17 @@ def _muon(record: dict[str, Any]) -> list[list[str]]:
     return rows
 
 
+def _rare_exchange(record: dict[str, Any]) -> list[list[str]]:
+    """One row per contender: validation loss, how far it is above DDP, and the bytes of a rank."""
+    rows = [["", "validation loss, nats per byte", "above DDP, by seed", "sent per rank, MiB"]]
+    runs = record["runs"]
+    for name, cells in record["results"].items():
+        above = (run["val"] / runs["DDP"][seed]["val"] - 1 for seed, run in sorted(runs[name].items()))
+        margins = "" if name == "DDP" else ", ".join(f"{margin:.1%}" for margin in above)
+        rows.append([name, f"{cells['val']:.3f}", margins, f"{cells['sent_mib']:.1f}"])
+    return rows
+
+
 def _muon_step(record: dict[str, Any]) -> list[list[str]]:
     """One row per stage: what Muon adds to a step."""
     rows = [["", "added, over the iterations' share of a rank", "bytes sent per element of a matrix"]]
@@ -391,6 +402,7 @@ _TABLES: dict[str, Callable[[dict[str, Any]], list[list[str]]]] = {
     "moe_quality": _moe_quality,
     "muon": _muon,
     "muon_step": _muon_step,
+    "rare_exchange": _rare_exchange,
     "host_time#alone": _host_time("alone"),
     "host_time#unsent": _host_time("unsent"),
     "host_time#gloo": _host_time("gloo"),

@@ -34,6 +34,7 @@ BASE = {
     "consolidate": ["not there", "out"],
     "doctor": ["--only", "software"],
     "inspect": ["not there"],
+    "meet": ["--islands", "2", "--port", "29400", "--secret", "not there"],
     "plan": ["not there.yaml"],
     "submit": ["good.yaml", "--module", "some.program", "--dry-run"],
     "tune-io": [".", "--gib", "0.001", "--seconds", "0", "--block-mib", "1", "--parallelism", "1", "--allow-ram"],
@@ -43,6 +44,7 @@ BASE = {
 @pytest.fixture(autouse=True)
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("ls_strategy.islands.hub.HubServer.serve", lambda _: None)  # else it runs until an interrupt
     (tmp_path / "good.yaml").write_text("trainer:\n  devices: 2\n")
     (tmp_path / "bad.yaml").write_bytes(b"trainer: \xff\xfe")
     (tmp_path / "five.yaml").write_text("trainer: 5\n")
