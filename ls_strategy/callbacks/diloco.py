@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import time
 import weakref
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -19,7 +18,7 @@ from ls_strategy.engine import Engine
 from ls_strategy.errors import ConfigError, StateError
 from ls_strategy.host.pytorch import pl, rank_zero_info, rank_zero_warn
 from ls_strategy.islands import buffers, fingerprint
-from ls_strategy.islands.client import HubClient, parse_address
+from ls_strategy.islands.client import HubClient, parse_address, read_secret
 from ls_strategy.islands.member import Contribution, Member, Result
 from ls_strategy.islands.outer import Outer, Place, flats_of
 from ls_strategy.islands.wire import WireFormat
@@ -159,21 +158,12 @@ class DiLoCo(ConnectedCallback):
             engine, lr=self.outer_lr, momentum=self.outer_momentum, fragments=self.fragments, form=self.wire
         )  # fmt: skip
         who = {"island": self.island, "rank": strategy.global_rank, "ranks": strategy.world_size}
-        client = HubClient(self._address, strategy.on_all_ranks(self._read_secret), who, self.patience_s)
+        given = self.secret
+        secret = "" if given is None else strategy.on_all_ranks(lambda: read_secret(given))
+        client = HubClient(self._address, secret, who, self.patience_s)
         self._member = Member(client, outer, self.patience_s)
         self._load(pl_module, engine, list(outer.shards))
         self._follow(engine, pl_module)
-
-    def _read_secret(self) -> str:
-        if self.secret is None:
-            return ""
-        try:
-            return Path(self.secret).read_text().strip()
-        except OSError as error:
-            raise ConfigError(
-                f"Got secret={str(self.secret)!r}, which cannot be read ({error.strerror}). Copy the file that "
-                "`ls-strategy meet --secret` has to every host."
-            ) from None
 
     def _follow(self, engine: Engine, module: pl.LightningModule) -> None:
         """Be informed about parameters that begin to train."""
@@ -205,8 +195,7 @@ class DiLoCo(ConnectedCallback):
             self._merge = None if saved["merge"] is None else (saved["merge"][0], [tuple(p) for p in saved["merge"][1]])
         if self.island and strategy.virtual is None:
             island_data.draw_other_numbers(self.island)
-        where = f"the hub at {self.meet}"
-        rank_zero_info(f"DiLoCo: island {self.island} of {self.islands} joins the others at {where}")
+        rank_zero_info(f"DiLoCo: island {self.island} of {self.islands} joins the others at the hub {self.meet}")
         self._join(trainer, pl_module)
         rank_zero_info(f"DiLoCo: island {self.island} is in, after {member.round} rounds")
 

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import argparse
-from pathlib import Path
 
 from ls_strategy.checked import above
 from ls_strategy.cli import arguments
-from ls_strategy.errors import ConfigError
 
 
 def add(subcommands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -40,22 +38,13 @@ def add(subcommands: argparse._SubParsersAction[argparse.ArgumentParser]) -> Non
 
 def run(args: argparse.Namespace) -> int:
     """Serve."""
+    from ls_strategy.islands.client import read_secret
     from ls_strategy.islands.hub import Hub, HubServer
 
-    secret = "" if args.secret is None else _read(args.secret)
+    secret = "" if args.secret is None else read_secret(args.secret)
     host = "" if secret else "127.0.0.1"
     server = HubServer(Hub(args.islands, args.patience), host=host, port=args.port, secret=secret)
     who = "all hosts" if secret else "this host only, as no --secret is given"
     print(f"hub for {args.islands} islands on port {server.port}, for {who}", flush=True)
     server.serve()
     return 0
-
-
-def _read(path: Path) -> str:
-    secret = path.read_text().strip()
-    if len(secret) < 16:
-        raise ConfigError(
-            f"Got --secret {path} with {len(secret)} characters, but it needs 16 or more. Make one: openssl rand "
-            f"-hex 32 > {path}"
-        )
-    return secret

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import socket
 import time
+from pathlib import Path
 from typing import Any
 
 from ls_strategy.distributed.requests import keep_alive, read_answer, request_line
@@ -13,6 +15,7 @@ from ls_strategy.errors import ConfigError, StateError
 
 _CONNECT_S = 5.0
 _PAUSE_S = 0.5
+_SECRET_CHARACTERS = 16
 
 
 class HubLostError(Exception):
@@ -122,6 +125,27 @@ class HubClient:
         if file is not None:
             with contextlib.suppress(OSError, ValueError):
                 file.close()
+
+
+def read_secret(path: str | os.PathLike[str]) -> str:
+    """Return the secret in a file.
+
+    Raises:
+        ConfigError: the file cannot be read, or the secret is too short.
+    """
+    try:
+        secret = Path(path).read_text().strip()
+    except (OSError, ValueError) as error:
+        raise ConfigError(
+            f"Got secret={str(path)!r}, which cannot be read ({error}). Make it once, and copy it to every host: "
+            "openssl rand -hex 32 > secret"
+        ) from None
+    if len(secret) < _SECRET_CHARACTERS:
+        raise ConfigError(
+            f"Got secret={str(path)!r} with {len(secret)} characters, but a secret has {_SECRET_CHARACTERS} or more. "
+            "Make one, and copy it to every host: openssl rand -hex 32 > secret"
+        )
+    return secret
 
 
 def parse_address(meet: str) -> tuple[str, int]:

@@ -346,13 +346,15 @@ class HubServer:
         self.port = int(self._server.server_address[1])
 
     def serve(self) -> None:
-        """Serve until `close`."""
-        self._server.serve_forever(0.1)
+        """Serve until `close`, or an interrupt."""
+        try:
+            self._server.serve_forever(0.1)
+        finally:
+            self._server.server_close()
 
     def close(self) -> None:
         """Stop serving. Call it from another thread than `serve`."""
         self._server.shutdown()
-        self._server.server_close()
 
 
 class _Server(RequestServer):

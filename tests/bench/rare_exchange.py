@@ -1,10 +1,11 @@
 """Validation loss of the GPT recipe on two islands that exchange every 30 steps, against DDP with equal tokens.
 
-``python -m tests.bench.rare_exchange --record tests/bench/records/rare_exchange.json``
+``python -m tests.bench.rare_exchange --steps 1500 --record tests/bench/records/rare_exchange.json``
 
 Every contender trains on the same number of tokens with the same learning rates, and all islands validate on all
 validation data, with the weights after the last exchange. A seed decides initial weights and order of the text, so
-losses are compared in pairs. The bytes are those that a rank has sent to other islands, or to other ranks under DDP.
+losses are compared in pairs. The bytes are those that a rank has sent to the other island, with the first weights;
+for DDP they are computed: a ring's all-reduce of fp32 gradients over two ranks in every step.
 """
 
 from __future__ import annotations

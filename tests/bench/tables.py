@@ -175,11 +175,13 @@ def _muon(record: dict[str, Any]) -> list[list[str]]:
 
 
 def _rare_exchange(record: dict[str, Any]) -> list[list[str]]:
-    """One row per contender: validation loss, and how far it is above DDP's."""
-    rows = [["", "validation loss, nats per byte", "above DDP, mean over seeds", "largest", "MiB sent per island"]]
-    for name, c in record["results"].items():
-        above = ("", "") if name == "DDP" else (f"{c['above']:.1%}", f"{c['largest_above']:.1%}")
-        rows.append([name, f"{c['val']:.3f}", *above, f"{c['sent_mib']:.1f}"])
+    """One row per contender: validation loss, how far it is above DDP, and the bytes of a rank."""
+    rows = [["", "validation loss, nats per byte", "above DDP, by seed", "sent per rank, MiB"]]
+    runs = record["runs"]
+    for name, cells in record["results"].items():
+        above = (run["val"] / runs["DDP"][seed]["val"] - 1 for seed, run in sorted(runs[name].items()))
+        margins = "" if name == "DDP" else ", ".join(f"{margin:.1%}" for margin in above)
+        rows.append([name, f"{cells['val']:.3f}", margins, f"{cells['sent_mib']:.1f}"])
     return rows
 
 

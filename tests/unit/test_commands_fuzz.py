@@ -34,7 +34,7 @@ BASE = {
     "consolidate": ["not there", "out"],
     "doctor": ["--only", "software"],
     "inspect": ["not there"],
-    "meet": ["--islands", "2"],  # without --port it ends at once, and what is right does not
+    "meet": ["--islands", "2", "--port", "29400", "--secret", "not there"],
     "new": ["some_project"],
     "plan": ["not there.yaml"],
     "report": ["not there"],
@@ -46,6 +46,7 @@ BASE = {
 @pytest.fixture(autouse=True)
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("ls_strategy.islands.hub.HubServer.serve", lambda _: None)  # else it runs until an interrupt
     (tmp_path / "good.yaml").write_text("trainer:\n  devices: 2\n")
     (tmp_path / "bad.yaml").write_bytes(b"trainer: \xff\xfe")
     (tmp_path / "five.yaml").write_text("trainer: 5\n")

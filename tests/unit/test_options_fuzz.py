@@ -47,7 +47,6 @@ REQUIRED: dict[str, dict[str, Any]] = {
     "TierConfig": {"tier": "cpu"},
     "TensorConfig": {"size": 2},
     "PipelineConfig": {"size": 2},
-    "DiLoCo": {"meet": "127.0.0.1:29400", "island": 0, "islands": 2, "every": 30},
 }
 """Options without a default."""
 
@@ -80,6 +79,7 @@ ARGUMENTS: dict[str, Callable[[], dict[str, Any]]] = {
     "Muon": lambda: {"params": [nn.Parameter(torch.ones(2, 2))]},
     "QKClip": lambda: {"query": "q.weight", "key": "k.weight", "head_width": 2, "num_heads": 2},
     "SOAP": lambda: {"params": [nn.Parameter(torch.ones(2, 2))]},
+    "DiLoCo": lambda: {"meet": "host:1", "island": 0, "islands": 2},
     "SequenceCurriculum": lambda: {"lengths": [8, 64], "until": [10]},
     "RandomTokenDropping": lambda: {"kept": [8, 64], "until": [10]},
     "MoE": lambda: {"hidden_size": 4, "expert": nn.Linear(4, 4)},
