@@ -15,6 +15,7 @@ import pytest
 import torch
 from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.loggers import CSVLogger
+from lightning.pytorch.utilities import rank_zero_only
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
@@ -199,8 +200,8 @@ def test_memory_follows_the_units_of_a_traced_step(rank: int, world_size: int, t
     events = json.loads((tmp_path / "trace_step2.json").read_text())["traceEvents"]
     check_trace(events, world_size)
     held = [e["args"] for e in events if e["ph"] == "C" and e["name"] == "memory (MiB)" and e["pid"] == 0]
-    assert set(held[0]) == {"parameters", "masters", "gradients", "optimizer", "communication"}
-    gathered = [h["parameters"] for h in held]
+    assert set(held[0]) == {"parameters", "gathered", "masters", "gradients", "optimizer", "communication"}
+    gathered = [h["gathered"] for h in held]
     one = 313 * 4 / (1 << 20)  # a block
     assert max(gathered) - min(gathered) >= one
     assert max(gathered) < 5 * one  # never the whole model: three blocks and two layers of a quarter each
@@ -325,10 +326,14 @@ class Told(logging.Handler):
 
 
 @pytest.mark.parametrize("summary", [True, False])
-def test_the_table_at_the_end(summary: bool, tmp_path: Path) -> None:
+def test_the_table_at_the_end(summary: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     quiet()
     told = Told()
     log = logging.getLogger("lightning.pytorch.utilities.rank_zero")
+    # Whatever another test of this process has left.
+    monkeypatch.setattr(log, "disabled", False)
+    monkeypatch.setattr(logging.root.manager, "disable", logging.NOTSET)
+    monkeypatch.setattr(rank_zero_only, "rank", 0, raising=False)
     level = log.level
     log.addHandler(told)
     log.setLevel(logging.INFO)

@@ -230,7 +230,8 @@ def test_strange_values_are_drawn(tmp_path: Path, values: list[float]) -> None:
 def test_names_are_escaped(tmp_path: Path) -> None:
     bad = "<script>alert('x')</script>&\"\x00\x1b"
     folder = tmp_path / "<b>run & co</b>"
-    csv_log(folder, {f"loss/{bad}": [1.0, 2.0], bad: [1.0]})
+    in_csv = bad.replace("\x00", "")  # Python 3.10 does not write it
+    csv_log(folder, {f"loss/{in_csv}": [1.0, 2.0], in_csv: [1.0]})
     (folder / "config.yaml").write_text(f"a: {bad}\n</pre><img src=x onerror=alert(1)>")
     run_file(folder, start(device=bad, versions={bad: bad}, options={bad: {bad: bad}}))
     html = report(folder)
