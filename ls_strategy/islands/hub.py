@@ -131,14 +131,29 @@ class Hub:
             self._outcomes.pop(seat, None)
             self._joining.setdefault(island, {})[rank] = line
             self._changed.notify_all()
-            while seat not in self._outcomes:
-                self._admit_if_due()
-                if seat in self._outcomes:
-                    break
-                if self._seats.get(seat) is not connection:
-                    return Reply({"error": f"rank {rank} of island {island} was lost."})
-                self._changed.wait(_LOOK_EVERY_S)
-            return self._outcomes.pop(seat)
+            return self._wait_to_be_in(connection, seat)
+
+    def _wait_to_be_in(self, connection: Connection, seat: tuple[int, int]) -> Reply:
+        (island, rank), end = seat, time.monotonic() + self._patience_s
+        while seat not in self._outcomes:
+            self._admit_if_due()
+            if seat in self._outcomes:
+                break
+            if self._seats.get(seat) is not connection:
+                return Reply({"error": f"rank {rank} of island {island} was lost."})
+            there = self._joining.get(island, {})
+            if time.monotonic() > end and len(there) < there.get(rank, {"ranks": 0})["ranks"]:
+                self._joining.pop(island)
+                problem = (
+                    f"Got {len(there)} of the ranks of island {island} in {self._patience_s:g} s, but all of them have "
+                    "to come. Give all ranks of an island the same DiLoCo(meet=...)."
+                )
+                for other in there:
+                    self._outcomes[island, other] = Reply({"error": problem})
+                self._changed.notify_all()
+                break
+            self._changed.wait(_LOOK_EVERY_S)
+        return self._outcomes.pop(seat)
 
     def _take_seat(self, connection: Connection, seat: tuple[int, int]) -> bool:
         end = time.monotonic() + _SEAT_S

@@ -1,20 +1,24 @@
-"""A hub for the page on islands, in this process, so that its program has one to connect to."""
+"""A hub for the page on islands, in the process of rank 0, so that its program has one to connect to."""
 
 from __future__ import annotations
 
 import os
 import threading
+import time
+from pathlib import Path
 
 from ls_strategy.islands.hub import Hub, HubServer
 
-_KEY = "LS_STRATEGY_TESTS_HUB"
-"""The second rank inherits the first one's environment."""
-
 
 def address() -> str:
-    """Return where it listens; start it if no rank has."""
-    if _KEY not in os.environ:
+    """Return where it listens. Rank 0 starts it, and tells the others through a file of the working folder."""
+    file = Path("hub_address")
+    if os.environ.get("LOCAL_RANK", "0") == "0":
         server = HubServer(Hub(1, 60.0), host="127.0.0.1", port=0, secret="")
         threading.Thread(target=server.serve, daemon=True).start()
-        os.environ[_KEY] = f"127.0.0.1:{server.port}"
-    return os.environ[_KEY]
+        (new := file.with_suffix(".new")).write_text(f"127.0.0.1:{server.port}")
+        new.rename(file)
+    end = time.monotonic() + 60.0
+    while not file.exists() and time.monotonic() < end:
+        time.sleep(0.05)
+    return file.read_text()

@@ -231,6 +231,17 @@ def test_two_islands_with_one_number_are_refused(monkeypatch: pytest.MonkeyPatch
     assert "island=2, but the hub was started for 2 islands" in get(island(hub, 2)[0].join()).line["error"]
 
 
+def test_an_island_whose_ranks_do_not_all_come_is_an_error_on_those_that_have():
+    hub = Hub(1, 1.0)
+    there = island(hub, 0, 3)[:2]
+    for future in [rank.join() for rank in there]:
+        assert "Got 2 of the ranks of island 0 in 1 s" in get(future).line["error"]
+    for rank in there:
+        rank.lose()
+    again = [rank.join() for rank in island(hub, 0, 3)]
+    assert [get(future).line["what"] for future in again] == ["own"] * 3
+
+
 def test_a_lost_rank_whose_connection_looks_alive_gives_its_seat_to_the_next_one():
     hub, (_, second) = started()
     second[0].is_lost = True  # nobody has noticed
