@@ -243,7 +243,7 @@ def test_two_ranks_train_divide_experts_log_and_save(tmp_path: Path) -> None:
     output = fit(tmp_path, ["base", "ep2_zero2"], *TINY, cache, "--trainer.devices=2", recipe="moe")
     assert re.findall(r"-+ step (\d+) -+\ndef ", output) == ["3", "6"]
     found = events(tmp_path)
-    assert found.Tags()["images"] == ["zero_experts/load"]
+    assert found.Tags()["images"] == ["zero_time/step", "zero_memory/step", "zero_experts/load"]
     assert {f"zero_expert_tokens/model.blocks.{i}.mlp" for i in range(4)} == set(found.Tags()["histograms"])
     logged = scalars(tmp_path)
     assert len(logged["train/loss"]) == 6
