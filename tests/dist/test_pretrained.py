@@ -76,6 +76,10 @@ def save(folder: Path, name: str, **options: Any) -> Path:
 class Pretrained(Net):
     """Reads its weights in ``configure_model``."""
 
+    # torch's fused update for CPUs rounds the last elements of a tensor otherwise than those that fill a vector, so a
+    # bias of 5 elements has other bits alone than within a long buffer. The update in a loop has no such border.
+    fused: bool | None = False
+
     def __init__(self, folder: Path, auto: str = "AutoModelForCausalLM", **options: Any) -> None:
         self.folder, self.auto, self.options = str(folder), auto, options
         super().__init__()
@@ -99,9 +103,7 @@ class Pretrained(Net):
         self.at_start = weights(self)
 
     def configure_optimizers(self) -> Any:
-        # torch's fused update for CPUs rounds the last elements of a tensor otherwise than those that fill a vector, so
-        # a bias of 5 elements has other bits alone than within a long buffer. The update in a loop has no such border.
-        return torch.optim.AdamW(self.parameters(), lr=self.lr, eps=1e-4, fused=False)
+        return torch.optim.AdamW(self.parameters(), lr=self.lr, eps=1e-4, fused=self.fused)
 
     def loss(self, batch: Any) -> Tensor:
         ids = batch[0]

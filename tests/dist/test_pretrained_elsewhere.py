@@ -55,6 +55,7 @@ def parted(place: Path, what: str, **options: Any) -> int:
                 return model
 
         module = (Converted if converts else kind)(place, **model)
+        module.fused = None  # both runs update alike, and states on a drive need a fused update
         fit(ZeROStrategy(sharding={"min_unit_numel": 0}, **options), module, tokens(), max_epochs=1, **trainer)
         return module
 

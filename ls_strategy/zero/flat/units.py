@@ -377,6 +377,8 @@ class Flat(FlatBuffer):
             if self.on_demand is not None:
                 self.on_demand.note_memory(self)
         self.full.untyped_storage().resize_(0)
+        if self.optimizer_tier != "device":  # who keeps the states there wants the memory
+            self.storage.link.freed(self.layout.numel * self.dtype.itemsize)
 
     def free_if_not_viewed(self) -> None:
         """Free a released buffer that kept its memory for views which do not exist any more (stage 3)."""
