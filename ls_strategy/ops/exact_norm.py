@@ -1,9 +1,9 @@
 """Sum of squares of a gradient that does not depend on how the gradient is split over ranks.
 
-The squares of `BLOCK` adjacent elements of the flat buffer are added in a fixed tree, in fp64. The sums of blocks are
-then added exactly: a sum is ``m * 2**e`` with an integer ``m`` of 53 bits, and the halves of the ``m`` with the same
-``e`` are added as integers. Integers may be added in any order and on any number of ranks, if shards begin at
-multiples of `BLOCK`.
+The squares of `BLOCK` adjacent elements of the flat buffer are added in fp64, in lanes as in `ls_strategy.ops.norm`.
+The sums of blocks are then added exactly: a sum is ``m * 2**e`` with an integer ``m`` of 53 bits, and the halves of the
+``m`` with the same ``e`` are added as integers. Integers may be added in any order and on any number of ranks, if shards
+begin at multiples of `BLOCK`.
 """
 
 from __future__ import annotations
@@ -12,6 +12,9 @@ import functools
 
 import torch
 from torch import Tensor
+
+from ls_strategy.ops import native
+from ls_strategy.ops.norm import LANES
 
 BLOCK = 256
 """Elements whose squares are added in fp64. Shards begin at multiples of it."""
@@ -38,6 +41,11 @@ def exact_sum_of_squares(grad: Tensor, *, unscale: float = 1.0) -> Tensor:
     """
     result = torch.zeros(SIZE, dtype=torch.int64, device=grad.device)
     halves = result[: 2 * _EXPONENTS].view(_EXPONENTS, 2)
+    if grad.device.type == "cpu" and grad.dtype != torch.float64 and native.available("cpu"):
+        sums = native.block_square_sums(grad, unscale)
+        if bool(sums.isfinite().all()):
+            _add(halves, sums)
+            return result
     for part in grad.split(_CHUNK[grad.device.type == "cpu"]):
         x = part.to(torch.promote_types(part.dtype, torch.float32))
         x = x if unscale == 1.0 else x * unscale
@@ -48,30 +56,31 @@ def exact_sum_of_squares(grad: Tensor, *, unscale: float = 1.0) -> Tensor:
             sums = _block_sums(torch.where(x.isfinite(), x, 0.0).double().square_())
             result[-2] += sums.isinf().sum()  # squares of fp64 numbers beyond its range
             sums = torch.where(sums.isfinite(), sums, 0.0)
-        mantissa, exponent = torch.frexp(sums)
-        integer = (mantissa * 2.0**53).to(torch.int64)
-        split = torch.stack([integer >> _LOW_BITS, integer & ((1 << _LOW_BITS) - 1)], dim=1)
-        halves.index_add_(0, (exponent - _LOWEST).long(), split)
+        _add(halves, sums)
     return result
 
 
-def _block_sums(squares: Tensor) -> Tensor:
-    """Return the sum of every block: ``(ceil(n / BLOCK),)`` from ``(n,)``.
+def _add(halves: Tensor, sums: Tensor) -> None:
+    """Add finite numbers, ``(n,)`` fp64, to integers by exponent, ``(_EXPONENTS, 2)``."""
+    mantissa, exponent = torch.frexp(sums)
+    integer = (mantissa * 2.0**53).to(torch.int64)
+    split = torch.stack([integer >> _LOW_BITS, integer & ((1 << _LOW_BITS) - 1)], dim=1)
+    halves.index_add_(0, (exponent - _LOWEST).long(), split)
 
-    On the CPU torch adds contiguous rows one by one, in an order that does not depend on the number of rows or threads,
-    ten times as fast as what follows (`tests/unit/test_exact_norm.py` checks it). On accelerators it does, so halves
-    are added onto halves.
-    """
+
+def _block_sums(squares: Tensor) -> Tensor:
+    """Return the sum of every block, as the kernel adds: ``(ceil(n / BLOCK),)`` from ``(n,)``, both fp64."""
     missing = -squares.numel() % BLOCK
     if missing:
         squares = torch.nn.functional.pad(squares, (0, missing))
-    rows = squares.view(-1, BLOCK)
-    if rows.device.type == "cpu":
-        return rows.sum(1)
-    while rows.shape[1] > 1:
-        half = rows.shape[1] // 2
-        rows = rows[:, :half] + rows[:, half:]
-    return rows.view(-1)
+    first, *others = squares.view(-1, BLOCK // LANES, LANES).unbind(1)
+    lanes = first.clone()
+    for row in others:
+        lanes += row
+    while lanes.shape[1] > 1:
+        half = lanes.shape[1] // 2
+        lanes = lanes[:, :half] + lanes[:, half:]
+    return lanes.view(-1)
 
 
 def value_of(exact: Tensor) -> Tensor:

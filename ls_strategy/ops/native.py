@@ -13,7 +13,7 @@ from ls_strategy.ops import _build
 from ls_strategy.ops.moments import Moment
 
 NAMES = ("adamw_", "lion_", "sgd_", "adagrad_")
-"""The updates. The other operation is ``sum_of_squares``."""
+"""The updates. The other operations are ``sum_of_squares`` and, on the CPU, ``block_square_sums``."""
 
 
 def available(device_type: str) -> bool:
@@ -42,6 +42,11 @@ def sum_of_squares(grad: Tensor, unscale: float) -> Tensor:
     return torch.ops.ls_strategy.sum_of_squares(grad, unscale)
 
 
+def block_square_sums(grad: Tensor, unscale: float) -> Tensor:
+    """Run the kernel for the CPU of `ls_strategy.ops.exact_norm`: the sum of every block."""
+    return torch.ops.ls_strategy.block_square_sums(grad, unscale)
+
+
 def limit_isa(limit: int) -> int:
     """Limit the CPU's instruction set to 0 portable, 1 AVX2, 2 AVX-512; return the one in use. For tests."""
     if not available("cpu"):
@@ -59,3 +64,4 @@ def _register_fakes() -> None:
     for name in NAMES:
         META.impl(name, lambda *args, **kwargs: None)
     META.impl("sum_of_squares", lambda grad, unscale: grad.new_empty(2, dtype=torch.float64))
+    META.impl("block_square_sums", lambda grad, unscale: grad.new_empty(-(-grad.numel() // 256), dtype=torch.float64))

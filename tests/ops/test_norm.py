@@ -5,7 +5,8 @@ import math
 import pytest
 import torch
 
-from ls_strategy.ops import native, norm
+from ls_strategy.ops import exact_norm, native, norm
+from ls_strategy.ops.exact_norm import exact_sum_of_squares
 from ls_strategy.ops.norm import BLOCK, CHUNK, sum_of_squares, sum_of_squares_reference, sum_over_chunks
 
 SIZES = (0, 1, 31, 32, 33, BLOCK - 1, BLOCK, BLOCK + 1, 100_003)
@@ -18,6 +19,21 @@ def test_kernel_is_the_reference(isa, dtype):
         torch.manual_seed(n)
         grad = (torch.randn(n) * 10 ** (torch.rand(n) * 8 - 6)).to(dtype)
         assert torch.equal(sum_of_squares(grad, unscale=0.3), sum_of_squares_reference(grad, 0.3)), n
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("isa", [0, 1, 2], indirect=True)
+def test_exact_sums_of_the_kernel_are_those_of_the_reference(isa, dtype, monkeypatch):
+    for n in (*SIZES, exact_norm.BLOCK - 1, exact_norm.BLOCK + 1):
+        torch.manual_seed(n)
+        grad = (torch.randn(n) * 10 ** (torch.rand(n) * 8 - 6)).to(dtype)
+        for bad in (None, math.inf, math.nan):
+            if bad is not None:
+                grad[n // 2 : n // 2 + 3] = bad
+            found = exact_sum_of_squares(grad, unscale=0.3)
+            with monkeypatch.context() as patch:
+                patch.setattr(native, "available", lambda device_type: False)
+                assert torch.equal(found, exact_sum_of_squares(grad, unscale=0.3)), (n, bad)
 
 
 def test_more_than_one_level(compiled):

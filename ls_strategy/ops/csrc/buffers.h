@@ -43,5 +43,7 @@ struct Buffers {
 constexpr int kSumBlock = 4096;
 constexpr int kSumGroup = 256;
 constexpr int kSumLanes = 32;
+// Of block_square_sums: see exact_norm.py.
+constexpr int kExactBlock = 256;
 
 }  // namespace ls

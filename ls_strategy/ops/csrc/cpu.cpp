@@ -59,6 +59,18 @@ void square_sums(const Buffers& b, const Tensor&, Tensor& result) {
   out[1] = static_cast<double>(nonfinite.load());
 }
 
+namespace {
+
+Tensor block_square_sums(Tensor grad, double unscale) {
+  const Buffers b = gradient(grad, unscale);
+  const int64_t blocks = (b.n + kExactBlock - 1) / kExactBlock;
+  Tensor sums = torch::stable::new_empty(grad, {&blocks, 1}, ScalarType::Double);
+  double* const out = static_cast<double*>(sums.mutable_data_ptr());
+  torch::stable::parallel_for(0, blocks, 256, [&](int64_t begin, int64_t end) { kernels().block_square_sums(b, begin, end, out); });
+  return sums;
+}
+
+}  // namespace
 }  // namespace ls
 
 // For tests: use no better instruction set than 0 portable, 1 AVX2, 2 AVX-512. Returns the one in use from now on.
@@ -68,4 +80,4 @@ extern "C" int ls_strategy_limit_isa(int limit) {
   return ls::in_use;
 }
 
-LS_IMPLEMENT(CPU)
+LS_IMPLEMENT(CPU, m.impl("block_square_sums", TORCH_BOX(&ls::block_square_sums));)

@@ -198,10 +198,11 @@ LS_INLINE double fold(const D* lanes) {
   return x[0];
 }
 
-// kSumBlock elements of the gradient, in fp32 or of two bytes each.
+// kBlock elements of the gradient, in fp32 or of two bytes each.
+template <int kBlock>
 LS_INLINE double square_sum(const void* grad, Format format, F unscale, I* nonfinite) {
   D lanes[kRegisters] = {};
-  for (int i = 0; i < kSumBlock; i += kSumLanes) {
+  for (int i = 0; i < kBlock; i += kSumLanes) {
     for (int j = 0; j < kRegisters; j += 2) {
       const F x = load(grad, format, i + j * kWide) * unscale;
       *nonfinite += (I)((bits(x) & 0x7FFFFFFFu) >= kInfinityBits);
@@ -215,22 +216,35 @@ LS_INLINE double square_sum(const void* grad, Format format, F unscale, I* nonfi
   return fold(lanes);
 }
 
-void square_sums(const Buffers& b, int64_t begin, int64_t end, double* sums, int64_t* count) {
+// Blocks [begin, end), the last one of the gradient padded with zeros. Adds -1 to nonfinite per element that is not finite.
+template <int kBlock>
+LS_INLINE void sums_of_blocks(const Buffers& b, int64_t begin, int64_t end, double* sums, I* nonfinite) {
   const F unscale = splat<F>(b.unscale);
   const int64_t bytes = bytes_of(b.grad_format);
   for (int64_t block = begin; block < end; ++block) {
-    I nonfinite{};
-    const char* grad = static_cast<const char*>(b.grad) + block * kSumBlock * bytes;
-    const int64_t n = b.n - block * kSumBlock;
-    alignas(64) char padded[4 * kSumBlock];
-    if (n < kSumBlock) {
+    const char* grad = static_cast<const char*>(b.grad) + block * kBlock * bytes;
+    const int64_t n = b.n - block * kBlock;
+    alignas(64) char padded[4 * kBlock];
+    if (n < kBlock) {
       __builtin_memset(padded, 0, sizeof padded);
       __builtin_memcpy(padded, grad, n * bytes);
       grad = padded;
     }
-    sums[block] = square_sum(grad, b.grad_format, unscale, &nonfinite);
+    sums[block] = square_sum<kBlock>(grad, b.grad_format, unscale, nonfinite);
+  }
+}
+
+void square_sums(const Buffers& b, int64_t begin, int64_t end, double* sums, int64_t* count) {
+  for (int64_t block = begin; block < end; ++block) {  // one by one, so that no lane of the counts overflows
+    I nonfinite{};
+    sums_of_blocks<kSumBlock>(b, block, block + 1, sums, &nonfinite);
     for (int i = 0; i < kLanes; ++i) *count -= nonfinite[i];
   }
+}
+
+void block_square_sums(const Buffers& b, int64_t begin, int64_t end, double* sums) {
+  I nonfinite{};  // the sum of its block says it
+  sums_of_blocks<kExactBlock>(b, begin, end, sums, &nonfinite);
 }
 
 void group_sums(const double* numbers, int64_t n, double* sums) {
@@ -247,6 +261,6 @@ void group_sums(const double* numbers, int64_t n, double* sums) {
 
 }  // namespace
 
-const Kernels LS_KERNELS = {update<AdamW<F>>, update<Lion<F>>, sgd, update<Adagrad<F>>, square_sums, group_sums};
+const Kernels LS_KERNELS = {update<AdamW<F>>, update<Lion<F>>, sgd, update<Adagrad<F>>, square_sums, block_square_sums, group_sums};
 
 }  // namespace ls

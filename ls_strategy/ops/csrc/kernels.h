@@ -16,6 +16,8 @@ struct Kernels {
   UpdateRange<AdagradNumbers> adagrad;
   // Sums of the squares of blocks [begin, end) into sums, and the number of elements that are not finite, added to count.
   void (*square_sums)(const Buffers&, int64_t begin, int64_t end, double* sums, int64_t* count);
+  // Sums of the squares of blocks [begin, end) of kExactBlock elements into sums.
+  void (*block_square_sums)(const Buffers&, int64_t begin, int64_t end, double* sums);
   // Sums of kSumGroup numbers each.
   void (*group_sums)(const double* numbers, int64_t n, double* sums);
 };

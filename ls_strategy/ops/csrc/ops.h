@@ -134,7 +134,7 @@ void adagrad_(Tensor param, Tensor sum, MaybeTensor sum_scales, Tensor grad, May
   launch(AdagradNumbers{fp32(l2), fp32(eps), fp32(rate)}, b, param);
 }
 
-Tensor sum_of_squares(Tensor grad, double unscale) {
+Buffers gradient(const Tensor& grad, double unscale) {
   Buffers b{};
   b.n = grad.numel();
   check(grad, b.n, grad, "grad");
@@ -142,6 +142,11 @@ Tensor sum_of_squares(Tensor grad, double unscale) {
   b.grad_format = format_of(grad);
   STD_TORCH_CHECK(b.grad_format != kInt8, "ls_strategy: grad must be fp32, bf16 or fp16");
   b.unscale = static_cast<float>(unscale);
+  return b;
+}
+
+Tensor sum_of_squares(Tensor grad, double unscale) {
+  const Buffers b = gradient(grad, unscale);
   const int64_t size = 2;
   Tensor result = torch::stable::new_zeros(grad, {&size, 1}, ScalarType::Double);
   square_sums(b, grad, result);
@@ -151,11 +156,13 @@ Tensor sum_of_squares(Tensor grad, double unscale) {
 }  // namespace
 }  // namespace ls
 
-#define LS_IMPLEMENT(device)                               \
+// `others`: operations of this device alone.
+#define LS_IMPLEMENT(device, others)                       \
   STABLE_TORCH_LIBRARY_IMPL(ls_strategy, device, m) {      \
     m.impl("adamw_", TORCH_BOX(&ls::adamw_));              \
     m.impl("lion_", TORCH_BOX(&ls::lion_));                \
     m.impl("sgd_", TORCH_BOX(&ls::sgd_));                  \
     m.impl("adagrad_", TORCH_BOX(&ls::adagrad_));          \
     m.impl("sum_of_squares", TORCH_BOX(&ls::sum_of_squares)); \
+    others                                                 \
   }

@@ -17,4 +17,5 @@ STABLE_TORCH_LIBRARY_FRAGMENT(ls_strategy, m) {
       "adagrad_(Tensor(a!) param, Tensor(b!) sum, Tensor(c!)? sum_scales, Tensor grad, Tensor(f!)? out, Tensor? clip, "
       "float unscale, float l2, float eps, float rate, int seed, int offset) -> ()");
   m.def("sum_of_squares(Tensor grad, float unscale) -> Tensor");
+  m.def("block_square_sums(Tensor grad, float unscale) -> Tensor");
 }
