@@ -2,8 +2,8 @@
 
 The squares of `BLOCK` adjacent elements of the flat buffer are added in fp64, in lanes as in `ls_strategy.ops.norm`.
 The sums of blocks are then added exactly: a sum is ``m * 2**e`` with an integer ``m`` of 53 bits, and the halves of the
-``m`` with the same ``e`` are added as integers. Integers may be added in any order and on any number of ranks, if shards
-begin at multiples of `BLOCK`.
+``m`` with the same ``e`` are added as integers. Integers may be added in any order and on any number of ranks, if
+shards begin at multiples of `BLOCK`.
 """
 
 from __future__ import annotations
