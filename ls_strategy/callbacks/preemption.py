@@ -176,10 +176,17 @@ class PreemptionHandler(Callback):
         self._received = max(self._received, number)  # a signal may arrive anywhere: nothing else is safe here
 
     def _give_back(self, trainer: pl.Trainer) -> None:
-        """Restore the previous handlers; called at the end of the Trainer's teardown, after an error too."""
+        """Restore the previous handlers; called at the end of the Trainer's teardown, after an error too.
+
+        A signal by which SLURM announces the end of the job would end the process by default, while it tests or exports
+        what it has trained, and the job would count as failed: it is ignored then.
+        """
         compat.give_signals_back(trainer)
+        in_job = job.job_id(os.environ) is not None
         for number, handler in self._old_handlers.items():
-            signal.signal(number, handler if handler is not None else signal.SIG_DFL)
+            before = handler if handler is not None else signal.SIG_DFL
+            announced = in_job and before == signal.SIG_DFL and number != signal.SIGTERM
+            signal.signal(number, signal.SIG_IGN if announced else before)
         self._old_handlers.clear()
 
     @override

@@ -224,6 +224,20 @@ def test_the_end_of_a_fit_restores_the_users_handlers(clock: Clock, tmp_path: Pa
     assert signal.getsignal(signal.SIGTERM) is mine
 
 
+def test_slurms_signal_after_a_fit_ends_no_process(clock: Clock, tmp_path: Path, slurm: SimpleNamespace) -> None:
+    """A job whose training is complete and which tests or exports now, or ends, would count as failed."""
+    signal.signal(signal.SIGUSR1, signal.SIG_DFL)
+    Run(clock, tmp_path).start().end()
+    send(signal.SIGUSR1)
+    assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL, "SIGTERM ends it"
+
+
+def test_a_fit_outside_of_a_job_leaves_no_signal_ignored(clock: Clock, tmp_path: Path) -> None:
+    signal.signal(signal.SIGUSR1, signal.SIG_DFL)
+    Run(clock, tmp_path).start().end()
+    assert signal.getsignal(signal.SIGUSR1) is signal.SIG_DFL
+
+
 def test_lightning_registers_no_handlers_until_the_end_of_the_fit(clock: Clock, tmp_path: Path) -> None:
     run = Run(clock, tmp_path).setup()
     run.trainer._signal_connector.register_signal_handlers()  # does nothing
