@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from ls_strategy._compat import tree_iter, tree_map
@@ -27,6 +28,25 @@ def resized(batch: Any, samples: int) -> Any:
         if not isinstance(leaf, Tensor) or not leaf.dim() or len(leaf) != rows:
             return leaf
         return leaf.new_zeros((samples, *leaf.shape[1:]))
+
+    return tree_map(other, batch)
+
+
+def of_length(batch: Any, tokens: int) -> Any:
+    """Return an empty batch with samples of another length: in tensors whose second dimension is that of the first.
+
+    A mask for pairs of tokens changes in both dimensions.
+    """
+    length = length_of(batch)
+
+    def other(leaf: Any) -> Any:
+        if not isinstance(leaf, Tensor) or leaf.dim() < 2:
+            return leaf
+        shape = list(leaf.shape)
+        is_mask = leaf.dim() == 4 or (leaf.dim() > 2 and leaf.dtype == torch.bool)
+        for dim in (1, *((leaf.dim() - 2, leaf.dim() - 1) if is_mask and shape[-1] == shape[-2] else ())):
+            shape[dim] = tokens if shape[dim] == length else shape[dim]
+        return leaf.new_zeros(shape)
 
     return tree_map(other, batch)
 
