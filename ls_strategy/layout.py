@@ -320,7 +320,8 @@ class FlatLayout:
         """Return the ``world_size + 1`` bounds of the shards."""
         if self.weights:
             return weighted_bounds(self.used, self.weights, align=self.align)
-        return tuple(rank * self.shard for rank in range(self.world_size + 1))
+        shard = self.shard
+        return tuple(rank * shard for rank in range(self.world_size + 1))
 
     @property
     def sizes(self) -> tuple[int, ...] | None:
@@ -330,7 +331,7 @@ class FlatLayout:
     @property
     def numel(self) -> int:
         """Return the elements of the full buffer, padding included."""
-        return self.cuts[-1]
+        return self.cuts[-1] if self.weights else self.world_size * self.shard
 
     @property
     def param_numel(self) -> int:

@@ -15,6 +15,7 @@ from typing import Any
 
 from ls_strategy.checked import accept, at_least
 from ls_strategy.cli import arguments
+from ls_strategy.cli.plan_longest import Reached
 from ls_strategy.cli.plan_search import add_search, check_search, found_json, found_lines, run_search
 from ls_strategy.cli.submit import infer_module, keep_what_follows_two_dashes
 from ls_strategy.errors import ConfigError, LSError, PlanError
@@ -60,6 +61,11 @@ def add(subcommands: argparse._SubParsersAction[argparse.ArgumentParser]) -> Non
     parser.add_argument("--bus", type=arguments.number(), metavar="GB/S", help="bandwidth between a GPU and its host")
     parser.add_argument("--drive", type=arguments.number(), metavar="GB/S", help="NVMe bandwidth per rank")
     parser.add_argument("--scaling", action="store_true", help="also print states and traffic on 8 to 4,096 ranks")
+    parser.add_argument(
+        "--longest", action="store_true",
+        help="also print the longest samples and the largest micro-batch that fit with every strategy, and the bytes "
+        "of one more token; needs --gpu-memory, on the CPU --host-memory",
+    )  # fmt: skip
     add_search(parser)
     parser.add_argument("--json", action="store_true", help="print JSON")
     parser.set_defaults(run=run, extra=[])
@@ -84,9 +90,15 @@ def run(args: argparse.Namespace) -> int:
     with explaining_the_program(module):
         question = question_of(cli, trainer)
     numel = sum(p.numel() for p in question.module.parameters())
+    if args.longest and hardware.device_room is None:
+        raise ConfigError(
+            "Got --longest without a limit of memory. Give --gpu-memory, for example 80GB; for a run on the CPU "
+            "--host-memory."
+        )
     with question.forecaster() as forecaster:
         forecasts = forecaster.all(hardware)
         rows = scale(forecaster, hardware) if args.scaling else []
+        reach = Reached(forecaster, hardware) if args.longest else None
     found = run_search(args, question, hardware) if args.search else None
     bubbles = pipeline_bubbles(strategy_options(trainer))
     chosen = lightest(forecasts)
@@ -102,6 +114,7 @@ def run(args: argparse.Namespace) -> int:
             "fastest": None if quickest is None else quickest.candidate.name,
             "pipeline_bubbles": bubbles,
             "scaling": [vars(row) for row in rows],
+            "longest": None if reach is None else reach.to_json(),
             "search": None if found is None else found_json(found),
         }
         print(json.dumps(result, indent=2))
@@ -115,6 +128,8 @@ def run(args: argparse.Namespace) -> int:
         print("pipeline bubble: " + ", ".join(f"{name} {bubble:.1%}" for name, bubble in bubbles.items()))
     if rows:
         print(scaling_table(rows))
+    if reach is not None:
+        print("\n".join(reach.lines()))
     if found is not None:
         print("\n".join(found_lines(found, hardware)))
     return 0 if chosen is not None or (found is not None and found.options) else 1

@@ -6,6 +6,9 @@ Capacity is per rank and expert: GShard (Lepikhin et al. 2020, arXiv:2006.16668,
 
 from __future__ import annotations
 
+import math
+import struct
+
 import torch
 from torch import Tensor
 
@@ -16,8 +19,13 @@ def capacity_of(tokens: int, num_experts: int, factor: float, min_capacity: int)
     >>> capacity_of(10, 4, 1.0, 2), capacity_of(3, 4, 1.0, 2)
     (3, 2)
     """
-    even = torch.tensor(factor, dtype=torch.float32, device="cpu") * (tokens / num_experts)
-    return max(int(even.ceil()), min_capacity)
+    even = _rounded(_rounded(factor) * _rounded(tokens / num_experts))
+    return max(math.ceil(even), min_capacity)
+
+
+def _rounded(value: float) -> float:
+    """Round to fp32. Not by a tensor: the planner has none with values."""
+    return float(struct.unpack("f", struct.pack("f", value))[0])
 
 
 def kept_pairs(

@@ -63,10 +63,21 @@ class SimulatedLedger:
         """Allocate, or free if negative."""
         self.now[kind] += nbytes
         self.total += nbytes
-        if self.total - self.relief > self.peak:
-            self.peak = self.total - self.relief
+        self._note(0)
+
+    def add_run(self, high: int, net: int) -> None:
+        """Allocate and free activations: ``net`` bytes in the end, at most ``high`` in between."""
+        self._note(high)
+        self.now["activations"] += net
+        self.total += net
+
+    def _note(self, more: int) -> None:
+        """Remember a peak, with ``more`` bytes of activations than now."""
+        now = self.total + more - self.relief
+        if now > self.peak:
+            self.peak = now
             self.at_peak = dict(self.now)
-            self.at_peak["activations"] = self.now["activations"] - self.relief
+            self.at_peak["activations"] = self.now["activations"] + more - self.relief
 
 
 class SimulatedPool:

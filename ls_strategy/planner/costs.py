@@ -6,11 +6,12 @@ from dataclasses import dataclass
 from functools import cache
 
 from ls_strategy.config.parallel import Schedule
-from ls_strategy.parallel.pipeline.schedules import make_table
+from ls_strategy.parallel.pipeline.schedules import make_table, stages_per_rank_of
 from ls_strategy.parallel.pipeline.simulate import simulate
-from ls_strategy.planner.divided import DividedModel, Job
+from ls_strategy.planner.divided import DividedModel
 from ls_strategy.planner.forecast import EFFICIENCY
 from ls_strategy.planner.hardware import Hardware
+from ls_strategy.planner.job import Job
 
 
 @dataclass(frozen=True)
@@ -85,5 +86,11 @@ def _far(axis: str, nbytes: int, job: Job) -> int:
 
 @cache
 def bubble_of(schedule: Schedule, ranks: int, micro_batches: int) -> float:
-    """Return the share of the time in which the ranks of a pipeline wait: of the schedule's table, simulated."""
+    """Return the share of the time in which the ranks of a pipeline wait, by the schedule's table.
+
+    With blocks of equal times, a rank works on every micro-batch once per stage that it holds, and waits for the other
+    ranks once: Narayanan et al., arXiv:2104.04473, section 2.2. Other schedules are simulated.
+    """
+    if schedule in ("1f1b", "interleaved_1f1b"):
+        return (ranks - 1) / (stages_per_rank_of(schedule) * micro_batches + ranks - 1)
     return simulate(make_table(schedule, ranks, micro_batches)).bubble if ranks > 1 else 0.0

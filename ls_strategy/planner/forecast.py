@@ -112,7 +112,7 @@ class Forecaster:
         """
         self._states = ModelStates(model, optimizers, precision)
         self._run = run
-        self._batch = batch
+        self.batch = batch
         specs = self._states.draft(Candidate(0).config(run.config), 1).specs
         self._names = [[name for name, _ in spec.params] for spec in specs]
         self._trained = {name for name, p in model.named_parameters() if p.requires_grad}
@@ -140,8 +140,16 @@ class Forecaster:
             PlanError: the step cannot run on fake tensors, or there is nothing to recompute.
         """
         if recompute not in self._traces:
-            self._traces[recompute] = self._tracer.run(self._batch, recompute)
+            self._traces[recompute] = self.trace_of(self.batch, recompute)
         return self._traces[recompute]
+
+    def trace_of(self, batch: Any, recompute: RecomputeConfig | None = None) -> Trace:
+        """Return the step on another batch.
+
+        Raises:
+            PlanError: the step cannot run on fake tensors, or there is nothing to recompute.
+        """
+        return self._tracer.run(batch, recompute)
 
     def plan(self, config: ZeROConfig, ranks: int, node_size: int | None = None) -> Plan:
         """Return the engine's plan; created once."""
@@ -168,12 +176,15 @@ class Forecaster:
             buffers=self._buffers,
         )
 
-    def peak(self, candidate: Candidate, ranks: int, device: str, node_size: int | None = None) -> Peak:
-        """Return the peak memory of one rank."""
+    def peak(
+        self, candidate: Candidate, ranks: int, device: str, node_size: int | None = None, *, trace: Trace | None = None
+    ) -> Peak:
+        """Return the peak memory of one rank; ``trace``: of a step on another batch."""
         config = candidate.config(self._run.config)
         setting = self.setting(config, candidate, device)
         plan = self.plan(config, ranks, node_size)
-        return replay(self.trace(candidate.recompute), plan, setting, trained=self._trained, names=self._names)
+        trace = self.trace(candidate.recompute) if trace is None else trace
+        return replay(trace, plan, setting, trained=self._trained, names=self._names)
 
     def states(self, candidate: Candidate, ranks: int) -> dict[TierName, dict[str, int]]:
         """Return the bytes of model states of one rank between two steps, by tier and kind."""
@@ -197,18 +208,22 @@ class Forecaster:
         where = (hardware.ranks, hardware.device, hardware.on_a_node)
         peak, moved = self.peak(candidate, *where), self.traffic(candidate, *where)
         flops = self.trace(candidate.recompute).flops * self._run.micro_batches
-        return Forecast(candidate, peak, moved, flops, _seconds(moved, flops, hardware), _lacks(peak, hardware))
+        return Forecast(candidate, peak, moved, flops, _seconds(moved, flops, hardware), lacks_of(peak, hardware))
 
     def all(self, hardware: Hardware) -> list[Forecast]:
         """Return the forecast of every candidate, the lightest first."""
-        candidates = ladder(
+        return [self.forecast(candidate, hardware) for candidate in self.candidates(hardware)]
+
+    def candidates(self, hardware: Hardware) -> list[Candidate]:
+        """Return every candidate, the lightest first."""
+        ways = ladder(
             ranks=hardware.ranks,
             recompute=self._run.recompute,
             recomputable=self._run.recompute is not None or self.recomputable,
             drive=hardware.drive != 0,
             by_node=hardware.node_gbs is not None and hardware.ranks > hardware.on_a_node > 1,
         )
-        return [self.forecast(candidate, hardware) for candidate in candidates]
+        return list(ways)
 
 
 def _seconds(moved: StepTraffic, flops: int, hardware: Hardware) -> tuple[float, float] | None:
@@ -226,7 +241,8 @@ def _seconds(moved: StepTraffic, flops: int, hardware: Hardware) -> tuple[float,
     return max(compute, *others, 0.0), compute / EFFICIENCY + sum(others)
 
 
-def _lacks(peak: Peak, hardware: Hardware) -> tuple[str, ...]:
+def lacks_of(peak: Peak, hardware: Hardware) -> tuple[str, ...]:
+    """Return what a run needs more of than the hardware has, in words; empty if it fits."""
     host = peak.cpu + (_HOST_BYTES_OF_NVME if peak.nvme else 0)
     if hardware.device == "cpu":
         memory = [("host memory", peak.device + host, hardware.device_room)]
@@ -242,7 +258,7 @@ def _lacks(peak: Peak, hardware: Hardware) -> tuple[str, ...]:
 
 def on_hardware(forecasts: Sequence[Forecast], hardware: Hardware) -> list[Forecast]:
     """Return the forecasts for the same number of ranks with other memory."""
-    return [replace(f, lacks=_lacks(f.peak, hardware)) for f in forecasts]
+    return [replace(f, lacks=lacks_of(f.peak, hardware)) for f in forecasts]
 
 
 def lightest(forecasts: Sequence[Forecast]) -> Forecast | None:

@@ -7,16 +7,13 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
-from torch import Tensor, nn
+from torch import nn
 
 from ls_strategy.blocks import repeated_blocks
 from ls_strategy.config.parallel import Schedule
 from ls_strategy.errors import PlanError
 from ls_strategy.layout import TensorPart
 from ls_strategy.moe.parallel import apply_expert_parallel, expert_parameters
-from ls_strategy.moe.router import Routing
-from ls_strategy.moe.sparse import SparseLayer
-from ls_strategy.ops.permute import sort_by_expert
 from ls_strategy.parallel.plans import resolve_tensor_plan
 from ls_strategy.parallel.stack import head_after, one_stack
 from ls_strategy.parallel.tensor import apply_tensor_parallel
@@ -90,36 +87,6 @@ class Axes:
         return 0 if axis is None else sum(axis.traffic.bytes.values())
 
 
-def _balanced(total: int, ranks: int) -> list[int]:
-    low, more = divmod(total, ranks)
-    return [low + (i < more) for i in range(ranks)]
-
-
-def _balance_experts(layer: SparseLayer) -> None:
-    """Let a layer keep all pairs, in equal numbers for all experts: fake tensors cannot tell how many it drops."""
-
-    def all_pairs(routing: Routing) -> tuple[Tensor, Tensor]:
-        return sort_by_expert(routing.experts, None, layer.num_experts)
-
-    layer.sorted_pairs = all_pairs  # type: ignore[method-assign]
-    layer.row_counts = lambda order, _counts: _balanced(len(order), layer.num_experts)  # type: ignore[method-assign]
-
-    def exchanged(order: Tensor, _counts: Tensor, axis: Any) -> tuple[list[list[int]], list[list[int]]]:
-        each = _balanced(len(order), layer.num_experts)
-        own = layer.num_experts // axis.size
-        send = [each[r * own : (r + 1) * own] for r in range(axis.size)]
-        return send, [send[axis.rank]] * axis.size
-
-    layer.exchanged_counts = exchanged  # type: ignore[method-assign]
-
-
-def balance_all(module: nn.Module) -> None:
-    """Let all layers with experts count equal numbers of rows. `simulated` undoes it."""
-    for layer in module.modules():
-        if isinstance(layer, SparseLayer):
-            _balance_experts(layer)
-
-
 @contextmanager
 def sharded(module: nn.Module, parallel: Parallelism, mode: Any, *, native: bool) -> Generator[Axes, None, None]:
     """Shard a simulated module in place, as the first rank does; inside of `simulated`, which undoes it.
@@ -135,7 +102,6 @@ def sharded(module: nn.Module, parallel: Parallelism, mode: Any, *, native: bool
     """
     axes = Axes()
     with ExitStack() as exit:
-        balance_all(module)
         if parallel.tensor > 1:
             axes.tensor = PretendAxis("tensor", parallel.tensor, native=native)
             plan = resolve_tensor_plan(module, "auto", parallel.tensor)

@@ -13,26 +13,27 @@ allocates and the next one frees is found again at any other place in the stack.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 from ls_strategy.errors import PlanError
-from ls_strategy.planner.trace import Event, Kind, Trace
+from ls_strategy.planner.trace import Event, Kind, Trace, condensed
 
-SHORT = 5
-"""Blocks of a shortened trace: the first two, the last two, and one between, whose neighbours are like others'."""
+SHORT = (3, 5)
+"""Blocks of a shortened trace. Three, where the first and the last one are like those between. Otherwise five: the
+first two, the last two, and one between, whose neighbours are like others'."""
 
 
 def stand_in(block: int, blocks: int, traced: int) -> int:
     """Return the traced block that stands for one of ``blocks``.
 
-    >>> [stand_in(b, 8, SHORT) for b in range(8)]
+    >>> [stand_in(b, 8, 5) for b in range(8)]
     [0, 1, 2, 2, 2, 2, 3, 4]
     """
-    if traced == blocks or block < 2:
+    if traced == blocks or block < traced // 2:
         return block
-    return max(block - blocks + traced, 2)
+    return max(block - blocks + traced, traced // 2)
 
 
 class Place(NamedTuple):
@@ -73,11 +74,12 @@ class Pieces:
 
     @property
     def is_uniform(self) -> bool:
-        """Whether the blocks in the middle of a shortened trace allocate as those around them do."""
+        """Whether the block in the middle of a shortened trace allocates as those next to it do."""
+        middle = self.blocks // 2
         return all(
-            self._allocations(Place(back, b)) == self._allocations(Place(back, 2))
+            self._allocations(Place(back, b)) == self._allocations(Place(back, middle))
             for back in (False, True)
-            for b in (1, 3)
+            for b in (middle - 1, middle + 1)
         )
 
     def _allocations(self, place: Place) -> list[int]:
@@ -107,8 +109,8 @@ class Pieces:
         return stand_in(block, blocks, self.blocks)
 
 
-def cut(trace: Trace, blocks: int) -> Pieces:  # noqa: C901  (one branch per kind of event)
-    """Cut a trace with marks at ``blocks`` blocks.
+def cut(trace: Trace, blocks: int, *, whole: bool = True) -> Pieces:  # noqa: C901  (one branch per kind of event)
+    """Cut a trace with marks at ``blocks`` blocks; not ``whole``: one that ends before all have run.
 
     Raises:
         PlanError: the blocks do not run one after the other, once each.
@@ -148,7 +150,7 @@ def cut(trace: Trace, blocks: int) -> Pieces:  # noqa: C901  (one branch per kin
             items[at].append(_Item(kind, storage, 0, amount))
         elif kind not in ("begin", "end_backward"):
             items[at].append(_Item(kind, None, number, amount))
-    if marked != blocks + 1:
+    if whole and marked != blocks + 1:
         raise PlanError(
             f"the step does not call the {blocks} blocks of the model one after the other, once each, so they cannot "
             "be divided over ranks of a pipeline."
@@ -156,27 +158,50 @@ def cut(trace: Trace, blocks: int) -> Pieces:  # noqa: C901  (one branch per kin
     return Pieces(blocks, items, spent, passed, sizes, freed)
 
 
-def between(one: Pieces, two: Pieces, samples: int) -> Pieces | None:
-    """Return the step on ``samples`` samples from those on one and two; None if these differ in more than sizes."""
+Law = Callable[[int, int], int | None]
+"""Tells a number from those of two steps; None if it cannot."""
+
+
+def told(one: Pieces, two: Pieces, size: Law, counts: Sequence[Law]) -> Pieces | None:
+    """Return another step from two of the same operations: ``size`` tells bytes, ``counts`` what each meter counts.
+
+    Returns:
+        None if the two differ in more than numbers, or if a law does not tell.
+    """
     if one.items.keys() != two.items.keys() or one.sizes.keys() != two.sizes.keys() or one.freed != two.freed:
         return None
+    if any([i[:3] for i in its] != [i[:3] for i in two.items[place]] for place, its in one.items.items()):
+        return None
+    failed = False
 
-    def grown(a: int, b: int) -> int:
-        return a + (b - a) * (samples - 1)
+    def tell(law: Law, a: int, b: int) -> int:
+        nonlocal failed
+        number = law(a, b)
+        failed |= number is None
+        return number or 0
 
-    items: dict[Place, list[_Item]] = {}
-    for place, its in one.items.items():
-        others = two.items[place]
-        if [i[:3] for i in its] != [i[:3] for i in others]:
-            return None
-        items[place] = [i._replace(amount=grown(i.amount, o.amount)) if i.kind == "bytes" else i
-                        for i, o in zip(its, others, strict=True)]  # fmt: skip
+    items = {
+        place: [
+            i._replace(amount=tell(size, i.amount, o.amount)) if i.kind == "bytes" else i
+            for i, o in zip(its, two.items[place], strict=True)
+        ]
+        for place, its in one.items.items()
+    }
     spent = {
-        place: Counter({m: grown(its[m], two.spent[place][m]) for m in its | two.spent[place]})
+        place: Counter({m: tell(counts[m], its[m], two.spent[place][m]) for m in its | two.spent[place]})
         for place, its in one.spent.items()
     }
-    sizes = {storage: grown(size, two.sizes[storage]) for storage, size in one.sizes.items()}
-    return Pieces(one.blocks, items, spent, one.passed, sizes, one.freed)
+    sizes = {storage: tell(size, nbytes, two.sizes[storage]) for storage, nbytes in one.sizes.items()}
+    return None if failed else Pieces(one.blocks, items, spent, one.passed, sizes, one.freed)
+
+
+def starts_like(trace: Trace, pieces: Pieces) -> bool:
+    """Whether a trace that ends after the first block is the beginning of ``pieces``."""
+    begun = cut(trace, pieces.blocks, whole=False)
+    return all(
+        begun.items[place] == pieces.items[place] and begun.spent[place] == pieces.spent[place]
+        for place in (Place(False, -1), Place(False, 0))
+    )
 
 
 @dataclass(frozen=True)
@@ -204,7 +229,7 @@ class Span:
         return inside[::-1] if backward else inside
 
 
-Rename = Callable[[Kind, int, int, int, int], Iterator[Event]]
+Rename = Callable[[Kind, int, int, int, int], Sequence[Event]]
 """Returns the events of the span's own units: kind, number, amount, traced block and block."""
 
 
@@ -321,6 +346,34 @@ class Composer:
             yield Event("bytes", number, -self._sizes.pop(number))
         for key in [key for key in self._numbers if key[0] == micro_batch]:
             del self._numbers[key]
+
+
+class Passes(Protocol):
+    """Passes of a stage of a pipeline: a `Composer`, or what stands for one."""
+
+    def forward(self, micro_batch: int, /) -> Iterable[Event]:
+        """Return the events of a forward."""
+        ...
+
+    def backward(self, micro_batch: int, /) -> Iterable[Event]:
+        """Return the events of the backward after it."""
+        ...
+
+
+class SamePasses:
+    """Condensed passes: without the names of their storages, those of all micro-batches are the same."""
+
+    def __init__(self, composer: Composer) -> None:
+        self._forward = condensed(composer.forward(0))
+        self._backward = condensed(composer.backward(0))
+
+    def forward(self, _micro_batch: int) -> Iterable[Event]:
+        """Return the events of a forward."""
+        return self._forward
+
+    def backward(self, _micro_batch: int) -> Iterable[Event]:
+        """Return the events of a backward."""
+        return self._backward
 
 
 def whole_step(pieces: Pieces, blocks: int, rename: Rename) -> Trace:

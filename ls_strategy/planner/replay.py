@@ -6,14 +6,14 @@ Gathering uses `zero.gather.Gatherer` itself; buffers and reduction are those of
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from ls_strategy.config import TierName
 from ls_strategy.plan import FlatPlan, Plan
 from ls_strategy.planner.buffers import Setting, SimulatedFlat, SimulatedLedger, SimulatedReducer, SimulatedUnit
-from ls_strategy.planner.trace import Event, Trace
+from ls_strategy.planner.trace import Event, Trace, condensed
 from ls_strategy.zero.passes.gather import Gatherer
 
 _STEPS = 2
@@ -76,18 +76,25 @@ class Replay:
     def run(self, names: Sequence[Sequence[str]]) -> Peak:
         """Replay two steps."""
         states = self.begin()
+        events = self.condense(self.trace.events)
         for _ in range(_STEPS):
             for micro_batch in range(self.setting.micro_batches):
                 last = micro_batch == self.setting.micro_batches - 1
-                for event in self.trace.events:
+                for event in events:
                     self._on(event, names, last=last)
                 self._forget_activations()
             self._step()
         return self.end(states)
 
+    def condense(self, events: Iterable[Event]) -> tuple[Event, ...]:
+        """Return what is left to replay. Where activations are offloaded, it matters which storage grows."""
+        return condensed(events) if self.setting.activation_offload is None else tuple(events)
+
     def _on(self, event: Event, names: Sequence[Sequence[str]], *, last: bool) -> None:
         kind, number, amount = event
-        if kind == "bytes":
+        if kind == "run":
+            self.ledger.add_run(number, amount)
+        elif kind == "bytes":
             self.sizes[number] += amount
             if number in self.saved:
                 self.saved[number] += amount

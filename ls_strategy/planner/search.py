@@ -21,12 +21,16 @@ from typing import Any
 from ls_strategy.config import RecomputeConfig
 from ls_strategy.errors import PlanError
 from ls_strategy.moe.sparse import SparseLayer
+from ls_strategy.planner.batch import length_of, rows_of
+from ls_strategy.planner.block_steps import Known, NotUniform
 from ls_strategy.planner.candidates import Candidate
 from ls_strategy.planner.choice import Question
 from ls_strategy.planner.costs import Costs, costs_of
-from ls_strategy.planner.divided import DividedModel, Job, NotUniform, divided, rows_of, stages_of
+from ls_strategy.planner.divided import DividedModel, divided
 from ls_strategy.planner.hardware import Hardware, show_bytes
+from ls_strategy.planner.job import Job, stages_of
 from ls_strategy.planner.parallelism import Parallelism, stack_of
+from ls_strategy.planner.pieces import SHORT
 from ls_strategy.planner.replay import Peak
 from ls_strategy.planner.traffic import traffic
 
@@ -39,6 +43,12 @@ NO_TIME = "no time was left"
 _MOST_TENSOR, _MOST_CONTEXT, _MOST_STAGES, _MOST_SAMPLES = 16, 64, 64, 64
 _MOST_MICRO_BATCHES = 512
 """Of a pipeline, whose table is simulated."""
+
+_SHARE_OF_TRACES = 0.8
+"""Of the time: then the memory of the fastest combinations is replayed."""
+
+_LEAST_TOKENS = 256
+"""Of a sequence on one rank. The products of fewer take longer than a device's speed tells."""
 
 
 @dataclass(frozen=True)
@@ -98,6 +108,11 @@ class Found:
     """The one that needs least, of those that do not fit."""
 
     traced: list[str] = field(default_factory=list)
+    """Combinations of tensor, context and expert parallelism that were tried."""
+
+    covered: list[str] = field(default_factory=list)
+    """Longer rings than the heads of the model require."""
+
     skipped: dict[str, str] = field(default_factory=dict)
     """Combinations that the model does not support, or for which there was no time, with the reason."""
 
@@ -112,6 +127,17 @@ class Found:
             if not front or option.peak.device < front[-1].peak.device:
                 front.append(option)
         return front
+
+
+@dataclass(frozen=True)
+class _Timed:
+    """A combination whose costs are known, and whose memory is not."""
+
+    model: DividedModel
+    job: Job
+    costs: Costs
+    least: int
+    """Bytes that it needs at least."""
 
 
 def search(question: Question, hardware: Hardware, *, seconds: float = SECONDS) -> Found:
@@ -134,23 +160,64 @@ def search(question: Question, hardware: Hardware, *, seconds: float = SECONDS) 
     started = time.perf_counter()
     batch = rows_of(question.batch) * hardware.ranks * question.run.micro_batches
     found = Found(global_batch=batch)
-    first: PlanError | None = None
-    for parallel in _layers(question, hardware):
-        label = parallel.name or "data parallelism"
-        if found.traced and time.perf_counter() - started > seconds:
-            found.skipped[label] = NO_TIME
-            continue
-        try:
-            _try(question, hardware, parallel, found, seconds / 4)
-            found.traced.append(label)
-        except PlanError as error:
-            first = first or error
-            found.skipped[label] = str(error)
-    if not found.traced and first is not None:
-        raise first
+    timed = _all_timed(question, hardware, found, started + _SHARE_OF_TRACES * seconds)
+    _replay_all(timed, hardware, found, started + seconds)
     found.options.sort(key=lambda o: (o.costs.seconds[1], o.peak.device))
     found.seconds = time.perf_counter() - started
     return found
+
+
+def _all_timed(question: Question, hardware: Hardware, found: Found, until: float) -> list[_Timed]:
+    """Return the combinations that the model supports, with their costs.
+
+    Raises:
+        PlanError: there is none.
+    """
+    first: PlanError | None = None
+    known = Known()
+    timed: list[_Timed] = []
+    for parallel in _layers(question, hardware):
+        label = parallel.name or "data parallelism"
+        if _is_covered(parallel, found):
+            found.covered.append(label)
+        elif found.traced and time.perf_counter() > until:
+            found.skipped[label] = NO_TIME
+        else:
+            try:
+                timed += _timed(question, hardware, parallel, known, found.global_batch)
+                found.traced.append(label)
+            except PlanError as error:
+                first = first or error
+                found.skipped[label] = str(error)
+    if not found.traced and first is not None:
+        raise first
+    return timed
+
+
+def _replay_all(timed: Sequence[_Timed], hardware: Hardware, found: Found, until: float) -> None:
+    """Replay what may be on the front: the fastest first, then only what may need less than all faster ones."""
+    room = hardware.device_room
+    too_large: list[_Timed] = []
+    least_found: int | None = None
+    queue = sorted(enumerate(timed), key=lambda row: (row[1].costs.seconds[1], row[0]))
+    for number, (_, each) in enumerate(queue):
+        if least_found is not None and each.least >= least_found:
+            continue
+        if room is not None and each.least > room:
+            too_large.append(each)
+            continue
+        if found.options and time.perf_counter() > until:
+            found.skipped[f"{len(queue) - number} slower ones of those that were traced"] = NO_TIME
+            return
+        option = Option(each.job, each.costs, each.model.peak(each.job))
+        if _fits(option.peak, hardware):
+            found.options.append(option)
+            least_found = min(option.peak.device, least_found or option.peak.device)
+        elif found.closest is None or option.peak.device < found.closest.peak.device:
+            found.closest = option
+    if found.closest is None and not found.options and too_large:
+        nearest = min(too_large, key=lambda each: each.least)
+        found.closest = Option(nearest.job, nearest.costs, nearest.model.peak(nearest.job))
 
 
 def _powers(most: int) -> Iterator[int]:
@@ -161,55 +228,62 @@ def _powers(most: int) -> Iterator[int]:
 
 
 def _layers(question: Question, hardware: Hardware) -> list[Parallelism]:
-    """Return combinations of tensor, context and expert parallelism, those with few ranks first."""
+    """Return combinations of tensor, context and expert parallelism: one axis before two, then few ranks first."""
     ranks, node = hardware.ranks, hardware.on_a_node
     layers = [m for m in question.module.modules() if isinstance(m, SparseLayer)]
     experts = min((layer.num_experts for layer in layers), default=1)
+    contexts = max(min(_MOST_CONTEXT, (length_of(question.batch) or 1) // _LEAST_TOKENS), 1)
     result: list[Parallelism] = []
     for tensor in _powers(min(_MOST_TENSOR, node, ranks)):
-        for context in _powers(min(_MOST_CONTEXT, ranks // tensor)):
+        for context in _powers(min(contexts, ranks // tensor)):
             for expert in _powers(min(experts, ranks)):
                 if ranks % (tensor * context) or ranks % expert or experts % expert:
                     continue
-                result.append(Parallelism(tensor=tensor, context=context, expert=expert))
-                if context > 1:
-                    result.append(Parallelism(tensor=tensor, context=context, ring=context, expert=expert))
-    return sorted(result, key=lambda p: (p.ring > 1, p.tensor * p.context * p.expert, p.context, p.expert))
+                result += [
+                    Parallelism(tensor=tensor, context=context, ring=ring, expert=expert) for ring in _powers(context)
+                ]
+
+    def together(p: Parallelism) -> tuple[int, ...]:
+        axes = sum(size > 1 for size in (p.tensor, p.context, p.expert))
+        return (p.ring, axes, p.tensor * p.context * p.expert, p.context, p.expert)
+
+    return sorted(result, key=together)
 
 
-def _try(question: Question, hardware: Hardware, parallel: Parallelism, found: Found, seconds: float) -> None:
+def _is_covered(parallel: Parallelism, found: Found) -> bool:
+    """Whether a shorter ring was tried: rings send more and hold as much, so they serve what has too few heads."""
+    if parallel.ring == 1:
+        return False
+    shorter = replace(parallel, ring=parallel.ring // 2)
+    return shorter.name in (*found.traced, *found.covered)
+
+
+def _timed(question: Question, hardware: Hardware, parallel: Parallelism, known: Known, batch: int) -> list[_Timed]:
     native = hardware.device != "cpu"
-    try:
-        with divided(question, parallel, native=native) as model:
-            _fill(model, hardware, parallel, found, seconds)
-    except NotUniform:
-        with divided(question, parallel, native=native, short=False) as model:
-            _fill(model, hardware, parallel, found, seconds)
+    kind = (parallel.context > 1, parallel.ring > 1, parallel.expert > 1)
+    lengths = (*SHORT, 0)
+    for short in lengths[lengths.index(known.short.get(kind, SHORT[0])) :]:
+        try:
+            with divided(question, parallel, native=native, short=short, known=known) as model:
+                timed = _timed_jobs(model, hardware, parallel, batch)
+        except NotUniform:
+            continue
+        known.short[kind] = short
+        return timed
+    raise AssertionError  # all blocks are always uniform
 
 
-def _fill(model: DividedModel, hardware: Hardware, parallel: Parallelism, found: Found, seconds: float) -> None:
-    """Add the options of one model that fit and may be on the front."""
+def _timed_jobs(model: DividedModel, hardware: Hardware, parallel: Parallelism, batch: int) -> list[_Timed]:
     run = model.question.run
     policies: list[RecomputeConfig | None] = [run.recompute]
     if run.recompute is None and model.recomputable:
         policies.append(RecomputeConfig(policy="full"))
-    timed: list[tuple[float, int, Job, Costs]] = []
-    for job in _jobs(model, hardware, parallel, found.global_batch, policies):
+    timed: list[_Timed] = []
+    for job in _jobs(model, hardware, parallel, batch, policies):
         costs = costs_of(model, job, hardware, zero_traffic(model, job, hardware))
-        timed.append((costs.seconds[1], len(timed), job, costs))
-    until = time.perf_counter() + seconds
-    for _, _, job, costs in sorted(timed, key=lambda row: row[:2]):
-        if found.options and time.perf_counter() > until:
-            found.skipped[f"slower ones with {parallel.name or 'data parallelism'}"] = NO_TIME
-            return
-        faster = [o.peak.device for o in found.options if o.costs.seconds[1] <= costs.seconds[1]]
-        if faster and model.least(job) >= min(faster):
-            continue
-        option = Option(job, costs, model.peak(job))
-        if _fits(option.peak, hardware):
-            found.options.append(option)
-        elif found.closest is None or option.peak.device < found.closest.peak.device:
-            found.closest = option
+        model.prepare(job)
+        timed.append(_Timed(model, job, costs, model.least(job)))
+    return timed
 
 
 def _jobs(
@@ -252,7 +326,7 @@ def zero_traffic(model: DividedModel, job: Job, hardware: Hardware) -> tuple[int
     once = job.parallel.pipeline > 1
     candidate = replace(job.candidate, stage=2) if once and job.candidate.stage == 3 else job.candidate
     config = candidate.config(model.question.run.config)
-    plan = model.fullest_plan(config, job)
+    plan = model.plans.fullest(config, job)
     moved = traffic(
         plan,
         model.optimizer_bytes,

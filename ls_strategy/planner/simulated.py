@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from ls_strategy._compat import copy_of_optimizer, fake_tensors, tree_map
+from ls_strategy.planner.experts import balance_experts
 from ls_strategy.precision import PrecisionPolicy
 from ls_strategy.zero.setup.materialize import fp32_modules
 
@@ -42,7 +43,8 @@ def simulated(
     """Replace the model's parameters and buffers by fake tensors with the dtypes of training, until the exit.
 
     Tied tensors stay tied. Afterwards the model is restored, including its buffers, and module attributes that are
-    tensors (metrics) or lists, dicts or sets of them. Changes deeper inside user objects remain.
+    tensors (metrics) or lists, dicts or sets of them. Changes deeper inside user objects remain. Layers with experts
+    get equally many rows for all of them: a router has no values to choose by.
 
     Args:
         model: on any device, also on meta.
@@ -71,6 +73,7 @@ def simulated(
                 if tensor is not None:
                     swapped.append((module, name, tensor))
                     setattr(module, name, made[id(tensor)])
+        balance_experts(model)
         yield Simulated(mode, made)
     finally:
         for module, name, tensor in swapped:

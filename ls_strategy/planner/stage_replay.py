@@ -11,7 +11,7 @@ from ls_strategy.parallel.pipeline.p2p import LOOKAHEAD
 from ls_strategy.parallel.pipeline.schedules import Action
 from ls_strategy.plan import Plan
 from ls_strategy.planner.buffers import Setting
-from ls_strategy.planner.pieces import Composer
+from ls_strategy.planner.pieces import Passes
 from ls_strategy.planner.replay import Peak, Replay
 from ls_strategy.planner.trace import Trace
 
@@ -28,7 +28,7 @@ class StageReplay(Replay):
         trained: set[str],
         *,
         row: Sequence[Action],
-        stages: Mapping[int, Composer],
+        stages: Mapping[int, Passes],
         boundary: int,
         last_stage: int,
         rank_of: Sequence[int],
@@ -82,16 +82,16 @@ class StageReplay(Replay):
         if i in self._posted:  # from here on, the stage's events count it
             self.ledger.add("communication", -self._boundary)
         action = self._row[i]
-        composer = self._stages[action.stage]
+        passes = self._stages[action.stage]
         if action.kind == "F":
-            for event in composer.forward(action.micro_batch):
+            for event in passes.forward(action.micro_batch):
                 self._on(event, names, last=False)
             if i == 0:
                 self.gatherer.end_forward()
             return
         last = all(later.stage != action.stage or later.kind == "F" for later in self._row[i + 1 :])
         self.reducer.begin_backward(eager=last and len(self._stages) == 1)
-        for event in composer.backward(action.micro_batch):
+        for event in passes.backward(action.micro_batch):
             self._on(event, names, last=False)
         self.reducer.end_backward()
 

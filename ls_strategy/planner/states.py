@@ -72,6 +72,15 @@ class ModelStates:
         Raises:
             PlanError: the ranks cannot be grouped as the options say.
         """
+        ranks = self.parallel.zero(world_size)
+        return self.resolve(self.draft(config, ranks, share), config, world_size, node_size)
+
+    def resolve(self, draft: Draft, config: ZeROConfig, world_size: int, node_size: int | None = None) -> Plan:
+        """Return `plan` from its draft, which is the same on all numbers of ranks above one.
+
+        Raises:
+            PlanError: the ranks cannot be grouped as the options say.
+        """
         parallel = self.parallel
         ranks = parallel.zero(world_size)
         cut = partial(ranks_of_group, node_size=node_size or world_size, replicated=ranks, tensor=parallel.tensor)
@@ -88,7 +97,7 @@ class ModelStates:
         known = isinstance(given, tuple) and len(given) == ranks > 1
         weights = tuple(map(Fraction, given)) if known and isinstance(given, tuple) else ()
         fullest = weights.index(max(weights)) if weights else 0
-        return self.draft(config, ranks, share).resolve(sizes, {}, weights, fullest)
+        return draft.resolve(sizes, {}, weights, fullest)
 
     def optimizer_bytes(self, config: ZeROConfig) -> tuple[float, ...]:
         """Return the bytes that each optimizer stores per element that it steps."""

@@ -7,7 +7,7 @@ tier and number of ranks. Only recomputation of activations changes the step its
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator, Iterable, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
@@ -30,7 +30,7 @@ from ls_strategy.zero.setup.partition import UnitSpec
 
 Kind = Literal[
     "bytes", "saved", "fetch", "refetch", "release", "grad", "begin", "end_forward", "end_backward",
-    "into", "back", "spent",
+    "into", "back", "spent", "run",
 ]  # fmt: skip
 
 Step = Callable[[Any, Callable[[Tensor], None]], None]
@@ -50,6 +50,8 @@ class Event(NamedTuple):
     Only with blocks to mark: ``into``: block ``number`` is about to run forward on storage ``amount``. ``back``: the
     gradient of its input is there. Both come once more after the last block. ``spent``: meter ``number`` has counted
     ``amount`` since its last event.
+
+    Only in `condensed` lists: ``run``: storages have grown by ``amount`` together, and by ``number`` at most meanwhile.
     """
 
     number: int = 0
@@ -63,6 +65,27 @@ class Trace:
     events: tuple[Event, ...]
     flops: int
     """Forward and backward, including recomputation."""
+
+
+def condensed(events: Iterable[Event]) -> tuple[Event, ...]:
+    """Return the events that a replay without offload of activations needs, with a run of sizes in one event."""
+    result: list[Event] = []
+    net = high = 0
+    running = False
+    for event in events:
+        kind, _, amount = event
+        if kind == "bytes":
+            net += amount
+            high = max(high, net) if running else net
+            running = True
+        elif kind not in ("saved", "into", "back", "spent"):
+            if running:
+                result.append(Event("run", high, net))
+                net, running = 0, False
+            result.append(event)
+    if running:
+        result.append(Event("run", high, net))
+    return tuple(result)
 
 
 @dataclass
@@ -129,6 +152,8 @@ class _Watch(StorageWatch):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Return 0 for a value that the step reads; run other operations."""
+        if func is torch.ops.prim.device.default and type(args[0]) is not Tensor:
+            return args[0].device  # half of all calls: what torch asks of every fake tensor
         if func is torch.ops.aten._local_scalar_dense.default and type(args[0]) is not Tensor:
             return _zero(args[0])
         output = super().__torch_dispatch__(func, types, args, kwargs)
@@ -136,15 +161,21 @@ class _Watch(StorageWatch):
         return output
 
 
+class _Enough(BaseException):
+    """The part of the step that was asked for has run. Passes the handlers of the step's own code."""
+
+
 class _Marks:
     """Marks in the events where forward and backward pass from one block to the next."""
 
     def __init__(
-        self, blocks: Sequence[nn.Module], watch: StorageWatch, events: list[Event], meters: Sequence[Callable[[], int]]
-    ) -> None:
+        self, blocks: Sequence[nn.Module], watch: StorageWatch, events: list[Event],
+        meters: Sequence[Callable[[], int]], stop_at: int,
+    ) -> None:  # fmt: skip
         self._watch, self._events, self._meters = watch, events, meters
         self._counted = [meter() for meter in meters]
         self._last = len(blocks)
+        self._stop_at = stop_at
         self._next = 0
         self._handles = [
             block.register_forward_pre_hook(self._before(i), with_kwargs=True) for i, block in enumerate(blocks)
@@ -169,6 +200,8 @@ class _Marks:
         passed = next((t for t in tensors if t.requires_grad), tensors[0] if tensors else None)
         number = None if passed is None else self._watch.number_of(passed)
         self._events.append(Event("into", i, -1 if number is None else number))
+        if i == self._stop_at:
+            raise _Enough
         if passed is not None and passed.requires_grad:
             passed.register_hook(lambda _grad: self._back(i))
 
@@ -229,8 +262,15 @@ class Tracer:
     meters: Sequence[Callable[[], int]] = ()
     """Each returns a count that only grows. A marked trace has their growth by block, after that of FLOPs."""
 
-    def run(self, batch: Any, recompute: RecomputeConfig | None = None) -> Trace:
+    def run(
+        self, batch: Any, recompute: RecomputeConfig | None = None, *, first_block_only: bool = False
+    ) -> Trace:  # fmt: skip
         """Trace one step, from the shapes and dtypes of ``batch``.
+
+        Args:
+            batch: one rank's.
+            recompute: what is computed again in backward.
+            first_block_only: end the step where the second of `blocks` begins.
 
         Raises:
             PlanError: the step cannot run on fake tensors; with the cause.
@@ -248,10 +288,14 @@ class Tracer:
             if self.precision.rounds and type(m).__name__ in self.fp32_classes
         ]
         saving = _saving(watch, events)
-        marks = _Marks(self.blocks, watch, events, (lambda: watch.flops, *self.meters)) if self.blocks else None
+        stop_at = 1 if first_block_only else -1
+        meters = (lambda: watch.flops, *self.meters)
+        marks = _Marks(self.blocks, watch, events, meters, stop_at) if self.blocks else None
         applied = None if recompute is None else apply_recompute(self.model, recompute, saving)
         try:
             self._run_step(watch, events, batch, saving if recompute is None else nullcontext, marks)
+        except _Enough:
+            del events[max(i for i, event in enumerate(events) if event.kind == "into") + 1 :]
         except PlanError:
             raise
         except Exception as error:

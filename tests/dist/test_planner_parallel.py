@@ -15,9 +15,10 @@ from ls_strategy.config import RecomputeConfig, ZeROConfig, nested
 from ls_strategy.lightning.strategy import ZeROStrategy
 from ls_strategy.planner.candidates import Candidate
 from ls_strategy.planner.choice import Question
-from ls_strategy.planner.divided import Job, divided
+from ls_strategy.planner.divided import divided
 from ls_strategy.planner.forecast import Run as PlannedRun
 from ls_strategy.planner.hardware import Hardware
+from ls_strategy.planner.job import Job
 from ls_strategy.planner.parallelism import Parallelism
 from ls_strategy.planner.search import zero_traffic
 from ls_strategy.precision import resolve_precision

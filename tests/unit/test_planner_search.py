@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+from unittest import mock
 
 import lightning.pytorch as pl
 import pytest
@@ -11,13 +12,17 @@ from torch.nn import functional
 
 from ls_strategy.cli import plan_search
 from ls_strategy.config import RecomputeConfig, ZeROConfig
-from ls_strategy.errors import ConfigError
+from ls_strategy.errors import ConfigError, PlanError
+from ls_strategy.parallel.pipeline.schedules import make_table
+from ls_strategy.parallel.pipeline.simulate import simulate
+from ls_strategy.planner.block_steps import BlockSteps, Known, sharded_size
 from ls_strategy.planner.candidates import Candidate
 from ls_strategy.planner.choice import Question
 from ls_strategy.planner.costs import bubble_of
-from ls_strategy.planner.divided import Job, divided
+from ls_strategy.planner.divided import divided
 from ls_strategy.planner.forecast import Run
 from ls_strategy.planner.hardware import Hardware
+from ls_strategy.planner.job import Job
 from ls_strategy.planner.parallelism import Parallelism
 from ls_strategy.planner.search import explanation, front_table, search
 from ls_strategy.plots.front import draw_front
@@ -30,18 +35,18 @@ MANY = Hardware(
 
 
 class Model(pl.LightningModule):
-    def __init__(self, layers):
+    def __init__(self, layers, heads):
         super().__init__()
-        self.model = GPT(GPTConfig(vocab_size=512, block_size=128, num_layers=layers, num_heads=8, width=256))
+        self.model = GPT(GPTConfig(vocab_size=512, block_size=128, num_layers=layers, num_heads=heads, width=256))
 
     def training_step(self, batch, batch_idx):
         tokens, targets = batch
         return functional.cross_entropy(self.model(tokens).float().flatten(0, 1), targets.flatten())
 
 
-def question(layers=9, samples=2):
+def question(layers=9, samples=2, heads=8):
     with torch.device("meta"):
-        module = Model(layers)
+        module = Model(layers, heads)
     tokens = torch.zeros(samples, 128, dtype=torch.long)
     run = Run(config=ZeROConfig(sharding={"min_unit_numel": 0}))
     return Question(
@@ -66,6 +71,60 @@ def test_five_blocks_stand_for_all(candidate):
     assert all(p.is_meta for p in asked.module.parameters())
 
 
+@pytest.mark.wide
+@pytest.mark.parametrize(
+    "sizes",
+    [
+        [Parallelism(tensor=n) for n in (2, 4, 8)],
+        [Parallelism(context=n) for n in (2, 4, 8)],
+        [Parallelism(tensor=n, context=2) for n in (2, 4, 8)],
+    ],
+    ids=["tensor", "context", "both"],
+)
+@pytest.mark.parametrize("recompute", [None, RecomputeConfig(policy="full")], ids=["kept", "recomputed"])
+def test_steps_on_two_and_four_ranks_tell_those_on_eight(sizes, recompute):
+    """Every storage, operation and byte sent, as if the step on eight ranks had been traced."""
+    asked, known = question(heads=16), Known()
+    for parallel in sizes[:-1]:
+        with divided(asked, parallel, native=True, known=known) as model:
+            model.pieces(recompute, 1)
+    with (
+        divided(asked, sizes[-1], native=True, known=known) as model,
+        mock.patch.object(BlockSteps, "_traced", side_effect=AssertionError("it was traced")),
+    ):
+        told = model.pieces(recompute, 1)
+    with divided(asked, sizes[-1], native=True) as model:
+        traced = model.pieces(recompute, 1)
+    assert told.items == traced.items
+    assert told.sizes == traced.sizes
+    assert told.freed == traced.freed
+    assert told.spent == traced.spent
+
+
+@pytest.mark.wide
+def test_heads_that_do_not_divide_are_not_told_but_refused():
+    """Steps on two and four ranks cannot tell that eight are too many for four heads."""
+    asked, known = question(heads=4), Known()
+    for size in (2, 4):
+        with divided(asked, Parallelism(context=size), native=True, known=known) as model:
+            model.pieces(None, 1)
+    with (
+        divided(asked, Parallelism(context=8), native=True, known=known) as model,
+        pytest.raises(PlanError, match="must be a multiple of the 8 ranks"),
+    ):
+        model.pieces(None, 1)
+
+
+@pytest.mark.parametrize(("size", "numbers"), [(8, [64, 8, 56, 7, 1, 256, 28]), (16, [64, 4, 60, 3.75, 0.25, 512, 60])])
+def test_what_two_sizes_tell(size, numbers):
+    """Of a whole of 64, on two and four ranks: whole, shard, others' shards, and so on; a ratio of none of them."""
+    pairs = [(64, 64), (32, 16), (32, 48), (16, 12), (16, 4), (64, 128), (4, 12)]
+    law = sharded_size(size)
+    assert [law(*pair) for pair in pairs] == [n if n == int(n) else None for n in numbers]
+    assert law(64, 65) is None
+    assert law(0, 64) is None
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(170)
 def test_a_search_for_4096_ranks_keeps_the_global_batch():
@@ -86,10 +145,13 @@ def test_a_search_for_4096_ranks_keeps_the_global_batch():
     assert len(front_table(found).splitlines()) == 2 + len(found.front)
 
 
-@pytest.mark.parametrize(("ranks", "micro_batches"), [(2, 4), (4, 8), (8, 32)])
-def test_the_bubble_is_that_of_the_schedule(ranks, micro_batches):
-    assert bubble_of("1f1b", ranks, micro_batches) == pytest.approx((ranks - 1) / (micro_batches + ranks - 1))
-    assert bubble_of("1f1b", 1, micro_batches) == 0
+@pytest.mark.parametrize("schedule", ["1f1b", "interleaved_1f1b", "gpipe"])
+@pytest.mark.parametrize(("ranks", "micro_batches"), [(2, 4), (4, 8), (8, 32), (4, 7)])
+def test_the_bubble_is_that_of_the_schedule(schedule, ranks, micro_batches):
+    """The formulas for what a search tries, against the table, action by action."""
+    simulated = simulate(make_table(schedule, ranks, micro_batches)).bubble
+    assert bubble_of(schedule, ranks, micro_batches) == pytest.approx(simulated, rel=1e-12)
+    assert bubble_of(schedule, 1, micro_batches) == 0
 
 
 def test_a_picture_of_the_front(tmp_path):
