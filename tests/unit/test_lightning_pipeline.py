@@ -347,7 +347,7 @@ def recorded(module: Module, *calls: Callable[[], Any], shares: tuple[float, ...
     with logged.recording():
         for call in calls:
             call()
-    return logged.summary(lambda _: shares, [3, 1])
+    return logged.summary(lambda *_: shares, [3, 1])
 
 
 def test_a_mean_is_weighted_by_the_samples(module: Module) -> None:

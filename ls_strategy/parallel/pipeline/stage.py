@@ -15,6 +15,7 @@ code reaches them.
 from __future__ import annotations
 
 import copy
+from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -41,7 +42,12 @@ from ls_strategy.errors import PlanError, StateError
 from ls_strategy.parallel.pipeline.counts import Mean
 from ls_strategy.parallel.pipeline.partition import StagePartition, Step, names_above
 from ls_strategy.parallel.pipeline.placeholder import Absent, is_meta, placeholder
+from ls_strategy.parallel.pipeline.record import Record
 from ls_strategy.parallel.pipeline.transfer import SIDE, SideLoss, StageTransfer, add_side, alias, side_of
+
+_CONTAINERS = (list, dict, set, deque, defaultdict, Counter, OrderedDict)
+_OF_MODULES = frozenset(vars(nn.Module()))
+"""Attributes of every module."""
 
 
 class _StageEnd(BaseException):
@@ -65,7 +71,7 @@ class _Call:
     """Side loss of earlier stages, see `SideLoss`."""
 
 
-def _no_callback(_: Any) -> None:
+def _no_callback(*_: Any) -> None:
     """Do nothing."""
 
 
@@ -98,6 +104,9 @@ class StageRunner:
 
         self.on_blocks: Callable[[int], None] = _no_callback
         """Called with a stage before its first block."""
+
+        self.on_end: Callable[[], None] = _no_callback
+        """Called after the last block, also where the step runs on shapes."""
 
         self.means: list[Mean] = []
         """The losses of the last stage's latest forward that are means over tokens."""
@@ -167,28 +176,30 @@ class StageRunner:
         self.means = mode.means or []
         return result
 
-    def count(self, step: Step, micro_batch: Any) -> list[Mean]:
-        """Run the user's function on shapes, and return the losses that are means over tokens. Nothing is trained.
+    def record(self, step: Step, micro_batch: Any, record: Record) -> list[Mean]:
+        """Run the user's function on shapes, and note what it calls. Nothing is trained.
 
-        Attributes and buffers that the code sets outside of blocks are restored. Where it fails or reads a value, it
-        ends early.
+        Attributes and buffers that the code sets outside of blocks are restored. Where it fails or reads a value that
+        is not a number, it ends early.
+
+        Returns:
+            The losses that are means over tokens.
         """
         mode = Absent(self.device)
-        mode.means = []
+        mode.means, mode.record = [], record
         outside = [m for name, m in self._model.named_modules() if not name.startswith(self._inside)]
         mode.kept = frozenset(id(b) for m in outside for b in m.buffers(recurse=False))
-        before = [(attributes, dict(attributes)) for m in outside for attributes in (vars(m), m._buffers)]
         end = len(self._blocks)
-        self._call = _Call(self.last + 1, end, end, None, mode)
-        try:
-            with uncompiled_code(), mode, torch.enable_grad():
-                step(micro_batch)
-        except Exception:  # in the real run it raises again
-            pass
-        finally:
-            self._call = None
-            for attributes, values in before:
-                _restore(attributes, values)
+        self._call = call = _Call(self.last + 1, end, end, None, mode)
+        with _unchanged(outside):
+            try:
+                with uncompiled_code(), mode, torch.enable_grad():
+                    record.result = step(micro_batch)
+                record.complete = call.next == end
+            except Exception:  # in the real run it raises again
+                pass
+            finally:
+                self._call = None
         return mode.means
 
     @contextmanager
@@ -213,7 +224,10 @@ class StageRunner:
             return inner(*args, **kwargs)
         self._advance(call, i)
         if i < call.first:
-            return self._on_shapes(i, args, kwargs)
+            result = self._on_shapes(i, args, kwargs)
+            if call.next == len(self._blocks):
+                self.on_end()
+            return result
         if i == call.stop and call.stage < self.last:
             call.output = self._make_transfer(call, args, kwargs)
             raise _StageEnd
@@ -224,8 +238,10 @@ class StageRunner:
         self._refuse_placeholders((args, kwargs), f"block {self.cut.blocks[i]!r}", call.mode)
         with without_function_mode(call.mode), compiled_code():
             result = inner(*args, **kwargs)
-        if call.next == len(self._blocks) and self.side is not None:
-            self.side.receive(call.side)
+        if call.next == len(self._blocks):
+            self.on_end()
+            if self.side is not None:
+                self.side.receive(call.side)
         return result
 
     def _route_outside(
@@ -264,13 +280,19 @@ class StageRunner:
 
     def _on_shapes(self, i: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Return placeholders for the output of an absent block."""
-        memory = self._outputs[i]
+        assert self._call is not None
+        memory, record = self._outputs[i], self._call.mode.record
         with without_torch_functions():  # their overhead would dominate
             leaves, structure = tree_flatten((args, kwargs))
             key = (structure, torch.is_autocast_enabled(self.device.type), *map(_signature, leaves))
             if key in memory:
-                return tree_map(self._fresh, memory[key])
+                result = tree_map(self._fresh, memory[key])
+                if record is not None:
+                    record.add(_block, args, kwargs, [leaf for leaf in tree_iter(result) if isinstance(leaf, Tensor)])
+                return result
+        self._call.mode.record = None
         memory[key] = tree_map(self._fresh, self._meta_blocks[i](*args, **kwargs))
+        self._call.mode.record = record
         return self._on_shapes(i, args, kwargs)
 
     def _fresh(self, leaf: Any) -> Any:
@@ -342,12 +364,45 @@ class StageRunner:
         )
 
 
+def _block(*_: Any) -> None:
+    """Stand for a block in records."""
+
+
+@contextmanager
+def _unchanged(modules: Sequence[nn.Module]) -> Generator[None, None, None]:
+    """Restore the attributes and buffers of modules afterwards, and what lists, dicts and sets among them contain."""
+    before = [(attributes, dict(attributes)) for m in modules for attributes in (vars(m), m._buffers)]
+    contents = [
+        (value, copy.copy(value))
+        for m in modules
+        for name, value in vars(m).items()
+        if type(value) in _CONTAINERS and name not in _OF_MODULES
+    ]
+    try:
+        yield
+    finally:
+        for attributes, values in before:
+            _restore(attributes, values)
+        for value, content in contents:
+            _refill(value, content)
+
+
 def _restore(attributes: dict[str, Any], values: dict[str, Any]) -> None:
     for name in attributes.keys() - values.keys():
         del attributes[name]
     for name, value in values.items():
         if attributes.get(name, attributes) is not value:
             attributes[name] = value
+
+
+def _refill(value: Any, content: Any) -> None:
+    if len(value) != len(content) or any(a is not b for a, b in zip(_elements(value), _elements(content), strict=True)):
+        value.clear()
+        value.update(content) if isinstance(value, dict | set) else value.extend(content)
+
+
+def _elements(value: Any) -> Iterable[Any]:
+    return [each for pair in value.items() for each in pair] if isinstance(value, dict) else value
 
 
 def _require_values(module: nn.Module) -> None:
