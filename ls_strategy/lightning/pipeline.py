@@ -13,8 +13,7 @@ bar and checkpoints get the same values everywhere. So are the states of torchme
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from functools import cache
 from typing import Any, cast
 
@@ -26,7 +25,6 @@ from torch.optim import Optimizer
 from ls_strategy._compat import batches_of, is_compiled_function, tree_iter, tree_map
 from ls_strategy.checkpoint.random import random_states, restore_random_states
 from ls_strategy.config import ParallelConfig
-from ls_strategy.device import generator_of
 from ls_strategy.distributed.comm import process_group
 from ls_strategy.distributed.mesh import Mesh
 from ls_strategy.engine import Engine
@@ -41,6 +39,7 @@ from ls_strategy.host.pytorch import (
     rank_zero_warn,
 )
 from ls_strategy.lightning.pipeline_log import Logged
+from ls_strategy.lightning.pipeline_random import PipelineRandom
 from ls_strategy.lightning.pipeline_shapes import derive
 from ls_strategy.moe.losses import LossKeeper
 from ls_strategy.parallel import logits
@@ -57,7 +56,6 @@ from ls_strategy.parallel.pipeline.stage import StageRunner
 from ls_strategy.parallel.pipeline.timeline import Span, TimelineRecorder
 from ls_strategy.parallel.pipeline.trace import observe, stand_in
 from ls_strategy.parallel.pipeline.transfer import SideLoss
-from ls_strategy.parallel.random import draw, hash64, position, set_state
 from ls_strategy.zero.setup.share import Share
 
 _BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
@@ -110,16 +108,13 @@ class Pipeline:
             split_backward=not recomputes,
         )
         stages = self.runner.stages
-        stages.on_blocks = lambda stage: self._draw_for(self._micro_batch, stage)
-        stages.on_end = lambda: self._draw_for(self._micro_batch, stages.last + 1)
+        self.random = PipelineRandom(device)
+        stages.on_blocks = self.random.enter
+        stages.on_end = lambda: self.random.enter(stages.last + 1)
         self._tied_group = self._make_tied_group()
         self._engine: Engine | None = None
         self._last = False
-        self._evaluated = 0  # batches since the last training batch
         self._shares: Shares | None = None
-        self._micro_batch = 0
-        self._streams: list[tuple[torch.Generator, int]] = []
-        """Inside of steps, generators and what their seeds depend on."""
 
     def _dry_run(self, module: pl.LightningModule, stages: int) -> Usage:
         """Run the user's step once on fake tensors, on a copy of the module. Collective over all ranks.
@@ -252,12 +247,12 @@ class Pipeline:
         self._engine, self._last = engine, last
         self._shares = shares = Shares(sizes)
         engine.begin_micro_batches()
-        self._evaluated = 0
+        self.random.evaluated = 0
 
         def run(part: Any) -> Any:
             return step(part, *args[1:])
 
-        with self._own_random_numbers(trainer):
+        with self.random.own_numbers(trainer):
             weights = shares.samples
             if self.is_last and len(parts) > 1:
                 shares.derivation, means = self._derive(module, run, args[0], parts, sizes)
@@ -288,13 +283,13 @@ class Pipeline:
             step,
             batches,
             sizes,
-            begin=self._begin,
+            begin=self.random.begin,
             device=self.device,
         )
 
     def _before(self, action: Action) -> None:
         if action.kind == "F":
-            self._begin(action.micro_batch)
+            self.random.begin(action.micro_batch)
         else:
             assert self._engine is not None
             self._engine.begin_backward(eager=False)
@@ -321,9 +316,9 @@ class Pipeline:
         parts, sizes = self._split(args[0])
         logged = Logged(module)
         self._shares = shares = Shares(sizes)
-        self._evaluated += 1
+        self.random.evaluated += 1
         result = None
-        with self._own_random_numbers(module.trainer):
+        with self.random.own_numbers(module.trainer):
             with logged.recording():
                 results = self.runner.evaluate(lambda part: logits.gather(step(part, *args[1:])), parts)
             if self.is_last:
@@ -367,33 +362,6 @@ class Pipeline:
                 f"{found}: it uses the schedule zbv."
             )
         return found
-
-    @contextmanager
-    def _own_random_numbers(self, trainer: pl.Trainer) -> Generator[None, None, None]:
-        """Let micro-batches and stages draw random numbers of their own inside, and restore the generators afterwards.
-
-        The numbers depend on the generator's state and the position in the run, which a checkpoint restores.
-        """
-        place = hash64(trainer.current_epoch << 32 | trainer.fit_loop.epoch_loop.batch_idx + 1)
-        generators = {generator_of(torch.device("cpu")), generator_of(self.device)}
-        kept = [(generator, position(generator), draw(generator)[0]) for generator in generators]
-        self._streams = [(generator, place ^ hash64(self._evaluated) ^ number) for generator, _, number in kept]
-        try:
-            yield
-        finally:
-            self._streams = []
-            for generator, before, _ in kept:
-                set_state(generator, before)
-
-    def _begin(self, micro_batch: int) -> None:
-        self._micro_batch = micro_batch
-        self._draw_for(micro_batch, None)
-
-    def _draw_for(self, micro_batch: int, stage: int | None) -> None:
-        """Draw the numbers of a stage from now on; None: those before the blocks, the same on all ranks."""
-        code = hash64(micro_batch << 16 | (0 if stage is None else stage + 1))
-        for generator, seed in self._streams:
-            generator.manual_seed(hash64(seed ^ code) >> 32)
 
 
 def _side_loss(module: nn.Module) -> SideLoss:

@@ -231,7 +231,9 @@ class Selects(Masked):
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         chosen = batch[1] != -100
-        return functional.cross_entropy(self.model(batch[0]).float()[chosen], batch[1][chosen])
+        loss = functional.cross_entropy(self.model(batch[0]).float()[chosen], batch[1][chosen])
+        self.log("loss", loss, on_step=True)
+        return loss
 
 
 class ByHand(Masked):
@@ -255,7 +257,8 @@ class ByHand(Masked):
 
 @pytest.mark.parametrize("kind", [pytest.param(Selects, marks=pytest.mark.wide), ByHand])
 def test_means_made_by_hand_count_by_their_tokens(kind):
-    assert not unequal_counts(2, {**PIPELINE, "parallel.pipeline.micro_batches": 3}, kind)
+    """Some micro-batches have none."""
+    assert not unequal_counts(2, PIPELINE, kind)
 
 
 @pytest.mark.wide
@@ -263,9 +266,9 @@ def test_means_made_by_hand_count_by_their_tokens(kind):
     ("world", "more"),
     [
         (4, {**RING, "parallel.context": 2}),
-        (4, {"parallel.tensor": 2, "parallel.pipeline.schedule": "zbv"}),
+        (4, {"parallel.tensor": 2, "parallel.pipeline.schedule": "zero_bubble"}),
         (2, {"stage": 3, **CHUNKED}),
-        (2, {"stage": 3, "activations.checkpointing": "full", "parallel.pipeline.schedule": "interleaved_1f1b"}),
+        (2, {"stage": 3, "activations.checkpointing": "full", "parallel.pipeline.schedule": "gpipe"}),
     ],
     ids=str,
 )

@@ -267,6 +267,26 @@ def test_losses_of_torch_are_those_of_the_batch(name: str, reduction: str) -> No
         torch.testing.assert_close(ours, theirs, rtol=1e-12, atol=1e-14)
 
 
+NOTHING = [of_tokens, with_a_number, times_the_inverse, at_least_one, weights_that_add_up_to_one, chosen, chosen_losses]
+
+
+@pytest.mark.parametrize("loss", NOTHING)
+def test_micro_batches_without_a_token_add_nothing(loss: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(globals(), "KEPT", (4, 1, 3, 4, 0, 2))
+    module, found, plain, expected = both(loss, micro_batches=4)
+    assert found.item() == pytest.approx(expected.item(), rel=1e-7)
+    for ours, theirs in zip(gradients(module), gradients(plain), strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-12, atol=1e-14)
+
+
+@pytest.mark.parametrize("loss", [of_tokens, chosen])
+def test_a_batch_without_a_token_has_no_loss(loss: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(globals(), "KEPT", (0,) * SAMPLES)
+    _, found, _, expected = both(loss, micro_batches=4)
+    assert found.isnan()
+    assert expected.isnan()
+
+
 def root(m: Net, y: Tensor, b: Any) -> Tensor:
     return (y - b["x"]).square().mean().sqrt()
 
@@ -376,6 +396,7 @@ def logs(m: Net, y: Tensor, b: Any) -> dict[str, Tensor]:
     }
     for name, value in values.items():
         m.log(name, value)
+    m.log("read", values["tokens"].item())
     print("a line")
     m.seen.append(len(y))
     m.counts["steps"] = m.counts.get("steps", 0) + 1
@@ -400,7 +421,8 @@ def test_values_that_are_logged_and_returned_are_those_of_the_batch(
             {name: value.item() for name, value in expected.items()}, rel=1e-12
         )
     for name, (value, _) in module.logged.items():
-        assert value.item() == pytest.approx(expected[name].item(), rel=1e-6), name  # it is logged in fp32
+        same = "tokens" if name == "read" else name
+        assert value.item() == pytest.approx(expected[same].item(), rel=1e-6), name  # it is logged in fp32
     assert capsys.readouterr().out == "a line\n" * 4
     assert module.seen == [2, 2, 1, 1]
     assert module.counts == {"steps": 4}

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from ls_strategy._compat import tree_iter
 from ls_strategy.parallel.pipeline.placeholder import is_meta
-from ls_strategy.parallel.pipeline.record import Operation, Record
+from ls_strategy.parallel.pipeline.record import Operation, Record, Unread
 from ls_strategy.parallel.pipeline.rules import SELECTS, Call, Input, result_of
 from ls_strategy.parallel.pipeline.values import Constant, KnownValues, Scale, Unclear, Value
 
@@ -59,6 +59,7 @@ class Derivation:
         """Return what a value is, of which every run has one."""
         if not self.complete or len(leaves) != len(self._samples):
             return UNKNOWN
+        leaves = [leaf.tensor if isinstance(leaf, Unread) else leaf for leaf in leaves]
         found = self._values.get(tuple(map(id, leaves)))
         if found is not None:
             return found

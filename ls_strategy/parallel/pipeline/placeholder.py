@@ -124,7 +124,7 @@ class Absent(TorchFunctionMode):
         """Go on where a run without a record ends: where values are read, and at changes of real tensors."""
         name, first = _name_of(func), args[0] if args else None
         if name in ("item", "tolist") and isinstance(first, Tensor) and first.numel() == 1:
-            return Unread(record)
+            return Unread(record, first)
         if name == "__bool__" and isinstance(first, Tensor):
             return record.answer_to(first)
         if _writes(name) and isinstance(first, Tensor) and not is_meta(first):

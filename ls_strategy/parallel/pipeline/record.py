@@ -23,11 +23,13 @@ _FINITE = {"isfinite": True, "isnan": False, "isinf": False}
 class Unread:
     """What a step gets for a number of the model. It can be stored, logged, computed with and compared, not used."""
 
-    def __init__(self, record: Record) -> None:
+    def __init__(self, record: Record, tensor: Tensor | None) -> None:
         self._record = record
+        self.tensor = tensor
+        """What was read; None for what was computed from it."""
 
     def _computed(self, *_: Any) -> Unread:
-        return self
+        return Unread(self._record, None)
 
     def _compared(self, _: Any) -> bool:
         self._record.asked = True

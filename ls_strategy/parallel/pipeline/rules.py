@@ -125,17 +125,19 @@ def _scaled(part: Part, call: Call) -> Value:
     scales: list[Scale] = call.inputs_of(Scale)
     if not scales or (call.name == "mul" and scales[0].random):
         return part
-    by = _inverse(scales[0]) if call.name == "mul" else scales[0].ratio()
+    by = _inverse(scales[0]) if call.name == "mul" else _ratio(scales[0])
     if by is None or part.constant:
         return Unclear("a sum of terms that are multiplied by a number that depends on the batch")
-    if call.name == "div" and not all(by):
-        return Unclear("a mean over no token in some micro-batch; divide by tokens.clamp(min=1)")
     return Part(tuple(_times(factor, by) for factor in part.factors))
 
 
+def _ratio(scale: Scale) -> Factor | None:
+    return scale.ratio() if scale.of_batch else None
+
+
 def _inverse(scale: Scale) -> Factor | None:
-    ratio = scale.ratio() if scale.of_batch else ()
-    return tuple(1 / each for each in ratio) if ratio and all(ratio) else None
+    ratio = _ratio(scale)
+    return tuple(1 / each for each in ratio) if ratio is not None and all(ratio) else None
 
 
 def _times(left: Factor, right: Factor) -> Factor:
@@ -192,7 +194,7 @@ def _product(call: Call) -> Factor | Unclear:
             if divides:
                 by = tuple(1 / one for one in by) if all(by) else None
         elif isinstance(each.value, Scale) and (divides or not each.value.random):
-            by = each.value.ratio() if divides and each.value.of_batch else _inverse(each.value)
+            by = _ratio(each.value) if divides else _inverse(each.value)
         else:
             continue
         if by is None or not all(math.isfinite(one) for one in by):

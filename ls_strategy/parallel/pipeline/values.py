@@ -198,14 +198,11 @@ def _proportion(parts: Sequence[Tensor], whole: Tensor) -> Factor | None:
     if not whole.is_floating_point():
         return None
     factor = []
-    for part, rows in zip(parts, whole.detach().double().split([part.shape[dim] for part in parts], dim), strict=True):
-        if not part.numel():
-            factor.append(1.0)
-            continue
-        mine = part.detach().double()
+    for part, rows in zip(parts, whole.detach().split([part.shape[dim] for part in parts], dim), strict=True):
+        mine, theirs = (tensor.detach().double().nan_to_num() for tensor in (part, rows))  # NaN: 0 / 0
         size = mine.abs().sum().item()
-        ratio = rows.abs().sum().item() / size if size else 0.0
-        if not (rows - ratio * mine).abs().max().item() <= _ROUNDING * max(rows.abs().max().item(), 1e-30):
+        ratio = theirs.abs().sum().item() / size if size else 0.0
+        if part.numel() and not (theirs - ratio * mine).abs().max() <= _ROUNDING * theirs.abs().max():
             return None
         factor.append(ratio)
     return tuple(factor)
