@@ -53,6 +53,7 @@ if TYPE_CHECKING:
     from ls_strategy.lightning.precision import ZeROPrecision
     from ls_strategy.lightning.strategy import ZeROStrategy
     from ls_strategy.losses.head import linear_cross_entropy
+    from ls_strategy.losses.mean_over import loss_is_mean_over
     from ls_strategy.moe.balance import update_router_bias
     from ls_strategy.moe.convert import convert_moe
     from ls_strategy.moe.feed_forward import FeedForward, GatedFeedForward
@@ -119,6 +120,7 @@ __all__ = [
     "linear_cross_entropy",
     "load_from_checkpoint",
     "load_safetensors",
+    "loss_is_mean_over",
     "moe_losses",
     "stream_blocks",
     "update_router_bias",
@@ -146,6 +148,7 @@ _HOME = {
         "inference.engine": "InferenceEngine init_inference",
         "inference.stream": "stream_blocks",
         "losses.head": "linear_cross_entropy",
+        "losses.mean_over": "loss_is_mean_over",
         "lightning.loading": "load_from_checkpoint",
         "lightning.precision": "ZeROPrecision",
         "lightning.strategy": "ZeROStrategy",

@@ -13,8 +13,7 @@ bar and checkpoints get the same values everywhere. So are the states of torchme
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from functools import cache
 from typing import Any, cast
 
@@ -24,9 +23,8 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from ls_strategy._compat import batches_of, is_compiled_function, tree_iter, tree_map
-from ls_strategy.checkpoint.random import RandomStream, random_states, restore_random_states
+from ls_strategy.checkpoint.random import random_states, restore_random_states
 from ls_strategy.config import ParallelConfig
-from ls_strategy.device import generator_of
 from ls_strategy.distributed.comm import process_group
 from ls_strategy.distributed.mesh import Mesh
 from ls_strategy.engine import Engine
@@ -40,21 +38,24 @@ from ls_strategy.host.pytorch import (
     rank_zero_info,
     rank_zero_warn,
 )
-from ls_strategy.lightning.pipeline_log import Logged, unchanged_metrics
+from ls_strategy.lightning.pipeline_log import Logged
+from ls_strategy.lightning.pipeline_random import PipelineRandom
+from ls_strategy.lightning.pipeline_shapes import derive
 from ls_strategy.moe.losses import LossKeeper
 from ls_strategy.parallel import logits
 from ls_strategy.parallel.pipeline.batches import has_rows, merge, split
-from ls_strategy.parallel.pipeline.counts import TokenShares
+from ls_strategy.parallel.pipeline.counts import Mean
+from ls_strategy.parallel.pipeline.derive import Derivation
 from ls_strategy.parallel.pipeline.p2p import make_links
 from ls_strategy.parallel.pipeline.partition import Usage, find_row, keep_own, make_cut
 from ls_strategy.parallel.pipeline.runner import Callbacks, PipelineRunner
 from ls_strategy.parallel.pipeline.sample import sample_batch
 from ls_strategy.parallel.pipeline.schedules import Action, least_micro_batches, place, placement_of, stages_per_rank_of
+from ls_strategy.parallel.pipeline.shares import Shares
 from ls_strategy.parallel.pipeline.stage import StageRunner
 from ls_strategy.parallel.pipeline.timeline import Span, TimelineRecorder
 from ls_strategy.parallel.pipeline.trace import observe, stand_in
 from ls_strategy.parallel.pipeline.transfer import SideLoss
-from ls_strategy.parallel.random import draw, hash64, position, set_state
 from ls_strategy.zero.setup.share import Share
 
 _BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
@@ -106,15 +107,14 @@ class Pipeline:
             callbacks=Callbacks(before=self._before, after=self._after, on_last_backward=self._on_last_backward),
             split_backward=not recomputes,
         )
-        self.runner.stages.on_blocks = lambda stage: self._draw_for(self._micro_batch, stage)
+        stages = self.runner.stages
+        self.random = PipelineRandom(device)
+        stages.on_blocks = self.random.enter
+        stages.on_end = lambda: self.random.enter(stages.last + 1)
         self._tied_group = self._make_tied_group()
         self._engine: Engine | None = None
         self._last = False
-        self._evaluated = 0  # batches since the last training batch
-        self._shares: TokenShares | None = None
-        self._micro_batch = 0
-        self._streams: list[tuple[torch.Generator, int]] = []
-        """Inside of steps, generators and what their seeds depend on."""
+        self._shares: Shares | None = None
 
     def _dry_run(self, module: pl.LightningModule, stages: int) -> Usage:
         """Run the user's step once on fake tensors, on a copy of the module. Collective over all ranks.
@@ -245,46 +245,51 @@ class Pipeline:
                 engine.zero_grad(index)
         scale = engine.scaler.scale if engine.scaler is not None else 1.0
         self._engine, self._last = engine, last
-        self._shares = shares = TokenShares(sizes)
+        self._shares = shares = Shares(sizes)
         engine.begin_micro_batches()
-        self._evaluated = 0
-        with self._own_random_numbers(trainer):
-            weights = self._count(module, lambda part: step(part, *args[1:]), parts)
+        self.random.evaluated = 0
+
+        def run(part: Any) -> Any:
+            return step(part, *args[1:])
+
+        with self.random.own_numbers(trainer):
+            weights = shares.samples
+            if self.is_last and len(parts) > 1:
+                shares.derivation, means = self._derive(module, run, args[0], parts, sizes)
+                weights = shares.of_loss(means)
             with (logged := Logged(module)).recording():
-                report = self.runner.train(
-                    lambda part: step(part, *args[1:]), parts, [weight * scale / accumulate for weight in weights]
-                )
+                report = self.runner.train(run, parts, [weight * scale / accumulate for weight in weights])
         engine.end_micro_batches(reduce=last)
         engine.keeps_gradients = True  # the loop calls zero_grad next, before its own, empty backward
         result = None
         if self.is_last:
-            losses = zip(report.losses, weights, strict=True)
-            loss = sum(loss.item() * weight for loss, weight in losses if weight)  # NaN without a token
-            result = (loss, logged.summary(shares.of, sizes), shares.check(weights))
+            shares.losses = losses = [loss.item() for loss in report.losses]
+            loss = sum(loss * weight for loss, weight in zip(losses, weights, strict=True) if weight)  # NaN if no token
+            result = (loss, logged.summary(shares.of, sizes), shares.check())
         loss, summary, problem = self.runner.from_last(result)
         if problem is not None:
             raise StateError(problem)
         logged.replay(summary)
         return torch.tensor(loss, device=self.device, requires_grad=True)
 
-    def _count(self, module: pl.LightningModule, step: Callable[[Any], Any], parts: Sequence[Any]) -> list[float]:
-        """Return what share of the loss each micro-batch has. Other ranks than the last one need no answer."""
-        assert self._shares is not None
-        if not self.is_last or len(parts) == 1:
-            return self._shares.samples
-        stream = RandomStream()
-        means = []
-        with Logged(module).recording(), unchanged_metrics(module, self.device):
-            for index, part in enumerate(parts):
-                self._draw_for(index, None)
-                means.append(self.runner.stages.count(step, part))
-        stream.put()
-        return self._shares.expected(means)
+    def _derive(
+        self, module: pl.LightningModule, step: Callable[[Any], Any], batch: Any, parts: Sequence[Any], sizes: list[int]
+    ) -> tuple[Derivation, list[list[Mean]]]:
+        """Return how the values of a batch follow from those of its micro-batches, on the last stage."""
+        batches = [*parts, batch]
+        return derive(
+            module,
+            self.runner.stages,
+            step,
+            batches,
+            sizes,
+            begin=self.random.begin,
+            device=self.device,
+        )
 
     def _before(self, action: Action) -> None:
         if action.kind == "F":
-            self._micro_batch = action.micro_batch
-            self._draw_for(action.micro_batch, None)
+            self.random.begin(action.micro_batch)
         else:
             assert self._engine is not None
             self._engine.begin_backward(eager=False)
@@ -310,11 +315,16 @@ class Pipeline:
         """Run a validation, test or predict step and return its result on every rank. Collective."""
         parts, sizes = self._split(args[0])
         logged = Logged(module)
-        self._shares = shares = TokenShares(sizes)
-        self._evaluated += 1
-        with self._own_random_numbers(module.trainer), logged.recording():
-            results = self.runner.evaluate(lambda part: logits.gather(step(part, *args[1:])), parts)
-        result = (merge(results, shares.of), logged.summary(shares.of, sizes)) if self.is_last else None
+        self._shares = shares = Shares(sizes)
+        self.random.evaluated += 1
+        result = None
+        with self.random.own_numbers(module.trainer):
+            with logged.recording():
+                results = self.runner.evaluate(lambda part: logits.gather(step(part, *args[1:])), parts)
+            if self.is_last:
+                if len(parts) > 1:
+                    shares.derive = lambda: self._derive(module, lambda p: step(p, *args[1:]), args[0], parts, sizes)[0]
+                result = (merge(results, shares.of), logged.summary(shares.of, sizes))
         merged, summary = self.runner.from_last(result)
         logged.replay(summary)
         return merged
@@ -352,29 +362,6 @@ class Pipeline:
                 f"{found}: it uses the schedule zbv."
             )
         return found
-
-    @contextmanager
-    def _own_random_numbers(self, trainer: pl.Trainer) -> Generator[None, None, None]:
-        """Let micro-batches and stages draw random numbers of their own inside, and restore the generators afterwards.
-
-        The numbers depend on the generator's state and the position in the run, which a checkpoint restores.
-        """
-        place = hash64(trainer.current_epoch << 32 | trainer.fit_loop.epoch_loop.batch_idx + 1)
-        generators = {generator_of(torch.device("cpu")), generator_of(self.device)}
-        kept = [(generator, position(generator), draw(generator)[0]) for generator in generators]
-        self._streams = [(generator, place ^ hash64(self._evaluated) ^ number) for generator, _, number in kept]
-        try:
-            yield
-        finally:
-            self._streams = []
-            for generator, before, _ in kept:
-                set_state(generator, before)
-
-    def _draw_for(self, micro_batch: int, stage: int | None) -> None:
-        """Draw the numbers of a stage from now on; None: those before the blocks, the same on all ranks."""
-        code = hash64(micro_batch << 16 | (0 if stage is None else stage + 1))
-        for generator, seed in self._streams:
-            generator.manual_seed(hash64(seed ^ code) >> 32)
 
 
 def _side_loss(module: nn.Module) -> SideLoss:

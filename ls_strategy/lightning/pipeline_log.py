@@ -47,10 +47,15 @@ class Logged:
         finally:
             del module.log, module.log_dict
 
-    def summary(self, shares_of: Callable[[Sequence[Any]], Sequence[float]], sizes: Sequence[int]) -> Any:
+    @property
+    def values(self) -> dict[str, list[Any]]:
+        """The values that were logged, by name."""
+        return {name: values for name, (values, _) in self._values.items()}
+
+    def summary(self, shares_of: Callable[[Sequence[Any], str], Sequence[float]], sizes: Sequence[int]) -> Any:
         """Return what to log, and the metrics' states: small, on the CPU.
 
-        ``shares_of`` returns the micro-batches' shares of what was logged in each.
+        ``shares_of`` returns the micro-batches' shares of the values that were logged by a name.
         """
         summary: list[tuple[str, Any, dict[str, Any]]] = []
         for name, (values, options) in self._values.items():
@@ -62,7 +67,7 @@ class Logged:
                 summary.append((name, ("metric", metric), options))
             else:
                 how = options.get("reduce_fx", "mean")
-                summary.append((name, ("value", mean_of(values, shares_of(values), how)), options))
+                summary.append((name, ("value", mean_of(values, shares_of(values, name), how)), options))
         states = {
             name: metric_state(m) for name, m in self._metrics.items() if metric_state(m)[0] != self._counts[name]
         }

@@ -231,20 +231,75 @@ class Selects(Masked):
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         chosen = batch[1] != -100
-        return functional.cross_entropy(self.model(batch[0]).float()[chosen], batch[1][chosen])
+        loss = functional.cross_entropy(self.model(batch[0]).float()[chosen], batch[1][chosen])
+        self.log("loss", loss, on_step=True)
+        return loss
 
 
-def select(rank: int, world_size: int) -> str:
+class ByHand(Masked):
+    """Computes the mean itself."""
+
+    def mean(self, batch: Any) -> Tensor:
+        losses = functional.cross_entropy(self.model(batch[0]).float().transpose(1, 2), batch[1], reduction="none")
+        mask = batch[1] != -100
+        return (losses * mask).sum() / mask.sum()
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        loss = self.mean(batch)
+        self.log("loss", loss, on_step=True)
+        return loss
+
+    def validation_step(self, batch: Any, batch_idx: int) -> Tensor:
+        loss = self.mean(batch)
+        self.log("val_loss", loss.item())
+        return loss
+
+
+@pytest.mark.parametrize("kind", [pytest.param(Selects, marks=pytest.mark.wide), ByHand])
+def test_means_made_by_hand_count_by_their_tokens(kind):
+    """Some micro-batches have none."""
+    assert not unequal_counts(2, PIPELINE, kind)
+
+
+@pytest.mark.wide
+@pytest.mark.parametrize(
+    ("world", "more"),
+    [
+        (4, {**RING, "parallel.context": 2}),
+        (4, {"parallel.tensor": 2, "parallel.pipeline.schedule": "zero_bubble"}),
+        (2, {"stage": 3, **CHUNKED}),
+        (2, {"stage": 3, "activations.checkpointing": "full", "parallel.pipeline.schedule": "gpipe"}),
+    ],
+    ids=str,
+)
+def test_means_made_by_hand_on_every_axis(world, more):
+    assert not unequal_counts(world, {**PIPELINE, **more}, ByHand)
+
+
+@pytest.mark.wide
+@pytest.mark.parametrize("options", [{"parallel.context": 2}, {"parallel.context": 2, **RING, **CHUNKED}], ids=str)
+def test_means_made_by_hand_over_sharded_tokens(options):
+    assert not unequal_counts(2, {"stage": 3, **options}, ByHand)
+
+
+class Root(ByHand):
+    """Its loss does not follow from those of micro-batches."""
+
+    def mean(self, batch: Any) -> Tensor:
+        return super().mean(batch).sqrt()
+
+
+def refused(rank: int, world_size: int) -> str:
     try:
-        train(rank, world_size, Run(PIPELINE, steps=2), Selects)
+        train(rank, world_size, Run(PIPELINE, steps=2), Root)
     except StateError as error:
         return str(error)
     return ""
 
 
-def test_selected_tokens_whose_number_differs_are_refused_on_all_ranks():
-    for message in spawn(select, 2, init_process_group=False, timeout_s=100):
-        assert "Mark tokens without a loss by ignore_index" in message
+def test_a_loss_that_does_not_follow_from_micro_batches_is_refused_on_all_ranks():
+    for message in spawn(refused, 2, init_process_group=False, timeout_s=100):
+        assert "training_step computes sqrt() of a value over all samples" in message
 
 
 class Evaluates(Module):

@@ -252,8 +252,10 @@ def drawn(*, stage: int | None = 0, micro_batch: int = 0, rank: int = 0, on: Any
     module = Module()
     one = make(module, on=on)
     one.mesh.pipeline.rank = rank
-    with one._own_random_numbers(module.trainer):
-        one._draw_for(micro_batch, stage)
+    with one.random.own_numbers(module.trainer):
+        one.random.begin(micro_batch)
+        if stage is not None:
+            one.random.enter(stage)
         return torch.rand(()).item()
 
 
@@ -306,7 +308,7 @@ def test_an_error_restores_the_generator() -> None:
     module = Module()
     one = make(module)
     before = torch.get_rng_state()
-    with pytest.raises(ValueError, match="mine"), one._own_random_numbers(module.trainer):
+    with pytest.raises(ValueError, match="mine"), one.random.own_numbers(module.trainer):
         raise ValueError("mine")
     assert torch.equal(torch.get_rng_state(), before)
 
@@ -347,7 +349,7 @@ def recorded(module: Module, *calls: Callable[[], Any], shares: tuple[float, ...
     with logged.recording():
         for call in calls:
             call()
-    return logged.summary(lambda _: shares, [3, 1])
+    return logged.summary(lambda *_: shares, [3, 1])
 
 
 def test_a_mean_is_weighted_by_the_samples(module: Module) -> None:

@@ -57,7 +57,7 @@ def test_merge_concatenates_rows_and_averages_numbers() -> None:
         {"loss": torch.tensor(1.0, requires_grad=True), "logits": torch.ones(2, 3), "name": "a"},
         {"loss": torch.tensor(4.0), "logits": torch.zeros(1, 3), "name": "b"},
     ]
-    merged = merge(results, lambda _: [2 / 3, 1 / 3])
+    merged = merge(results, lambda *_: [2 / 3, 1 / 3])
     assert merged["loss"].item() == pytest.approx(2.0)
     assert not merged["loss"].requires_grad
     assert torch.equal(merged["logits"], torch.cat([torch.ones(2, 3), torch.zeros(1, 3)]))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from itertools import count
 from typing import Any
 
 import torch
@@ -16,19 +17,19 @@ def has_rows(batch: Any, samples: int) -> bool:
     return any(isinstance(leaf, Tensor) and leaf.dim() > 0 and len(leaf) == samples for leaf in tree_iter(batch))
 
 
-def split(batch: Any, samples: int, count: int) -> tuple[list[Any], list[int]]:
-    """Return ``count`` micro-batches of sizes as equal as possible, and the sizes. Other leaves are copied to each."""
+def split(batch: Any, samples: int, number: int) -> tuple[list[Any], list[int]]:
+    """Return ``number`` micro-batches of sizes as equal as possible, and the sizes. Other leaves are copied to each."""
 
     def cut(leaf: Any) -> list[Any]:
-        return list(leaf.tensor_split(count)) if has_rows(leaf, samples) else [leaf] * count
+        return list(leaf.tensor_split(number)) if has_rows(leaf, samples) else [leaf] * number
 
     columns: list[list[Any]] = []
     tree_map(lambda leaf: columns.append(cut(leaf)), batch)
     parts = []
-    for i in range(count):
+    for i in range(number):
         leaves = iter(columns)
         parts.append(tree_map(lambda _, i=i, leaves=leaves: next(leaves)[i], batch))
-    sizes = [len(part) for part in torch.empty(samples, device="meta").tensor_split(count)]
+    sizes = [len(part) for part in torch.empty(samples, device="meta").tensor_split(number)]
     return parts, sizes
 
 
@@ -48,22 +49,25 @@ def mean_of(values: Sequence[Any], shares: Sequence[float], how: Any) -> Tensor:
     return torch.where(weights == 0, 0, stacked * weights).sum(dim=0)
 
 
-def merge(results: Sequence[Any], shares_of: Callable[[Sequence[Any]], Sequence[float]]) -> Any:
+def merge(results: Sequence[Any], shares_of: Callable[[Sequence[Any], int], Sequence[float]]) -> Any:
     """Return what one step for the full batch would have returned: rows concatenated, numbers averaged. On the CPU.
 
-    ``shares_of`` returns the micro-batches' shares of a number that has a value for each.
+    ``shares_of`` returns the micro-batches' shares of a number, from its values in each and its place among the leaves
+    of a result.
     """
     if not results or results[0] is None:
         return None
     leaves: list[Iterator[Any]] = [iter(tree_iter(result)) for result in results]
+    places = count()
 
     def combine(first: Any) -> Any:
+        place = next(places)
         column = [next(leaf) for leaf in leaves]
         if not isinstance(first, Tensor):
             return first
         column = [t.detach().cpu() for t in column]
         if first.dim():
             return torch.cat(column)
-        return sum(t * share for t, share in zip(column, shares_of(column), strict=True) if share)
+        return sum(t * share for t, share in zip(column, shares_of(column, place), strict=True) if share)
 
     return tree_map(combine, results[0])

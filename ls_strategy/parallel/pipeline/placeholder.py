@@ -29,6 +29,7 @@ from torch.utils.hooks import RemovableHandle
 from ls_strategy._compat import tree_iter, tree_map, without_torch_functions
 from ls_strategy.errors import LSError, PlanError
 from ls_strategy.parallel.pipeline.counts import Mean, tokens_of
+from ls_strategy.parallel.pipeline.record import Record, Unread
 
 _META = torch.device("meta")
 _FILLED = ("zeros_like", "ones_like", "full_like", "new_zeros", "new_ones", "new_full", "new_tensor")
@@ -36,6 +37,7 @@ _MOVES = ("to", "cpu", "cuda", "pin_memory")
 _HOOKS = ("register_hook", "register_post_accumulate_grad_hook", "retain_grad")
 _READS = ("item", "tolist", "numpy", "equal", "allclose")
 _READS += ("__bool__", "__int__", "__float__", "__index__", "__complex__")
+_SELECT = ("__getitem__", "masked_select")
 _IN_PLACE = ("__setitem__", "__iadd__", "__isub__", "__imul__", "__itruediv__", "__iand__", "__ior__", "__ixor__")
 
 
@@ -75,15 +77,24 @@ class Absent(TorchFunctionMode):
         self.kept: frozenset[int] = frozenset()
         """``id`` of tensors that functions must not change: these calls are left out."""
 
+        self.record: Record | None = None
+        """Notes the calls with values of the model, unless it is None."""
+
+        self._stale: dict[int, Tensor] = {}
+        """Real tensors that would hold values of the model if these were known, by id. Only with a record."""
+
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
         if _name_of(func) == "__get__":  # an attribute: a parameter's shape, device, ...
             asked = isinstance(args[0], Placeholder)
-            return _on_meta(func, args, kwargs, self.device) if asked else func(*args, **kwargs)
+            result = _on_meta(func, args, kwargs, self.device) if asked else func(*args, **kwargs)
+            self._note(func, args, kwargs, result, None)
+            return result
         tokens = None if self.means is None else tokens_of(func, args, kwargs)
         result = self._run(func, args, kwargs)
+        self._note(func, args, kwargs, result, tokens)
         if tokens is not None and not is_meta(tokens):
             assert self.means is not None
             value = None if is_meta(result) else result.detach()
@@ -91,17 +102,55 @@ class Absent(TorchFunctionMode):
         return result
 
     def _run(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if self.record is not None and _name_of(func) == "loss_is_mean_over":
+            self.record.declared = args[0]
         if self.kept and args and id(args[0]) in self.kept and _writes(_name_of(func)):
             return args[0]
         if self.known and any(id(leaf) in self.known for leaf in tree_iter((args, kwargs))):
             args = tree_map(self.if_known, args)
             kwargs = {name: tree_map(self.if_known, value) for name, value in kwargs.items()}
         if any(self._is_absent(leaf) for leaf in tree_iter((args, kwargs))):
+            if self.record is not None:
+                return self._run_recorded(self.record, func, args, kwargs)
             return _on_meta(func, args, kwargs, self.device)
         if any(leaf == _META for leaf in tree_iter((args, kwargs)) if isinstance(leaf, torch.device)):
             args = tree_map(self._real_device, args)
             kwargs = {name: tree_map(self._real_device, value) for name, value in kwargs.items()}
         return func(*args, **kwargs)
+
+    def _run_recorded(
+        self, record: Record, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        """Go on where a run without a record ends: where values are read, and at changes of real tensors."""
+        name, first = _name_of(func), args[0] if args else None
+        if name in ("item", "tolist") and isinstance(first, Tensor) and first.numel() == 1:
+            return Unread(record, first)
+        if name == "__bool__" and isinstance(first, Tensor):
+            return record.answer_to(first)
+        if _writes(name) and isinstance(first, Tensor) and not is_meta(first):
+            self._stale[id(first)] = first
+            args = (placeholder(first.shape, first.dtype, self.device), *args[1:])
+        try:
+            return _on_meta(func, args, kwargs, self.device)
+        except PlanError:
+            if kwargs.get("reduction") not in ("mean", "sum") or not isinstance(first, Tensor):
+                raise
+            return placeholder((), first.dtype, self.device)  # a loss that needs values
+
+    def _note(
+        self,
+        func: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        result: Any,
+        tokens: Tensor | None,
+    ) -> None:
+        if self.record is None:
+            return
+        results: list[Tensor] = [leaf for leaf in tree_iter(result) if isinstance(leaf, Placeholder)]
+        if _writes(_name_of(func)) and args and isinstance(args[0], Tensor) and self._is_absent(args[0]):
+            results.append(args[0])
+        self.record.add(func, args, kwargs, results, tokens)
 
     def if_known(self, leaf: Any) -> Any:
         """Return the received value of a placeholder, or the leaf itself."""
@@ -112,7 +161,7 @@ class Absent(TorchFunctionMode):
             return False
         if isinstance(leaf, nn.Parameter):
             return self.parameters or self._is_missing(leaf)
-        return isinstance(leaf, Placeholder) or is_meta(leaf)
+        return isinstance(leaf, Placeholder) or is_meta(leaf) or id(leaf) in self._stale
 
     def _is_missing(self, parameter: nn.Parameter) -> bool:
         if not is_meta(parameter):
@@ -170,6 +219,8 @@ def _on_meta(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, 
         args, kwargs = tree_map(_meta_for_device, (args, kwargs))
     _refuse_in_place(name, args, kwargs)
     try:
+        if name in _SELECT and len(args) == 2:
+            func, args = _by_indices(func, args)
         with without_torch_functions(), torch.no_grad():
             args, kwargs = tree_map(_to_meta, (args, kwargs))
             result = args[0] if name in _MOVES[1:] else func(*args, **kwargs)
@@ -200,6 +251,21 @@ def _filled(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, A
     kwargs = {**kwargs, "device": device if kwargs.get("device") in (None, _META) else kwargs["device"]}
     with without_torch_functions():
         return func(*args, **kwargs)
+
+
+def _by_indices(func: Callable[..., Any], args: tuple[Any, ...]) -> tuple[Callable[..., Any], tuple[Any, ...]]:
+    """Return the call of ``x[mask]`` or ``x.masked_select(mask)`` with the indices that a known mask selects.
+
+    Their number is that of the results.
+    """
+    if _name_of(func) == "masked_select":
+        shape = torch.broadcast_shapes(*(tensor.shape for tensor in args))
+        args, func = tuple(tensor.expand(shape) for tensor in args), Tensor.__getitem__
+    indices: list[Any] = []
+    for index in args[1] if isinstance(args[1], tuple) else (args[1],):
+        is_mask = isinstance(index, Tensor) and index.dtype == torch.bool and index.dim() and not is_meta(index)
+        indices += index.nonzero(as_tuple=True) if is_mask else (index,)
+    return func, (args[0], tuple(indices))
 
 
 def _writes(name: str) -> bool:

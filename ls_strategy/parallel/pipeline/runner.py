@@ -280,12 +280,19 @@ class PipelineRunner:
         else:
             progress.p2p.shapes[s, m] = shapes
         if progress.training:
-            outputs = list(result.tensors.values()) if shapes else [_loss_of(result) * progress.factors[m]]
+            outputs = list(result.tensors.values()) if shapes else [self._scaled(_loss_of(result), progress.factors[m])]
             roots = [get_gradient_edge(t) for t in outputs if t.requires_grad]
             seed = [] if shapes else [torch.ones_like(t) for t in outputs]
             progress.kept[s, m] = _Kept(received=received, roots=roots, seed=seed)
             progress.most_alive = max(progress.most_alive, len(progress.kept))
         return (list(result.tensors.values()), shapes) if shapes else None
+
+    def _scaled(self, loss: Tensor, factor: float | Tensor) -> Tensor:
+        ends, self.stages.ends = self.stages.ends, ()
+        if isinstance(factor, float) and factor == 0 and ends and loss.isnan():
+            # A mean over nothing, 0 / 0, whose gradients would be NaN. The batch has a loss, and nothing of it is here.
+            return torch.stack([end.sum() * 0 for end in ends]).sum()
+        return loss * factor
 
     def _backward(self, progress: _Progress, action: Action, gradients: list[Tensor] | None) -> _Result:
         _, s, m = action

@@ -15,7 +15,7 @@ code reaches them.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -35,13 +35,15 @@ from ls_strategy._compat import (
     uncompiled_code,
     unroute_calls,
     without_function_mode,
-    without_torch_functions,
 )
 from ls_strategy.errors import PlanError, StateError
 from ls_strategy.parallel.pipeline.counts import Mean
+from ls_strategy.parallel.pipeline.meta import MetaBlocks, meta_copy
 from ls_strategy.parallel.pipeline.partition import StagePartition, Step, names_above
-from ls_strategy.parallel.pipeline.placeholder import Absent, is_meta, placeholder
+from ls_strategy.parallel.pipeline.placeholder import Absent, is_meta
+from ls_strategy.parallel.pipeline.record import Record
 from ls_strategy.parallel.pipeline.transfer import SIDE, SideLoss, StageTransfer, add_side, alias, side_of
+from ls_strategy.parallel.pipeline.unchanged import unchanged
 
 
 class _StageEnd(BaseException):
@@ -61,11 +63,14 @@ class _Call:
     """Index of the block that must be called next."""
 
     output: StageTransfer | None = None
+    ends: tuple[Tensor, ...] = ()
+    """What the last block returned."""
+
     side: Tensor | None = None
     """Side loss of earlier stages, see `SideLoss`."""
 
 
-def _no_callback(_: Any) -> None:
+def _no_callback(*_: Any) -> None:
     """Do nothing."""
 
 
@@ -89,9 +94,7 @@ class StageRunner:
         self.last = len(cut.bounds) - 2
         self._blocks = [model.get_submodule(name) for name in cut.blocks]
         self._names = {id(p): name for name, p in model.named_parameters()}
-        self._meta_blocks = list(meta_blocks(model, self._blocks))
-        self._outputs: list[dict[Any, Any]] = [{} for _ in self._blocks]
-        """For every block, placeholders for its outputs, by the shapes of its inputs."""
+        self._meta_blocks = MetaBlocks(model, self._blocks, device)
         self.on_received: Callable[[Sequence[tuple[Tensor, Tensor]]], None] = _no_callback
         """Called before the first block of a stage with the placeholders of its inputs, which have the shapes that the
         blocks give without hooks, and the tensors that were received for them."""
@@ -99,8 +102,14 @@ class StageRunner:
         self.on_blocks: Callable[[int], None] = _no_callback
         """Called with a stage before its first block."""
 
+        self.on_end: Callable[[], None] = _no_callback
+        """Called after the last block, also where the step runs on shapes."""
+
         self.means: list[Mean] = []
         """The losses of the last stage's latest forward that are means over tokens."""
+
+        self.ends: tuple[Tensor, ...] = ()
+        """What the last block returned in the last stage's latest forward, see `runner`."""
 
         self._model = model
         self._call: _Call | None = None
@@ -164,31 +173,33 @@ class StageRunner:
                 "block must be called once per micro-batch."
             )
         self._refuse_placeholders(result, "the result of step", mode)
-        self.means = mode.means or []
+        self.means, self.ends = mode.means or [], call.ends
         return result
 
-    def count(self, step: Step, micro_batch: Any) -> list[Mean]:
-        """Run the user's function on shapes, and return the losses that are means over tokens. Nothing is trained.
+    def record(self, step: Step, micro_batch: Any, record: Record) -> list[Mean]:
+        """Run the user's function on shapes, and note what it calls. Nothing is trained.
 
-        Attributes and buffers that the code sets outside of blocks are restored. Where it fails or reads a value, it
-        ends early.
+        Attributes and buffers that the code sets outside of blocks are restored. Where it fails or reads a value that
+        is not a number, it ends early.
+
+        Returns:
+            The losses that are means over tokens.
         """
         mode = Absent(self.device)
-        mode.means = []
+        mode.means, mode.record = [], record
         outside = [m for name, m in self._model.named_modules() if not name.startswith(self._inside)]
         mode.kept = frozenset(id(b) for m in outside for b in m.buffers(recurse=False))
-        before = [(attributes, dict(attributes)) for m in outside for attributes in (vars(m), m._buffers)]
         end = len(self._blocks)
-        self._call = _Call(self.last + 1, end, end, None, mode)
-        try:
-            with uncompiled_code(), mode, torch.enable_grad():
-                step(micro_batch)
-        except Exception:  # in the real run it raises again
-            pass
-        finally:
-            self._call = None
-            for attributes, values in before:
-                _restore(attributes, values)
+        self._call = call = _Call(self.last + 1, end, end, None, mode)
+        with unchanged(outside):
+            try:
+                with uncompiled_code(), mode, torch.enable_grad():
+                    record.result = step(micro_batch)
+                record.complete = call.next == end
+            except Exception:  # in the real run it raises again
+                pass
+            finally:
+                self._call = None
         return mode.means
 
     @contextmanager
@@ -213,7 +224,10 @@ class StageRunner:
             return inner(*args, **kwargs)
         self._advance(call, i)
         if i < call.first:
-            return self._on_shapes(i, args, kwargs)
+            result = self._meta_blocks.run(i, args, kwargs, call.mode)
+            if call.next == len(self._blocks):
+                self.on_end()
+            return result
         if i == call.stop and call.stage < self.last:
             call.output = self._make_transfer(call, args, kwargs)
             raise _StageEnd
@@ -224,8 +238,11 @@ class StageRunner:
         self._refuse_placeholders((args, kwargs), f"block {self.cut.blocks[i]!r}", call.mode)
         with without_function_mode(call.mode), compiled_code():
             result = inner(*args, **kwargs)
-        if call.next == len(self._blocks) and self.side is not None:
-            self.side.receive(call.side)
+        if call.next == len(self._blocks):
+            call.ends = tuple(leaf for leaf in tree_iter(result) if isinstance(leaf, Tensor) and leaf.requires_grad)
+            self.on_end()
+            if self.side is not None:
+                self.side.receive(call.side)
         return result
 
     def _route_outside(
@@ -261,21 +278,6 @@ class StageRunner:
                 "block must be called once per micro-batch, in the order of the stack."
             )
         call.next += 1
-
-    def _on_shapes(self, i: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Return placeholders for the output of an absent block."""
-        memory = self._outputs[i]
-        with without_torch_functions():  # their overhead would dominate
-            leaves, structure = tree_flatten((args, kwargs))
-            key = (structure, torch.is_autocast_enabled(self.device.type), *map(_signature, leaves))
-            if key in memory:
-                return tree_map(self._fresh, memory[key])
-        memory[key] = tree_map(self._fresh, self._meta_blocks[i](*args, **kwargs))
-        return self._on_shapes(i, args, kwargs)
-
-    def _fresh(self, leaf: Any) -> Any:
-        """Return a new placeholder for a tensor: code may change it in place."""
-        return placeholder(leaf.shape, leaf.dtype, self.device) if isinstance(leaf, Tensor) else leaf
 
     def _make_transfer(self, call: _Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> StageTransfer:
         args, kwargs = self._substitute(call.stop, call, args, kwargs)
@@ -342,14 +344,6 @@ class StageRunner:
         )
 
 
-def _restore(attributes: dict[str, Any], values: dict[str, Any]) -> None:
-    for name in attributes.keys() - values.keys():
-        del attributes[name]
-    for name, value in values.items():
-        if attributes.get(name, attributes) is not value:
-            attributes[name] = value
-
-
 def _require_values(module: nn.Module) -> None:
     """Refuse calls outside of a step, where no rank computes the missing values.
 
@@ -361,12 +355,6 @@ def _require_values(module: nn.Module) -> None:
             f"a {type(module).__name__} of another pipeline rank was called outside of training_step, "
             "validation_step, test_step and predict_step. Call the model only in these steps."
         )
-
-
-def _signature(leaf: Any) -> Any:
-    if isinstance(leaf, Tensor):
-        return leaf.shape, leaf.dtype
-    return leaf if isinstance(leaf, int | float | str | bool | None) else type(leaf)
 
 
 def _first_tensors(arguments: tuple[tuple[Any, ...], Mapping[str, Any]]) -> set[int]:
@@ -391,26 +379,3 @@ def _outside(model: nn.Module, blocks: Sequence[str]) -> list[nn.Module]:
             if path not in above and path not in blocks and any(True for _ in module.parameters()):
                 found[id(module)] = module
     return list(found.values())
-
-
-def meta_blocks(model: nn.Module, blocks: Sequence[nn.Module]) -> Iterable[nn.Module]:
-    """Yield a copy of every block on meta, without the hooks that will be on the block itself.
-
-    A module with a forward that needs values (to sort tokens by experts, say) can have a method ``forward_shapes`` with
-    the same arguments. It is called instead and returns tensors of the same shapes.
-    """
-    tensors = [*model.parameters(), *model.buffers()]
-    for block in blocks:
-        memo: dict[int, Any] = {id(t): meta_copy(t) for t in tensors}
-        meta_module = copy.deepcopy(block, memo)
-        for module in meta_module.modules():
-            of_shapes: Any = getattr(module, "forward_shapes", None)
-            if callable(of_shapes):
-                module.forward = of_shapes  # type: ignore[method-assign]
-        yield meta_module
-
-
-def meta_copy(tensor: Tensor) -> Tensor:
-    """Return a tensor or parameter of the same shape on meta."""
-    empty = torch.empty_like(tensor, device="meta", requires_grad=False)
-    return nn.Parameter(empty, requires_grad=False) if isinstance(tensor, nn.Parameter) else empty

@@ -13,9 +13,9 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from ls_strategy._compat import route_calls, tree_iter, uncompiled_code, unroute_calls
 from ls_strategy.errors import PlanError, StateError
+from ls_strategy.parallel.pipeline.meta import meta_blocks, meta_copy
 from ls_strategy.parallel.pipeline.partition import Step, Usage
 from ls_strategy.parallel.pipeline.placeholder import Absent
-from ls_strategy.parallel.pipeline.stage import meta_blocks, meta_copy
 
 
 class _UsageMode(Absent):

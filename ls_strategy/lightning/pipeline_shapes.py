@@ -1,0 +1,90 @@
+"""Runs a step of a pipeline on shapes before its micro-batches are trained with, to know their shares of the loss.
+
+::
+
+    batch           ─> step on shapes ─┐
+    micro-batch 0   ─> step on shapes ─┼─> the functions that they called ─> factors of the micro-batches' losses
+    micro-batch 1   ─> step on shapes ─┘
+
+Only the last stage does this. What the step logs, prints, draws, sets on the module or counts in metrics has no effect.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator, Sequence
+from contextlib import contextmanager, redirect_stdout
+from io import StringIO
+from typing import Any
+
+import torch
+
+from ls_strategy.checkpoint.random import RandomStream
+from ls_strategy.host.pytorch import pl
+from ls_strategy.lightning.pipeline_log import Logged, unchanged_metrics
+from ls_strategy.parallel.pipeline.counts import Mean
+from ls_strategy.parallel.pipeline.derive import Derivation
+from ls_strategy.parallel.pipeline.record import Record
+from ls_strategy.parallel.pipeline.stage import StageRunner
+
+
+def derive(
+    module: pl.LightningModule,
+    stages: StageRunner,
+    step: Callable[[Any], Any],
+    batches: Sequence[Any],
+    sizes: Sequence[int],
+    *,
+    begin: Callable[[int], None],
+    device: torch.device,
+) -> tuple[Derivation, list[list[Mean]]]:
+    """Return how the values of a batch follow from those of its micro-batches.
+
+    Args:
+        module: the module of the step.
+        stages: its stages on this rank.
+        step: called with each batch.
+        batches: the micro-batches, and last their batch.
+        sizes: samples of the micro-batches.
+        begin: called with the index of the batch that comes next.
+        device: the device of the module.
+
+    Returns:
+        This, and the losses of the micro-batches that are means over tokens.
+    """
+    stream = RandomStream()
+    records, means = [], []
+    answer = False
+    with unchanged_metrics(module, device), redirect_stdout(StringIO()):
+        while len(records) < len(batches):
+            begin(len(records))
+            record = Record(answer=answer)
+            with (logged := Logged(module)).recording(), _watched_draws(stages, record):
+                means.append(stages.record(step, batches[len(records)], record))
+            record.logged = logged.values
+            records.append(record)
+            if record.asked and not record.complete and not answer:
+                # It raised, for example because not all values seemed finite.
+                answer, records, means = True, [], []
+    stream.put()
+    return Derivation(records[:-1], records[-1], sizes), means[:-1]
+
+
+@contextmanager
+def _watched_draws(stages: StageRunner, record: Record) -> Generator[None, None, None]:
+    """Note whether random numbers are drawn inside, where other numbers come after the blocks."""
+    seeded, on_end = RandomStream(), stages.on_end
+
+    def look() -> None:
+        record.random |= not seeded.equals(RandomStream())
+
+    def end() -> None:
+        look()
+        on_end()
+        seeded.take()
+
+    stages.on_end = end
+    try:
+        yield
+    finally:
+        look()
+        stages.on_end = on_end

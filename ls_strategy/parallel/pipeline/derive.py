@@ -1,0 +1,130 @@
+"""How the values that a step computes for a batch follow from those for its micro-batches.
+
+::
+
+    per_token = cross_entropy(logits, targets, reduction="none")      Rows   1, 1
+    total = (per_token * mask).sum()                                  Part   1, 1
+    tokens = mask.sum()                                               Scale  2, 4 of 6
+    loss = total / tokens                                             Part   2/6, 4/6
+
+The step runs on shapes, once for each micro-batch and once for the batch (`record`), and `rules` are applied to the
+functions that it calls.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from itertools import islice
+from typing import Any
+
+from torch import Tensor
+
+from ls_strategy._compat import tree_iter
+from ls_strategy.parallel.pipeline.placeholder import is_meta
+from ls_strategy.parallel.pipeline.record import Operation, Record, Unread
+from ls_strategy.parallel.pipeline.rules import SELECTS, Call, Input, result_of
+from ls_strategy.parallel.pipeline.values import Constant, KnownValues, Scale, Unclear, Value
+
+UNKNOWN = Unclear("a value that the pipeline cannot follow on shapes", certain=False)
+_BINARY = ("add", "sub", "rsub", "mul", "div", "rdiv")
+
+
+class Derivation:
+    """What the values in the records are."""
+
+    def __init__(self, parts: Sequence[Record], whole: Record, sizes: Sequence[int]) -> None:
+        """Apply the rules.
+
+        Args:
+            parts: Runs for the micro-batches.
+            whole: Run for the batch.
+            sizes: Samples of the micro-batches.
+        """
+        self._runs = runs = [*parts, whole]
+        self._samples = [*sizes, sum(sizes)]
+        self._known = KnownValues(random=any(run.random for run in runs))
+        self._values: dict[tuple[int, ...], Value] = {}
+        names = [[operation.name for operation in run.operations] for run in runs]
+        self.complete = all(run.complete for run in runs) and all(each == names[0] for each in names)
+        """Whether the runs called the same functions to their end. Otherwise every value is unclear."""
+
+        if self.complete:
+            calls = list(zip(*(run.operations for run in runs), strict=True))
+            for operations in calls:
+                self._note_known(operations)
+            for operations in calls:
+                self._derive(operations)
+
+    def of(self, leaves: Sequence[Any]) -> Value:
+        """Return what a value is, of which every run has one."""
+        if not self.complete or len(leaves) != len(self._samples):
+            return UNKNOWN
+        leaves = [leaf.tensor if isinstance(leaf, Unread) else leaf for leaf in leaves]
+        found = self._values.get(tuple(map(id, leaves)))
+        if found is not None:
+            return found
+        if all(leaf is leaves[0] for leaf in leaves) and isinstance(leaves[0], Tensor):
+            return Constant()
+        if all(isinstance(leaf, Tensor) and not is_meta(leaf) for leaf in leaves):
+            return self._known.of(leaves)
+        return self._of_numbers(leaves) if all(isinstance(leaf, int | float) for leaf in leaves) else UNKNOWN
+
+    def declared(self) -> list[float] | None:
+        """Return what the step says that the losses of the micro-batches are means over, if it says it."""
+        numbers = [run.declared for run in self._runs[:-1]]
+        return None if any(number is None for number in numbers) else [float(number) for number in numbers]  # type: ignore[arg-type]
+
+    def of_results(self, pick: Callable[[Any], Any]) -> Value:
+        """Return what a part of the step's result is."""
+        return self.of([pick(run.result) for run in self._runs]) if self.complete else UNKNOWN
+
+    def of_leaf(self, place: int) -> Value:
+        """Return what the leaf at a place of the step's result is."""
+        return self.of_results(lambda result: next(islice(tree_iter(result), place, None), None))
+
+    def of_logged(self, name: str) -> Value:
+        """Return what the step logs as ``name``, if it logs it once."""
+        logged = [run.logged.get(name, ()) for run in self._runs]
+        return self.of([values[0] for values in logged]) if all(len(each) == 1 for each in logged) else UNKNOWN
+
+    def _of_numbers(self, leaves: Sequence[float]) -> Value:
+        if len(set(leaves)) == 1:
+            return Constant(zero=leaves[0] == 0)
+        *parts, whole = map(float, leaves)
+        random = self._known.random
+        return Scale(tuple(parts), sum(parts) if random else whole, random)
+
+    def _note_known(self, operations: Sequence[Operation]) -> None:
+        tokens: list[Any] = [operation.tokens for operation in operations]
+        for column in (*_columns(operations), tokens):
+            if all(isinstance(leaf, Tensor) and not is_meta(leaf) for leaf in column):
+                self._known.add(column)
+
+    def _derive(self, operations: Sequence[Operation]) -> None:
+        first = operations[0]
+        tokens = None if first.tokens is None else self.of([operation.tokens for operation in operations])
+        inputs = [
+            Input(self.of(column), tuple(leaf.numel() if isinstance(leaf, Tensor) else 1 for leaf in column))
+            for column in _columns(operations)
+        ]
+        for results in zip(*(operation.results for operation in operations), strict=True):
+            shapes = [tuple(result.shape) for result in results]
+            call = Call(first.name, first.func, first.args, first.kwargs, inputs, tokens, shapes, self._samples)
+            self._values[tuple(map(id, results))] = result_of(call)
+
+
+def _columns(operations: Sequence[Operation]) -> list[list[Any]]:
+    """Return the arguments that a result is computed from: tensors, and numbers of arithmetic."""
+    name, args = operations[0].name, operations[0].args
+    if name in SELECTS:
+        return [[operation.args[0] for operation in operations]]
+    if name == "setitem":
+        return [[operation.args[place] for operation in operations] for place in (0, 2)]
+    kinds = (Tensor, int, float) if name in _BINARY and len(args) > 1 else (Tensor,)
+    rows = [
+        [leaf for leaf in tree_iter((operation.args, operation.kwargs)) if isinstance(leaf, kinds)]
+        for operation in operations
+    ]
+    if len({len(row) for row in rows}) > 1:
+        return [[None] * len(operations)]
+    return [list(column) for column in zip(*rows, strict=True)]
