@@ -32,7 +32,7 @@ from ls_strategy.distributed.comm import Comm, cut
 from ls_strategy.distributed.pending import SUM_CHUNK, PendingReduce
 from ls_strategy.distributed.shard_groups import ShardGroup
 from ls_strategy.ops.norm import sum_of_squares
-from ls_strategy.ops.quantized import dequantize_, packed_bytes, quantize, unpacked_numel
+from ls_strategy.ops.quantized import TILE, dequantize_, measures, packed_bytes, quantize, unpacked_numel
 
 CHUNK = 16 * SUM_CHUNK
 """Elements dequantized at a time on a device: 4 MiB in fp32."""
@@ -48,22 +48,33 @@ class Rounding:
         self._sums: Tensor | None = None
         """Of the changes and of the totals, ``(2,)`` fp64."""
 
-    def sent(self, exact: Tensor, packed: Tensor, form: FrozenFormat) -> None:
-        """Add the change of one message, ``(n,)``."""
+    def quantize(self, parts: Sequence[Tensor], packed: Tensor, form: FrozenFormat) -> None:
+        """Write one message to ``packed``: parts, each ``(n,)``, one after the other; and add what that changes."""
+        lengths = [packed_bytes(part.numel(), form) for part in parts]
+        for exact, out in zip(parts, packed.split(lengths), strict=True):
+            if measures(exact):
+                changes = exact.new_empty(exact.numel() // TILE, dtype=torch.float64)
+                quantize(exact, form, out=out, changes=changes)
+                self._add(0, torch.where(changes.isfinite(), changes, 0.0).sum())
+            else:
+                quantize(exact, form, out=out)
+                self._add_changes(exact, out, form)
+
+    def _add_changes(self, exact: Tensor, packed: Tensor, form: FrozenFormat) -> None:
         rounded = exact.new_empty(min(exact.numel(), _chunk(exact.device)), dtype=torch.float32)
         for lo, hi in _steps(exact.numel(), exact.device):
             part = rounded[: hi - lo]
             dequantize_(packed[packed_bytes(lo, form) : packed_bytes(hi, form)], part, form)
-            self._add(0, part.sub_(exact[lo:hi]))
+            self._add(0, _finite(part.sub_(exact[lo:hi])))
 
     def received(self, total: Tensor) -> None:
         """Add a part of a sum over all ranks."""
-        self._add(1, total)
+        self._add(1, _finite(total))
 
-    def _add(self, which: int, values: Tensor) -> None:
+    def _add(self, which: int, squares: Tensor) -> None:
         if self._sums is None:
-            self._sums = torch.zeros(2, dtype=torch.float64, device=values.device)
-        self._sums[which].add_(_finite(values))
+            self._sums = torch.zeros(2, dtype=torch.float64, device=squares.device)
+        self._sums[which].add_(squares)
 
     def take(self, device: torch.device) -> Tensor:
         """Return the sums of squares of changes and of totals since the last call, ``(2,)`` fp64."""
@@ -143,7 +154,7 @@ class _Hops:
         self._terms: list[Sequence[Tensor]] = []
         """By part of the buffer that this rank sums: the terms in order, exact or in tiles."""
         self._borrowed: list[Tensor] = []
-        self._sent: Sequence[Tensor] = ()
+        """Messages sent and received, and sums that are sent on."""
         self.is_last = False
         """Whether the last hop is in flight."""
 
@@ -175,7 +186,7 @@ class _Hops:
     def release(self) -> None:
         """Return all buffers."""
         self._comm.pool.give(self._borrowed)
-        self._borrowed, self._sent, self._terms, self._shards = [], (), [], ()
+        self._borrowed, self._terms, self._shards = [], [], ()
 
     def _exchange(
         self, comm: Comm, peers: Sequence[int], parts: Sequence[Sequence[Tensor]], kind: str = "reduce_scatter"
@@ -190,27 +201,26 @@ class _Hops:
             if peer == comm.rank:
                 arriving[peer] = mine
                 continue
-            sends[peer] = self._quantize(theirs[0] if len(theirs) == 1 else torch.cat(list(theirs)))
+            sends[peer] = self._packed(theirs)
             receives[peer] = into = self._borrow(sum(lengths), torch.uint8)
             arriving[peer] = into.split(lengths)
         self._terms = [[arriving[peer][i] for peer in peers] for i in range(len(mine))]
-        self._sent = [packed for packed in sends if packed is not None]
         return comm.exchange(sends, receives, kind, self._of)
 
     def _share(self, across: Comm) -> Works:
         """Start sending the total of this rank's part in few bits to all replicas. They keep what few bits leave."""
         (mine,) = self._sums()
-        packed = self._quantize(mine)
+        packed = self._packed([mine])
         everything = self._borrow(packed.numel() * across.world_size, torch.uint8)
         parts = everything.chunk(across.world_size)
         parts[across.rank].copy_(packed)
-        self._terms, self._sent = [[everything]], (packed,)
+        self._terms = [[everything]]
         sends = [packed] * across.world_size
         return across.exchange(sends, parts, "all_reduce", self._of)
 
-    def _quantize(self, exact: Tensor) -> Tensor:
-        packed = quantize(exact, self._form)
-        self._meter.sent(exact, packed, self._form)
+    def _packed(self, parts: Sequence[Tensor]) -> Tensor:
+        packed = self._borrow(sum(packed_bytes(part.numel(), self._form) for part in parts), torch.uint8)
+        self._meter.quantize(parts, packed, self._form)
         return packed
 
     def _sums(self) -> Sequence[Tensor]:

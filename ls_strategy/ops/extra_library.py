@@ -109,6 +109,6 @@ quantized_library = ExtraLibrary(
         "kernels.cpp": "quantized_kernels.cpp",
         "update.cu": "quantized.cu",
     },
-    without="frozen weights in 4 and 8 bits are dequantized by operations of torch",
+    without="weights and gradients in 4 and 8 bits are packed and unpacked by operations of torch",
 )
-"""For frozen weights that are stored quantized."""
+"""For frozen weights that are stored quantized, and for messages in few bits."""

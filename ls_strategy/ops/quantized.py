@@ -50,6 +50,8 @@ _NUMBERS: dict[FrozenFormat, int] = {"nf4": 0, "int4": 1, "int8": 2}
 _CHUNK_TILES = 1 << 11
 """Tiles at a time without kernels, a million elements: the temporary tensors are some ten times as large."""
 
+_KERNEL_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
 _LARGEST_FP16 = 65280.0
 """The largest bf16 number that fp16 has, too."""
 
@@ -83,14 +85,40 @@ def unpacked_numel(nbytes: int, form: FrozenFormat) -> int:
     return nbytes // tile_bytes(form) * TILE
 
 
-def quantize(values: Tensor, form: FrozenFormat) -> Tensor:
+def quantize(values: Tensor, form: FrozenFormat, out: Tensor | None = None, changes: Tensor | None = None) -> Tensor:
     """Return the tiles of floating-point values ``(n,)``, with n a multiple of `TILE`: uint8 ``(packed_bytes(n),)``.
 
     Scales are finite in the dtype of ``values``. A block with a value that is not finite becomes one of NaN and
     infinities.
+
+    Args:
+        values: contiguous.
+        form: the format.
+        out: memory for the result, contiguous.
+        changes: fp64 ``(n / TILE,)``, for the sum of the squares of what rounding changes in every tile; not finite in
+            tiles with a value that is not. Only where `measures` says so.
     """
-    packed = torch.empty(packed_bytes(values.numel(), form), dtype=torch.uint8, device=values.device)
-    rows, tiles = packed.view(-1, tile_bytes(form)), values.detach().view(-1, TILE)
+    values = values.detach()
+    if out is None:
+        out = torch.empty(packed_bytes(values.numel(), form), dtype=torch.uint8, device=values.device)
+    elif out.numel() != packed_bytes(values.numel(), form):
+        raise ValueError(f"{out.numel()} bytes are not {values.numel()} elements of {form}")
+    if measures(values):
+        torch.ops.ls_strategy.quantize_(values, out, changes, _NUMBERS[form])
+    else:
+        quantize_reference(values, out, form)
+    return out
+
+
+def measures(values: Tensor) -> bool:
+    """Whether a kernel quantizes these values, which measures what it changes."""
+    on_cpu = values.device.type == "cpu" and values.dtype in _KERNEL_DTYPES
+    return on_cpu and quantized_library.available("cpu")
+
+
+def quantize_reference(values: Tensor, packed: Tensor, form: FrozenFormat) -> None:
+    """Compute `quantize` by operations of torch, with equal bits but for those of NaN."""
+    rows, tiles = packed.view(-1, tile_bytes(form)), values.view(-1, TILE)
     for first in range(0, len(rows), _CHUNK_TILES):
         some = tiles[first : first + _CHUNK_TILES]
         scales = some.unflatten(1, (-1, BLOCK)).abs().amax(2).bfloat16()
@@ -103,7 +131,6 @@ def quantize(values: Tensor, form: FrozenFormat) -> Tensor:
         row = rows[first : first + _CHUNK_TILES]
         row[:, : TILE // BLOCK * 2] = scales.view(torch.uint8)
         row[:, TILE // BLOCK * 2 :] = levels if form == "int8" else linear.pack(levels).view(torch.uint8)
-    return packed
 
 
 def _nearest(ratios: Tensor, form: FrozenFormat) -> Tensor:

@@ -15,9 +15,12 @@ from ls_strategy.ops.quantized import (
     TILE,
     dequantize_,
     dequantize_reference,
+    measures,
     packed_bytes,
     quantize,
+    quantize_reference,
     rounded,
+    tile_bytes,
 )
 from tests.ops.conftest import limited
 
@@ -144,6 +147,76 @@ def test_kernel_is_the_reference(dtype, form):
         assert same_bits(result.nan_to_num(), expected.nan_to_num())
 
 
+def with_hard_numbers(dtype, tiles):
+    """Ties between levels, the ends of the dtype, subnormal numbers, and what is not finite, in blocks of their own."""
+    values = weights(tiles, torch.float32, seed=tiles)
+    blocks = values.view(-1, BLOCK)
+    blocks[0] = (torch.arange(BLOCK) - 31.5) * 2
+    blocks[0, 0] = 127.0  # halves between the levels of int8
+    blocks[1] = (torch.arange(BLOCK) / 4 - 8).clamp(-7, 7)  # and of int4
+    blocks[2] = torch.linspace(-1, 1, BLOCK)
+    blocks[2, 1:15] = (torch.tensor(NF4)[1:] + torch.tensor(NF4)[:-1])[:14] / 2
+    blocks[3] = torch.finfo(dtype).max
+    blocks[3, ::2] *= -0.4999
+    blocks[4] = torch.arange(BLOCK) * torch.finfo(dtype).smallest_normal / 64
+    blocks[5] = 65504.0
+    blocks[6] = -0.0
+    for i, bad in enumerate((float("nan"), float("inf"), -float("inf"), -float("nan"))):
+        blocks[10 + 8 * i, 7 * i] = bad
+    blocks[20, ::3], blocks[20, 1::3] = float("inf"), float("nan")
+    return values.to(dtype)
+
+
+def without_nan(packed, form):
+    """Tiles with one NaN for all: its bits are not the same in all operations of torch."""
+    rows = packed.clone().view(-1, tile_bytes(form))
+    scales = rows[:, : TILE // BLOCK * 2].contiguous().view(torch.bfloat16)
+    scales = torch.where(scales.isnan(), torch.full_like(scales, torch.nan), scales)
+    rows[:, : TILE // BLOCK * 2] = scales.view(torch.uint8)
+    return rows.flatten()
+
+
+@pytest.mark.usefixtures("kernels")
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_kernel_quantizes_as_the_reference(dtype, form):
+    for tiles in (0, 1, 8, 300):
+        values = with_hard_numbers(dtype, tiles) if tiles >= 8 else weights(tiles, dtype)
+        assert measures(values)
+        expected = torch.empty(packed_bytes(values.numel(), form), dtype=torch.uint8)
+        quantize_reference(values, expected, form)
+        shifted = torch.cat([values.new_zeros(1), values])[1:]  # not aligned
+        for given in (values, shifted, values.clone().requires_grad_()):
+            assert torch.equal(without_nan(quantize(given, form), form), without_nan(expected, form))
+
+
+@pytest.mark.usefixtures("kernels")
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_kernel_measures_what_it_changes(dtype, form):
+    values = with_hard_numbers(dtype, 300)
+    changes, plain = torch.empty(300, dtype=torch.float64), quantize(values, form)
+    assert torch.equal(quantize(values, form, changes=changes), plain)
+    result = torch.empty(values.numel())
+    dequantize_(plain, result, form)
+    expected = (result - values.float()).double().square().view(-1, TILE).sum(1)
+    finite = values.view(-1, TILE).isfinite().all(1)
+    assert not changes[~finite].isfinite().any()
+    assert (finite.sum(), (~finite).sum()) == (296, 4)
+    torch.testing.assert_close(changes[finite], expected[finite], rtol=1e-12, atol=0, equal_nan=True)
+
+
+def test_tiles_are_written_where_they_are_wanted():
+    values, wire = weights(5, torch.bfloat16), torch.zeros(packed_bytes(7 * TILE, "int8"), dtype=torch.uint8)
+    part = wire[packed_bytes(TILE, "int8") : packed_bytes(6 * TILE, "int8")]
+    assert quantize(values, "int8", out=part) is part
+    assert torch.equal(part, quantize(values, "int8"))
+    assert not wire[: packed_bytes(TILE, "int8")].any()
+    assert not wire[packed_bytes(6 * TILE, "int8") :].any()
+    with pytest.raises(ValueError, match="are not 2560 elements of int4"):
+        quantize(values, "int4", out=part)
+
+
 @pytest.mark.usefixtures("compiled")
 def test_shapes_that_do_not_fit_are_refused():
     if not quantized_library.available("cpu"):
@@ -152,6 +225,17 @@ def test_shapes_that_do_not_fit_are_refused():
     operation = torch.ops.ls_strategy.dequantize_
     for bad, match in (((packed[:-1], out, 0), "are not 512 elements"), ((packed, out.double(), 0), "out must be fp32"),
                        ((packed, out, 3), "format 3"), ((packed.char(), out, 0), "must be uint8")):  # fmt: skip
+        with pytest.raises(RuntimeError, match=match):
+            operation(*bad)
+    values, changes = torch.zeros(TILE), torch.zeros(1, dtype=torch.float64)
+    operation = torch.ops.ls_strategy.quantize_
+    for bad, match in (((values[:-1], packed, None, 0), "are not 511 elements"),
+                       ((values.double(), packed, None, 0), "values must be fp32"),
+                       ((torch.zeros(2 * TILE)[::2], packed, None, 0), "values must be contiguous"),
+                       ((values, packed.char(), None, 0), "packed must be contiguous uint8"),
+                       ((values, packed, changes.float(), 0), "changes must be fp64"),
+                       ((values, packed, changes[:0], 0), "changes must be fp64"),
+                       ((values, packed, None, -1), "format -1")):  # fmt: skip
         with pytest.raises(RuntimeError, match=match):
             operation(*bad)
     with pytest.raises(ValueError, match="are not 512 elements of int8"):

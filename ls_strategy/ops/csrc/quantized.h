@@ -29,9 +29,22 @@ struct Tiles {
 
 constexpr int64_t kTileBytes4 = kScaleBytes + kTile / 2, kTileBytes8 = kScaleBytes + kTile;
 
+// What becomes tiles.
+struct Values {
+  int64_t count;  // of tiles
+  const void* values;
+  uint8_t* packed;
+  double* changes;  // per tile: sum of the squares of what rounding changes; null: not wanted
+  Format format;    // of values
+  LevelFormat form;
+  Levels levels;
+  float borders[15];  // between the levels of kNF4; a number on one becomes the lower level
+};
+
 // Tiles [begin, end).
 struct QuantizedKernels {
   void (*dequantize)(const Tiles&, int64_t begin, int64_t end);
+  void (*quantize)(const Values&, int64_t begin, int64_t end);
 };
 
 namespace quantized {

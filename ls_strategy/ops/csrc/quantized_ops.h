@@ -27,32 +27,43 @@ Levels levels_of(LevelFormat form) {
   return result;
 }
 
-void dequantize_(Tensor packed, Tensor out, int64_t form) {
+LevelFormat form_of(int64_t form) {
   STD_TORCH_CHECK(0 <= form && form <= kLevels8, "ls_strategy: format ", form);
+  return static_cast<LevelFormat>(form);
+}
+
+Format format_of(const Tensor& x, const char* name) {
+  switch (x.scalar_type()) {
+    case ScalarType::Float:
+      return kFP32;
+    case ScalarType::BFloat16:
+      return kBF16;
+    case ScalarType::Half:
+      return kFP16;
+    default:
+      STD_TORCH_CHECK(false, "ls_strategy: ", name, " must be fp32, bf16 or fp16");
+  }
+  return kFP32;
+}
+
+// The number of tiles in n elements.
+int64_t tiles_of(int64_t n, const Tensor& packed, LevelFormat form) {
+  const int64_t count = n / kTile, bytes = form == kLevels8 ? kTileBytes8 : kTileBytes4;
+  STD_TORCH_CHECK(count * kTile == n && count * bytes == packed.numel(), "ls_strategy: ", packed.numel(), " bytes are not ",
+                  n, " elements");
+  return count;
+}
+
+void dequantize_(Tensor packed, Tensor out, int64_t form) {
   STD_TORCH_CHECK(packed.dim() == 1 && out.dim() == 1 && packed.is_contiguous() && out.is_contiguous(),
                   "ls_strategy: packed and out must be contiguous, of one dimension");
   STD_TORCH_CHECK(packed.scalar_type() == ScalarType::Byte, "ls_strategy: packed must be uint8");
   STD_TORCH_CHECK(packed.is_cuda() == out.is_cuda() && packed.get_device_index() == out.get_device_index(),
                   "ls_strategy: packed and out must be on one device");
   Tiles t{};
-  t.form = static_cast<LevelFormat>(form);
-  t.count = out.numel() / kTile;
-  const int64_t bytes = t.form == kLevels8 ? kTileBytes8 : kTileBytes4;
-  STD_TORCH_CHECK(t.count * kTile == out.numel() && t.count * bytes == packed.numel(), "ls_strategy: ",
-                  packed.numel(), " bytes are not ", out.numel(), " elements");
-  switch (out.scalar_type()) {
-    case ScalarType::Float:
-      t.format = kFP32;
-      break;
-    case ScalarType::BFloat16:
-      t.format = kBF16;
-      break;
-    case ScalarType::Half:
-      t.format = kFP16;
-      break;
-    default:
-      STD_TORCH_CHECK(false, "ls_strategy: out must be fp32, bf16 or fp16");
-  }
+  t.form = form_of(form);
+  t.count = tiles_of(out.numel(), packed, t.form);
+  t.format = format_of(out, "out");
   t.packed = static_cast<const uint8_t*>(packed.const_data_ptr());
   t.out = out.mutable_data_ptr();
   t.levels = levels_of(t.form);

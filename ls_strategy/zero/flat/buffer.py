@@ -240,8 +240,15 @@ class FlatBuffer:
 
         It is the first rank that holds them, along its axis, over the pipeline stages and over the groups of ranks.
         """
-        first = self.axis.rank % self.plan.copies == 0 and not self.plan.replica
-        return first and self.comm.replica == 0
+        return self.reduces_alone and self.comm.replica == 0
+
+    @property
+    def reduces_alone(self) -> bool:
+        """Whether no rank before this one, along its axis and over the pipeline stages, reduces the same gradients.
+
+        Those of other groups of ranks are of other batches.
+        """
+        return self.axis.rank % self.plan.copies == 0 and not self.plan.replica
 
     def split(self, buffer: Tensor) -> list[Tensor]:
         """Return one view per parameter of a buffer with this layout."""

@@ -95,7 +95,7 @@ class PackedFlat(Flat):
     def pack_own_part(self) -> None:
         if self._own is not None:
             allocate(self._wire)
-            self._wire[self.in_wire(*self.stepped)].copy_(quantize(self._own, self.form))
+            quantize(self._own, self.form, out=self._wire[self.in_wire(*self.stepped)])
             self._give_own()
 
     def _give_own(self) -> None:

@@ -252,7 +252,7 @@ class Reducer:
         return exchange_leaves(flat.comm, leaf, now, like=flat.full, of=flat.name, sizes=flat.layout.sizes)
 
     def _reduce_quantized(self, flat: Flat, full: Tensor, form: FrozenFormat) -> PendingReduce:
-        meter = self.rounding if flat.counted else Rounding()
+        meter = self.rounding if flat.reduces_alone else Rounding()
         reducing = reduce_quantized(flat.comm, full, form, of=flat.name, sizes=flat.layout.sizes, meter=meter)
         if isinstance(reducing, QuantizedReduce):  # an empty buffer is not
             self._hopping.append(reducing)
