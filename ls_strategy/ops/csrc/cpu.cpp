@@ -80,4 +80,6 @@ extern "C" int ls_strategy_limit_isa(int limit) {
   return ls::in_use;
 }
 
-LS_IMPLEMENT(CPU, m.impl("block_square_sums", TORCH_BOX(&ls::block_square_sums));)
+LS_IMPLEMENT(CPU)
+
+STABLE_TORCH_LIBRARY_IMPL(ls_strategy, CPU, m) { m.impl("block_square_sums", TORCH_BOX(&ls::block_square_sums)); }

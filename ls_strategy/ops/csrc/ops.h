@@ -156,13 +156,11 @@ Tensor sum_of_squares(Tensor grad, double unscale) {
 }  // namespace
 }  // namespace ls
 
-// `others`: operations of this device alone.
-#define LS_IMPLEMENT(device, others)                       \
+#define LS_IMPLEMENT(device)                               \
   STABLE_TORCH_LIBRARY_IMPL(ls_strategy, device, m) {      \
     m.impl("adamw_", TORCH_BOX(&ls::adamw_));              \
     m.impl("lion_", TORCH_BOX(&ls::lion_));                \
     m.impl("sgd_", TORCH_BOX(&ls::sgd_));                  \
     m.impl("adagrad_", TORCH_BOX(&ls::adagrad_));          \
     m.impl("sum_of_squares", TORCH_BOX(&ls::sum_of_squares)); \
-    others                                                 \
   }

@@ -154,4 +154,4 @@ void launch(const AdagradNumbers& numbers, const Buffers& b, const Tensor& param
 
 }  // namespace ls
 
-LS_IMPLEMENT(CUDA, )
+LS_IMPLEMENT(CUDA)
