@@ -229,10 +229,13 @@ class _Hops:
         lengths = [self._numel_of(terms[0]) for terms in self._terms]
         sums = self._borrow(sum(lengths), torch.float32).split(lengths)
         for out, terms in zip(sums, self._terms, strict=True):
-            for lo, hi, part in self._added(terms):
-                out[lo:hi].copy_(part)
+            self._add_into(out, terms)
         self._comm.pool.give(before)
         return sums
+
+    def _add_into(self, out: Tensor, terms: Sequence[Tensor]) -> None:
+        for lo, hi, part in self._added(terms):
+            out[lo:hi].copy_(part)
 
     def _added(self, terms: Sequence[Tensor]) -> Iterator[tuple[int, int, Tensor]]:
         """Yield the sum of the terms part by part; each is overwritten by the next one."""

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from ls_strategy.config import ActivationOffloadConfig
 from ls_strategy.ops.quantized import packed_bytes
 from ls_strategy.plan import FlatPlan, Plan
+from ls_strategy.planner.hops import SimulatedHops
 from ls_strategy.zero.passes import reduce
 
 
@@ -43,6 +44,9 @@ class Setting:
     """Some optimizer's step needs temporaries as large as the stepped shards."""
 
     activation_offload: ActivationOffloadConfig | None = None
+    node_size: int | None = None
+    """Ranks per node. None: all are on one."""
+
     buffers: int = 0
     """Bytes of the module's buffers."""
 
@@ -111,6 +115,9 @@ class SimulatedFlat:
     sharded: bool = True
     """Whether a gather sends something (stage 3)."""
 
+    pool: SimulatedPool | None = None
+    """Of the ranks that shard it."""
+
     is_gathered: bool = False
     gathering: bool | None = None
     reading: bool | None = None
@@ -122,6 +129,7 @@ class SimulatedFlat:
     # gradients
     grad: tuple[int, int] | None = None
     pooled: list[tuple[int, int]] = field(default_factory=list)
+    hops: SimulatedHops | None = None
     wire: int = 0
     used: set[str] = field(default_factory=set)
     wide: bool = False
@@ -168,6 +176,9 @@ class SimulatedFlat:
     def start_gather(self) -> None:
         """See `Flat`."""
         self._hold_wire()
+        if self.plan.gathered_as is not None and self.sharded and self.pool is not None:
+            # This rank's shard before it is rounded.
+            self.pool.give([self.pool.take(self.plan.layout.shard, self.plan.dtype.itemsize)])
         self.reading = None
         self.gathering = True
 
@@ -235,6 +246,7 @@ class SimulatedReducer:
         self._trained = trained
         self._next = 0
         self._in_flight: deque[SimulatedFlat] = deque()
+        self._hopping: list[SimulatedHops] = []
 
     def begin_backward(self, *, eager: bool) -> None:
         """See `Reducer`."""
@@ -316,6 +328,10 @@ class SimulatedReducer:
 
     def _send(self, flat: SimulatedFlat) -> None:
         world, shard, size = flat.plan.layout.world_size, flat.plan.layout.shard, self._sent_itemsize(flat)
+        self._advance_hops()
+        if flat.plan.reduced_as is not None:
+            flat.hops = self._start_hops(flat.plan)
+            return
         if world == 1:
             return
         if not self.setting.native:
@@ -326,6 +342,19 @@ class SimulatedReducer:
             flat.wire = flat.plan.layout.numel * wire
             self.ledger.add("communication", flat.wire)
         flat.pooled = [self.pool.take(shard, wire)]
+
+    def _start_hops(self, plan: FlatPlan) -> SimulatedHops:
+        setting, ledger = self.setting, self.ledger
+        hops = SimulatedHops(
+            plan, self.plan, node_size=setting.node_size, cuda=setting.cuda, pool=self.pool,
+            add=lambda nbytes: ledger.add("communication", nbytes),
+        )  # fmt: skip
+        self._hopping.append(hops)
+        return hops
+
+    def _advance_hops(self) -> None:
+        """See `Reducer`."""
+        self._hopping = [hops for hops in self._hopping if hops.advance()]
 
     def _too_much(self) -> bool:
         if self._early_step:
@@ -338,7 +367,10 @@ class SimulatedReducer:
         shard = flat.plan.layout.shard
         if not self.policy.optimizer or self._is_copied(flat):
             self.pool.give([self.pool.take(shard, self._landing_itemsize(flat))])
-        if self.plan.group[1] > 1 and not self.setting.native:  # the sums that groups pass on
+        if flat.hops is not None:
+            flat.hops.finish()
+            flat.hops = None
+        elif self.plan.group[1] > 1 and not self.setting.native:  # the sums that groups pass on
             self.pool.give([self.pool.take(shard, 4)])
         flat.landed = True
         self.pool.give(flat.pooled)
@@ -365,4 +397,5 @@ class SimulatedReducer:
     def finish_in_flight(self) -> None:
         """See `Reducer`."""
         while self._in_flight:
+            self._advance_hops()
             self._finish(self._in_flight.popleft())

@@ -140,6 +140,7 @@ class DividedModel:
             cuda=self.native,
             step_temporaries=self._states.has_temporaries,
             activation_offload=job.candidate.activation_offload,
+            node_size=max(job.node_size // job.parallel.tensor, 1),
             buffers=self._buffers,
         )
 

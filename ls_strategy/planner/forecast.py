@@ -158,7 +158,7 @@ class Forecaster:
             self._plans[key] = self._states.plan(config, ranks, node_size)
         return self._plans[key]
 
-    def setting(self, config: ZeROConfig, candidate: Candidate, device: str) -> Setting:
+    def setting(self, config: ZeROConfig, candidate: Candidate, device: str, node_size: int | None = None) -> Setting:
         """Return what a replay depends on."""
         scales = self._states.precision.loss_scaling
         single = len(self._states.optimizers) == 1
@@ -173,6 +173,7 @@ class Forecaster:
             cuda=device == "cuda",
             step_temporaries=self._states.has_temporaries,
             activation_offload=candidate.activation_offload,
+            node_size=node_size,
             buffers=self._buffers,
         )
 
@@ -181,7 +182,7 @@ class Forecaster:
     ) -> Peak:
         """Return the peak memory of one rank; ``trace``: of a step on another batch."""
         config = candidate.config(self._run.config)
-        setting = self.setting(config, candidate, device)
+        setting = self.setting(config, candidate, device, node_size)
         plan = self.plan(config, ranks, node_size)
         trace = self.trace(candidate.recompute) if trace is None else trace
         return replay(trace, plan, setting, trained=self._trained, names=self._names)

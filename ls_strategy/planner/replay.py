@@ -49,6 +49,8 @@ class Replay:
         self.units: list[Any] = [SimulatedUnit([self._flat(f) for f in u.flats], is_root=u.is_root) for u in plan.units]
         self.gatherer = Gatherer(self.units, sharded=plan.policy.parameters, prefetch_units=setting.prefetch_units)
         self.reducer = SimulatedReducer(self.units, plan, setting, self.ledger, trained)
+        for flat in (flat for unit in self.units for flat in unit.flats):
+            flat.pool = self.reducer.pool
         self.slots = [{s.name: (f, s.numel) for f in u.flats for s in f.plan.layout.slots} for u in self.units]
         self.saved: dict[int, int] = {}
         self.saved_bytes = 0

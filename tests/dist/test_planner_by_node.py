@@ -28,6 +28,10 @@ RUNS: list[tuple[int, str, dict[str, Any]]] = [
     (3, "bf16-true", {"shard_size": "node"}),
     (3, "bf16-true", {"hpz": "node"}),
     (3, "32-true", {"hpz": "node", "quantized_gathers": "int8"}),
+    (1, "bf16-true", {"quantized_gradients": "int4"}),
+    (2, "32-true", {"quantized_gradients": "int8"}),
+    (3, "32-true", {"hpz": "node", "quantized_gathers": "int8", "quantized_gradients": "int8"}),
+    (3, "bf16-true", {"quantized_gradients": "int8", "shard_size": "node"}),
 ]
 
 
@@ -57,7 +61,7 @@ def test_the_peak_is_foretold_within_a_hundredth() -> None:
     for index, (stage, name, sharding) in enumerate(RUNS):
         case = case_of(stage, name, sharding)
         module, precision = PrivateNet(case), resolve_precision(name)
-        by_node: Any = next(option for option in ("shard_size", "hpz") if option in sharding)
+        by_node: Any = next((option for option in ("shard_size", "hpz") if option in sharding), None)
         rest = {k: v for k, v in sharding.items() if k != by_node}
         run = Run(config=ZeROConfig(sharding={"min_unit_numel": 0, **rest}))
         with simulated(module, precision, (), torch.device("cpu")) as fakes:

@@ -55,6 +55,8 @@ def flat(ledger: SimulatedLedger, numel: int = 8, world: int = 2, **plan: Any) -
         "gradient_tier": "device",
         "quantized": None,
         "wire_format": None,
+        "reduced_as": None,
+        "gathered_as": None,
         **plan,
     }
     return SimulatedFlat(SimpleNamespace(layout=layout, replicated=False, **given), ledger, reads_ahead=False)  # type: ignore[arg-type]
