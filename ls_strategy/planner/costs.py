@@ -12,6 +12,7 @@ from ls_strategy.planner.divided import DividedModel
 from ls_strategy.planner.forecast import EFFICIENCY
 from ls_strategy.planner.hardware import Hardware
 from ls_strategy.planner.job import Job
+from ls_strategy.planner.traffic import StepTraffic
 
 
 @dataclass(frozen=True)
@@ -35,26 +36,34 @@ class Costs:
     """Seconds of the upper bound, by what takes them."""
 
     @property
-    def total_sent(self) -> int:
-        """All bytes to other ranks."""
-        return sum(self.sent.values())
+    def total_between_nodes(self) -> int:
+        """All bytes to ranks of other nodes."""
+        return sum(self.between_nodes.values())
+
+    @property
+    def total_in_node(self) -> int:
+        """All bytes to other ranks of the same node."""
+        return sum(self.sent.values()) - self.total_between_nodes
 
 
-def costs_of(model: DividedModel, job: Job, hardware: Hardware, zero: tuple[int, int]) -> Costs:
-    """Return the costs of a job; ``zero``: bytes that ZeRO sends, and sends between nodes.
+def costs_of(model: DividedModel, job: Job, hardware: Hardware, zero: StepTraffic) -> Costs:
+    """Return the costs of a job; ``zero``: what ZeRO moves.
 
     ``hardware`` must have ``tflops`` and ``link_gbs``.
     """
     spent = model.spent(job)
     flops = spent.pop("flops")
-    sent = {"zero": zero[0], **spent}
-    far = {"zero": zero[1], **{axis: _far(axis, nbytes, job) for axis, nbytes in spent.items()}}
+    sent = {"zero": zero.sent, **spent}
+    far = {"zero": zero.between_nodes, **{axis: _far(axis, nbytes, job) for axis, nbytes in spent.items()}}
     bubble = bubble_of(job.parallel.schedule, job.parallel.pipeline, job.micro_batches)
     assert hardware.tflops is not None
     compute = flops / (hardware.tflops * 1e12) / (1 - bubble)
     parts = {"computation": compute / EFFICIENCY}
     for axis, nbytes in sent.items():
         parts[f"traffic of {axis}"] = _seconds(nbytes, far[axis], hardware)
+    for what, nbytes, speed in (("bus", zero.bus, hardware.bus_gbs), ("drive", zero.drive, hardware.drive_gbs)):
+        if nbytes and speed is not None:
+            parts[f"traffic of the {what}"] = nbytes / (speed * 1e9)
     links = sum(parts.values()) - parts["computation"]
     return Costs(flops, sent, far, bubble, (max(compute, links), sum(parts.values())), parts)
 

@@ -129,7 +129,8 @@ class Reaches:
         length = length_of(forecaster.batch)
         if length is None:
             raise PlanError(
-                "Got --longest for a batch without sequences: no tensor of it has a second dimension, that of tokens."
+                "Got a batch with no length of a sequence: no tensor of it has a second dimension, that of the tokens. "
+                "Plan without --longest."
             )
         self._forecaster, self._hardware = forecaster, hardware
         self.length, self.samples = length, rows_of(forecaster.batch)

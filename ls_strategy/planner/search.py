@@ -23,16 +23,17 @@ from ls_strategy.errors import PlanError
 from ls_strategy.moe.sparse import SparseLayer
 from ls_strategy.planner.batch import length_of, rows_of
 from ls_strategy.planner.block_steps import Known, NotUniform
-from ls_strategy.planner.candidates import Candidate
+from ls_strategy.planner.candidates import Candidate, ladder
 from ls_strategy.planner.choice import Question
 from ls_strategy.planner.costs import Costs, costs_of
 from ls_strategy.planner.divided import DividedModel, divided
+from ls_strategy.planner.forecast import lacks_of
 from ls_strategy.planner.hardware import Hardware, show_bytes
 from ls_strategy.planner.job import Job, stages_of
 from ls_strategy.planner.parallelism import Parallelism, stack_of
 from ls_strategy.planner.pieces import SHORT
 from ls_strategy.planner.replay import Peak
-from ls_strategy.planner.traffic import traffic
+from ls_strategy.planner.traffic import StepTraffic, traffic
 
 SECONDS = 8.0
 """After this time, no further combination of tensor, context and expert parallelism is traced."""
@@ -43,6 +44,8 @@ NO_TIME = "no time was left"
 _MOST_TENSOR, _MOST_CONTEXT, _MOST_STAGES, _MOST_SAMPLES = 16, 64, 64, 64
 _MOST_MICRO_BATCHES = 512
 """Of a pipeline, whose table is simulated."""
+
+_FULL, _SELECTIVE = RecomputeConfig(policy="full"), RecomputeConfig(policy="selective")
 
 _SHARE_OF_TRACES = 0.8
 """Of the time: then the memory of the fastest combinations is replayed."""
@@ -91,6 +94,7 @@ class Option:
             "device_bytes": self.peak.device,
             "host_bytes": self.peak.cpu,
             "sent_bytes_per_step": self.costs.sent,
+            "sent_bytes_between_nodes_per_step": self.costs.between_nodes,
             "bubble": self.costs.bubble,
             "flops_per_step": self.costs.flops,
             "seconds_per_step": self.costs.seconds,
@@ -210,7 +214,7 @@ def _replay_all(timed: Sequence[_Timed], hardware: Hardware, found: Found, until
             found.skipped[f"{len(queue) - number} slower ones of those that were traced"] = NO_TIME
             return
         option = Option(each.job, each.costs, each.model.peak(each.job))
-        if _fits(option.peak, hardware):
+        if not lacks_of(option.peak, hardware):
             found.options.append(option)
             least_found = min(option.peak.device, least_found or option.peak.device)
         elif found.closest is None or option.peak.device < found.closest.peak.device:
@@ -277,7 +281,9 @@ def _timed_jobs(model: DividedModel, hardware: Hardware, parallel: Parallelism, 
     run = model.question.run
     policies: list[RecomputeConfig | None] = [run.recompute]
     if run.recompute is None and model.recomputable:
-        policies.append(RecomputeConfig(policy="full"))
+        policies.append(_FULL)
+        if parallel == Parallelism():
+            policies.append(_SELECTIVE)
     timed: list[_Timed] = []
     for job in _jobs(model, hardware, parallel, batch, policies):
         costs = costs_of(model, job, hardware, zero_traffic(model, job, hardware))
@@ -307,52 +313,65 @@ def _jobs(
             for samples in _powers(min(_MOST_SAMPLES, share)) if whole_layers else (1,):
                 if share % samples or (size > 1 and not size <= share // samples <= _MOST_MICRO_BATCHES):
                     continue
-                for candidate in _candidates(whole.zero(ranks), policies):
+                for candidate in _candidates(whole, hardware, policies):
                     yield Job(
                         candidate=candidate, parallel=whole, ranks=ranks, node_size=hardware.on_a_node,
                         samples=samples, micro_batches=share // samples,
                     )  # fmt: skip
 
 
-def _candidates(zero: int, policies: Sequence[RecomputeConfig | None]) -> Iterator[Candidate]:
+def _candidates(
+    parallel: Parallelism, hardware: Hardware, policies: Sequence[RecomputeConfig | None]
+) -> Iterator[Candidate]:
+    """Yield strategies with the numbers of DDP. Tiers and groups of ranks by node are tried with data parallelism."""
+    zero = parallel.zero(hardware.ranks)
     for policy in policies:
-        for stage in (0, 1, 2, 3) if zero > 1 else (0,):
+        for stage in (0, 1, 2, 3) if zero > 1 and policy != _SELECTIVE else ():
             yield Candidate(stage, recompute=policy)  # type: ignore[arg-type]
+        if zero == 1 and policy != _SELECTIVE:
+            yield Candidate(0, recompute=policy)
+    if parallel != Parallelism():
+        return
+    plain = ladder(
+        ranks=hardware.ranks,
+        recompute=policies[0],
+        recomputable=len(policies) > 1,
+        drive=hardware.drive != 0 and hardware.drive_gbs is not None,
+        by_node=hardware.node_gbs is not None and hardware.ranks > hardware.on_a_node > 1,
+    )
+    for candidate in plain:
+        is_tier = candidate.optimizer is not None
+        if (is_tier and hardware.bus_gbs is not None) or (
+            not is_tier and (candidate.by_node is not None or candidate.recompute == _SELECTIVE)
+        ):
+            yield candidate
 
 
-def zero_traffic(model: DividedModel, job: Job, hardware: Hardware) -> tuple[int, int]:
-    """Return ZeRO's bytes per rank and step, and those of them that leave the node."""
+def zero_traffic(model: DividedModel, job: Job, hardware: Hardware) -> StepTraffic:
+    """Return what ZeRO moves per rank and step."""
     # A pipeline gathers and reduces once, after all micro-batches, in fp32: stage 3 as stage 2.
     once = job.parallel.pipeline > 1
     candidate = replace(job.candidate, stage=2) if once and job.candidate.stage == 3 else job.candidate
     config = candidate.config(model.question.run.config)
-    plan = model.plans.fullest(config, job)
-    moved = traffic(
-        plan,
+    return traffic(
+        model.plans.fullest(config, job),
         model.optimizer_bytes,
         micro_batches=1 if once else job.micro_batches,
         native_fp32=once or (model.native and model.question.precision.reduce_in_fp32),
         cuda=model.native,
+        gradients_stored=not model.setting(config, job).early_step,
         node_size=max(hardware.on_a_node // job.parallel.tensor, 1),
     )
-    return moved.sent, moved.between_nodes
-
-
-def _fits(peak: Peak, hardware: Hardware) -> bool:
-    if hardware.device == "cpu":
-        return hardware.device_room is None or peak.device + peak.cpu <= hardware.device_room
-    device = hardware.device_room is None or peak.device <= hardware.device_room
-    return device and (hardware.host_room is None or peak.cpu <= hardware.host_room)
 
 
 def front_table(found: Found) -> str:
     """Return the Pareto front, one line per option, the fastest first."""
-    rows = [["", "device", "s per step", "sent per step", "bubble"]]
+    rows = [["", "device", "s per step", "sent in node", "between nodes", "bubble"]]
     for option in found.front:
         low, high = option.costs.seconds
         bubble = f"{option.costs.bubble:.1%}" if option.costs.bubble else "-"
-        sent = show_bytes(option.costs.total_sent)
-        rows.append([option.name, show_bytes(option.peak.device), f"{low:.3g} to {high:.3g}", sent, bubble])
+        sent = [show_bytes(n) if n else "-" for n in (option.costs.total_in_node, option.costs.total_between_nodes)]
+        rows.append([option.name, show_bytes(option.peak.device), f"{low:.3g} to {high:.3g}", *sent, bubble])
     widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
     lines = [
         "  ".join(

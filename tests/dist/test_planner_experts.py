@@ -33,6 +33,8 @@ from tests.dist.parallel_runs import Module, Run
 from tests.dist.ranks import quiet
 from tests.live_bytes import LiveBytes
 
+pytestmark = pytest.mark.wide
+
 RANKS, SAMPLES = 2, 4
 SHAPE: dict[str, Any] = {"num_layers": 2, "width": 64, "num_heads": 4, "vocab_size": 64, "block_size": 64}
 GROUPED: dict[str, Any] = {"num_experts": 4, "ffn": 192, "k": 2, "drop_tokens": False}
@@ -163,17 +165,3 @@ def test_experts_are_foretold(index: int) -> None:
         told = forecast.peak.device + forecast.peak.cpu
         assert 0.98 * peak <= told <= (1.02 + planned.drops) * peak, (told, peak)
         assert forecast.traffic.sent == sent
-
-
-def test_a_plan_leaves_the_layers_as_they_were() -> None:
-    """What stands in for a router is gone after the plan."""
-    module = Sparse(RUNS[0])
-    module.configure_model()
-    before = {name: set(vars(m)) for name, m in module.named_modules()}
-    tokens = torch.zeros(SAMPLES, SHAPE["block_size"], dtype=torch.long)
-    asked = Question(
-        module, [module.configure_optimizers()], resolve_precision("32-true"), [tokens, tokens], PlannedRun()
-    )
-    with asked.forecaster() as forecaster:
-        forecaster.trace()
-    assert {name: set(vars(m)) for name, m in module.named_modules()} == before

@@ -152,6 +152,45 @@ def test_a_search_prints_and_tells_what_to_set(config, capsys, tmp_path):
     assert "the global batch stays 32." in out
 
 
+@pytest.mark.wide
+def test_the_longest_samples_and_the_largest_micro_batch(config, capsys, tmp_path):
+    program = tmp_path / "prog" / "__main__.py"
+    longer = PROGRAM.replace("torch.zeros(40, 8)", "torch.zeros(40, 16, 8)")
+    program.write_text(longer.replace("nn.Sequential(nn.Linear(self.width, self.width), nn.Tanh())", BLOCK))
+    words = (config, "--gpus=8", "--gpu-memory=1.2GB", "--longest")
+    assert run(*words, "--json") == 0
+    told = json.loads(capsys.readouterr().out)
+    found = told["longest"]
+    assert (found["tokens_per_sample_now"], found["samples_now"]) == (16, 4)
+    assert found["model_accepts_the_longest"]
+    by_name = {row["name"]: row for row in found["strategies"]}
+    assert by_name.keys() == {row["name"] for row in told["strategies"]}
+    plain, recomputed = by_name["zero0"], by_name["zero0, full recompute"]
+    assert 16 < plain["longest_sample_tokens"] < recomputed["longest_sample_tokens"]
+    assert 4 < plain["largest_micro_batch_samples"] < recomputed["largest_micro_batch_samples"]
+    assert plain["bytes_per_added_token"] > recomputed["bytes_per_added_token"] > 0
+    assert run(*words) == 0
+    out = capsys.readouterr().out
+    assert "what fits: longer samples, with 4 in a batch, or more samples, of 16 tokens:" in out
+    assert f"{plain['longest_sample_tokens']:,} tokens" in out
+
+
+@pytest.mark.parametrize(
+    ("words", "error", "message"),
+    [
+        (("--gpus=8", "--longest"), ConfigError, "Got --longest without a limit of memory. Give --gpu-memory"),
+        (("--gpus=8", "--gpu-memory=4GB", "--longest"), PlanError, "no length of a sequence"),
+    ],
+)
+def test_what_the_longest_samples_need(config, words, error, message, tmp_path):
+    program = tmp_path / "prog" / "__main__.py"
+    program.write_text(
+        PROGRAM.replace("torch.zeros(40, 8)", "torch.zeros(40)").replace("batch[0]", "batch[0][:, None].expand(-1, 8)")
+    )
+    with pytest.raises(error, match=message):
+        run(config, *words)
+
+
 def test_a_plan_for_too_small_a_machine(config, capsys):
     assert run("--config", config, "--gpus", 8, "--gpu-memory", "1GB", "--scaling") == 1
     text = capsys.readouterr().out

@@ -11,7 +11,7 @@ import torch
 from torch.nn import functional
 
 from ls_strategy.cli import plan_search
-from ls_strategy.config import RecomputeConfig, ZeROConfig
+from ls_strategy.config import ActivationOffloadConfig, RecomputeConfig, TierConfig, ZeROConfig
 from ls_strategy.errors import ConfigError, PlanError
 from ls_strategy.parallel.pipeline.schedules import make_table
 from ls_strategy.parallel.pipeline.simulate import simulate
@@ -24,7 +24,8 @@ from ls_strategy.planner.forecast import Run
 from ls_strategy.planner.hardware import Hardware
 from ls_strategy.planner.job import Job
 from ls_strategy.planner.parallelism import Parallelism
-from ls_strategy.planner.search import explanation, front_table, search
+from ls_strategy.planner.pieces import SHORT
+from ls_strategy.planner.search import explanation, front_table, search, zero_traffic
 from ls_strategy.plots.front import draw_front
 from ls_strategy.precision import resolve_precision
 from recipes.gpt.network import GPT, GPTConfig
@@ -55,18 +56,36 @@ def question(layers=9, samples=2, heads=8):
 
 
 @pytest.mark.wide
-@pytest.mark.parametrize("candidate", [Candidate(1), Candidate(3, recompute=RecomputeConfig(policy="full"))])
-def test_five_blocks_stand_for_all(candidate):
-    """Memory, operations and the module itself: as if all blocks had been traced, to the byte."""
-    asked = question()
+@pytest.mark.parametrize("short", SHORT)
+@pytest.mark.parametrize(
+    "candidate",
+    [
+        Candidate(1),
+        Candidate(3, recompute=RecomputeConfig(policy="full")),
+        Candidate(2, recompute=RecomputeConfig(policy="selective")),
+        Candidate(2, TierConfig(tier="cpu")),
+        Candidate(3, TierConfig(tier="nvme"), TierConfig(tier="cpu")),
+        Candidate(1, by_node="shard_size"),
+        Candidate(3, by_node="hpz"),
+        Candidate(
+            3, TierConfig(tier="cpu"), TierConfig(tier="cpu"), RecomputeConfig(policy="full"),
+            ActivationOffloadConfig(tier="cpu"),
+        ),
+    ],
+    ids=lambda candidate: candidate.name if isinstance(candidate, Candidate) else None,
+)  # fmt: skip
+def test_a_few_blocks_stand_for_all(candidate, short):
+    """Memory, operations, traffic and the module: as the plain plan, which traces all blocks, to the byte."""
+    asked, hardware = question(), Hardware(ranks=4, ranks_per_node=2, device="cpu")
     names = [name for name, _ in asked.module.named_parameters()]
     with asked.forecaster() as forecaster:
-        trusted = forecaster.forecast(candidate, Hardware(ranks=4, device="cpu"))
-    job = Job(candidate=candidate, parallel=Parallelism(), ranks=4, node_size=4, samples=2, micro_batches=1)
-    with divided(asked, Parallelism(), native=False) as model:
-        assert model.short
-        assert model.peak(job).device == trusted.peak.device
+        trusted = forecaster.forecast(candidate, hardware)
+    job = Job(candidate=candidate, parallel=Parallelism(), ranks=4, node_size=2, samples=2, micro_batches=1)
+    with divided(asked, Parallelism(), native=False, short=short) as model:
+        assert model.short == short
+        assert model.peak(job) == trusted.peak
         assert model.spent(job)["flops"] == trusted.flops
+        assert zero_traffic(model, job, hardware) == trusted.traffic
     assert [name for name, _ in asked.module.named_parameters()] == names
     assert all(p.is_meta for p in asked.module.parameters())
 
