@@ -29,9 +29,17 @@ class Net(Module):
         self.scale = nn.Parameter(torch.ones((), dtype=torch.float64))
         self.seen: list[Any] = []
         self.prepare: Callable[[Tensor], Tensor] = lambda x: x
+        for block in self.blocks:
+            block.register_forward_pre_hook(lambda _, args, kwargs: (args, {}), with_kwargs=True)
+
+    def forward(self, x: Tensor, number: Tensor | None = None) -> Tensor:  # type: ignore[override]
+        for block in self.blocks:
+            x = torch.tanh(block(x, number=number))
+        return x
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        return self.loss(self, self(self.prepare(batch["x"])), batch)
+        number = batch["mask"].sum() if self.loss is number_through_the_blocks else None
+        return self.loss(self, self(self.prepare(batch["x"]), number), batch)
 
     validation_step = training_step
 
@@ -154,6 +162,11 @@ def in_a_list(m: Net, y: Tensor, b: Any) -> Tensor:
     return losses.sum() + torch.stack([of_tokens(m, y, b)] * 2).mean()
 
 
+def number_through_the_blocks(m: Net, y: Tensor, b: Any) -> Tensor:
+    """As transformers passes ``num_items_in_batch``."""
+    return functional.cross_entropy(y.flatten(0, 1), b["ignored"].flatten(), reduction="sum") / b["mask"].sum()
+
+
 def last_token(m: Net, y: Tensor, b: Any) -> Tensor:
     last = b["mask"].sum(1) - 1
     return functional.cross_entropy(y[torch.arange(len(y)), last], b["target"].gather(1, last[:, None])[:, 0])
@@ -215,7 +228,7 @@ RIGHT = [
     of_tokens, with_a_number, times_the_inverse, at_least_one, biased, weights_that_add_up_to_one, chosen,
     chosen_losses, chosen_by_a_function, chosen_by_indices, set_to_zero, a_sum, a_sum_over_a_constant,
     a_sum_over_samples, a_mean_of_means, weighted, two_terms, summed_up, in_a_list, log_and_read, cut_to_the_longest,
-    last_token, lengths, binary, divergence, in_a_function, asks_first,
+    number_through_the_blocks, last_token, lengths, binary, divergence, in_a_function, asks_first,
 ]  # fmt: skip
 
 

@@ -215,7 +215,7 @@ def _sample_dims(shapes: Sequence[tuple[int, ...]], samples: Sequence[int]) -> l
 def _common_factor(call: Call) -> Factor | Unclear:
     """Return the factor of the arguments' rows, which must all have the same one unless they are multiplied."""
     factors = [rows.factor for rows in call.inputs_of(Rows)]
-    if call.inputs_of(Scale):
+    if call.inputs_of(Scale) and call.name != "block":  # blocks pass on the number of tokens, for the loss
         return Unclear(f"{call.name}() of samples and a number that depends on the batch", certain=False)
     if all(close(factor, call.ones) for factor in factors):
         return call.ones
