@@ -29,9 +29,17 @@ class Net(Module):
         self.scale = nn.Parameter(torch.ones((), dtype=torch.float64))
         self.seen: list[Any] = []
         self.prepare: Callable[[Tensor], Tensor] = lambda x: x
+        for block in self.blocks:
+            block.register_forward_pre_hook(lambda _, args, kwargs: (args, {}), with_kwargs=True)
+
+    def forward(self, x: Tensor, number: Tensor | None = None) -> Tensor:  # type: ignore[override]
+        for block in self.blocks:
+            x = torch.tanh(block(x, number=number))
+        return x
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        return self.loss(self, self(self.prepare(batch["x"])), batch)
+        number = batch["mask"].sum() if self.loss is number_through_the_blocks else None
+        return self.loss(self, self(self.prepare(batch["x"]), number), batch)
 
     validation_step = training_step
 
@@ -154,6 +162,16 @@ def in_a_list(m: Net, y: Tensor, b: Any) -> Tensor:
     return losses.sum() + torch.stack([of_tokens(m, y, b)] * 2).mean()
 
 
+def number_through_the_blocks(m: Net, y: Tensor, b: Any) -> Tensor:
+    """As transformers passes ``num_items_in_batch``."""
+    return functional.cross_entropy(y.flatten(0, 1), b["ignored"].flatten(), reduction="sum") / b["mask"].sum()
+
+
+def last_token(m: Net, y: Tensor, b: Any) -> Tensor:
+    last = b["mask"].sum(1) - 1
+    return functional.cross_entropy(y[torch.arange(len(y)), last], b["target"].gather(1, last[:, None])[:, 0])
+
+
 def log_and_read(m: Net, y: Tensor, b: Any) -> Tensor:
     loss = of_tokens(m, y, b)
     m.seen.append(loss.item())
@@ -210,7 +228,7 @@ RIGHT = [
     of_tokens, with_a_number, times_the_inverse, at_least_one, biased, weights_that_add_up_to_one, chosen,
     chosen_losses, chosen_by_a_function, chosen_by_indices, set_to_zero, a_sum, a_sum_over_a_constant,
     a_sum_over_samples, a_mean_of_means, weighted, two_terms, summed_up, in_a_list, log_and_read, cut_to_the_longest,
-    lengths, binary, divergence, in_a_function, asks_first,
+    number_through_the_blocks, last_token, lengths, binary, divergence, in_a_function, asks_first,
 ]  # fmt: skip
 
 
@@ -322,14 +340,50 @@ def over_the_predicted(m: Net, y: Tensor, b: Any) -> Tensor:
     return (per_token(y, b) * found).sum() / found.sum()
 
 
+def other_half(m: Net, y: Tensor, b: Any) -> Tensor:
+    first, second = y.chunk(2)
+    return (first - second).square().mean()
+
+
+def neighbours(m: Net, y: Tensor, b: Any) -> Tensor:
+    return (y - y.roll(1, 0)).square().mean()
+
+
+def delayed(m: Net, y: Tensor, b: Any) -> Tensor:
+    return (y[1:] - y[:-1]).square().mean()
+
+
+def softmax_over_samples(m: Net, y: Tensor, b: Any) -> Tensor:
+    return (y.softmax(0) * b["x"]).sum()
+
+
+def distances(m: Net, y: Tensor, b: Any) -> Tensor:
+    return functional.pdist(y.flatten(1)).mean()
+
+
+def first_sample(m: Net, y: Tensor, b: Any) -> Tensor:
+    return per_token(y, b)[0].mean()
+
+
+def order(m: Net, y: Tensor, b: Any) -> Tensor:
+    return (y[torch.arange(len(y)).flip(0)] * b["x"]).mean()
+
+
 WRONG = {
+    other_half: r"chunk\(\) of different samples",
+    neighbours: r"roll\(\) of different samples",
+    delayed: r"getitem\(\) of different samples",
+    softmax_over_samples: r"softmax\(\) of different samples",
+    distances: r"pdist\(\) of different samples",
+    first_sample: r"getitem\(\) of different samples",
+    order: "rows that depend on other rows",
     root: r"sqrt\(\)",
-    contrastive: r"matmul\(\) of every sample with every other",
+    contrastive: r"matmul\(\) of different samples",
     different_shares: "different shares",
     sum_and_regularizer: "different shares",
     centered: r"sub\(\) of single samples and of a value over all samples",
     advantages: "rows that depend on other rows",
-    hardest: r"topk\(\) over all samples",
+    hardest: r"topk\(\) of different samples",
     over_the_predicted: r"div\(\) of a value over all samples",
 }
 

@@ -13,10 +13,11 @@ functions that it calls.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from itertools import islice
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from ls_strategy._compat import tree_iter
@@ -44,6 +45,7 @@ class Derivation:
         self._samples = [*sizes, sum(sizes)]
         self._known = KnownValues(random=any(run.random for run in runs))
         self._values: dict[tuple[int, ...], Value] = {}
+        self._indices: dict[int, list[Tensor]] = {}
         names = [[operation.name for operation in run.operations] for run in runs]
         self.complete = all(run.complete for run in runs) and all(each == names[0] for each in names)
         """Whether the runs called the same functions to their end. Otherwise every value is unclear."""
@@ -96,18 +98,23 @@ class Derivation:
 
     def _note_known(self, operations: Sequence[Operation]) -> None:
         tokens: list[Any] = [operation.tokens for operation in operations]
-        for column in (*_columns(operations), tokens):
-            if all(isinstance(leaf, Tensor) and not is_meta(leaf) for leaf in column):
+        index = self._indices[id(operations[0])] = _index(operations)
+        for column in (*_columns(operations), tokens, index):
+            if column and all(isinstance(leaf, Tensor) and not is_meta(leaf) for leaf in column):
                 self._known.add(column)
 
     def _derive(self, operations: Sequence[Operation]) -> None:
         first = operations[0]
+        index = self._indices[id(first)]
+        if index and isinstance(found := self.of(index), Unclear):
+            self._values |= {tuple(map(id, results)): found for results in _results(operations)}
+            return
         tokens = None if first.tokens is None else self.of([operation.tokens for operation in operations])
         inputs = [
-            Input(self.of(column), tuple(leaf.numel() if isinstance(leaf, Tensor) else 1 for leaf in column))
+            Input(self.of(column), [tuple(leaf.shape) if isinstance(leaf, Tensor) else () for leaf in column])
             for column in _columns(operations)
         ]
-        for results in zip(*(operation.results for operation in operations), strict=True):
+        for results in _results(operations):
             shapes = [tuple(result.shape) for result in results]
             call = Call(first.name, first.func, first.args, first.kwargs, inputs, tokens, shapes, self._samples)
             self._values[tuple(map(id, results))] = result_of(call)
@@ -128,3 +135,25 @@ def _columns(operations: Sequence[Operation]) -> list[list[Any]]:
     if len({len(row) for row in rows}) > 1:
         return [[None] * len(operations)]
     return [list(column) for column in zip(*rows, strict=True)]
+
+
+def _results(operations: Sequence[Operation]) -> Iterable[tuple[Tensor, ...]]:
+    return zip(*(operation.results for operation in operations), strict=True)
+
+
+def _index(operations: Sequence[Operation]) -> list[Tensor]:
+    """Return which rows are selected, if that is known: a mask, or the numbers of rows in the batch."""
+    if operations[0].name not in ("getitem", "index_select"):
+        return []
+    found, start = [], 0
+    for operation in operations:
+        tensor, index = operation.args[0], operation.args[-1]
+        if operation is operations[-1]:
+            start = 0  # the batch
+        first = index[0] if isinstance(index, tuple) and index else index
+        if not isinstance(first, Tensor) or is_meta(first) or not tensor.dim():
+            return []
+        found.append(first if first.dtype == torch.bool else first % len(tensor) + start)
+        start += len(tensor)
+    same = operations[-1].args[0].shape[0] == operations[0].args[0].shape[0]
+    return [] if same else found

@@ -14,7 +14,8 @@ from torch import Tensor
 _ALIASES = {
     "subtract": "sub", "multiply": "mul", "divide": "div", "true_divide": "div", "negative": "neg", "concat": "cat",
     "concatenate": "cat", "hstack": "cat", "vstack": "cat", "absolute": "abs", "get": "view", "rmatmul": "matmul",
-    "iadd": "add", "isub": "sub", "imul": "mul", "itruediv": "div",
+    "iadd": "add", "radd": "add", "rmul": "mul", "truediv": "div", "rtruediv": "rdiv",
+    "isub": "sub", "imul": "mul", "itruediv": "div",
 }  # fmt: skip
 
 _FINITE = {"isfinite": True, "isnan": False, "isinf": False}

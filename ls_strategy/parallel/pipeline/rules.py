@@ -37,14 +37,30 @@ _NOT_LINEAR = _names(
     "vector_norm prod median quantile topk sort reciprocal rdiv"
 )
 
+_LONGEST = SELECTS | _names("pad block")
+"""Functions whose result may be as long as the longest sequence of the micro-batch."""
+
+_ALONG: dict[str, tuple[int, int | None]] = {
+    "softmax": (1, -1), "log_softmax": (1, -1), "softmin": (1, -1), "normalize": (2, 1), "cumsum": (1, -1),
+    "cumprod": (1, -1), "logcumsumexp": (1, -1), "cummax": (1, -1), "cummin": (1, -1), "sort": (1, -1),
+    "argsort": (1, -1), "topk": (2, -1), "flip": (1, None), "roll": (2, None), "diff": (2, -1), "chunk": (2, 0),
+    "split": (2, 0), "tensor_split": (2, 0), "unbind": (1, 0), "narrow": (1, None), "select": (1, None),
+}  # fmt: skip
+"""Functions along a dimension: the place of that argument, and its default."""
+
 
 @dataclass(frozen=True)
 class Input:
     """A tensor or a number that a function got."""
 
     value: Value
-    numels: tuple[int, ...]
-    """Its elements in the runs of the micro-batches, and of the batch."""
+    shapes: Sequence[tuple[int, ...]]
+    """In the runs of the micro-batches, and of the batch."""
+
+    @property
+    def numels(self) -> list[int]:
+        """Its elements in these runs."""
+        return [math.prod(shape) for shape in self.shapes]
 
 
 @dataclass(frozen=True)
@@ -148,32 +164,58 @@ def _times(left: Factor, right: Factor) -> Factor:
 
 
 def _of_rows(call: Call) -> Value:
+    if _mixes(call):
+        return Unclear(f"{call.name}() of different samples")
     factor = _product(call) if call.name in _PRODUCTS else _common_factor(call)
     if isinstance(factor, Unclear):
         return factor
-    if call.has_rows:
-        return _rows(call, factor)
-    return _reduced(call, factor)
+    return Rows(factor) if call.has_rows else _reduced(call, factor)
 
 
-def _rows(call: Call, factor: Factor) -> Value:
-    *parts, whole = call.shapes
-    *sizes, samples = call.samples
-    along = [
+def _mixes(call: Call) -> bool:
+    """Return whether rows of the result depend on several samples, or on which place a sample has in the batch."""
+    rows = [each for each in call.inputs if isinstance(each.value, Rows)]
+    if call.has_rows and call.name not in _LONGEST:
+        # (samples, samples), for example: of a batch these are more than of its micro-batches.
+        numels = [math.prod(shape) for shape in call.shapes]
+        pairs = sum(numels[:-1]) != numels[-1]
+        if pairs and all(sum(each.numels[:-1]) == each.numels[-1] for each in rows):
+            return True
+    if call.name == "getitem":
+        return _slices_samples(call)
+    if call.name not in _ALONG:
+        return False
+    place, default = _ALONG[call.name]
+    given = call.kwargs.get("dim", call.kwargs.get("dims", call.args[place] if len(call.args) > place else default))
+    dims = given if isinstance(given, tuple | list) else [given]
+    along = _sample_dims(rows[0].shapes, call.samples)
+    return any(dim is None or dim % len(rows[0].shapes[0]) in along for dim in dims if along)
+
+
+def _slices_samples(call: Call) -> bool:
+    index = call.args[1][0] if isinstance(call.args[1], tuple) and call.args[1] else call.args[1]
+    is_part = (isinstance(index, slice) and index != slice(None)) or (isinstance(index, int) and index is not True)
+    return is_part and 0 in _sample_dims(call.inputs[0].shapes, call.samples)
+
+
+def _sample_dims(shapes: Sequence[tuple[int, ...]], samples: Sequence[int]) -> list[int]:
+    """Return the dimensions whose length is proportional to the number of samples."""
+    *parts, whole = shapes
+    *sizes, all_samples = samples
+    return [
         dim
         for dim, length in enumerate(whole)
-        if all(len(shape) == len(whole) and shape[dim] != length for shape in parts)
-        and all(shape[dim] * samples == length * size for shape, size in zip(parts, sizes, strict=True))
+        if all(
+            len(part) == len(whole) and part[dim] != length and part[dim] * all_samples == length * size
+            for part, size in zip(parts, sizes, strict=True)
+        )
     ]
-    if len(along) > 1:
-        return Unclear(f"{call.name}() of every sample with every other")
-    return Rows(factor)
 
 
 def _common_factor(call: Call) -> Factor | Unclear:
     """Return the factor of the arguments' rows, which must all have the same one unless they are multiplied."""
     factors = [rows.factor for rows in call.inputs_of(Rows)]
-    if call.inputs_of(Scale):
+    if call.inputs_of(Scale) and call.name != "block":  # blocks pass on the number of tokens, for the loss
         return Unclear(f"{call.name}() of samples and a number that depends on the batch", certain=False)
     if all(close(factor, call.ones) for factor in factors):
         return call.ones

@@ -32,7 +32,9 @@ from ls_strategy.distributed.tree_sum import LastRound, exchange_leaves
 from ls_strategy.errors import StateError
 from ls_strategy.zero.flat.parameters import grad_of, set_grad, unnoticed
 from ls_strategy.zero.flat.units import Flat, Unit
+from ls_strategy.zero.passes.agreed import agree, match_sent
 from ls_strategy.zero.passes.left_out import LeftOut
+from ls_strategy.zero.passes.zeroed import zero_averages, zero_flats
 from ls_strategy.zero_stages import StagePolicy
 
 IN_FLIGHT_BYTES = 64 << 20
@@ -358,23 +360,7 @@ class Reducer:
         for flat in flats:
             if not self.policy.gradients:
                 flat.local.mask = [grad_of(p) is not None for p in flat.params]
-        flags = [
-            [used for f in flats for used in f.local.mask],
-            [sent for f in flats for sent in f.local.sent_mask],
-            [f.local.dirty for f in flats],
-            [f.writes.detected for f in flats],
-            [not f.writes.detected for f in flats],
-        ]
-        agreed = self.comm.agree(torch.tensor([flag for each in flags for flag in each], dtype=torch.uint8))
-        found = [part.bool().tolist() for part in agreed.split([len(each) for each in flags])]
-        used, sent, left, written, unwritten = found
-        for flat, here, elsewhere in zip(flats, written, unwritten, strict=True):
-            flat.writes.detected = False
-            if here and elsewhere:
-                raise StateError(
-                    f"a parameter in the buffer of {flat.name!r} was written to on some ranks and not on others, but "
-                    "each rank holds a shard of it. Run the code that writes weights on every rank."
-                )
+        used, sent, left = agree(flats, self.comm)
         flags_of = iter(used)
         self.admit([f for f in flats if any([next(flags_of) for _ in f.params]) and f.is_frozen])
         for flat, dirty in zip(flats, left, strict=True):
@@ -385,63 +371,21 @@ class Reducer:
             start = 0
             for flat in flats:
                 stop = start + len(flat.params)
-                self._match_sent(flat, used[start:stop], sent[start:stop])
+                match_sent(flat, used[start:stop], sent[start:stop])
                 start = stop
         self.reset()
         return used
-
-    def _match_sent(self, flat: Flat, used: list[bool], sent: list[bool]) -> None:
-        """Make the averages follow ``p.grad``, which may have changed since it was sent (stages 0 and 1).
-
-        ``used``: which parameters have a gradient on any rank; ``sent``: which had one when the buffer was sent.
-        """
-        # Gradients that user code has set without a backward.
-        if flat.averages.in_place and any(used) and not flat.averages.hold_values:
-            flat.local.allocate(flat.average_dtype)
-            flat.local.take_all_replaced()
-            flat.averages.hold_values = True
-        for i, piece in enumerate(flat.pieces):
-            if sent[i] and not used[i]:
-                flat.averages.zero(piece.start, piece.stop)
-            elif used[i] and flat.averages.in_place and flat.local.take_replaced(i):
-                flat.local.show(i)  # another rank's
-        flat.local.sent_mask = used
 
     def zero_grad(self, flats: list[Flat], *, set_to_none: bool) -> None:
         """Drop or zero the gradients of ``flats`` (``optimizer.zero_grad()``)."""
         if any(f.local.reducing is not None or f.local.gathering is not None for f in flats):
             self.finish_in_flight()
-        for flat in flats:
-            if set_to_none:
-                flat.local.give_back(range(len(flat.params)))
-                flat.local.forget()
-                flat.averages.forget()
-                if self.policy.gradients and flat.local.buffer is not None:
-                    flat.local.free()
-            else:
-                flat.averages.zero()
-            for param in flat.params:
-                grad = grad_of(param)
-                if grad is None:
-                    continue
-                if set_to_none:
-                    set_grad(param, None)
-                    if param.grad_dtype != param.dtype:  # type: ignore[attr-defined]
-                        param.grad_dtype = param.dtype  # type: ignore[attr-defined]
-                else:
-                    grad.zero_()
+        zero_flats(flats, set_to_none=set_to_none, transient=self.policy.gradients)
 
     def zero_params(self, flats: list[Flat], wanted: set[int], *, set_to_none: bool) -> None:
         """Drop the averaged gradients of the parameters with an ``id`` in ``wanted``, but not their ``p.grad``."""
         self.finish_in_flight()
-        for flat in flats:
-            for i, (param, piece) in enumerate(zip(flat.params, flat.pieces, strict=True)):
-                if id(param) not in wanted:
-                    continue
-                if set_to_none:
-                    flat.local.give_back([i])
-                    flat.local.mask[i] = flat.local.filled[i] = False
-                flat.averages.zero(piece.start, piece.stop)
+        zero_averages(flats, wanted, set_to_none=set_to_none)
 
     def abort(self) -> None:
         """Forget a backward pass that an exception ended. Nothing is sent.
