@@ -1240,6 +1240,47 @@ def is_started_by_lightning(environment: Any) -> bool:
     return type(environment) is _plain_environment() and environment.local_rank() > 0
 
 
+def is_interactive() -> bool:
+    """Whether Lightning takes this process for a notebook or a Python prompt, where no script can be started again."""
+    return bool(host.import_part("fabric.utilities.imports")._IS_INTERACTIVE)
+
+
+def show_as_text(trainer: Any) -> None:
+    """Let progress and tables of a rank that was forked from a Jupyter kernel reach the notebook. Call it in the rank.
+
+    Only text does: what rich and widgets send from a forked process is dropped, with a line in the kernel's log each.
+    """
+    shell = getattr(sys.modules.get("IPython"), "get_ipython", lambda: None)()
+    if getattr(shell, "kernel", None) is None:
+        return
+    if "rich" in sys.modules:
+        sys.modules["rich"].reconfigure(force_jupyter=False)
+    import tqdm.std
+
+    bars: Any = host.import_part("pytorch.callbacks.progress.tqdm_progress")
+    bars.Tqdm = type("Tqdm", (tqdm.std.tqdm,), {"format_num": staticmethod(bars.Tqdm.format_num)})
+    rich_bar = host.import_part("pytorch.callbacks").RichProgressBar
+    for place, callback in enumerate(trainer.callbacks):
+        if isinstance(callback, rich_bar):
+            bar: Any = bars.TQDMProgressBar(refresh_rate=max(callback.refresh_rate // 10, 1))
+            bar.get_metrics = callback.get_metrics
+            if callback.is_disabled:
+                bar.disable()
+            trainer.callbacks[place] = bar
+
+
+def before_launch(strategy: Any, check: Callable[[], None]) -> None:
+    """Call ``check`` each time before the strategy's launcher starts ranks."""
+    launcher = strategy._launcher
+    launch = launcher.launch
+
+    def checked_launch(*args: Any, **kwargs: Any) -> Any:
+        check()
+        return launch(*args, **kwargs)
+
+    launcher.launch = checked_launch
+
+
 def _plain_environment() -> Any:
     """Return the class of the environment in which Lightning starts the ranks."""
     return host.import_part("fabric.plugins.environments").LightningEnvironment

@@ -32,7 +32,8 @@ def add(subcommands: argparse._SubParsersAction[argparse.ArgumentParser]) -> Non
         "new",
         help="write a small project that trains at once",
         description="Write a folder with a LightningModule, data that needs no download, a LightningCLI program, "
-        "configurations for a CPU, two GPUs and two nodes, a test, and a SLURM job. Nothing that exists is changed.",
+        "configurations for a CPU, two GPUs and two nodes, a test, a SLURM job, and a program for Ray. Nothing that "
+        "exists is changed.",
     )
     parser.add_argument(
         "path", metavar="NAME", type=arguments.path, help="folder to create; its last part also names the package"
@@ -67,7 +68,7 @@ def check_name(path: Path) -> str:
             f"Got NAME={str(path)!r}. {rule} consist of ASCII letters, digits and underscores, not begin with a "
             f"digit, and not be a keyword.{cure}"
         )
-    if name in ("main", "test_training"):
+    if name in ("main", "ray_main", "test_training"):
         raise ConfigError(f"Got NAME={str(path)!r}. {rule} differ from {name}.py of the project. Use my_{name}.")
     if name in sys.stdlib_module_names or _is_installed(name):
         raise ConfigError(

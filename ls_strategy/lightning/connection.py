@@ -12,8 +12,16 @@ import torch.distributed as dist
 from torch import Tensor
 from typing_extensions import override
 
+from ls_strategy import device as dev
 from ls_strategy import host
-from ls_strategy._compat import accept_any_size, free_main_port, is_started_by_lightning, open_sockets
+from ls_strategy._compat import (
+    accept_any_size,
+    before_launch,
+    free_main_port,
+    is_interactive,
+    is_started_by_lightning,
+    open_sockets,
+)
 from ls_strategy.distributed import rendezvous
 from ls_strategy.distributed.comm import Comm, make_comm
 from ls_strategy.distributed.launcher import VARIABLE as LAUNCHER
@@ -59,12 +67,38 @@ class Connection(_DDPStrategy):
         environment = self.cluster_environment
         free_main_port(environment, rendezvous.free_port)
         accept_any_size(environment)
-        if environment is not None and not environment.creates_processes_externally:
-            # Before the other ranks start: they would wait for a rank 0 that has raised.
-            rendezvous.check_port(environment.main_address, environment.main_port, environment.global_rank())
-            os.environ[LAUNCHER] = str(os.getpid())  # for ranks that this process starts
-            host.remember_for_children()
+        if environment is None or environment.creates_processes_externally:
+            super()._configure_launcher()
+            return
+        # Before the other ranks start: they would wait for a rank 0 that has raised.
+        rendezvous.check_port(environment.main_address, environment.main_port, environment.global_rank())
+        os.environ[LAUNCHER] = str(os.getpid())  # for ranks that this process starts
+        host.remember_for_children()
+        if self._start_method == "popen" and is_interactive():
+            if self.num_processes * self.num_nodes == 1:
+                return  # without a launcher, this process is the only rank
+            self._start_method = "fork"
         super()._configure_launcher()
+        if self._start_method == "fork":
+            before_launch(self, self._before_fork)
+
+    def _before_fork(self) -> None:
+        """Check that forked ranks can work, and end what an earlier fit in this process has left.
+
+        Raises:
+            PlanError: the ranks could not use their devices.
+        """
+        devices = self.parallel_devices or []
+        if any(dev.is_accelerator(device) for device in devices) and dev.is_in_use():
+            kind = next(device.type for device in devices if dev.is_accelerator(device))
+            raise PlanError(
+                f"Got {len(devices)} ranks to fork from this process, but it already uses {kind}, and a forked process "
+                f"cannot use {kind} then. Restart the kernel, and before the fit create no tensor on {kind} and call "
+                f"nothing that starts it, such as torch.{kind}.get_device_name(). Or set devices=1, which trains in "
+                "this process, or run the code as a script."
+            )
+        if dist.is_initialized() and dist.get_world_size() == 1:
+            dist.destroy_process_group()  # the ranks would take it for theirs
 
     @override
     def setup_environment(self) -> None:

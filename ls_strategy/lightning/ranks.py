@@ -15,7 +15,7 @@ from torch import Tensor
 from typing_extensions import override
 
 from ls_strategy import host
-from ls_strategy._compat import name_logs_by_job
+from ls_strategy._compat import name_logs_by_job, show_as_text
 from ls_strategy.distributed import rendezvous
 from ls_strategy.distributed.comm import Comm
 from ls_strategy.distributed.launcher import end_processes
@@ -105,6 +105,8 @@ class RankStrategy(Connection, DDPStrategy):
     def setup_environment(self) -> None:
         module: Any = self.lightning_module
         if module is not None and module._trainer is not None:
+            if self._start_method == "fork":
+                show_as_text(module.trainer)
             for callback in module.trainer.callbacks:
                 if isinstance(callback, ConnectedCallback):
                     callback.connecting(module.trainer)

@@ -69,6 +69,42 @@ assert torch.isfinite(next(model.parameters())).all()
 """
 
 
+PLAIN = """
+def losses_of(strategy, devices, **options):
+    module = Net()
+    made = L.Trainer(accelerator="cpu", devices=devices, strategy=strategy, logger=False, enable_checkpointing=False,
+                     enable_progress_bar=False, enable_model_summary=False, max_epochs=1, **options)
+    made.fit(module, batches())
+    return module, made
+
+def same(a, b):
+    for p, q in zip(a.parameters(), b.parameters()):
+        torch.testing.assert_close(p, q, rtol=1e-5, atol=1e-6)
+
+here, alone = losses_of("{strategy}", 1)
+assert alone.strategy.launcher is None, "one device trains in the notebook's process"
+assert alone.test(here, batches(), verbose=False)
+forked, _ = losses_of("{strategy}", 2)
+same(forked, losses_of("ddp_notebook", 2)[0])
+same(here, losses_of("ddp_notebook", 1)[0])
+again, _ = losses_of("{strategy}", 1)
+same(again, here)
+further = L.Trainer(accelerator="cpu", devices=2, strategy="{strategy}", logger=False, enable_checkpointing=False,
+                    enable_progress_bar=False, enable_model_summary=False, max_epochs=1)
+further.fit(here, batches())  # trained before in this process, now by forked ranks
+assert torch.isfinite(next(here.parameters())).all()
+assert alone.test(here, batches(), verbose=False)
+"""
+
+PROGRESS = """
+import logging
+logging.getLogger("lightning.pytorch").setLevel(logging.INFO)
+shown = L.Trainer(accelerator="cpu", devices={devices}, strategy="zero3", logger=False, enable_checkpointing=False,
+                  max_epochs=1, callbacks={callbacks})
+shown.fit(Net(), batches())
+"""
+
+
 class Kernel:
     """A kernel that runs one cell after another."""
 
@@ -119,6 +155,33 @@ def test_fit_test_and_a_second_fit_in_the_same_kernel(kernel: Kernel, stage: int
     kernel.run(FIT.format(strategy=f"zero{stage}_notebook"))
     kernel.run(TEST)
     kernel.run(AGAIN)
+
+
+@pytest.mark.parametrize("strategy", [slow("zero1"), "zero3", "zero3_offload"])
+def test_plain_aliases_work(kernel: Kernel, strategy: str) -> None:
+    """One device in the notebook's process, several forked from it, in any order."""
+    kernel.run(PLAIN.replace("{strategy}", strategy))
+
+
+@pytest.mark.parametrize(
+    "callbacks", ["[]", "[L.pytorch.callbacks.TQDMProgressBar()]", "[L.pytorch.callbacks.RichProgressBar()]"]
+)
+def test_progress_of_forked_ranks_is_shown(kernel: Kernel, callbacks: str) -> None:
+    """As text: what rich and widgets send from a forked process does not arrive."""
+    output = kernel.run(PROGRESS.replace("{devices}", "2").replace("{callbacks}", callbacks))
+    assert "over 2 ranks" in output, output
+    assert "Epoch 0: 100%" in output, output
+    assert "Trainable params" in output, output
+
+
+def test_progress_of_a_rank_in_the_notebook_is_left_to_the_callback(kernel: Kernel) -> None:
+    """As text, or as a widget where ipywidgets is installed."""
+    callbacks = "[L.pytorch.callbacks.TQDMProgressBar()]"
+    cell = nbformat.v4.new_code_cell(PROGRESS.replace("{devices}", "1").replace("{callbacks}", callbacks))
+    kernel.client.nb.cells = [cell]
+    done: Any = kernel.client.execute_cell(cell, 0)
+    assert "over 1 ranks" in str(done.outputs)
+    assert "Epoch 0" in str(done.outputs)
 
 
 @pytest.mark.parametrize("stage", [slow(0), 3])

@@ -7,6 +7,9 @@ marker, on the line above the fence             meaning
 ``<!-- file: PATH#NAME -->``                    the block is this function or class of it, for example ``A.method``
 ``<!-- test: OLD -> NEW; OLD -> NEW -->``       what the test replaces, since it has no GPU, drive or eight ranks
 ``<!-- test: save NAME -->``                    a file that commands of the same page use
+``<!-- test: edit NAME -->``                    a diff of a file that was saved before (the tutorial)
+``<!-- test: output -->``                       lines that the commands before print (the tutorial)
+``<!-- test: serve -->``                        a command that runs until it is interrupted (the tutorial)
 ==============================================  =====================================================================
 
 The Python blocks of a page that have no ``file`` or ``save`` are one program: later ones use what earlier ones define.
@@ -57,9 +60,14 @@ class Block:
         return self.marker.removeprefix("save ") if self.marker.startswith("save ") else None
 
     @property
+    def edits(self) -> str | None:
+        """Name of the file that the page tells to change."""
+        return self.marker.removeprefix("edit ") if self.marker.startswith("edit ") else None
+
+    @property
     def replacements(self) -> list[tuple[str, str]]:
         """Pairs of what the block says and what is run."""
-        if self.kind != "test" or self.saved_as:
+        if self.kind != "test" or self.saved_as or self.edits or self.marker in ("output", "serve"):
             return []
         pairs = [each.split(" -> ") for each in self.marker.split("; ")]
         assert all(len(pair) == 2 for pair in pairs), f"{self}: a marker says OLD -> NEW; OLD -> NEW"
@@ -79,7 +87,8 @@ class Block:
     @property
     def runs_in_page(self) -> bool:
         """Whether it is part of the page's program."""
-        return self.language in ("python", "diff") and self.quotes is None and self.saved_as is None
+        named = self.quotes or self.saved_as or self.edits
+        return self.language in ("python", "diff") and named is None
 
     def __str__(self) -> str:
         return f"{self.page.relative_to(ROOT)}:{self.line}"

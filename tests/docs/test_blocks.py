@@ -24,7 +24,8 @@ from tests.docs.blocks import LANGUAGES, PAGES, ROOT, Block, blocks_of, program_
 
 BLOCKS = [block for page in PAGES for block in blocks_of(page)]
 PROGRAMS = [page for page in PAGES if program_of(page).strip()]
-BASH = [block for block in BLOCKS if block.language == "bash"]
+BASH = [block for block in BLOCKS if block.language == "bash" and block.page.stem != "tutorial"]
+"""The tutorial's commands are one session: `tests.docs.test_tutorial`."""
 TEST_COMMAND = "python -m pytest -n 2"
 SHORTER = {  # options that end a recipe's run after a few steps
     "recipes.gpt": [

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import resource
 import shlex
 import shutil
@@ -50,9 +51,15 @@ def test_every_file_is_written_with_the_name_in_place(folder: Path, capsys: pyte
     written = tree(folder / "sorting")
     templates = [p for p in new.TEMPLATES.rglob("*") if p.is_file()]
     assert len(written) == len(templates) > 10
-    assert {"main.py", "sorting/model.py", "sorting/data.py", "two_nodes.yaml", ".gitignore", "README.md"} <= set(
-        written
-    )
+    assert {
+        "main.py",
+        "ray_main.py",
+        "sorting/model.py",
+        "sorting/data.py",
+        "two_nodes.yaml",
+        ".gitignore",
+        "README.md",
+    } <= set(written)
     assert not [name for name, text in written.items() if b"{{" in text or ".template" in name]
     assert names(folder) == ["sorting"]
 
@@ -194,6 +201,56 @@ def test_commands_of_its_readme_run(folder: Path) -> None:
             assert "zero3" in done.stdout
 
 
+@pytest.mark.wide
+@pytest.mark.dist
+@pytest.mark.timeout(600)
+def test_its_entry_for_ray_trains_and_continues(folder: Path) -> None:
+    """On a cluster of this host: two workers, then one that goes on with the same run."""
+    pytest.importorskip("ray.train", exc_type=ImportError)
+    pytest.importorskip("jsonargparse")
+    assert cli.main(["new", "x"]) == 0
+    readme = (folder / "x" / "README.md").read_text()
+    (command,) = [line for line in readme.splitlines() if line.startswith("python ray_main.py")]
+    assert command == "python ray_main.py quick.yaml --workers 2 -- --trainer.max_steps=100"
+    shorter = ["--data.num_train=2048", "--trainer.val_check_interval=20", "--model.width=32"]
+
+    def train(workers: int, max_steps: int) -> dict[str, float]:
+        words = ["ray_main.py", "quick.yaml", f"--workers={workers}", "--save-every=20", "--"]
+        output = run_in_session([*words, f"--trainer.max_steps={max_steps}", *shorter], folder / "x")
+        pairs = (line.split(": ") for line in output.splitlines() if re.fullmatch(r"[\w/]+: [-\d.e]+", line))
+        return {name: float(value) for name, value in pairs}
+
+    first = train(2, 20)
+    longer = train(1, 40)  # one epoch of one rank has 64 steps
+    assert longer["val/loss"] < first["val/loss"]
+    runs = folder / "x" / "runs" / "ray" / "x"
+    found = sorted(path.parent.name for path in runs.glob("*/checkpoint.ckpt"))
+    assert len(found) == 2, found  # num_to_keep
+    assert [name for name in found if "40" in name], found
+    assert list((runs / "logs").rglob("metrics.csv"))
+
+
+def run_in_session(words: list[str], folder: Path) -> str:
+    """Run a program with all processes that it starts in a session of its own, which ends with it."""
+    quiet = {"RAY_USAGE_STATS_ENABLED": "0", "RAY_DEDUP_LOGS": "0", "RAY_TRAIN_METRICS_ENABLED": "0"}
+    environment = {name: value for name, value in os.environ.items() if name not in LAUNCHER} | quiet
+    environment |= {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    with (folder / "log").open("w") as log:
+        process = subprocess.Popen(
+            [sys.executable, *words], cwd=folder, env=environment, stdin=subprocess.DEVNULL, stdout=log,
+            stderr=subprocess.STDOUT, start_new_session=True,
+        )  # fmt: skip
+        try:
+            status = process.wait(280)
+        finally:
+            if process.poll() is None:
+                process.terminate()  # Ray ends its processes
+                process.wait(30)
+    text = (folder / "log").read_text()
+    assert status == 0, text[-6000:]
+    return text
+
+
 # --- what is refused --------------------------------------------------------------------------------------------------
 
 
@@ -222,7 +279,7 @@ def test_a_name_of_another_module(folder: Path, capsys: pytest.CaptureFixture[st
     assert not names(folder)
 
 
-@pytest.mark.parametrize("name", ["main", "test_training"])
+@pytest.mark.parametrize("name", ["main", "ray_main", "test_training"])
 def test_a_name_of_a_file_of_the_project(folder: Path, capsys: pytest.CaptureFixture[str], name: str) -> None:
     assert f"differ from {name}.py" in error(capsys, name)
     assert not names(folder)
