@@ -117,7 +117,6 @@ class Streams:
             generator.manual_seed(fork_seed(number, (phase + 1) % _PHASES, self._rank))
 
 
-@torch.compiler.disable  # of the number that it reads, torch.compile would warn
 def draw(generator: torch.Generator) -> tuple[int, Any]:
     """Return a number of 31 bits that depends on the generator's state alone, and the state after it."""
     if generator.device.type == "cpu":
