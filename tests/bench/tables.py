@@ -283,8 +283,14 @@ def _long_sequences(record: dict[str, Any]) -> list[list[str]]:
 def _overhead(record: dict[str, Any]) -> list[list[str]]:
     """One row per strategy."""
     head = ["strategy", "CPU time with `Monitor` over without", "share of the training thread spent in hooks"]
+    head.append("and for the images of one step in 1,000")
     rows = [
-        [f"`{name}`", _quartiles(found["cpu"]["with"]), f"{100 * found['inside']['median']:.2f} %"]
+        [
+            f"`{name}`",
+            _quartiles(found["cpu"]["with"]),
+            f"{100 * found['inside']['median']:.2f} %",
+            f"{100 * found['image']['share']['median']:.3f} %" if "image" in found else "",
+        ]
         for name, found in record["results"].items()
     ]
     return [head, *rows]
