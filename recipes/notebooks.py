@@ -19,7 +19,8 @@ def report(folder: str | Path, *, height: int = 900) -> HTML:
 
     found = Path(folder)
     frame = html.escape(page([read(found, found.name)]))
-    return HTML(f'<iframe srcdoc="{frame}" width="100%" height="{height}" style="border: 0"></iframe>')
+    # In a div: IPython advises against a lone frame, but its own takes an address only.
+    return HTML(f'<div><iframe srcdoc="{frame}" width="100%" height="{height}" style="border: 0"></iframe></div>')
 
 
 def image(folder: str | Path, tag: str) -> Image:

@@ -7,12 +7,18 @@ once per logging interval, for as many it is not. Ratios are those of turns next
 of the CPU seconds of rank 0 with all its threads, which do not see what else the machine does. ``inside`` is the part
 of the training thread's CPU seconds that its hooks and notes take, read off around each: exact where ratios are noisy,
 but blind for what they make others wait.
+
+In some turns it also draws the images of one step. What they take of the training thread is the difference to turns
+without, and their share at the default interval is that of the images of one step in so many.
 """
 
 from __future__ import annotations
 
 import functools
+import inspect
+import itertools
 import logging
+import statistics
 import tempfile
 import threading
 import time
@@ -22,7 +28,7 @@ from typing import Any
 
 import lightning.pytorch as pl
 import torch
-from lightning.pytorch.loggers import CSVLogger
+from lightning.pytorch.loggers import TensorBoardLogger
 from torch.utils.data import DataLoader, TensorDataset
 
 from tests.bench import record
@@ -34,7 +40,7 @@ SPREAD = "quartiles over rounds"
 SEEDS = "0 for weights and data"
 QUICK = ("--size", "1M", "--rounds", "2", "--steps", "2", "--batch", "1", "--block", "32")
 
-WITH, WITHOUT = "with", "without"
+WITH, WITHOUT, IMAGES = "with", "without", "images"
 
 
 class Inside:
@@ -75,14 +81,16 @@ class Alternating(pl.Callback):
         from ls_strategy.spans import Recorder
 
         self.monitor = Monitor(peak_tflops=1.0)
-        self.inside: list[float] = []
-        """Part of each turn with the monitor."""
+        self.inside: dict[str, list[float]] = {WITH: [], IMAGES: []}
+        """Seconds of the training thread in each turn with the monitor."""
+        self.thread: list[float] = []
+        """Seconds of the training thread in each turn."""
         self._account = Inside()
         self._account.watch(self.monitor, "on_train_batch_end", "on_before_optimizer_step")
         self._account.watch(Recorder, "enter", "leave", "sample", "follow")
-        self.wall: dict[str, list[float]] = {WITH: [], WITHOUT: []}
-        self.cpu: dict[str, list[float]] = {WITH: [], WITHOUT: []}
-        self._turns = list(turns([WITHOUT, WITH], rounds, uncounted=1))
+        self.wall: dict[str, list[float]] = {WITH: [], WITHOUT: [], IMAGES: []}
+        self.cpu: dict[str, list[float]] = {WITH: [], WITHOUT: [], IMAGES: []}
+        self._turns = list(turns([WITHOUT, WITH, IMAGES], rounds, uncounted=1))
         self._steps = steps
         self._turn = -1
         self._began = (0.0, 0.0, 0.0)
@@ -110,19 +118,21 @@ class Alternating(pl.Callback):
             if counts:
                 self.wall[name].append((time.perf_counter() - self._began[0]) / self._steps)
                 self.cpu[name].append((time.process_time() - self._began[1]) / self._steps)
-                if name == WITH:
-                    self.inside.append(self._account.seconds / (time.thread_time() - self._began[2]))
+                self.thread.append(time.thread_time() - self._began[2])
+                if name != WITHOUT:
+                    self.inside[name].append(self._account.seconds)
             self._next(trainer, pl_module)
 
     @property
     def _monitors(self) -> bool:
-        return 0 <= self._turn < len(self._turns) and self._turns[self._turn][1] == WITH
+        return 0 <= self._turn < len(self._turns) and self._turns[self._turn][1] != WITHOUT
 
     def _next(self, trainer: Any, pl_module: Any) -> None:
         self.monitor.teardown(trainer, pl_module, "fit")
         self._turn += 1
         if self._monitors:
             self.monitor.on_train_start(trainer, pl_module)
+            self.monitor._figures._on &= self._turns[self._turn][1] == IMAGES
         self._account.seconds = 0.0
         self._began = (time.perf_counter(), time.process_time(), time.thread_time())
 
@@ -151,14 +161,25 @@ def run_rank(rank: int, world_size: int, options: dict[str, Any]) -> Any:
             strategy=options["strategy"],
             max_steps=clock.total_steps,
             log_every_n_steps=options["steps"],
-            logger=CSVLogger(folder),
+            logger=TensorBoardLogger(folder),
             enable_checkpointing=False,
             enable_progress_bar=False,
             enable_model_summary=False,
             callbacks=[clock],
         )
         trainer.fit(module, DataLoader(TensorDataset(tokens[:, :-1], tokens[:, 1:]), batch_size=batch))
-    return clock.wall, clock.cpu, clock.inside
+    return clock.wall, clock.cpu, clock.inside, clock.thread
+
+
+def per_image(inside: dict[str, list[float]], thread: list[float], steps: int) -> dict[str, Any]:
+    """Return what the images of one step cost the training thread, and the share of one in ``Monitor``'s interval."""
+    from ls_strategy import Monitor
+
+    every = inspect.signature(Monitor).parameters["picture_every_n_steps"].default
+    step_s = statistics.median(thread) / steps
+    seconds = [images - without for images, without in zip(inside[IMAGES], inside[WITH], strict=True)]
+    shares = [each / (every * step_s) for each in seconds]
+    return {"seconds": spread(seconds, 5), "every_n_steps": every, "share": spread(shares, 6)}
 
 
 def main() -> None:
@@ -177,17 +198,21 @@ def main() -> None:
     found |= {"batch": args.batch, "block": args.block, "steps_per_interval": args.steps, "results": {}}
     for strategy in args.strategies:
         options = {**{k: vars(args)[k] for k in ("rounds", "size", "steps", "batch", "block")}, "strategy": strategy}
-        wall, cpu, inside = spawn(
+        wall, cpu, inside, thread = spawn(
             run_rank, args.ranks, options, timeout_s=7200, init_process_group=False, env={"OMP_NUM_THREADS": "1"}
         )[0]
         found["results"][strategy] = {"wall": against(wall, WITHOUT), "cpu": against(cpu, WITHOUT)}
-        found["results"][strategy]["inside"] = spread(inside, 5)
-        for kind in ("wall", "cpu"):
-            row = found["results"][strategy][kind][WITH]
-            around = f"[{row['ratio_q1']:.3f}, {row['ratio_q3']:.3f}]"
-            print(f"{strategy} {kind:5} {row['median_s']:.4f} s per step, x {row['ratio']:.3f} {around} of without it")
+        turn_s = statistics.median(thread)
+        found["results"][strategy]["inside"] = spread([seconds / turn_s for seconds in inside[WITH]], 5)
+        found["results"][strategy]["image"] = image = per_image(inside, thread, args.steps)
+        for kind, name in itertools.product(("wall", "cpu"), (WITH, IMAGES)):
+            row = found["results"][strategy][kind][name]
+            around = f"x {row['ratio']:.3f} [{row['ratio_q1']:.3f}, {row['ratio_q3']:.3f}] of without it"
+            print(f"{strategy} {kind:5} {name:7} {row['median_s']:.4f} s per step, {around}")
         share = 100 * found["results"][strategy]["inside"]["median"]
         print(f"{strategy} inside hooks and notes: {share:.2f} % of CPU time")
+        each, of_all = image["seconds"]["median"], 100 * image["share"]["median"]
+        print(f"{strategy} images of a step: {each:.3f} s, {of_all:.3f} % of {image['every_n_steps']} steps")
     record.write(args.record, found)
 
 

@@ -201,7 +201,7 @@ def test_commands_of_its_readme_run(folder: Path) -> None:
             assert "zero3" in done.stdout
 
 
-@pytest.mark.wide
+@pytest.mark.slow
 @pytest.mark.dist
 @pytest.mark.timeout(600)
 def test_its_entry_for_ray_trains_and_continues(folder: Path) -> None:
