@@ -249,6 +249,18 @@ def around_data_setup(trainer: Any, context: Callable[[], AbstractContextManager
     loop.setup_data = setup_data
 
 
+def before_iterators(trainer: Any, call: Callable[[], None]) -> None:
+    """Make the fit loop call ``call()`` when it has its training data, before it makes the first iterator over them."""
+    loop = trainer.fit_loop
+
+    def load_states() -> None:
+        del loop._load_combined_loader_states  # only once
+        call()
+        loop._load_combined_loader_states()
+
+    loop._load_combined_loader_states = load_states
+
+
 def around_fetches(trainer: Any, before: Callable[[], None], after: Callable[[], None]) -> Callable[[], None]:
     """Make the fit loop call ``before()`` and ``after()`` around every fetch of a batch, from the next epoch on.
 

@@ -5,12 +5,14 @@ from __future__ import annotations
 import os
 import time
 import weakref
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 from typing_extensions import override
 
+from ls_strategy._compat import before_iterators
 from ls_strategy.callbacks import island_data, outer_state
 from ls_strategy.callbacks.sharded import zero_strategy
 from ls_strategy.checked import above, at_least, between, checked
@@ -23,6 +25,7 @@ from ls_strategy.islands.member import Contribution, Member, Result
 from ls_strategy.islands.outer import Outer, Place, flats_of
 from ls_strategy.islands.wire import WireFormat
 from ls_strategy.lightning.ranks import ConnectedCallback
+from ls_strategy.lightning.strategy import ZeROStrategy
 
 _COMPARED_BATCHES = 2
 """Batches of a run whose digests islands compare: equal ones mean equal data."""
@@ -164,6 +167,16 @@ class DiLoCo(ConnectedCallback):
         self._member = Member(client, outer, self.patience_s)
         self._load(pl_module, engine, list(outer.shards))
         self._follow(engine, pl_module)
+        if self.island and strategy.virtual is None:
+            before_iterators(trainer, partial(self._draw_other_numbers, strategy))
+
+    def _draw_other_numbers(self, strategy: ZeROStrategy) -> None:
+        """Draw other random numbers than island 0, from the workers of the first iterator on.
+
+        What the user's code has drawn to make the data is equal on all islands, as it is on all ranks.
+        """
+        if not strategy.resume.makes_iterators:
+            island_data.draw_other_numbers(self.island)
 
     def _follow(self, engine: Engine, module: pl.LightningModule) -> None:
         """Be informed about parameters that begin to train."""
@@ -193,8 +206,6 @@ class DiLoCo(ConnectedCallback):
             member.run, member.round, self._begun = saved["run"], saved["round"], saved["begun"]
             self._buffers_change = saved["buffers_change"]
             self._merge = None if saved["merge"] is None else (saved["merge"][0], [tuple(p) for p in saved["merge"][1]])
-        if self.island and strategy.virtual is None:
-            island_data.draw_other_numbers(self.island)
         rank_zero_info(f"DiLoCo: island {self.island} of {self.islands} joins the others at the hub {self.meet}")
         self._join(trainer, pl_module)
         rank_zero_info(f"DiLoCo: island {self.island} is in, after {member.round} rounds")

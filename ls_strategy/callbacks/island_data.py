@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import sys
 import zlib
 from pathlib import Path
 from typing import Any
@@ -62,3 +63,7 @@ def draw_other_numbers(island: int) -> None:
     """Let this island draw other random numbers than island 0, whose are those of a run without islands."""
     torch.manual_seed(torch.initial_seed() + 1_000_003 * island)
     random.seed(random.getrandbits(63) + island)
+    numpy = sys.modules.get("numpy")
+    if numpy is not None:
+        drawn = numpy.random.randint(0, 2**32, 4, dtype=numpy.uint32)
+        numpy.random.seed([*drawn.tolist(), island])

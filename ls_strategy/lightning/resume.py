@@ -180,6 +180,13 @@ class Resume:
         if states is not None:
             restore_random_states(states)
 
+    @property
+    def makes_iterators(self) -> bool:
+        """Whether the first iterator over the training data draws its seeds from the saved random states."""
+        module = self._strategy.lightning_module
+        boundary = module is not None and module.trainer.fit_loop.epoch_loop.batch_progress.is_last_batch
+        return self.pending and boundary
+
     @contextmanager
     def making_iterators(self) -> Generator[None, None, None]:
         """Surround the creation of the first iterator over the training data after a resume.
@@ -187,11 +194,10 @@ class Resume:
         Between two epochs the iterator draws its seeds from the saved random states. In the middle of an epoch it does
         not: the uninterrupted run made the iterator of that epoch earlier.
         """
-        module = self._strategy.lightning_module
-        boundary = module is not None and module.trainer.fit_loop.epoch_loop.batch_progress.is_last_batch
-        if self._random is None or not boundary:
+        if not self.makes_iterators:
             yield
             return
+        assert self._random is not None
         restore_random_states(self._random)
         yield
         self._random = random_states()  # undoes what hooks draw before the first batch

@@ -127,6 +127,17 @@ def _quantized_traffic(record: dict[str, Any]) -> list[list[str]]:
     return rows
 
 
+def _slow_network(record: dict[str, Any]) -> list[list[str]]:
+    """Times and bytes by contender: faster than full stage 3, what crosses the link, and over the formula."""
+    rows = [["", "step, s", "times faster", "MB over the link per step", "over the formula"]]
+    for name, r in record["results"].items():
+        fast = r["times_faster"]
+        faster = "" if name == record["baseline"] else f"{fast['median']:.2f} [{fast['q1']:.2f}, {fast['q3']:.2f}]"
+        over = r["crossed_bytes"] / r["predicted_bytes"]
+        rows.append([name, f"{r['median_s']:.2f}", faster, f"{r['crossed_bytes'] / 1e6:.1f}", f"{over:.3f}"])
+    return rows
+
+
 def _checkpoint(record: dict[str, Any]) -> list[list[str]]:
     """One row per way to save."""
 
@@ -415,6 +426,7 @@ _TABLES: dict[str, Callable[[dict[str, Any]], list[list[str]]]] = {
     "host_memory#on_drive": _on_drive,
     "moments": _moments,
     "quantized_traffic": _quantized_traffic,
+    "slow_network": _slow_network,
     "checkpoint": _checkpoint,
     "moe_quality": _moe_quality,
     "muon": _muon,

@@ -15,7 +15,7 @@ import pytest
 import torch
 from lightning.pytorch import Callback
 
-from ls_strategy import StateError, ZeROStrategy
+from ls_strategy import ElasticTraining, StateError, ZeROStrategy
 from ls_strategy.islands.hub import Hub, HubServer
 from ls_strategy.testing import free_port
 from tests.dist.islands import become, diloco, hub, on_islands
@@ -133,16 +133,16 @@ def touched(path: Path) -> Path:
     return path
 
 
-def program(folder: Path, island: int, meet: str, steps: int) -> Any:
-    """A process that is an island."""
+def program(folder: Path, island: int, meet: str, steps: int, *, elastic: bool = False) -> Any:
+    """A process that is an island; ``elastic``: with snapshots in memory."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["tests.dist.test_islands_resume"])
-    process = context.Process(target=main, args=(str(folder), island, meet, steps, free_port()))
+    process = context.Process(target=main, args=(str(folder), island, meet, steps, free_port(), elastic))
     process.start()
     return process
 
 
-def main(folder: str, island: int, meet: str, steps: int, port: int) -> None:
+def main(folder: str, island: int, meet: str, steps: int, port: int, elastic: bool) -> None:
     quiet()
     become(0, 1, port)
     os.environ.update(MASTER_ADDR="127.0.0.1", GROUP_RANK="0")
@@ -161,8 +161,11 @@ def main(folder: str, island: int, meet: str, steps: int, port: int) -> None:
             Path(folder, f"rounds-{island}").write_text(str(trainer.callbacks[0].round))
 
     module = Slow()
+    callbacks: list[Callback] = [diloco(meet, island, every=5, patience_s=60.0), Notes()]
+    if elastic:
+        callbacks.append(ElasticTraining(1, memory=f"{folder}/memory-{island}"))
     trainer = trainer_of(
-        2, max_steps=steps, max_epochs=-1, callbacks=[diloco(meet, island, every=5, patience_s=60.0), Notes()]
+        2, max_steps=steps, max_epochs=-1, callbacks=callbacks, default_root_dir=f"{folder}/island-{island}"
     )
     trainer.fit(module, batches(NUMEL, BATCH))
     torch.save(weights(module), Path(folder, f"weights-{island}"))
@@ -183,10 +186,11 @@ def _until(condition: Any, what: str, process: Any) -> None:
 
 
 @pytest.mark.timeout(400)  # processes start slowly on a busy host
-def test_an_island_that_is_killed_is_left_out_and_comes_back(tmp_path: Path) -> None:
+@pytest.mark.parametrize("elastic", [False, True])
+def test_an_island_that_is_killed_is_left_out_and_comes_back(elastic: bool, tmp_path: Path) -> None:
     """The hub waits five minutes for an island that is late, but not for one whose connections have ended."""
     with hub(patience_s=300.0) as meet:
-        first, second = (program(tmp_path, island, meet, 250) for island in (0, 1))
+        first, second = (program(tmp_path, island, meet, 250, elastic=elastic) for island in (0, 1))
         try:
             _until(lambda: len(_steps(tmp_path, 1)) > 12, "island 1 does not train", second)
             second.kill()  # SIGKILL
@@ -194,7 +198,7 @@ def test_an_island_that_is_killed_is_left_out_and_comes_back(tmp_path: Path) -> 
             killed = time.time()
             _until(lambda: sum(at > killed for _, at in _steps(tmp_path, 0)) > 15, "island 0 does not go on", first)
             before = len(_steps(tmp_path, 1))
-            second = program(tmp_path, 1, meet, 250)
+            second = program(tmp_path, 1, meet, 250, elastic=elastic)
             for each in (first, second):
                 each.join(100)
         finally:
@@ -202,6 +206,11 @@ def test_an_island_that_is_killed_is_left_out_and_comes_back(tmp_path: Path) -> 
                 each.kill()
     assert (first.exitcode, second.exitcode) == (0, 0)
     assert len(_steps(tmp_path, 1)) > before + 5, "the island that came back was in no round"
+    last, again = (_steps(tmp_path, 1)[i][0] for i in (before - 1, before))
+    if elastic:  # snapshots are written in the background, so that the last steps may have none
+        assert 5 < again <= last + 1, "it did not continue from a snapshot"
+    else:
+        assert again == 1
     assert (tmp_path / "rounds-0").read_text() == (tmp_path / "rounds-1").read_text()
     ours, theirs = (torch.load(tmp_path / f"weights-{island}") for island in (0, 1))
     assert_equal(theirs, ours, "weights")

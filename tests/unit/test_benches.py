@@ -10,6 +10,7 @@ import sys
 
 import pytest
 
+from tests import two_nodes
 from tests.bench import __main__ as suite
 from tests.bench import contest, record
 from tests.bench.catalogue import FOLDER, benches
@@ -141,6 +142,11 @@ def test_it_runs_in_small(name: str, tmp_path) -> None:
     """Its numbers mean nothing; its record has some."""
     if name in NEEDS_DEEPSPEED and importlib.util.find_spec("deepspeed") is None:
         pytest.skip("needs deepspeed")
+    if name == "slow_network":
+        try:
+            two_nodes.require()
+        except two_nodes.TwoNodesError as error:
+            pytest.skip(str(error))
     command = [sys.executable, "-m", "tests.bench", name, "--quick", "--record", str(tmp_path)]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=380, check=False)
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
