@@ -103,7 +103,7 @@ def test_a_few_blocks_stand_for_all(candidate, short):
 @pytest.mark.parametrize("recompute", [None, RecomputeConfig(policy="full")], ids=["kept", "recomputed"])
 def test_steps_on_two_and_four_ranks_tell_those_on_eight(sizes, recompute):
     """Every storage, operation and byte sent, as if the step on eight ranks had been traced."""
-    asked, known = question(heads=16), Known()
+    asked, known = question(heads=32), Known()  # one head per rank would be another step
     for parallel in sizes[:-1]:
         with divided(asked, parallel, native=True, known=known) as model:
             model.pieces(recompute, 1)
