@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import pickle
 import random
 import sys
 from typing import Any
@@ -65,15 +64,6 @@ class RandomStream:
             dev.set_random_state(self._device, device)
         if self._numpy is not None and numpy is not None:
             numpy.random.set_state(self._numpy)
-
-    def equals(self, other: RandomStream) -> bool:
-        """Return whether all generators have the same states in both: nothing was drawn between them."""
-        pairs = ((self._torch, other._torch), (self._device, other._device))
-        return (
-            self._python == other._python
-            and all(a is b or (a is not None and b is not None and torch.equal(a, b)) for a, b in pairs)
-            and pickle.dumps(self._numpy) == pickle.dumps(other._numpy)
-        )
 
     def saved(self) -> dict[str, Any]:
         """Return them as `random_states` would."""

@@ -11,6 +11,9 @@ Only the last stage does this. What the step logs, prints, draws, sets on the mo
 
 from __future__ import annotations
 
+import pickle
+import random
+import sys
 from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager, redirect_stdout
 from io import StringIO
@@ -19,6 +22,7 @@ from typing import Any
 import torch
 
 from ls_strategy.checkpoint.random import RandomStream
+from ls_strategy.device import generator_of
 from ls_strategy.host.pytorch import pl
 from ls_strategy.lightning.pipeline_log import Logged, unchanged_metrics
 from ls_strategy.parallel.pipeline.counts import Mean
@@ -72,19 +76,25 @@ def derive(
 @contextmanager
 def _watched_draws(stages: StageRunner, record: Record) -> Generator[None, None, None]:
     """Note whether random numbers are drawn inside, where other numbers come after the blocks."""
-    seeded, on_end = RandomStream(), stages.on_end
-
-    def look() -> None:
-        record.random |= not seeded.equals(RandomStream())
+    seeded, on_end = _states(stages.device), stages.on_end
 
     def end() -> None:
-        look()
+        nonlocal seeded
+        record.random |= seeded != _states(stages.device)
         on_end()
-        seeded.take()
+        seeded = _states(stages.device)
 
     stages.on_end = end
     try:
         yield
     finally:
-        look()
+        record.random |= seeded != _states(stages.device)
         stages.on_end = on_end
+
+
+def _states(device: torch.device) -> list[Any]:
+    """Return what changes if any generator draws."""
+    numpy = sys.modules.get("numpy")
+    generators = {generator_of(torch.device("cpu")), generator_of(device)}
+    states = [bytes(generator.get_state().numpy()) for generator in generators]
+    return [random.getstate(), states, None if numpy is None else pickle.dumps(numpy.random.get_state(legacy=False))]

@@ -26,7 +26,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils.hooks import RemovableHandle
 
-from ls_strategy._compat import tree_iter, tree_map, without_torch_functions
+from ls_strategy._compat import tree_flatten, tree_iter, tree_map, without_torch_functions
 from ls_strategy.errors import LSError, PlanError
 from ls_strategy.parallel.pipeline.counts import Mean, tokens_of
 from ls_strategy.parallel.pipeline.record import Record, Unread
@@ -38,6 +38,7 @@ _HOOKS = ("register_hook", "register_post_accumulate_grad_hook", "retain_grad")
 _READS = ("item", "tolist", "numpy", "equal", "allclose")
 _READS += ("__bool__", "__int__", "__float__", "__index__", "__complex__")
 _SELECT = ("__getitem__", "masked_select")
+_NOT_REMEMBERED = frozenset((*_FILLED, *_MOVES, *_HOOKS, *_READS, *_SELECT, "linear_cross_entropy"))
 _IN_PLACE = ("__setitem__", "__iadd__", "__isub__", "__imul__", "__itruediv__", "__iand__", "__ior__", "__ixor__")
 
 
@@ -79,6 +80,9 @@ class Absent(TorchFunctionMode):
 
         self.record: Record | None = None
         """Notes the calls with values of the model, unless it is None."""
+
+        self.memory: dict[Any, Any] = {}
+        """Placeholders for the results of functions, by the shapes of their arguments. Only with a record."""
 
         self._stale: dict[int, Tensor] = {}
         """Real tensors that would hold values of the model if these were known, by id. Only with a record."""
@@ -130,12 +134,45 @@ class Absent(TorchFunctionMode):
         if _writes(name) and isinstance(first, Tensor) and not is_meta(first):
             self._stale[id(first)] = first
             args = (placeholder(first.shape, first.dtype, self.device), *args[1:])
+        key = self._key(func, args, kwargs)
+        if key is not None and key in self.memory:
+            return tree_map(self._fresh, self.memory[key])
         try:
-            return _on_meta(func, args, kwargs, self.device)
+            result = _on_meta(func, args, kwargs, self.device)
+            if key is not None:
+                self.memory[key] = tree_map(self._fresh, result)
+            return result
         except PlanError:
             if kwargs.get("reduction") not in ("mean", "sum") or not isinstance(first, Tensor):
                 raise
             return placeholder((), first.dtype, self.device)  # a loss that needs values
+
+    def _key(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Return what the shapes of a function's results depend on, or None."""
+        name = _name_of(func)
+        if _writes(name) or name in _NOT_REMEMBERED:
+            return None
+        with without_torch_functions():
+            leaves, structure = tree_flatten((args, kwargs))
+            described = [
+                (leaf.shape, leaf.stride(), leaf.dtype) if isinstance(leaf, Tensor) else (type(leaf), leaf)
+                for leaf in leaves
+            ]
+        kind = self.device.type
+        autocast = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
+        key = (func, structure, autocast, *described)
+        try:
+            hash(key)
+        except TypeError:  # a slice, for example
+            return None
+        return key
+
+    def _fresh(self, leaf: Any) -> Any:
+        if not isinstance(leaf, Tensor):
+            return leaf
+        with without_torch_functions():
+            empty = torch.empty_strided(leaf.shape, leaf.stride(), dtype=leaf.dtype, device=_META)
+            return _wrap(empty, self.device)
 
     def _note(
         self,

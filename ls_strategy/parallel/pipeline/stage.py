@@ -111,6 +111,9 @@ class StageRunner:
         self.ends: tuple[Tensor, ...] = ()
         """What the last block returned in the last stage's latest forward, see `runner`."""
 
+        self._results: dict[Any, Any] = {}
+        """See `placeholder.Absent.memory`."""
+
         self._model = model
         self._call: _Call | None = None
         self._recomputed_call: _Call | None = None
@@ -186,7 +189,7 @@ class StageRunner:
             The losses that are means over tokens.
         """
         mode = Absent(self.device)
-        mode.means, mode.record = [], record
+        mode.means, mode.record, mode.memory = [], record, self._results
         outside = [m for name, m in self._model.named_modules() if not name.startswith(self._inside)]
         mode.kept = frozenset(id(b) for m in outside for b in m.buffers(recurse=False))
         end = len(self._blocks)
