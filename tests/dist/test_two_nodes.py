@@ -41,7 +41,8 @@ def test_the_bytes_on_the_link_are_those_of_the_formula() -> None:
         over = row["crossed_bytes"] / row["predicted_bytes"]
         assert 1.0 < over < 1.0 + HEADERS, f"{name}: {over}"
     crossed = {name: row["crossed_bytes"] for name, row in results.items()}
-    assert crossed["hpZ"] < 0.7 * crossed[BASELINE], "backward gathers inside the nodes"
+    # A third of the bytes are gathers in backward; root units and the last block have none.
+    assert crossed["hpZ"] < 0.75 * crossed[BASELINE], "backward gathers inside the nodes"
     assert crossed["qwZ + hpZ + qgZ, int8"] < 0.25 * crossed[BASELINE]
 
 
