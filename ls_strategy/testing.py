@@ -328,6 +328,9 @@ def _run(setup: _Setup, task: bytes) -> _Report:
     try:
         import torch
 
+        # As in a program that was started alone: a rank that a fork server has made would start the workers of its data
+        # loaders by another one, each with imports of its own.
+        multiprocessing.set_start_method(None, force=True)  # type: ignore[arg-type]
         torch.set_num_threads(1)
         if setup.init_process_group:
             _init_gloo(setup)

@@ -71,8 +71,10 @@ class ElasticTraining(ConnectedCallback):
         """Set the options; none is required.
 
         Args:
-            max_repeated_steps: optimizer steps between two snapshots, which is the most that a loss repeats. ``"auto"``
-                takes as many as keep the time that training waits for snapshots below 1 %.
+            max_repeated_steps: the most optimizer steps that a loss repeats. A snapshot is taken after half as many,
+                and training waits for one that is not complete in time; 1 waits for every one. ``"auto"`` takes as many
+                steps between two snapshots as keep the time that training waits for them below 1 %; a loss repeats
+                those, and the steps that ran while the newest one was being written.
             memory: folder on a memory file system of the node. Default: ``$LS_STRATEGY_MEMORY``, or a folder of this
                 user in ``/dev/shm``. A snapshot needs the bytes of a checkpoint, twice with more than one node, and
                 twice again while it is written.
@@ -96,6 +98,8 @@ class ElasticTraining(ConnectedCallback):
         self._reports = False
         self._every = 1
         self._due = 0
+        self._begun = self._complete = 0
+        """Steps of the newest snapshot, and of the newest one that is known to be complete; the same on all ranks."""
         self._since = 0.0
         self.taken = 0
         """Snapshots that this process has begun in the running fit."""
@@ -248,8 +252,9 @@ class ElasticTraining(ConnectedCallback):
         """
         _check_loaders(trainer)
         fixed = self.max_repeated_steps
-        self._every = 1 if isinstance(fixed, str) else fixed
+        self._every = 1 if isinstance(fixed, str) else max(fixed // 2, 1)
         self._due = trainer.global_step + self._every
+        self._begun = self._complete = trainer.global_step
         self.taken, self._error = 0, None
         self._since = time.perf_counter()
         self._begun_at = trainer.global_step
@@ -278,20 +283,33 @@ class ElasticTraining(ConnectedCallback):
                 logger.log_metrics(values, step=trainer.global_step)
 
     def _before_batch(self, trainer: pl.Trainer) -> None:
-        """Take a snapshot if it is due. Collective then."""
-        step = trainer.global_step
-        if step < self._due or compat.accumulates(trainer):
+        """Take a snapshot if it is due, and wait for it if the next step would be one too many. Collective then."""
+        step, most = trainer.global_step, self.max_repeated_steps
+        if compat.accumulates(trainer):
             return
+        if step >= self._due:
+            self._begin(trainer, step)
+        if not isinstance(most, str) and self._begun > self._complete and step + 1 - self._complete > most:
+            strategy: Any = trainer.strategy
+            strategy.wait_for_saves()
+            if self._error is None:
+                self._complete = self._begun
+
+    def _begin(self, trainer: pl.Trainer, step: int) -> None:
+        """Take a snapshot, unless something is still being written. Collective."""
         strategy: Any = trainer.strategy
         world = strategy.require_engine().mesh.world
         if bool(world.agree(torch.tensor([strategy.saves.in_flight], dtype=torch.uint8)).item()):
-            return  # a checkpoint, or the snapshot before this one, is still being written
+            return  # a checkpoint, or the snapshot before this one
+        if self._error is None:
+            self._complete = self._begun
         self._check_the_last(step)
         start = time.perf_counter()
         nodes = self._nodes
         assert nodes is not None
         strategy.saves.snapshot(InMemory(nodes, step), f"the snapshot of step {step}", self._failed)
         self.taken += 1
+        self._begun = step
         self._due = step + self._next(world, start, step)
 
     def _failed(self, error: CheckpointError) -> None:
@@ -317,7 +335,7 @@ class ElasticTraining(ConnectedCallback):
         """Return the steps until the next snapshot. Collective."""
         now = time.perf_counter()
         if not isinstance(self.max_repeated_steps, str):
-            return self.max_repeated_steps
+            return self._every
         steps = max(step - self._begun_at, 1)
         times: Tensor = world.agree(torch.tensor([now - start, (start - self._since) / steps], dtype=torch.float64))
         self._since, self._begun_at = now, step

@@ -207,8 +207,8 @@ def test_an_island_that_is_killed_is_left_out_and_comes_back(elastic: bool, tmp_
     assert (first.exitcode, second.exitcode) == (0, 0)
     assert len(_steps(tmp_path, 1)) > before + 5, "the island that came back was in no round"
     last, again = (_steps(tmp_path, 1)[i][0] for i in (before - 1, before))
-    if elastic:  # snapshots are written in the background, so that the last steps may have none
-        assert 5 < again <= last + 1, "it did not continue from a snapshot"
+    if elastic:
+        assert last <= again <= last + 1, "more than one step was repeated"
     else:
         assert again == 1
     assert (tmp_path / "rounds-0").read_text() == (tmp_path / "rounds-1").read_text()
