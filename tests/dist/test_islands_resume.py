@@ -163,7 +163,7 @@ def main(folder: str, island: int, meet: str, steps: int, port: int, elastic: bo
     module = Slow()
     callbacks: list[Callback] = [diloco(meet, island, every=5, patience_s=60.0), Notes()]
     if elastic:
-        callbacks.append(ElasticTraining(1, memory=f"{folder}/memory-{island}"))
+        callbacks.append(ElasticTraining(5, memory=f"{folder}/memory-{island}"))
     trainer = trainer_of(
         2, max_steps=steps, max_epochs=-1, callbacks=callbacks, default_root_dir=f"{folder}/island-{island}"
     )
@@ -208,7 +208,7 @@ def test_an_island_that_is_killed_is_left_out_and_comes_back(elastic: bool, tmp_
     assert len(_steps(tmp_path, 1)) > before + 5, "the island that came back was in no round"
     last, again = (_steps(tmp_path, 1)[i][0] for i in (before - 1, before))
     if elastic:
-        assert last <= again <= last + 1, "more than one step was repeated"
+        assert last - 4 <= again <= last + 1, "more than five steps were repeated"
     else:
         assert again == 1
     assert (tmp_path / "rounds-0").read_text() == (tmp_path / "rounds-1").read_text()
