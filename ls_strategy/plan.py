@@ -331,6 +331,15 @@ class Plan:
         tiers = self.bytes_by_tier().values()
         return {kind: sum(tier[kind] for tier in tiers) for kind in ("parameters", "masters", "gradients", "optimizer")}
 
+    def bytes_per_update(self, optimizer_bytes: Sequence[float] | None = None) -> int:
+        """Return the bytes that element-wise updates of one rank read and write per step: masters, averages, states."""
+        total = 0.0
+        for flat in (f for u in self.units for f in u.flats if f.trainable):
+            stepped = flat.layout.shard if flat.policy(self.policy).optimizer else flat.layout.numel
+            kept = [self._moment_bytes(flat) if optimizer_bytes is None else optimizer_bytes[i] for i in flat.owners]
+            total += stepped * (2 * flat.master_dtype.itemsize + 4 + 2 * sum(kept))
+        return round(total)
+
     def drive_bytes_per_step(
         self, *, gradients_stored: bool, micro_batches: int = 1, optimizer_bytes: Sequence[float] | None = None
     ) -> tuple[int, int]:

@@ -74,7 +74,7 @@ def add(subcommands: argparse._SubParsersAction[argparse.ArgumentParser]) -> Non
 
 def run(args: argparse.Namespace) -> int:
     """Predict and print. Returns 1 if nothing fits."""
-    from ls_strategy.planner.forecast import fastest, lightest, reason, table
+    from ls_strategy.planner.forecast import assumptions, fastest, lightest, reason, table
     from ls_strategy.planner.scaling import scale, scaling_table
 
     configs = arguments.yaml_files((*args.config, *args.more))
@@ -111,6 +111,7 @@ def run(args: argparse.Namespace) -> int:
             "strategies": [f.to_dict() for f in forecasts],
             "lightest": None if chosen is None else chosen.candidate.name,
             "reason": reason(forecasts),
+            "assumptions": assumptions(forecasts),
             "fastest": None if quickest is None else quickest.candidate.name,
             "pipeline_bubbles": bubbles,
             "scaling": [vars(row) for row in rows],
@@ -121,7 +122,7 @@ def run(args: argparse.Namespace) -> int:
         return 0 if chosen is not None or (found is not None and found.options) else 1
     print(f"{module}: {numel:,} parameters in {question.precision.name}, batch of one rank: {_shapes(question.batch)}")
     print(table(forecasts, hardware))
-    print(reason(forecasts))
+    print("\n".join([reason(forecasts), *assumptions(forecasts)]))
     if quickest is not None and quickest.seconds is not None:
         print(f"{quickest.candidate.name}: the fastest that fits, at most {quickest.seconds[1]:.3g} s per step.")
     if bubbles:

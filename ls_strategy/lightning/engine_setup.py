@@ -24,6 +24,7 @@ from ls_strategy.planner.choice import Question, candidate_of, choose, explain, 
 from ls_strategy.planner.fit import before_sharding, question_of_fit
 from ls_strategy.planner.hardware import Hardware, found_here
 from ls_strategy.planner.out_of_memory import explaining
+from ls_strategy.planner.speeds import measure
 from ls_strategy.precision import PrecisionPolicy, resolve_precision
 
 if TYPE_CHECKING:
@@ -48,7 +49,7 @@ class EngineSetup:
     # plan ------------------------------------------------------------------------------------------------------------
 
     def plan(self, trainer: pl.Trainer, module: pl.LightningModule) -> None:
-        """Record the memory that is free before the fit, for error messages. With ``stage="auto"`` choose what fits.
+        """Record the memory that is free before the fit, for error messages. With ``stage="auto"`` choose how to train.
 
         Collective with ``stage="auto"``.
         """
@@ -64,7 +65,9 @@ class EngineSetup:
                 self._hardware = found_here(device, ranks=comm.world_size, ranks_per_node=per_node, nvme_path=path)
             return
         self._hardware = smallest(comm, strategy.root_device, path)
-        choice = choose(lambda: self._question(trainer, module), comm, self._hardware)
+        policy = self._policy()
+        speeds = measure(comm, strategy.root_device, policy.autocast or policy.compute)
+        choice = choose(lambda: self._question(trainer, module), comm, self._hardware, speeds)
         rank_zero_info(f"ZeROStrategy(stage='auto'): {choice.words}")
         strategy.auto = False
         strategy.config = choice.candidate.config(strategy.config)

@@ -75,8 +75,8 @@ class ZeROStrategy(EngineStrategy):  # its many public members are Lightning's h
 
     Args:
         stage: 0 replicates everything (DDP on this engine), 1 shards optimizer states, 2 also gradients, 3 also
-            parameters. ``"auto"`` plans when a fit begins and takes the lightest combination of stage, recomputation
-            and offload that fits.
+            parameters. ``"auto"`` plans when a fit begins and takes the combination of stage, recomputation and
+            offload that fits and is predicted to be the fastest.
         sharding: which blocks are gathered and reduced together, how far ahead, and how much each rank stores.
         precision: master weights, the dtype of sums over ranks, modules in fp32, the loss scale, the format of moments.
             The precision of the computation is ``Trainer(precision=...)``.

@@ -1,4 +1,4 @@
-"""Choose the lightest strategy that fits a module before training; all ranks choose the same."""
+"""Choose the fastest strategy that fits a module before training; all ranks choose the same."""
 
 from __future__ import annotations
 
@@ -20,13 +20,14 @@ from ls_strategy.planner.forecast import (
     Forecast,
     Forecaster,
     Run,
-    lightest,
+    assumptions,
     next_lighter_in_memory,
     reason,
     table,
 )
 from ls_strategy.planner.hardware import Hardware, found_here, show_bytes
 from ls_strategy.planner.simulated import simulated
+from ls_strategy.planner.speeds import Speeds, quickest
 from ls_strategy.planner.step import training_step
 from ls_strategy.precision import PrecisionPolicy
 
@@ -79,11 +80,15 @@ class Choice:
     words: str
     """The table, and the reason."""
 
+    forecasts: tuple[Forecast, ...]
+    """Of all candidates, with predicted seconds."""
 
-def choose(ask: Callable[[], Question], world: Comm, hardware: Hardware) -> Choice:
-    """Return the lightest strategy that fits. Collective over ``world``.
 
-    ``ask`` returns what to plan for, and is called on rank 0 only. ``hardware`` comes from `smallest`.
+def choose(ask: Callable[[], Question], world: Comm, hardware: Hardware, speeds: Speeds) -> Choice:
+    """Return the strategy that is fastest of those that fit, as far as speeds tell. Collective over ``world``.
+
+    ``ask`` returns what to plan for, and is called on rank 0 only. ``hardware`` comes from `smallest`, ``speeds`` from
+    `speeds.measure`.
 
     Raises:
         PlanError: on every rank: nothing fits, or the step cannot be traced.
@@ -91,7 +96,7 @@ def choose(ask: Callable[[], Question], world: Comm, hardware: Hardware) -> Choi
     answer: Choice | str | None = None
     if world.rank == 0:
         try:
-            answer = _decide(ask().forecasts(hardware), hardware)
+            answer = _decide(ask().forecasts(hardware), hardware, speeds)
         except Exception as error:  # the other ranks wait for the answer
             answer = str(error) if isinstance(error, PlanError) else f"{type(error).__name__}: {error}"
     answer = world.exchange_objects(answer)[0]
@@ -100,11 +105,28 @@ def choose(ask: Callable[[], Question], world: Comm, hardware: Hardware) -> Choi
     raise PlanError(f'strategy="zero_auto": {answer} Name a strategy to skip planning.')
 
 
-def _decide(forecasts: list[Forecast], hardware: Hardware) -> Choice:
-    chosen = lightest(forecasts)
+def _decide(forecasts: list[Forecast], hardware: Hardware, speeds: Speeds) -> Choice:
+    timed = [replace(f, seconds=(speeds.seconds(f),) * 2) for f in forecasts]
+    chosen = quickest(timed, speeds)
+    words = table(timed, hardware, chosen, "<- fastest that fits")
     if chosen is None:
-        raise PlanError(f"{reason(forecasts)}\n{table(forecasts, hardware)}\n")
-    return Choice(chosen.candidate, f"{table(forecasts, hardware)}\n{reason(forecasts)}")
+        raise PlanError(f"{reason(forecasts)}\n{words}\n")
+    why = "\n".join([_why(timed, chosen), *assumptions(timed)])
+    return Choice(chosen.candidate, f"{words}\n{why}", tuple(timed))
+
+
+def _why(timed: Sequence[Forecast], chosen: Forecast) -> str:
+    """Explain the choice in one sentence or two."""
+    assert chosen.seconds is not None
+    why = f"{chosen.candidate.name}: {chosen.seconds[0]:.3g} s per step, predicted from speeds that were measured now."
+    lighter = timed[: list(timed).index(chosen)]
+    if not lighter:
+        return f"{why} None is clearly faster."
+    last = lighter[-1]
+    assert last.seconds is not None
+    return f"{why} {last.candidate.name} " + (
+        f"would take {last.seconds[0]:.3g} s." if last.fits else f"needs {'; '.join(last.lacks)}."
+    )
 
 
 def smallest(world: Comm, device: torch.device, nvme_path: str = "") -> Hardware:

@@ -12,13 +12,13 @@ from torch.optim import Optimizer
 
 from ls_strategy.config import RecomputeConfig, TierName, ZeROConfig
 from ls_strategy.errors import PlanError
-from ls_strategy.plan import Plan
+from ls_strategy.plan import FlatPlan, Plan
 from ls_strategy.planner.buffers import Setting
 from ls_strategy.planner.candidates import Candidate, ladder
 from ls_strategy.planner.hardware import Hardware, show_bytes
 from ls_strategy.planner.replay import Peak, replay
 from ls_strategy.planner.simulated import Simulated
-from ls_strategy.planner.states import ModelStates
+from ls_strategy.planner.states import ModelStates, whole_step_flops
 from ls_strategy.planner.trace import Step, Trace, Tracer
 from ls_strategy.planner.traffic import StepTraffic, traffic
 from ls_strategy.precision import PrecisionPolicy
@@ -63,6 +63,18 @@ class Forecast:
     lacks: tuple[str, ...]
     """What it needs more of than is available."""
 
+    messages: int = 0
+    """Collectives of parameters and gradients per step."""
+
+    stepped_bytes: int = 0
+    """Bytes that this rank's element-wise updates read and write per step."""
+
+    step_flops: int = 0
+    """Operations of this rank's share of the optimizer's step on whole matrices."""
+
+    assumed: tuple[str, ...] = ()
+    """See `Trace`."""
+
     @property
     def fits(self) -> bool:
         """Whether it can run, as far as is known."""
@@ -86,6 +98,7 @@ class Forecast:
             "seconds_per_step": self.seconds,
             "fits": self.fits,
             "lacks": list(self.lacks),
+            "assumed": list(self.assumed),
         }
 
 
@@ -123,6 +136,7 @@ class Forecaster:
         self._traces: dict[RecomputeConfig | None, Trace] = {}
         self._plans: dict[Any, Plan] = {}
         self._optimizer_bytes = self._states.optimizer_bytes(run.config)
+        self._whole_steps = sum(map(whole_step_flops, optimizers))
 
     @property
     def recomputable(self) -> bool:
@@ -208,8 +222,16 @@ class Forecaster:
         """Return memory, traffic and time of one candidate."""
         where = (hardware.ranks, hardware.device, hardware.on_a_node)
         peak, moved = self.peak(candidate, *where), self.traffic(candidate, *where)
-        flops = self.trace(candidate.recompute).flops * self._run.micro_batches
-        return Forecast(candidate, peak, moved, flops, _seconds(moved, flops, hardware), lacks_of(peak, hardware))
+        trace = self.trace(candidate.recompute)
+        flops = trace.flops * self._run.micro_batches
+        plan = self.plan(candidate.config(self._run.config), hardware.ranks, hardware.on_a_node)
+        return Forecast(
+            candidate, peak, moved, flops, _seconds(moved, flops, hardware), lacks_of(peak, hardware),
+            messages=plan.count_sent(self._run.micro_batches, gathered=_one, regathered=_one, reduced=_one),
+            stepped_bytes=plan.bytes_per_update(self._optimizer_bytes),
+            step_flops=self._whole_steps // (hardware.ranks if plan.policy.optimizer else 1),
+            assumed=trace.assumed,
+        )  # fmt: skip
 
     def all(self, hardware: Hardware) -> list[Forecast]:
         """Return the forecast of every candidate, the lightest first."""
@@ -225,6 +247,10 @@ class Forecaster:
             by_node=hardware.node_gbs is not None and hardware.ranks > hardware.on_a_node > 1,
         )
         return list(ways)
+
+
+def _one(flat: FlatPlan) -> int:
+    return 1
 
 
 def _seconds(moved: StepTraffic, flops: int, hardware: Hardware) -> tuple[float, float] | None:
@@ -273,9 +299,14 @@ def fastest(forecasts: Sequence[Forecast]) -> Forecast | None:
     return forecasts[min(timed)[1]] if timed else None
 
 
-def table(forecasts: Sequence[Forecast], hardware: Hardware) -> str:
-    """Return one line per candidate, the lightest first; the first that fits is marked."""
-    chosen = lightest(forecasts)
+def table(
+    forecasts: Sequence[Forecast],
+    hardware: Hardware,
+    chosen: Forecast | None = None,
+    mark: str = "<- lightest that fits",
+) -> str:
+    """Return one line per candidate, the lightest first; ``chosen`` is marked, or the first that fits."""
+    chosen = chosen or lightest(forecasts)
     has_times = any(f.seconds for f in forecasts)
     has_nodes = hardware.node_gbs is not None
     head = ["", "device", "of that: states", "activations", "other", "host", "NVMe", "sent per step"]
@@ -286,8 +317,9 @@ def table(forecasts: Sequence[Forecast], hardware: Hardware) -> str:
         states = sum(at.get(kind, 0) for kind in ("parameters", "masters", "gradients", "optimizer"))
         activations = at.get("activations", 0)
         sizes = (f.peak.device, states, activations, f.peak.device - states - activations, f.peak.cpu, f.peak.nvme)
-        seconds = [f"{f.seconds[0]:.3g} to {f.seconds[1]:.3g}"] if f.seconds else [""] if has_times else []
-        verdict = "<- lightest that fits" if f is chosen else "yes" if f.fits else "no: needs " + "; ".join(f.lacks)
+        bounds = [f"{each:.3g}" for each in dict.fromkeys(f.seconds or ())]
+        seconds = [" to ".join(bounds)] if has_times else []
+        verdict = mark if f is chosen else "yes" if f.fits else "no: needs " + "; ".join(f.lacks)
         sent = (f.traffic.sent, f.traffic.between_nodes) if has_nodes else (f.traffic.sent,)
         cells = [show_bytes(n) if n else "-" for n in (*sizes, *sent)]
         rows.append([f.candidate.name, *cells, *seconds, verdict])
@@ -316,6 +348,16 @@ def reason(forecasts: Sequence[Forecast]) -> str:
         return f"{chosen.candidate.name}: the lightest of all fits."
     last = lighter[-1]
     return f"{chosen.candidate.name}: the lightest that fits. {last.candidate.name} needs {'; '.join(last.lacks)}."
+
+
+def assumptions(forecasts: Sequence[Forecast]) -> list[str]:
+    """Return a sentence for every line of code whose branch a step without values could not know."""
+    lines = dict.fromkeys(line for f in forecasts for line in f.assumed)
+    return [
+        f"{line} decides by the value of a tensor, which was taken to be False here. If it is True in training, the "
+        "step may take more memory and time than this plan says."
+        for line in lines
+    ]
 
 
 def next_lighter_in_memory(forecasts: Sequence[Forecast], device_bytes: int) -> Forecast | None:

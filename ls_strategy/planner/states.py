@@ -25,6 +25,7 @@ from ls_strategy.zero.setup.share import Share
 from ls_strategy.zero.step.elementwise import copy_of
 from ls_strategy.zero.step.kernels import kernel_for
 from ls_strategy.zero.step.whole_groups import whole_groups
+from ls_strategy.zero.step.whole_tensors import tensor_cost
 from ls_strategy.zero_stages import policy_of
 
 _PROBED = 64
@@ -107,6 +108,17 @@ class ModelStates:
     def has_temporaries(self) -> bool:
         """Whether some optimizer's step needs memory in addition to its states."""
         return any(kernel_for(o) is None and type(o) not in _TORCH_FUSED for o in self.optimizers)
+
+
+def whole_step_flops(optimizer: Optimizer) -> int:
+    """Return the operations of an optimizer's steps of whole matrices, all of them together: of Newton-Schulz."""
+    total = 0.0
+    for group in optimizer.param_groups:
+        if "ns_steps" not in group and not hasattr(optimizer, "tensor_cost"):
+            continue
+        costs = ((p.numel(), tensor_cost(optimizer, group, tuple(p.shape))) for p in group["params"])
+        total += sum(2 * cost for numel, cost in costs if cost > numel)  # others are updated element by element
+    return int(total)
 
 
 def moment_bytes(optimizer: Optimizer, config: ZeROConfig) -> float:

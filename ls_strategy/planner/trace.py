@@ -7,9 +7,12 @@ tier and number of ranks. Only recomputation of activations changes the step its
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Generator, Iterable, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
+from pathlib import Path
+from types import FrameType
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -65,6 +68,9 @@ class Trace:
     events: tuple[Event, ...]
     flops: int
     """Forward and backward, including recomputation."""
+
+    assumed: tuple[str, ...] = ()
+    """Lines of code, as ``file:line``, that branched by a tensor's value, which was taken to be False."""
 
 
 def condensed(events: Iterable[Event]) -> tuple[Event, ...]:
@@ -144,6 +150,8 @@ class _Watch(StorageWatch):
         self._own = [t.untyped_storage() for t in (*model.parameters(), *model.buffers())]
         self._own_ids = {id(storage) for storage in self._own}
         self.flops = 0
+        self.assumed: dict[str, None] = {}
+        """Lines that branched by a value, in order."""
 
     def note(self, tensor: Tensor) -> None:
         """Ignore views of parameters, which are not activations."""
@@ -155,10 +163,19 @@ class _Watch(StorageWatch):
         if func is torch.ops.prim.device.default and type(args[0]) is not Tensor:
             return args[0].device  # half of all calls: what torch asks of every fake tensor
         if func is torch.ops.aten._local_scalar_dense.default and type(args[0]) is not Tensor:
+            if args[0].dtype == torch.bool:
+                self._assume(sys._getframe(1))
             return _zero(args[0])
         output = super().__torch_dispatch__(func, types, args, kwargs)
         self.flops += _flops(func, args, kwargs or {}, output)
         return output
+
+    def _assume(self, frame: FrameType | None) -> None:
+        """Note which line reads a truth value, unless it is of this package, which branches alike in training."""
+        while frame is not None and frame.f_code.co_filename.startswith(_TORCH):
+            frame = frame.f_back
+        if frame is not None and not frame.f_code.co_filename.startswith(_HERE):
+            self.assumed[f"{frame.f_code.co_filename}:{frame.f_lineno}"] = None
 
 
 class _Enough(BaseException):
@@ -222,6 +239,9 @@ class _Marks:
         self.count()
         for handle in self._handles:
             handle.remove()
+
+
+_TORCH, _HERE = str(Path(torch.__file__).parent), str(Path(__file__).parents[1])
 
 
 def _zero(tensor: Tensor) -> float | int | bool:
@@ -314,7 +334,7 @@ class Tracer:
                 boundary.remove()
             for spec, its in zip(self.specs, modules, strict=True):
                 spec.modules[:] = its  # `UnitHooks` has cleared the list
-        return Trace(tuple(events), watch.flops)
+        return Trace(tuple(events), watch.flops, tuple(watch.assumed))
 
     def _run_step(
         self, watch: _Watch, events: list[Event], batch: Any, around: Callable[[], AbstractContextManager[None]],

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from math import inf
 from typing import Any
 
 import lightning.pytorch as pl
@@ -10,11 +12,13 @@ import torch
 from torch import Tensor
 
 from ls_strategy.config import nested
+from ls_strategy.distributed.comm import make_comm
 from ls_strategy.errors import ConfigError, PlanError
 from ls_strategy.lightning import engine_setup
 from ls_strategy.lightning.strategy import ZeROStrategy
 from ls_strategy.planner.hardware import Hardware
 from ls_strategy.planner.out_of_memory import OutOfMemory
+from ls_strategy.planner.speeds import Speeds, measure
 from ls_strategy.testing import spawn
 from tests.dist.models import Case, PrivateNet, loader, quiet
 
@@ -30,9 +34,15 @@ def trainer(strategy: Any, world_size: int) -> pl.Trainer:
     )  # fmt: skip
 
 
-def fit_on(rooms: list[int], world_size: int, stage: Any = "auto") -> tuple[Any, PrivateNet]:
+MESSAGES = Speeds(
+    flops=inf, link=inf, message=1.0, update=inf, host_update=inf, bus=inf, overlaps=False
+)  # fmt: skip
+"""Of a machine on which only the number of messages takes time."""
+
+
+def fit_on(rooms: list[int], world_size: int, stage: Any = "auto", speeds: Speeds = MESSAGES) -> tuple[Any, PrivateNet]:
     """Train on ranks with so much room each: the smallest counts."""
-    plain = engine_setup.smallest
+    plain, measured = engine_setup.smallest, engine_setup.measure
 
     def smallest(world: Any, device: torch.device, path: str) -> Hardware:
         everyones = world.exchange_objects(rooms[world.rank])
@@ -44,13 +54,14 @@ def fit_on(rooms: list[int], world_size: int, stage: Any = "auto") -> tuple[Any,
         )  # fmt: skip
 
     engine_setup.smallest = smallest
+    engine_setup.measure = lambda *_: speeds
     try:
         chosen = ZeROStrategy(stage, sharding={"min_unit_numel": 0})
         module = PrivateNet(CASE)
         trainer(chosen, world_size).fit(module, loader(CASE, world_size))
         return chosen, module
     finally:
-        engine_setup.smallest = plain
+        engine_setup.smallest, engine_setup.measure = plain, measured
 
 
 def choose_many(rank: int, world_size: int) -> list[Any]:
@@ -63,11 +74,24 @@ def choose_many(rank: int, world_size: int) -> list[Any]:
         result.append(
             (strategy.config.stage, offload, recompute, module.result.losses[-CASE.steps :])
         )  # planning ran steps, too
+    updates, module = fit_on([10**9] * 2, world_size, speeds=replace(MESSAGES, update=1.0, host_update=1.0))
+    result.append((updates.config.stage, updates.config.offload.optimizer, None, module.result.losses[-CASE.steps :]))
     with pytest.raises(PlanError, match=r"nothing fits\..* comes closest and needs"):
         fit_on([1000] * 2, world_size)
     _, trusted = fit_on([10**9] * 2, world_size, stage=0)
     result.append(trusted.result.losses)
     return result
+
+
+def measure_together(rank: int, world_size: int) -> Speeds:
+    return measure(make_comm(), torch.device("cpu"), torch.bfloat16)
+
+
+def test_all_ranks_take_the_speeds_of_the_slowest() -> None:
+    first, second = spawn(measure_together, 2, timeout_s=60)
+    assert first == second
+    assert 1e5 < first.link < 1e12
+    assert 1e-6 < first.message < 5
 
 
 def test_the_smallest_rank_decides_for_all_and_the_losses_are_the_same() -> None:
@@ -77,6 +101,7 @@ def test_the_smallest_rank_decides_for_all_and_the_losses_are_the_same() -> None
     assert chosen[0][:3] == (0, None, None)
     assert chosen[1][:3] == (1, None, None)
     assert (chosen[2][0], chosen[2][1].tier, chosen[2][2].policy) == (3, "cpu", "full")
+    assert chosen[3][0] == 1, "stage 0 fits, but every rank updates everything"
     assert all(losses == trusted for *_, losses in chosen)
 
 

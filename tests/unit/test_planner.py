@@ -19,6 +19,7 @@ from ls_strategy.planner.forecast import Forecaster, Run, lightest, on_hardware,
 from ls_strategy.planner.hardware import Hardware, parse_rate
 from ls_strategy.planner.scaling import scale, scaling_table
 from ls_strategy.planner.simulated import simulated
+from ls_strategy.planner.speeds import measure
 from ls_strategy.planner.states import ModelStates, moment_bytes
 from ls_strategy.planner.step import training_step
 from ls_strategy.planner.traffic import traffic
@@ -361,9 +362,10 @@ def test_one_process_chooses_for_itself():
     hardware = smallest(world, CPU)
     assert hardware.ranks == hardware.ranks_per_node == 1
     assert hardware.host_memory > 0
-    choice = choose(question, world, hardware)
+    choice = choose(question, world, hardware, measure(world, CPU, torch.float32))
     assert choice.candidate.name == "zero0"
-    assert "lightest of all fits" in choice.words
+    assert "None is clearly faster" in choice.words
+    assert len([line for line in choice.words.splitlines() if line.endswith("<- fastest that fits")]) == 1
 
 
 def test_times_need_speeds():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,7 +13,8 @@ from ls_strategy.config import ZeROConfig
 from ls_strategy.errors import PlanError
 from ls_strategy.planner.candidates import Candidate
 from ls_strategy.planner.choice import Question
-from ls_strategy.planner.forecast import Run
+from ls_strategy.planner.forecast import Run, assumptions
+from ls_strategy.planner.hardware import Hardware
 from ls_strategy.planner.traffic import traffic
 from ls_strategy.precision import resolve_precision
 
@@ -114,3 +116,30 @@ def test_a_rank_sends_the_papers_multiple_of_the_parameters(forecaster: Any, sta
     assert (times - 1) * numel * 4 * 3 / 4 <= sent <= times * numel * 4 * 3 / 4
     if stage < 3:
         assert sent == times * numel * 4 * 3 / 4
+
+
+class Gate(Net):
+    """Runs its second half only if some value asks for it, as hand-written experts do."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        loss = super().training_step(batch, batch_idx)
+        if (loss > 0).any():  # this line
+            loss = loss + 2 * super().training_step(batch, batch_idx)
+        self.seen = loss.item()  # a number, for a log
+        return loss
+
+
+def test_a_branch_by_a_value_is_named_in_the_plan_and_numbers_for_logs_are_not() -> None:
+    module = Gate()
+    optimizers = [torch.optim.AdamW(module.parameters())]
+    asked = Question(module, optimizers, resolve_precision("32-true"), torch.ones(ROWS, WIDTH), Run())
+    forecasts = asked.forecasts(Hardware(ranks=2, device="cpu"))
+    lines = Path(__file__).read_text().splitlines()
+    here = next(i for i, line in enumerate(lines, 1) if line.endswith("# this line"))
+    assert {f.assumed for f in forecasts} == {(f"{__file__}:{here}",)}
+    (sentence,) = assumptions(forecasts)
+    assert sentence.startswith(f"{__file__}:{here} decides by the value of a tensor")
+
+
+def test_a_step_without_branches_assumes_nothing(forecaster: Any) -> None:
+    assert forecaster.trace().assumed == ()

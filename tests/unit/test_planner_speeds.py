@@ -1,0 +1,92 @@
+"""What ``zero_auto`` takes, from predicted work and measured speeds."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+import pytest
+import torch
+
+from ls_strategy.config import TierConfig
+from ls_strategy.distributed.comm import Comm
+from ls_strategy.optimizers.muon import Muon
+from ls_strategy.planner.candidates import Candidate
+from ls_strategy.planner.forecast import Forecast
+from ls_strategy.planner.replay import Peak
+from ls_strategy.planner.speeds import SAME, Speeds, measure, quickest
+from ls_strategy.planner.states import whole_step_flops
+from ls_strategy.planner.traffic import StepTraffic
+
+HOST = Speeds(
+    flops=1e9, link=1e6, message=0.001, update=1e8, host_update=1e7, bus=1e6, overlaps=False,
+)  # fmt: skip
+"""Of a machine in which everything is easy to add up."""
+
+
+PLAIN = Candidate(0)
+
+
+def forecast(candidate: Candidate = PLAIN, *, drive: int = 0, bus: int = 0, lacks: tuple[str, ...] = (), **work):
+    done = {"flops": 10**9, "sent": 10**6, "messages": 10, "stepped_bytes": 10**8, "step_flops": 0} | work
+    sent = done.pop("sent")
+    peak = Peak(device=1, cpu=0, nvme=0, at_peak={}, states={})
+    return Forecast(candidate, peak, StepTraffic(sent, 0, bus, drive), seconds=None, lacks=lacks, **done)
+
+
+def test_on_the_host_all_of_a_step_adds_up():
+    assert HOST.seconds(forecast()) == pytest.approx(1 + 1 + 0.01 + 1)
+    assert HOST.seconds(forecast(step_flops=2 * 10**9)) == pytest.approx(3.01 + 2)
+
+
+def test_an_accelerator_sends_and_copies_while_it_computes():
+    device = replace(HOST, overlaps=True)
+    assert device.seconds(forecast()) == pytest.approx(1.01 + 1)
+    assert device.seconds(forecast(bus=3 * 10**6)) == pytest.approx(3 + 1)
+
+
+def test_offloaded_states_are_updated_at_the_speed_of_the_host():
+    offloaded = Candidate(2, TierConfig(tier="cpu"))
+    assert HOST.seconds(forecast(offloaded)) - HOST.seconds(forecast()) == pytest.approx(9)
+
+
+def test_the_lighter_one_is_taken_where_predictions_say_nothing():
+    first = forecast(Candidate(0))
+    seconds = HOST.seconds(first)
+    same = forecast(Candidate(1), flops=int(1e9 * (1 - 0.9 * SAME * seconds)))
+    faster = forecast(Candidate(2), flops=int(1e9 * (1 - 1.5 * SAME * seconds)))
+    assert quickest([first, same], HOST) is first
+    assert quickest([first, same, faster], HOST) is same
+    assert quickest([first, faster], HOST) is faster
+
+
+def test_what_does_not_fit_is_not_taken_and_nvme_only_if_nothing_else_fits():
+    fast = forecast(Candidate(0), flops=1, lacks=("1 GB of device memory",))
+    drive = forecast(Candidate(3, TierConfig(tier="nvme")), flops=1, drive=1)
+    slow = forecast(Candidate(3))
+    assert quickest([fast, slow, drive], HOST) is slow
+    assert quickest([fast, drive], HOST) is drive
+    assert quickest([fast], HOST) is None
+
+
+def test_the_lightest_of_several_that_need_nvme_is_taken():
+    heavy = forecast(Candidate(3, TierConfig(tier="nvme")), drive=1, flops=1)
+    assert quickest([replace(heavy, flops=10**12), heavy], HOST).flops == 10**12
+
+
+def test_steps_of_whole_matrices_are_counted_where_an_optimizer_has_them():
+    matrix, vector = torch.nn.Parameter(torch.zeros(8, 4)), torch.nn.Parameter(torch.zeros(8))
+    assert whole_step_flops(torch.optim.AdamW([matrix, vector])) == 0
+    muon = torch.optim.Muon([matrix], ns_steps=5)
+    assert whole_step_flops(muon) == 2 * 5 * (2 * 4 * 4 * 8 + 4**3)
+    ours = Muon([{"params": [matrix]}, {"params": [vector], "use_muon": False}])
+    assert whole_step_flops(ours) == 2 * Muon.tensor_cost(ours.param_groups[0], (8, 4))
+
+
+def test_one_process_measures_itself():
+    speeds = measure(Comm(None, None), torch.device("cpu"), torch.float32)
+    assert speeds.message == 0
+    assert speeds.link == speeds.bus == math.inf
+    assert not speeds.overlaps
+    for name in ("flops", "update", "host_update"):
+        assert 1e6 < getattr(speeds, name) < 1e15
