@@ -77,8 +77,10 @@ def test_steps_of_a_pipeline_move_no_generator_outside(rank: int, world_size: in
     found = seen(strategy)
     assert outside(found) == expected
     inside = [state for place, state in found if place.startswith("training_step")]
-    # The last stage counts the tokens of each micro-batch before, with the numbers that its pass begins with.
-    assert len(set(inside)) == len(inside) // (1 + rank), "no two micro-batches begin with the same numbers"
+    # The last stage runs on shapes before, with the numbers that its passes begin with.
+    passes = 2 * 4 * 2  # of two micro-batches in four steps of two epochs
+    assert len(set(inside)) == passes, "no two micro-batches begin with the same numbers"
+    assert len(inside) > passes if rank else len(inside) == passes
 
 
 def outside(places: list[tuple[str, str]]) -> list[tuple[str, str]]:
