@@ -79,7 +79,6 @@ def test_steps_of_a_pipeline_move_no_generator_outside(rank: int, world_size: in
     inside = [state for place, state in found if place.startswith("training_step")]
     passes = 2 * 4 * 2  # of two micro-batches in four steps of two epochs; runs on shapes leave no trace
     assert len(inside) == len(set(inside)) == passes, "no two micro-batches begin with the same numbers"
-    assert len(inside) > passes if rank else len(inside) == passes
 
 
 def outside(places: list[tuple[str, str]]) -> list[tuple[str, str]]:
