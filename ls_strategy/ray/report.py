@@ -51,6 +51,7 @@ class RayReportCallback(Callback):
         self.check_every_s = check_every_s
         self._storage: RunStorage | None = None
         self._announced: Any = None
+        self._reported: dict[str, Any] = {}
         self._last_step = 0
         self._steps = 0
         self._next_check = 1
@@ -81,7 +82,7 @@ class RayReportCallback(Callback):
         """Start counting, and warn if the run was reported to Ray before and does not continue."""
         self._last_step = trainer.global_step
         self._steps, self._next_check, self._since = 0, 1, time.perf_counter()
-        self._announced = None
+        self._announced, self._reported = None, {}
         if trainer.global_step == 0 and train.get_checkpoint() is not None:
             rank_zero_warn(
                 "RayReportCallback: this run has reported a checkpoint, but the fit starts from scratch. To continue, "
@@ -144,6 +145,9 @@ class RayReportCallback(Callback):
         assert self._storage is not None
         metrics = {name: value.item() for name, value in trainer.callback_metrics.items()}
         metrics |= {"epoch": trainer.current_epoch, "step": trainer.global_step}
+        if trainer.strategy.broadcast(metrics == self._reported):
+            return  # the last step of a fit was due by itself, and ends an epoch that is due
+        self._reported = metrics
         if not self._storage.exists or trainer.fast_dev_run:  # type: ignore[attr-defined]
             train.report(metrics=metrics)
             return

@@ -121,8 +121,8 @@ def train_announced(config: dict[str, Any]) -> dict[str, Any]:
             accelerator="cpu",
             strategy=config.get("alias") or RayZeROStrategy(**config["options"]),
             callbacks=[RayReportCallback(every_n_steps=4, check_every_s=0)],
-            max_epochs=1, logger=False, enable_checkpointing=False, enable_progress_bar=False,
-            enable_model_summary=False,
+            max_epochs=1, max_steps=config.get("max_steps", -1), logger=False, enable_checkpointing=False,
+            enable_progress_bar=False, enable_model_summary=False,
         )  # fmt: skip
         trainer.fit(Net(case), models.loader(case, trainer.world_size))
     names = [each["checkpoint"] for each in reported if "checkpoint" in each]

@@ -66,6 +66,12 @@ def test_an_announced_loss_of_a_node_is_saved_and_reported_and_training_goes_on(
         assert each["strategy"] == "RayZeROStrategy"
 
 
+def test_the_last_step_of_a_fit_is_reported_once(tmp_path: Path) -> None:
+    """It is due as a step, and ends an epoch that is due."""
+    for each in announced({"folder": str(tmp_path), "alias": "zero2", "max_steps": 4}):
+        assert each["reported"] == [3, 4]
+
+
 def test_a_save_that_failed_is_not_reported_as_a_checkpoint(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     options = {"stage": 3, "checkpoint": {"on_error": "continue"}}
