@@ -31,8 +31,8 @@ _SIDE = {True: 4096, False: 384}
 _SHARD = {True: 4 << 20, False: 1 << 18}
 """Elements of every rank's shard in the gather that is timed."""
 
-_STEPPED = {True: 16 << 20, False: 1 << 19}
-"""Elements of the update that is timed."""
+_STEPPED = {True: 16 << 20, False: 1 << 21}
+"""Elements of the update that is timed: more than caches hold."""
 
 _TRIES = 5
 """Times that each is measured; the median counts."""

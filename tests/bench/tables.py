@@ -332,6 +332,19 @@ def _adapters(record: dict[str, Any]) -> list[list[str]]:
     return [["", "step time over adapters by hand"], *rows]
 
 
+def _auto_choice(record: dict[str, Any]) -> list[list[str]]:
+    """One row per model."""
+    rows = [["", "chosen", "fastest of all candidates", "candidates", "time of the choice over the fastest"]]
+    for model, result in record["results"].items():
+        cells = [f"`{model}`", f"`{result['chosen']}`", f"`{result['fastest']}`", str(len(result["seconds"]))]
+        rows.append([*cells, f"{result['over_fastest']:.3f} {_between(result['ratio'])}"])
+    return rows
+
+
+def _between(cell: dict[str, float]) -> str:
+    return f"[{cell['q1']:.2f}, {cell['q3']:.2f}]"
+
+
 def _virtual_ranks(record: dict[str, Any]) -> list[list[str]]:
     """One row per stage."""
     rows = [[f"`{name}`", _quartiles(cell), f"{cell['bytes']:.3f}"] for name, cell in record["results"].items()]
@@ -415,6 +428,7 @@ def _host_time(world: str) -> Callable[[dict[str, Any]], list[list[str]]]:
 _TABLES: dict[str, Callable[[dict[str, Any]], list[list[str]]]] = {
     "trainer_time": _ratios,
     "adapters": _adapters,
+    "auto_choice": _auto_choice,
     "virtual_ranks": _virtual_ranks,
     "elastic": _elastic,
     "virtual_shares": _virtual_shares,
