@@ -127,7 +127,7 @@ def _links(world: Comm, device: torch.device, shard: int) -> tuple[float, float]
         return 0.0, float("inf")
 
     def gather(numel: int) -> float:
-        full = torch.zeros(numel * world.world_size, device=device)
+        full = torch.ones(numel * world.world_size, device=device)
         return _seconds(world, device, lambda: world.all_gather(full, "speeds").wait())
 
     least, most = gather(1), gather(shard)
@@ -135,7 +135,7 @@ def _links(world: Comm, device: torch.device, shard: int) -> tuple[float, float]
 
 
 def _updates(world: Comm, device: torch.device, numel: int) -> float:
-    param, grad, first, second = (torch.zeros(numel, device=device) for _ in range(4))
+    param, grad, first, second = (torch.ones(numel, device=device) for _ in range(4))
     moments = (Moment(first, None, signed=True), Moment(second, None, signed=False))
 
     def update() -> None:
@@ -145,7 +145,7 @@ def _updates(world: Comm, device: torch.device, numel: int) -> float:
 
 
 def _bus(world: Comm, device: torch.device, numel: int) -> float:
-    away = torch.zeros(numel, device=device)
+    away = torch.ones(numel, device=device)
     here = torch.zeros(numel, pin_memory=True)
 
     def both_ways() -> None:
