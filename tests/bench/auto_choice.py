@@ -1,6 +1,6 @@
 """What ``zero_auto`` chooses against every candidate, measured: whole Trainers on four ranks, three models.
 
-``python -m tests.bench auto_choice --record``
+``python -m tests.bench.auto_choice --record tests/bench/records/auto_choice.json``
 
 ``gpt``   the GPT recipe's network: much of everything
 ``wide``  wide layers and few samples: updates and traffic take most of the time
