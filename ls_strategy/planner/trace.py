@@ -166,6 +166,8 @@ class _Watch(StorageWatch):
             if args[0].dtype == torch.bool:
                 self._assume(sys._getframe(1))
             return _zero(args[0])
+        if func in _SELECTIONS and any(type(t) is not Tensor for t in tree_iter(args) if isinstance(t, Tensor)):
+            func, args, kwargs = _selecting_all(func, args)
         output = super().__torch_dispatch__(func, types, args, kwargs)
         self.flops += _flops(func, args, kwargs or {}, output)
         return output
@@ -242,6 +244,29 @@ class _Marks:
 
 
 _TORCH, _HERE = str(Path(torch.__file__).parent), str(Path(__file__).parents[1])
+
+
+_aten = torch.ops.aten
+_SELECTIONS = {_aten.nonzero.default, _aten.masked_select.default, _aten.index.Tensor}
+"""Operations whose result is as large as values say."""
+
+
+def _selecting_all(func: Any, args: Any) -> tuple[Any, Any, dict[str, Any]]:
+    """Return an operation that gives the largest result a selection by a mask can have: of a mask that is all True."""
+    if func is _aten.nonzero.default:
+        (values,) = args
+        return _aten.new_empty.default, (values, [values.numel(), values.dim()]), {"dtype": torch.int64}
+    if func is _aten.masked_select.default:
+        values, mask = args
+        return _aten.new_empty.default, (values, [torch.broadcast_shapes(values.shape, mask.shape).numel()]), {}
+    values, indices = args
+    found: list[Tensor | None] = []
+    for index in indices:
+        if index is None or index.dtype not in (torch.bool, torch.uint8):
+            found.append(index)
+        else:
+            found += [index.new_zeros(index.numel(), dtype=torch.int64) for _ in range(index.dim())]
+    return func, (values, found), {}
 
 
 def _zero(tensor: Tensor) -> float | int | bool:

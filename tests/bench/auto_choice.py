@@ -75,7 +75,7 @@ def made(model: str, width: int, samples: int) -> tuple[pl.LightningModule, Data
     if model == "gpt":
         tokens = torch.randint(256, (samples, 65))
         batches = TensorDataset(tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous())
-        return module_of("zero0", "5M", 64), DataLoader(batches, batch_size=4)
+        return module_of("zero0", "1M", 64), DataLoader(batches, batch_size=4)
     if model == "conv":
         images = TensorDataset(
             torch.randint(256, (samples, 3, 32, 32), dtype=torch.uint8), torch.randint(10, (samples,))
@@ -134,7 +134,7 @@ def main() -> None:
     parser.add_argument("--ranks", type=int, default=4, help="ranks on this machine")
     parser.add_argument("--models", nargs="+", default=["gpt", "wide", "conv"], choices=["gpt", "wide", "conv"])
     parser.add_argument("--steps", type=int, default=10, help="steps per Trainer")
-    parser.add_argument("--width", type=int, default=1024, help="of the wide layers")
+    parser.add_argument("--width", type=int, default=768, help="of the wide layers")
     args = parser.parse_args()
     results: dict[str, Any] = {}
     for model in args.models:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from ls_strategy.planner.forecast import Run, assumptions
 from ls_strategy.planner.hardware import Hardware
 from ls_strategy.planner.traffic import traffic
 from ls_strategy.precision import resolve_precision
+from tests.live_bytes import LiveBytes
 
 ROWS, WIDTH = 5, 8
 
@@ -139,6 +141,34 @@ def test_a_branch_by_a_value_is_named_in_the_plan_and_numbers_for_logs_are_not()
     assert {f.assumed for f in forecasts} == {(f"{__file__}:{here}",)}
     (sentence,) = assumptions(forecasts)
     assert sentence.startswith(f"{__file__}:{here} decides by the value of a tensor")
+
+
+class Masked(Net):
+    """Computes its loss from what masks select, in every way that masks can."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        x = batch
+        for block in self.blocks:
+            x = block(x)
+        return self.selected(x, x > 0)
+
+    def selected(self, x: Tensor, mask: Tensor) -> Tensor:
+        rows = x[mask[:, 0]] + x[mask[:, 0].nonzero().squeeze(1)] + x[torch.where(mask[:, 0])[0]]
+        return x[mask].sum() + x.masked_select(mask).sum() + rows.sum() + x[:, mask[0]].sum()
+
+
+def test_a_mask_selects_as_much_as_it_can() -> None:
+    """The planned peak is that of a step in which all is selected."""
+    module, batch = Masked(), torch.ones(500, WIDTH)
+    optimizers = [torch.optim.AdamW(module.parameters())]
+    asked = Question(module, optimizers, resolve_precision("32-true"), batch, Run())
+    with asked.forecaster() as forecaster:
+        sizes = [e.amount for e in forecaster.trace().events if e.kind == "bytes"]
+    for parameter in module.parameters():
+        nn.init.constant_(parameter, 0.1)
+    with LiveBytes(ignore=[batch, *module.parameters()]) as live:
+        module.training_step(batch, 0).backward()
+    assert max(accumulate(sizes)) == live.peak + batch.nbytes
 
 
 def test_a_step_without_branches_assumes_nothing(forecaster: Any) -> None:
