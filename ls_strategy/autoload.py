@@ -49,7 +49,7 @@ ALIASES: dict[str, dict[str, object]] = {
     "zero1": {"stage": 1},
     "zero2": {"stage": 2},
     "zero3": {"stage": 3},
-    # The lightest configuration that fits, planned when a fit begins.
+    # The fastest configuration that fits, planned when a fit begins.
     "zero_auto": {"stage": "auto"},
     # Master weights and optimizer states in host memory; at stage 3 parameters too, unless the name says which.
     "zero1_offload": {"stage": 1, "offload": "cpu"},

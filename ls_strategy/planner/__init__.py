@@ -1,4 +1,4 @@
-"""Predict a run's memory by tier, traffic and time before it starts, and choose the lightest strategy that fits.
+"""Predict a run's memory by tier, traffic and time before it starts, and choose a strategy that fits.
 
 ::
 
