@@ -118,7 +118,7 @@ def _decide(forecasts: list[Forecast], hardware: Hardware, speeds: Speeds) -> Ch
 def _why(timed: Sequence[Forecast], chosen: Forecast) -> str:
     """Explain the choice in one sentence or two."""
     assert chosen.seconds is not None
-    why = f"{chosen.candidate.name}: {chosen.seconds[0]:.3g} s per step, predicted from speeds that were measured now."
+    why = f"{chosen.candidate.name}: {chosen.seconds[0]:.3g} s per step, by speeds that were measured now."
     lighter = timed[: list(timed).index(chosen)]
     if not lighter:
         return f"{why} None is clearly faster."

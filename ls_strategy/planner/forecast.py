@@ -18,7 +18,7 @@ from ls_strategy.planner.candidates import Candidate, ladder
 from ls_strategy.planner.hardware import Hardware, show_bytes
 from ls_strategy.planner.replay import Peak, replay
 from ls_strategy.planner.simulated import Simulated
-from ls_strategy.planner.states import ModelStates, whole_step_flops
+from ls_strategy.planner.states import ModelStates, matrix_flops
 from ls_strategy.planner.trace import Step, Trace, Tracer
 from ls_strategy.planner.traffic import StepTraffic, traffic
 from ls_strategy.precision import PrecisionPolicy
@@ -70,7 +70,7 @@ class Forecast:
     """Bytes that this rank's element-wise updates read and write per step."""
 
     step_flops: int = 0
-    """Operations of this rank's share of the optimizer's step on whole matrices."""
+    """Operations of this rank's share of the optimizer's step on full matrices."""
 
     assumed: tuple[str, ...] = ()
     """See `Trace`."""
@@ -98,7 +98,6 @@ class Forecast:
             "seconds_per_step": self.seconds,
             "fits": self.fits,
             "lacks": list(self.lacks),
-            "assumed": list(self.assumed),
         }
 
 
@@ -136,7 +135,7 @@ class Forecaster:
         self._traces: dict[RecomputeConfig | None, Trace] = {}
         self._plans: dict[Any, Plan] = {}
         self._optimizer_bytes = self._states.optimizer_bytes(run.config)
-        self._whole_steps = sum(map(whole_step_flops, optimizers))
+        self._matrix_flops = sum(map(matrix_flops, optimizers))
 
     @property
     def recomputable(self) -> bool:
@@ -229,7 +228,7 @@ class Forecaster:
             candidate, peak, moved, flops, _seconds(moved, flops, hardware), lacks_of(peak, hardware),
             messages=plan.count_sent(self._run.micro_batches, gathered=_one, regathered=_one, reduced=_one),
             stepped_bytes=plan.bytes_per_update(self._optimizer_bytes),
-            step_flops=self._whole_steps // (hardware.ranks if plan.policy.optimizer else 1),
+            step_flops=self._matrix_flops // (hardware.ranks if plan.policy.optimizer else 1),
             assumed=trace.assumed,
         )  # fmt: skip
 
@@ -351,12 +350,13 @@ def reason(forecasts: Sequence[Forecast]) -> str:
 
 
 def assumptions(forecasts: Sequence[Forecast]) -> list[str]:
-    """Return a sentence for every line of code whose branch a step without values could not know."""
+    """Return a sentence on the lines of code whose branch a step without values could not know; none without any."""
     lines = dict.fromkeys(line for f in forecasts for line in f.assumed)
+    if not lines:
+        return []
     return [
-        f"{line} decides by the value of a tensor, which was taken to be False here. If it is True in training, the "
-        "step may take more memory and time than this plan says."
-        for line in lines
+        f"Decided by values of tensors, which were taken to be False here: {', '.join(lines)}. If they are True in "
+        "training, a step may take more memory and time than this plan says."
     ]
 
 

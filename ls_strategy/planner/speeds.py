@@ -1,4 +1,4 @@
-"""What the ranks of a run reach while all of them work: measured in less than a second, to compare candidates.
+"""What the ranks of a run reach while all of them work: measured when a fit begins, to compare candidates.
 
 A candidate's step is predicted from counted work: operations, bytes and messages to other ranks, bytes that updates
 touch, bytes over the bus. On the host, all of it adds up, because ranks send with the cores that compute. An
@@ -10,7 +10,6 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
-from typing import TYPE_CHECKING
 
 import torch
 
@@ -18,9 +17,7 @@ from ls_strategy import device as dev
 from ls_strategy.distributed.comm import Comm
 from ls_strategy.ops.moments import Moment
 from ls_strategy.ops.update import adamw_
-
-if TYPE_CHECKING:
-    from ls_strategy.planner.forecast import Forecast
+from ls_strategy.planner.forecast import EFFICIENCY, Forecast
 
 SAME = 0.05
 """Predictions that differ by less than this share say nothing: then the lighter candidate is taken."""
@@ -69,7 +66,7 @@ class Speeds:
     def seconds(self, forecast: Forecast) -> float:
         """Predict one optimizer step; reads and writes of NVMe are not included."""
         moved = forecast.traffic
-        compute = forecast.flops / self.flops
+        compute = forecast.flops / (self.flops * EFFICIENCY)
         links = moved.sent / self.link + forecast.messages * self.message
         update = forecast.stepped_bytes / (self.update if forecast.candidate.optimizer is None else self.host_update)
         update += forecast.step_flops / self.flops
@@ -78,7 +75,7 @@ class Speeds:
 
 
 def measure(world: Comm, device: torch.device, dtype: torch.dtype) -> Speeds:
-    """Measure, and return the slowest rank's values. Collective; takes less than a second.
+    """Measure, and return the slowest rank's values. Collective.
 
     Args:
         world: the ranks.

@@ -110,8 +110,8 @@ class ModelStates:
         return any(kernel_for(o) is None and type(o) not in _TORCH_FUSED for o in self.optimizers)
 
 
-def whole_step_flops(optimizer: Optimizer) -> int:
-    """Return the operations of an optimizer's steps of whole matrices, all of them together: of Newton-Schulz."""
+def matrix_flops(optimizer: Optimizer) -> int:
+    """Return the operations of an optimizer's steps on full matrices, all of them together: of Newton-Schulz."""
     total = 0.0
     for group in optimizer.param_groups:
         if "ns_steps" not in group and not hasattr(optimizer, "tensor_cost"):

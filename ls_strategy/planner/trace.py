@@ -7,6 +7,7 @@ tier and number of ranks. Only recomputation of activations changes the step its
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Callable, Generator, Iterable, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -243,8 +244,7 @@ class _Marks:
             handle.remove()
 
 
-_TORCH, _HERE = str(Path(torch.__file__).parent), str(Path(__file__).parents[1])
-
+_TORCH, _HERE = (f"{folder}{os.sep}" for folder in (Path(torch.__file__).parent, Path(__file__).parents[1]))
 
 _aten = torch.ops.aten
 _SELECTIONS = {_aten.nonzero.default, _aten.masked_select.default, _aten.index.Tensor}

@@ -337,12 +337,8 @@ def _auto_choice(record: dict[str, Any]) -> list[list[str]]:
     rows = [["", "chosen", "fastest of all candidates", "candidates", "time of the choice over the fastest"]]
     for model, result in record["results"].items():
         cells = [f"`{model}`", f"`{result['chosen']}`", f"`{result['fastest']}`", str(len(result["seconds"]))]
-        rows.append([*cells, f"{result['over_fastest']:.3f} {_between(result['ratio'])}"])
+        rows.append([*cells, _quartiles(result)])
     return rows
-
-
-def _between(cell: dict[str, float]) -> str:
-    return f"[{cell['q1']:.2f}, {cell['q3']:.2f}]"
 
 
 def _virtual_ranks(record: dict[str, Any]) -> list[list[str]]:

@@ -12,14 +12,14 @@ from ls_strategy.config import TierConfig
 from ls_strategy.distributed.comm import Comm
 from ls_strategy.optimizers.muon import Muon
 from ls_strategy.planner.candidates import Candidate
-from ls_strategy.planner.forecast import Forecast
+from ls_strategy.planner.forecast import EFFICIENCY, Forecast
 from ls_strategy.planner.replay import Peak
 from ls_strategy.planner.speeds import SAME, Speeds, measure, quickest
-from ls_strategy.planner.states import whole_step_flops
+from ls_strategy.planner.states import matrix_flops
 from ls_strategy.planner.traffic import StepTraffic
 
 HOST = Speeds(
-    flops=1e9, link=1e6, message=0.001, update=1e8, host_update=1e7, bus=1e6, overlaps=False,
+    flops=1e9 / EFFICIENCY, link=1e6, message=0.001, update=1e8, host_update=1e7, bus=1e6, overlaps=False,
 )  # fmt: skip
 """Of a machine in which everything is easy to add up."""
 
@@ -36,7 +36,7 @@ def forecast(candidate: Candidate = PLAIN, *, drive: int = 0, bus: int = 0, lack
 
 def test_on_the_host_all_of_a_step_adds_up():
     assert HOST.seconds(forecast()) == pytest.approx(1 + 1 + 0.01 + 1)
-    assert HOST.seconds(forecast(step_flops=2 * 10**9)) == pytest.approx(3.01 + 2)
+    assert HOST.seconds(forecast(step_flops=2 * 10**9)) == pytest.approx(3.01 + 2 * EFFICIENCY)
 
 
 def test_an_accelerator_sends_and_copies_while_it_computes():
@@ -74,13 +74,13 @@ def test_the_lightest_of_several_that_need_nvme_is_taken():
     assert quickest([replace(heavy, flops=10**12), heavy], HOST).flops == 10**12
 
 
-def test_steps_of_whole_matrices_are_counted_where_an_optimizer_has_them():
+def test_steps_on_full_matrices_are_counted_where_an_optimizer_has_them():
     matrix, vector = torch.nn.Parameter(torch.zeros(8, 4)), torch.nn.Parameter(torch.zeros(8))
-    assert whole_step_flops(torch.optim.AdamW([matrix, vector])) == 0
+    assert matrix_flops(torch.optim.AdamW([matrix, vector])) == 0
     muon = torch.optim.Muon([matrix], ns_steps=5)
-    assert whole_step_flops(muon) == 2 * 5 * (2 * 4 * 4 * 8 + 4**3)
+    assert matrix_flops(muon) == 2 * 5 * (2 * 4 * 4 * 8 + 4**3)
     ours = Muon([{"params": [matrix]}, {"params": [vector], "use_muon": False}])
-    assert whole_step_flops(ours) == 2 * Muon.tensor_cost(ours.param_groups[0], (8, 4))
+    assert matrix_flops(ours) == 2 * Muon.tensor_cost(ours.param_groups[0], (8, 4))
 
 
 def test_one_process_measures_itself():

@@ -140,7 +140,7 @@ def test_a_branch_by_a_value_is_named_in_the_plan_and_numbers_for_logs_are_not()
     here = next(i for i, line in enumerate(lines, 1) if line.endswith("# this line"))
     assert {f.assumed for f in forecasts} == {(f"{__file__}:{here}",)}
     (sentence,) = assumptions(forecasts)
-    assert sentence.startswith(f"{__file__}:{here} decides by the value of a tensor")
+    assert f"taken to be False here: {__file__}:{here}." in sentence
 
 
 class Masked(Net):
