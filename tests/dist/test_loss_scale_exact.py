@@ -275,6 +275,7 @@ def every_other(runs: list[Run]) -> list[Run]:
     return [runs[0], runs[-1]]
 
 
+@pytest.mark.slow
 def test_a_loss_scale_changes_no_bit_of_divided_models() -> None:
     runs = [one for kind in divided(2).values() for one in every_other(kind)]
     check(check_divided, 2, runs)

@@ -1,6 +1,6 @@
 """docs/tutorial.md is one session: its files and commands in order, and what they print is what the page shows.
 
-By default files and options are checked without a run; ``-m wide`` walks through the page.
+By default files and options are checked without a run; ``-m slow`` walks through the page, in about five minutes.
 """
 
 from __future__ import annotations
@@ -231,7 +231,7 @@ def free_port() -> int:
         return s.getsockname()[1]
 
 
-@pytest.mark.wide
+@pytest.mark.slow
 @pytest.mark.dist
 @pytest.mark.timeout(1500)
 def test_the_page_from_beginning_to_end(tmp_path: Path) -> None:

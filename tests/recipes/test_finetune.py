@@ -284,7 +284,9 @@ def scalars(folder: Path) -> dict[str, list[float]]:
 
 
 @pytest.mark.wide
-@pytest.mark.parametrize("overlays", [[], ["lora"]], ids=["in full", "lora"])
+@pytest.mark.parametrize(
+    "overlays", [pytest.param([], marks=pytest.mark.slow, id="in full"), pytest.param(["lora"], id="lora")]
+)
 def test_losses_are_those_of_ddp(base: Path, lines: Path, tmp_path: Path, overlays: list[str]) -> None:
     options = [
         f"--model.model={base}", "--trainer.max_steps=6", "--trainer.val_check_interval=3",

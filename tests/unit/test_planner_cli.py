@@ -152,7 +152,7 @@ def test_a_search_prints_and_tells_what_to_set(config, capsys, tmp_path):
     assert "the global batch stays 32." in out
 
 
-@pytest.mark.wide
+@pytest.mark.slow
 def test_the_longest_samples_and_the_largest_micro_batch(config, capsys, tmp_path):
     program = tmp_path / "prog" / "__main__.py"
     longer = PROGRAM.replace("torch.zeros(40, 8)", "torch.zeros(40, 16, 8)")
