@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from functools import cache
 from typing import Any
 
@@ -13,7 +14,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from ls_strategy import ZeROStrategy, linear_cross_entropy
 from ls_strategy.config import nested
-from ls_strategy.errors import StateError
+from ls_strategy.errors import PlanError, StateError
 from ls_strategy.testing import spawn
 from tests.dist.parallel_runs import SHAPE, Module, Outcome, Run, assert_resumed, train, train_all, unequal
 from tests.dist.ranks import trainer_of
@@ -300,6 +301,46 @@ def refused(rank: int, world_size: int) -> str:
 def test_a_loss_that_does_not_follow_from_micro_batches_is_refused_on_all_ranks():
     for message in spawn(refused, 2, init_process_group=False, timeout_s=100):
         assert "training_step computes sqrt() of a value over all samples" in message
+
+
+class Lengths(Module):
+    """The third batch has a length that the ranks cannot share."""
+
+    def train_dataloader(self) -> DataLoader:
+        batches = [(torch.zeros(8, tokens, dtype=torch.long),) * 2 for tokens in (16, 16, 15, 16)]
+        return DataLoader(batches, batch_size=None)  # type: ignore[arg-type]
+
+
+def train_lengths(rank: int, world_size: int, options: dict[str, Any]) -> tuple[str, float, int]:
+    """Return the error, the seconds from the last step to it, and the number of steps."""
+    module, times = Lengths(Run(options, {"num_layers": 8})), [time.monotonic()]
+    module.on_train_batch_end = lambda *_: times.append(time.monotonic())  # type: ignore[method-assign]
+    strategy = ZeROStrategy(**nested(options))
+    trainer = trainer_of(strategy, devices=world_size, max_epochs=1, use_distributed_sampler=False)
+    with pytest.raises(PlanError) as error:
+        trainer.fit(module)
+    return str(error.value), time.monotonic() - times[-1], len(times) - 1
+
+
+def assert_all_refuse(world: int, options: dict[str, Any]) -> None:
+    for message, seconds, steps in spawn(train_lengths, world, options, init_process_group=False, timeout_s=170):
+        assert "15 tokens cannot be sharded over the 2 ranks" in message
+        assert "Pad the batch to a multiple of" in message
+        assert steps == 2
+        assert seconds < 15  # ranks that wait in vain take 25
+
+
+def test_a_length_that_does_not_divide_is_refused_at_once_on_all_ranks():
+    assert_all_refuse(4, {"stage": 3, **TWO})
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(200)
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_every_schedule_refuses_it_on_all_ranks(schedule):
+    """The later ones of four ranks get it from one that does not know the length either."""
+    pipeline = {"size": 4, "micro_batches": 8, "schedule": schedule}
+    assert_all_refuse(8, {"stage": 1, **TWO, **RING, **{f"parallel.pipeline.{k}": v for k, v in pipeline.items()}})
 
 
 class Evaluates(Module):

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from ls_strategy.errors import StateError
+from ls_strategy.errors import PlanError, StateError
 from ls_strategy.parallel.pipeline import p2p
 from ls_strategy.parallel.pipeline.p2p import LOOKAHEAD, PointToPoint, Shapes, make_links
 from ls_strategy.parallel.pipeline.schedules import Action, make_table
@@ -124,3 +124,24 @@ def test_both_directions_of_a_pair_have_their_own_communicator(size: int, monkey
     make_links(SimpleNamespace(native=True), [range(size)])  # type: ignore[arg-type]
     assert len(made) == (2 if size == 2 else 2 * size)
     assert len(set(made)) == len(made)
+
+
+def test_every_later_stage_gets_the_error_of_a_stage_that_refuses_new_shapes() -> None:
+    queues: dict[Any, deque[Tensor]] = {}
+    table = make_table("interleaved_1f1b", 3, 6)
+    links: list[Any] = [Queues(r, queues) for r in range(3)]
+    first, *later = (PointToPoint(each, table, ["key"] * 6, {}, "cpu") for each in links)
+    first.refuse(Action("F", 0, 0), PlanError("15 tokens: ü" + 2000 * "x"))
+    for stage, end in enumerate(later, 1):
+        with pytest.raises(PlanError, match="15 tokens: ü"):
+            end.take(Action("F", stage, 0))
+    assert not any(queues["header", source, to] for source, to in [(0, 1), (1, 2)])
+    assert ("header", 2, 0) not in queues  # it has raised
+
+
+def test_nobody_waits_for_the_error_of_known_shapes(ends: tuple[PointToPoint, PointToPoint]) -> None:
+    first, second = ends
+    first.give(Action("F", 0, 0), *activation(0.0))
+    second.take(Action("F", 1, 0))
+    first.refuse(Action("F", 0, 1), PlanError("no"))
+    assert not first._links.queues["header", 0, 1]  # type: ignore[attr-defined]

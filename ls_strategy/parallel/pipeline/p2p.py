@@ -3,7 +3,9 @@
 All ranks know the full table, so every rank knows what each peer sends it, and in which order. Receives are posted in
 that order, a few actions before they are needed; sends are asynchronous. Only shapes must be exchanged. The first time
 that micro-batches have new shapes, a header with the shapes of the activation precedes it. It uses the control group
-(gloo), so that the GPU is not synchronized. Gradients have the shapes of the activations.
+(gloo), so that the GPU is not synchronized. Gradients have the shapes of the activations. A stage that refuses the new
+shapes sends its error in the header, and every later stage passes it on, so that no rank waits for an activation that
+never comes.
 
 NCCL runs the operations of one communicator in order, and a waiting receive would block the sends after it. So every
 pair of neighbors has one communicator per direction (`Links`). gloo uses the group of the pipeline.
@@ -12,6 +14,7 @@ pair of neighbors has one communicator per direction (`Links`). gloo uses the gr
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,7 +26,7 @@ from ls_strategy import device as dev
 from ls_strategy.distributed.comm import Comm, process_group
 from ls_strategy.distributed.pending import Started
 from ls_strategy.distributed.wait_report import Entry
-from ls_strategy.errors import PlanError, StateError
+from ls_strategy.errors import LSError, PlanError, StateError
 from ls_strategy.parallel.pipeline.schedules import Action, Table
 from ls_strategy.parallel.pipeline.transfer import StageTransfer
 
@@ -31,6 +34,9 @@ LOOKAHEAD = 2
 """How many actions before its use a receive is posted."""
 
 _TENSORS, _DIMENSIONS = 16, 8
+_REFUSED = -1
+"""In the place of the number of leaves in a header that has an error instead of shapes."""
+
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 _DTYPES += (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.bool)
 
@@ -150,6 +156,24 @@ class Shapes:
 def empty_header() -> Tensor:
     """Return a tensor for one header, int64 on the CPU."""
     return torch.zeros(2 + _TENSORS * (4 + _DIMENSIONS), dtype=torch.int64)
+
+
+def encode_refusal(error: PlanError) -> Tensor:
+    """Encode the message of an error as a header; what does not fit is cut off."""
+    header = empty_header()
+    room = header[2:].view(torch.uint8)
+    text = str(error).encode()[: len(room)]
+    header[0], header[1] = _REFUSED, len(text)
+    room[: len(text)] = torch.tensor(list(text), dtype=torch.uint8)
+    return header
+
+
+def refusal_in(header: Tensor) -> PlanError | None:
+    """Return the error that a header has instead of shapes, if it has one."""
+    if header[0] != _REFUSED:
+        return None
+    text = bytes(header[2:].view(torch.uint8)[: int(header[1])].tolist())
+    return PlanError(text.decode(errors="ignore"))
 
 
 # --- transport -------------------------------------------------------------------------------------------------------
@@ -273,6 +297,7 @@ class PointToPoint:
             device: Device of received tensors.
         """
         self._links, self._keys, self._known, self._device = links, keys, known, device
+        self._rank_of = table.rank_of
         rank = links.comm.rank
         plan = plan_messages(table)
         self._coming = {source: messages for (source, to), messages in plan.items() if to == rank}
@@ -322,6 +347,19 @@ class PointToPoint:
         self._sending.setdefault(message.to, []).append(_Sending(message.used_at, works, tensors))
         return True
 
+    def refuse(self, action: Action, error: PlanError) -> None:
+        """Send an error in the place of the result of a forward, if its receiver waits for new shapes.
+
+        Ranks of earlier stages are left out: they raise by themselves, or do not wait for shapes.
+        """
+        message = self._leaving.get(action)
+        if message is None or action.kind != "F" or self._shapes_of(message) is not None:
+            return
+        if message.to in self._rank_of[: action.stage + 1]:
+            return
+        with suppress(LSError):  # if the receiver has failed, too
+            self._links.comm.wait([self._links.send_header(encode_refusal(error), message.to)])
+
     def drain(self) -> None:
         """Wait for all sends."""
         for sends in self._sending.values():
@@ -345,7 +383,12 @@ class PointToPoint:
 
     def _receive_shapes(self, source: int, message: Message) -> Shapes:
         assert message.source.kind == "F"
-        shapes = Shapes.decode(self._links.receive_header(source))
+        header = self._links.receive_header(source)
+        refusal = refusal_in(header)
+        if refusal is not None:
+            self.refuse(message.target, refusal)
+            raise refusal
+        shapes = Shapes.decode(header)
         self._known[message.boundary, self._keys[message.source.micro_batch]] = shapes
         return shapes
 

@@ -273,7 +273,11 @@ class PipelineRunner:
 
     def _forward(self, progress: _Progress, action: Action, received: StageTransfer | None) -> _Result:
         _, s, m = action
-        result = self.stages.run(s, progress.step, progress.micro_batches[m], received)
+        try:
+            result = self.stages.run(s, progress.step, progress.micro_batches[m], received)
+        except PlanError as error:
+            progress.p2p.refuse(action, error)
+            raise
         shapes = Shapes.of(result) if isinstance(result, StageTransfer) else None
         if shapes is None:
             progress.results[m] = result if not progress.training else _loss_of(result).detach()
