@@ -18,7 +18,7 @@ import sys
 from collections import OrderedDict
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from functools import cache, partial
+from functools import cache, cached_property, partial
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -540,9 +540,20 @@ def without_dispatch_modes() -> AbstractContextManager[Any]:
 
 def fake_tensors() -> AbstractContextManager[Any]:
     """Give tensors shapes, dtypes and devices, but no memory; real tensors that they meet count as fake."""
+    return _fake_tensor_mode()(allow_non_fake_inputs=True)
+
+
+@cache
+def _fake_tensor_mode() -> Any:
+    """Return torch's mode, which asks for GPUs only once: without any, every question searches for a driver."""
     from torch._subclasses.fake_tensor import FakeTensorMode
 
-    return FakeTensorMode(allow_non_fake_inputs=True)
+    asked = getattr(FakeTensorMode, "avoid_device_init", None)
+    if not isinstance(asked, property) or asked.fget is None:
+        return FakeTensorMode
+    remembered = cached_property(asked.fget)
+    remembered.__set_name__(FakeTensorMode, "avoid_device_init")
+    return type("FakeTensorModeThatRemembers", (FakeTensorMode,), {"avoid_device_init": remembered})
 
 
 def is_fake(tensor: Tensor) -> bool:

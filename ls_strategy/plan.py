@@ -244,6 +244,7 @@ class Plan:
         gathered: Callable[[FlatPlan], int],
         regathered: Callable[[FlatPlan], int],
         reduced: Callable[[FlatPlan], int],
+        once: bool = False,
     ) -> int:
         """Return the sum of what one rank sends in one optimizer step.
 
@@ -254,25 +255,26 @@ class Plan:
             gathered: amount sent by one gather of a buffer (at stage 0, of its averages).
             regathered: amount sent by one gather in backward.
             reduced: amount sent by one reduction of its gradients.
+            once: see `gathers_per_step`.
         """
         trainable = [f for u in self.units for f in u.flats if f.trainable]
         reductions = sum(map(reduced, trainable))
         if not self.policy.parameters:
             return sum(map(gathered, trainable)) + reductions * (micro_batches if self.policy.gradients else 1)
         fetched = 0
-        for gathers, unit in zip(self.gathers_per_step(micro_batches), self.units, strict=True):
+        for gathers, unit in zip(self.gathers_per_step(micro_batches, once=once), self.units, strict=True):
             first = min(gathers, 1 if unit.is_root else micro_batches)
             fetched += first * sum(map(gathered, unit.flats)) + (gathers - first) * sum(map(regathered, unit.flats))
         return fetched + micro_batches * reductions
 
-    def gathers_per_step(self, micro_batches: int = 1) -> list[int]:
+    def gathers_per_step(self, micro_batches: int = 1, *, once: bool = False) -> list[int]:
         """Return how often each unit is gathered in one optimizer step: never, unless parameters are sharded.
 
         Root units are gathered once. Blocks are gathered for forward and backward of each micro-batch, except that the
-        last block stays gathered in between.
+        last block stays gathered in between. ``once``: all stay gathered until the step, as in a pipeline.
         """
-        if not self.policy.parameters:
-            return [0] * len(self.units)
+        if not self.policy.parameters or once:
+            return [int(self.policy.parameters)] * len(self.units)
         last = max((i for i, unit in enumerate(self.units) if not unit.is_root), default=-1)
         return [1 if u.is_root else micro_batches * (1 if i == last else 2) for i, u in enumerate(self.units)]
 
@@ -341,8 +343,9 @@ class Plan:
         return round(total)
 
     def drive_bytes_per_step(
-        self, *, gradients_stored: bool, micro_batches: int = 1, optimizer_bytes: Sequence[float] | None = None
-    ) -> tuple[int, int]:
+        self, *, gradients_stored: bool, micro_batches: int = 1, optimizer_bytes: Sequence[float] | None = None,
+        once: bool = False,
+    ) -> tuple[int, int]:  # fmt: skip
         """Return the bytes that one rank reads from and writes to tiers out of memory in one optimizer step.
 
         Args:
@@ -350,10 +353,11 @@ class Plan:
                 going directly into the update.
             micro_batches: per step.
             optimizer_bytes: bytes of state per element, by optimizer. None: AdamW's two moments.
+            once: see `gathers_per_step`.
         """
         read = written = 0
         rounds = micro_batches if self.policy.gradients else 1  # of averaging; later rounds add to the averages
-        for unit, gathers in zip(self.units, self.gathers_per_step(micro_batches), strict=True):
+        for unit, gathers in zip(self.units, self.gathers_per_step(micro_batches, once=once), strict=True):
             for flat in unit.flats:
                 each = self.flat_states(flat, optimizer_bytes)
                 if flat.trainable and not TIERS[flat.optimizer_tier].resident:

@@ -61,7 +61,8 @@ def run_search(args: argparse.Namespace, question: Any, hardware: Any) -> Any:
 
 def found_lines(found: Any, hardware: Any) -> list[str]:
     """Return what the search found, for the terminal."""
-    from ls_strategy.planner.search import NO_TIME, explanation, front_table
+    from ls_strategy.planner.front import explanation, front_table
+    from ls_strategy.planner.search import NO_TIME
 
     lines = [front_table(found)] if found.options else []
     lines += explanation(found, hardware)

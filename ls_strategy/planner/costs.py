@@ -12,7 +12,6 @@ from ls_strategy.planner.divided import DividedModel
 from ls_strategy.planner.forecast import EFFICIENCY
 from ls_strategy.planner.hardware import Hardware
 from ls_strategy.planner.job import Job
-from ls_strategy.planner.traffic import StepTraffic
 
 
 @dataclass(frozen=True)
@@ -46,11 +45,9 @@ class Costs:
         return sum(self.sent.values()) - self.total_between_nodes
 
 
-def costs_of(model: DividedModel, job: Job, hardware: Hardware, zero: StepTraffic) -> Costs:
-    """Return the costs of a job; ``zero``: what ZeRO moves.
-
-    ``hardware`` must have ``tflops`` and ``link_gbs``.
-    """
+def costs_of(model: DividedModel, job: Job, hardware: Hardware) -> Costs:
+    """Return the costs of a job. ``hardware`` must have ``tflops`` and ``link_gbs``."""
+    zero = model.zero_traffic(job)
     spent = model.spent(job)
     flops = spent.pop("flops")
     sent = {"zero": zero.sent, **spent}

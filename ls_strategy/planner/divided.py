@@ -45,6 +45,7 @@ from ls_strategy.planner.stage_replay import StageReplay
 from ls_strategy.planner.states import ModelStates
 from ls_strategy.planner.step import training_step
 from ls_strategy.planner.trace import Event, Kind, Trace, Tracer, condensed
+from ls_strategy.planner.traffic import StepTraffic, traffic
 
 _CPU = torch.device("cpu")
 
@@ -80,8 +81,17 @@ class DividedModel:
         self._composed: dict[Any, Passes] = {}
         self._wholes: dict[Any, Trace] = {}
         self._spent: dict[Any, dict[str, int]] = {}
+        self._configs: dict[Candidate, ZeROConfig] = {}
+        self._traffic: dict[Any, StepTraffic] = {}
+        self._state_bytes: dict[int, int] = {}
         self._buffers = sum(b.nbytes for b in self._module.buffers())
         self.optimizer_bytes = self._states.optimizer_bytes(run.config)
+
+    def config(self, candidate: Candidate) -> ZeROConfig:
+        """Return the options of a run; made once, because every group of options checks its values."""
+        if candidate not in self._configs:
+            self._configs[candidate] = candidate.config(self.question.run.config)
+        return self._configs[candidate]
 
     def pieces(self, recompute: RecomputeConfig | None, samples: int) -> Pieces:
         """See `BlockSteps.pieces`."""
@@ -114,12 +124,14 @@ class DividedModel:
 
     def least(self, job: Job) -> int:
         """Return bytes that the first rank of a pipeline needs at least: its states, and what its blocks save."""
-        config = job.candidate.config(self.question.run.config)
         pieces = self.pieces(job.candidate.recompute, job.samples)
         size = job.parallel.pipeline
         bounds = self.plans.bounds(stages_of(job.parallel))
-        plan = self.plans.plan(config, job, [self.plans.span(bounds, s) for s in range(0, len(bounds) - 1, size)])
-        states = sum(plan.bytes_by_tier(self.optimizer_bytes)["device"].values())
+        spans = [self.plans.span(bounds, s) for s in range(0, len(bounds) - 1, size)]
+        plan = self.plans.plan(self.config(job.candidate), job, spans)
+        if id(plan) not in self._state_bytes:  # `plans` keeps it
+            self._state_bytes[id(plan)] = sum(plan.bytes_by_tier(self.optimizer_bytes)["device"].values())
+        states = self._state_bytes[id(plan)]
         alive = min(size, job.micro_batches)
         return states + pieces.saved_bytes(stand_in(bounds[1] - 1, self.blocks, pieces.blocks)) * bounds[1] * alive
 
@@ -129,12 +141,16 @@ class DividedModel:
         """Return what a replay depends on."""
         run, precision = self.question.run, self.question.precision
         single = len(self._states.optimizers) == 1
-        early = config.offload.optimizer is not None and config.sharding.overlap_step and single and not run.clips
+        early = config.offload.optimizer is not None and config.sharding.overlap_step and single
+        early = early and not run.clips and not precision.loss_scaling
+        # Of sharded layers, the engine does not notice reads of gradients: any hook after backward delays its updates.
+        parallel = job.parallel
+        early = early and parallel.tensor == parallel.expert == parallel.pipeline == 1
         return Setting(
             optimizer_bytes=self.optimizer_bytes,
             micro_batches=job.micro_batches if job.parallel.pipeline == 1 else 1,
             prefetch_units=config.sharding.prefetch_units,
-            early_step=early and not precision.loss_scaling and job.parallel.pipeline == 1,
+            early_step=early,
             native=self.native,
             wire_fp32=precision.reduce_in_fp32,
             cuda=self.native,
@@ -155,7 +171,7 @@ class DividedModel:
 
     def peaks(self, job: Job, ranks: Sequence[int] | None = None) -> list[Peak]:
         """Return the peak memory of the ranks of a pipeline; by default of the first, the second and the last."""
-        config = job.candidate.config(self.question.run.config)
+        config = self.config(job.candidate)
         setting = self.setting(config, job)
         size, given = job.parallel.pipeline, job.micro_batches
         if size == 1:
@@ -173,7 +189,7 @@ class DividedModel:
 
     def prepare(self, job: Job) -> None:
         """Do what `peak` needs the sharded module for: then it works after the exit from `divided`, too."""
-        config = job.candidate.config(self.question.run.config)
+        config = self.config(job.candidate)
         self.pieces(job.candidate.recompute, job.samples)
         if job.parallel.pipeline == 1:
             self.plans.fullest(config, job)
@@ -221,6 +237,25 @@ class DividedModel:
         return self._wholes[key]
 
     # counts ----------------------------------------------------------------------------------------------------------
+
+    def zero_traffic(self, job: Job) -> StepTraffic:
+        """Return what ZeRO moves per rank and step."""
+        config = self.config(job.candidate)
+        plan, early = self.plans.fullest(config, job), self.setting(config, job).early_step
+        once = job.parallel.pipeline > 1  # then gradients are added up in fp32
+        micro_batches = None if once else job.micro_batches
+        key = (id(plan), micro_batches, early)
+        if key not in self._traffic:
+            self._traffic[key] = traffic(
+                plan,
+                self.optimizer_bytes,
+                micro_batches=micro_batches,
+                native_fp32=once or (self.native and self.question.precision.reduce_in_fp32),
+                cuda=self.native,
+                gradients_stored=not early,
+                node_size=max(job.node_size // job.parallel.tensor, 1),
+            )
+        return self._traffic[key]
 
     def spent(self, job: Job) -> dict[str, int]:
         """Return FLOPs, and bytes per axis, of the busiest rank in one step."""

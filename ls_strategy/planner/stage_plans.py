@@ -23,6 +23,7 @@ from ls_strategy.planner.pieces import Span, stand_in
 from ls_strategy.planner.states import ModelStates
 from ls_strategy.zero.setup.assembly import Draft
 from ls_strategy.zero.setup.share import Share
+from ls_strategy.zero_stages import policy_of
 
 
 class StagePlans:
@@ -43,6 +44,9 @@ class StagePlans:
         self._plans: dict[Any, Plan] = {}
         self._drafts: dict[Any, Draft] = {}
         self._bounds: dict[int, tuple[int, ...]] = {}
+        self._fullest: dict[Any, Plan] = {}
+        self._numbers: dict[Any, int] = {}
+        self._numbered: dict[int, tuple[ZeROConfig, int]] = {}
 
     # blocks ----------------------------------------------------------------------------------------------------------
 
@@ -133,23 +137,39 @@ class StagePlans:
         Raises:
             PlanError: the ranks cannot be grouped as the options say.
         """
-        options = (config.stage, config.sharding, config.precision, config.offload)
+        options = self._number_of(config)
         piped = job.parallel.pipeline > 1
         ends = tuple((s.is_first, s.is_last, s.stop - s.first if self._short else s) for s in spans)
         key = (options, job.ranks, job.node_size, job.parallel.pipeline, ends)
         if key not in self._plans:
             states = replace(self._states, parallel=job.parallel)
             outside = (any(s.is_first for s in spans), any(s.is_last for s in spans))
-            drafted = (options, job.parallel.zero(job.ranks) > 1, piped, outside if self._short else ends)
+            zero = job.parallel.zero(job.ranks)
+            # What a draft checks depends on no more of the options than on this.
+            checked = (policy_of(config, zero).optimizer, config.offload.any_state, zero > 1)
+            drafted = (checked, piped, outside if self._short else ends)
             if drafted not in self._drafts:
-                share = self._share(spans) if piped else None
-                self._drafts[drafted] = states.draft(config, job.parallel.zero(job.ranks), share)
-            plan = states.resolve(self._drafts[drafted], config, job.ranks, job.node_size)
+                self._drafts[drafted] = states.draft(config, zero, self._share(spans) if piped else None)
+            draft = states.redraft(self._drafts[drafted], config, zero)
+            plan = states.resolve(draft, config, job.ranks, job.node_size)
             self._plans[key] = self._expanded(plan, spans) if self._short else plan
         return self._plans[key]
 
+    def _number_of(self, config: ZeROConfig) -> int:
+        """Return a number for what a plan depends on: comparing all options takes longer than the rest of a look-up."""
+        if id(config) not in self._numbered:
+            options = (config.stage, config.sharding, config.precision, config.offload)
+            self._numbered[id(config)] = config, self._numbers.setdefault(options, len(self._numbers))
+        return self._numbered[id(config)][1]
+
     def fullest(self, config: ZeROConfig, job: Job) -> Plan:
         """Return the plan of the rank with the most parameters."""
+        key = (self._number_of(config), job.parallel, job.ranks, job.node_size)
+        if key not in self._fullest:
+            self._fullest[key] = self._fullest_of(config, job)
+        return self._fullest[key]
+
+    def _fullest_of(self, config: ZeROConfig, job: Job) -> Plan:
         rank_of = ranks_of_stages(job.parallel)
         bounds = self.bounds(len(rank_of))
         plans = [

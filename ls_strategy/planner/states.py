@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from copy import copy
 from dataclasses import dataclass, field
 from fractions import Fraction
 from functools import partial
@@ -64,6 +65,12 @@ class ModelStates:
         )
         draft.agree(Comm(None, None))
         return draft
+
+    def redraft(self, draft: Draft, config: ZeROConfig, world_size: int) -> Draft:
+        """Return a draft of this model with other options, for which the checks of the first one hold, too."""
+        other = copy(draft)
+        other.config, other.policy = config, policy_of(config, world_size)
+        return other
 
     def plan(
         self, config: ZeROConfig, world_size: int, node_size: int | None = None, share: Share | None = None

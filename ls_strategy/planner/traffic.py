@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 
 from ls_strategy.distributed.comm import ranks_by_node
 from ls_strategy.ops.quantized import packed_bytes
@@ -30,7 +31,7 @@ def traffic(
     plan: Plan,
     optimizer_bytes: tuple[float, ...],
     *,
-    micro_batches: int = 1,
+    micro_batches: int | None = 1,
     native_fp32: bool = False,
     cuda: bool = False,
     gradients_stored: bool = False,
@@ -41,14 +42,15 @@ def traffic(
     Args:
         plan: the run's plan.
         optimizer_bytes: bytes that each optimizer stores per element.
-        micro_batches: per optimizer step.
+        micro_batches: per optimizer step. None: of a pipeline, which gathers and reduces once for all of them.
         native_fp32: the transport reduces in fp32 (NCCL).
         cuda: the device has its own memory.
         gradients_stored: averages stay on their tier until backward ends.
         node_size: ranks per node. None: all are on one.
     """
     bus = 0
-    for unit, gathers in zip(plan.units, plan.gathers_per_step(micro_batches), strict=True) if cuda else ():
+    once, micro_batches = micro_batches is None, micro_batches or 1
+    for unit, gathers in zip(plan.units, plan.gathers_per_step(micro_batches, once=once), strict=True) if cuda else ():
         for flat in unit.flats:
             shard_bytes = flat.shard_bytes
             if flat.trainable and flat.optimizer_tier != "device":
@@ -56,11 +58,11 @@ def traffic(
             if flat.param_tier != "device":
                 bus += gathers * shard_bytes
     read_and_written = plan.drive_bytes_per_step(
-        gradients_stored=gradients_stored, micro_batches=micro_batches, optimizer_bytes=optimizer_bytes
+        gradients_stored=gradients_stored, micro_batches=micro_batches, optimizer_bytes=optimizer_bytes, once=once
     )
-    sent = _sent(plan, micro_batches, native_fp32=native_fp32, far=None)
-    between = _sent(plan, micro_batches, native_fp32=native_fp32, far=_Far(plan, node_size)) if node_size else 0
-    return StepTraffic(sent, between, bus, sum(read_and_written))
+    sent = partial(_sent, plan, micro_batches, native_fp32=native_fp32, once=once)
+    between = sent(far=_Far(plan, node_size)) if node_size else 0
+    return StepTraffic(sent(far=None), between, bus, sum(read_and_written))
 
 
 class _Far:
@@ -99,7 +101,7 @@ class _Far:
         return packed_bytes(same_place - layout.shard, flat.reduced_as)
 
 
-def _sent(plan: Plan, micro_batches: int, *, native_fp32: bool, far: _Far | None) -> int:
+def _sent(plan: Plan, micro_batches: int, *, native_fp32: bool, once: bool, far: _Far | None) -> int:
     """Return `Plan.elements_sent` in bytes. ``far``: only what leaves the node."""
     policy = plan.policy
 
@@ -129,4 +131,4 @@ def _sent(plan: Plan, micro_batches: int, *, native_fp32: bool, far: _Far | None
         inside = among(flat.reduced_numel * (max(size, 4) if fp32 else size), flat.layout.world_size)
         return inside + crossing(flat) * max(flat.master_dtype.itemsize, 4)
 
-    return plan.count_sent(micro_batches, gathered=gathered, regathered=regathered, reduced=reduced)
+    return plan.count_sent(micro_batches, gathered=gathered, regathered=regathered, reduced=reduced, once=once)

@@ -17,10 +17,8 @@ from ls_strategy.planner.candidates import Candidate
 from ls_strategy.planner.choice import Question
 from ls_strategy.planner.divided import divided
 from ls_strategy.planner.forecast import Run as PlannedRun
-from ls_strategy.planner.hardware import Hardware
 from ls_strategy.planner.job import Job
 from ls_strategy.planner.parallelism import Parallelism
-from ls_strategy.planner.search import zero_traffic
 from ls_strategy.precision import resolve_precision
 from ls_strategy.testing import spawn
 from tests.dist.parallel_runs import Module, Run
@@ -56,10 +54,12 @@ class Planned:
     samples: int = 2
     experts: bool = False
     shape: dict[str, Any] = field(default_factory=dict, hash=False)
+    ranks: int = 4
+    node_size: int = 4
 
     @property
     def data(self) -> int:
-        return 4 // self.parallel.replica
+        return self.ranks // self.parallel.replica
 
     @property
     def run(self) -> Run:
@@ -78,8 +78,8 @@ class Planned:
     @property
     def job(self) -> Job:
         return Job(
-            candidate=self.candidate, parallel=self.parallel, ranks=4, node_size=4, samples=self.samples,
-            micro_batches=self.micro_batches,
+            candidate=self.candidate, parallel=self.parallel, ranks=self.ranks, node_size=self.node_size,
+            samples=self.samples, micro_batches=self.micro_batches,
         )  # fmt: skip
 
     def __str__(self) -> str:
@@ -125,15 +125,16 @@ class Begin(pl.Callback):
     def on_train_batch_end(self, trainer: pl.Trainer, *_: Any) -> None:
         mesh = trainer.strategy.parallel.mesh
         axes = {name: sum(getattr(mesh, name).traffic.bytes.values()) for name in ("tensor", "sequence", "expert")}
-        kinds = {k: v for k, v in trainer.strategy.traffic.bytes.items() if k in ("all_gather", "reduce_scatter")}
+        counted = ["all_gather", "reduce_scatter", *(["all_reduce"] if mesh.shape.shard else [])]
+        kinds = {k: v for k, v in trainer.strategy.traffic.bytes.items() if k in counted}
         axes["pipeline"] = sum(v for k, v in mesh.pipeline.traffic.bytes.items() if k == "pipeline")
         self.sent.append({**axes, "zero": sum(kinds.values())})
 
 
-def trainer_of(run: Run, **arguments: Any) -> pl.Trainer:
+def trainer_of(run: Run, devices: int, nodes: int, **arguments: Any) -> pl.Trainer:
     return pl.Trainer(
-        accelerator="cpu", devices=4, strategy=ZeROStrategy(**nested(run.options or {})), max_epochs=1, logger=False,
-        use_distributed_sampler=False,
+        accelerator="cpu", devices=devices, num_nodes=nodes, strategy=ZeROStrategy(**nested(run.options or {})),
+        max_epochs=1, logger=False, use_distributed_sampler=False,
         enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False, **run.trainer, **arguments,
     )  # fmt: skip
 
@@ -147,7 +148,7 @@ def measure(rank: int, world_size: int, runs: tuple[Planned, ...]) -> list[tuple
         torch.manual_seed(0)
         with LiveBytes() as live:
             begin = Begin(live)
-            trainer_of(run, callbacks=[begin]).fit(Private(run))
+            trainer_of(run, planned.node_size, world_size // planned.node_size, callbacks=[begin]).fit(Private(run))
         per_step = run.trainer["accumulate_grad_batches"]
         assert len(begin.sent) > per_step, (str(planned), len(begin.sent))
         last, before = begin.sent[-1], begin.sent[-1 - per_step]
@@ -193,7 +194,7 @@ def test_traffic_of_every_axis_is_foretold(index: int) -> None:
     planned = RUNS[index]
     with divided(question_of(planned), planned.parallel, native=False) as model:
         foretold = model.spent(planned.job)
-        zero = zero_traffic(model, planned.job, Hardware(ranks=4, ranks_per_node=4, device="cpu")).sent
+        zero = model.zero_traffic(planned.job).sent
     most = {axis: max(rank[index][1][axis] for rank in measured()) for axis in measured()[0][index][1]}
     assert zero == pytest.approx(most["zero"], rel=0.001)  # stages have other paddings
     assert foretold["tensor"] == most["tensor"]

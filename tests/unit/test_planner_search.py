@@ -21,11 +21,12 @@ from ls_strategy.planner.choice import Question
 from ls_strategy.planner.costs import bubble_of
 from ls_strategy.planner.divided import divided
 from ls_strategy.planner.forecast import Run
+from ls_strategy.planner.front import explanation, front_table
 from ls_strategy.planner.hardware import Hardware
 from ls_strategy.planner.job import Job
 from ls_strategy.planner.parallelism import Parallelism
 from ls_strategy.planner.pieces import SHORT
-from ls_strategy.planner.search import explanation, front_table, search, zero_traffic
+from ls_strategy.planner.search import search
 from ls_strategy.plots.front import draw_front
 from ls_strategy.precision import resolve_precision
 from recipes.gpt.network import GPT, GPTConfig
@@ -85,7 +86,7 @@ def test_a_few_blocks_stand_for_all(candidate, short):
         assert model.short == short
         assert model.peak(job) == trusted.peak
         assert model.spent(job)["flops"] == trusted.flops
-        assert zero_traffic(model, job, hardware) == trusted.traffic
+        assert model.zero_traffic(job) == trusted.traffic
     assert [name for name, _ in asked.module.named_parameters()] == names
     assert all(p.is_meta for p in asked.module.parameters())
 
