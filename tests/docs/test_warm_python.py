@@ -76,6 +76,11 @@ def test_a_program_is_a_fork_of_the_server(python: list[str], tmp_path: Path) ->
     assert first.startswith("True")
 
 
+def test_a_line_of_code_runs_in_an_ordinary_python(python: list[str], tmp_path: Path) -> None:
+    client = start([*python, "-c", "import sys; print('heavy' in sys.modules, sys.argv)", "-m", "x"], tmp_path)
+    assert client.communicate()[0] == "False ['-c', '-m', 'x']\n"
+
+
 def test_an_error_is_the_status_and_the_traceback(python: list[str], tmp_path: Path) -> None:
     (tmp_path / "program.py").write_text("print('before')\nraise ValueError('why')")
     client = start([*python, "program.py"], tmp_path)

@@ -72,6 +72,9 @@ def _receive(connection: socket.socket, size: int) -> bytes:
 
 def _ask(address: str, executable: str, *words: str) -> None:
     """Have the server run a program; end with its exit status, or by the signal that ended it."""
+    first = next((word for word in words if word != "-u"), "")
+    if first != "-m" and not first.endswith(".py"):  # -c, --version: an ordinary Python is as fast
+        os.execv(sys.executable, [sys.executable, *words])
     connection = socket.socket(socket.AF_UNIX)
     connection.connect(address)
     request = json.dumps([executable, words, str(Path.cwd()), dict(os.environ)]).encode()
