@@ -9,6 +9,7 @@ import time
 from collections import defaultdict
 from pathlib import Path
 from typing import TYPE_CHECKING
+from zlib import crc32
 
 import pytest
 from hypothesis import settings
@@ -23,6 +24,15 @@ settings.load_profile("loaded")
 
 NATIVE = "LS_TESTS_ON_NATIVE_DEVICE"
 """Variable: with 1, Trainers on several ranks run on the device and the transport of `tests.native_ranks`."""
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """Add ``--part``."""
+    parser.addoption(
+        "--part",
+        default="1/1",
+        help="K/N: run the K-th of N parts of the selected tests; a test stays in its part as long as it has its name",
+    )
 
 
 def pytest_configure() -> None:
@@ -56,9 +66,10 @@ EXPECTED_VARIABLES = {
 
 
 @pytest.hookimpl(tryfirst=True)
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Tests under ``tests/<marker>/`` carry that marker; GPU tests are skipped where there is no GPU."""
     _mark_all_but_samples(items)
+    _leave_other_parts(config, items)
     for item in items:
         if ROOT not in item.path.parents:
             continue
@@ -67,6 +78,17 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(folder)
         if item.get_closest_marker("gpu") and not _has_gpu():
             item.add_marker(pytest.mark.skip(reason="no CUDA device"))
+
+
+def _leave_other_parts(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Deselect the tests of other parts than ``--part`` asks for."""
+    part, parts = map(int, config.getoption("part").split("/"))
+    if not 1 <= part <= parts:
+        raise pytest.UsageError(f"--part={part}/{parts}: the first number is from 1 to the second")
+    others = [item for item in items if crc32(item.nodeid.encode()) % parts != part - 1]
+    if others:
+        items[:] = [item for item in items if crc32(item.nodeid.encode()) % parts == part - 1]
+        config.hook.pytest_deselected(items=others)
 
 
 def _mark_all_but_samples(items: list[pytest.Item]) -> None:

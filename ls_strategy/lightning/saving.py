@@ -5,12 +5,14 @@ The one invariant: a checkpoint is removed only after the one that replaces it i
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch.optim import Optimizer
 
 from ls_strategy._compat import dump_for_resume, unwrap_optimizer
@@ -35,6 +37,9 @@ if TYPE_CHECKING:
 
 _FITTING = (TrainerFn.FITTING, TrainerStatus.RUNNING)
 """The Trainer's state during a fit, including its validation."""
+
+_POLL_S = 0.01
+"""Seconds between two questions whether all ranks have written their parts."""
 
 
 class Saves:
@@ -212,7 +217,19 @@ class Saves:
             CheckpointError: one could not be written.
         """
         if self._saver is not None:
+            self._wait_for_all_ranks(self._saver)
             self._saver.wait()
+
+    def _wait_for_all_ranks(self, saver: BackgroundSaver) -> None:
+        """Return when no rank writes any more. Collective.
+
+        The thread of a save waits for the reports of all ranks, however long writing takes. It cannot tell a slow rank
+        from one that was lost, but a collective call can: it fails at once.
+        """
+        comm = self._strategy._comm
+        assert comm is not None
+        while comm.agree(torch.tensor([saver.in_flight], dtype=torch.uint8)).item():
+            time.sleep(_POLL_S)
 
     def _after_save(self, action: Callable[[], None]) -> None:
         """Run ``action`` on rank 0 when the last save is committed; never, if that save failed."""

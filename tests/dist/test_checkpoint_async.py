@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import os
+import signal
+import subprocess
+import sys
 import tempfile
 import time
 from collections.abc import Iterator
@@ -22,7 +26,7 @@ from ls_strategy.checkpoint.background import BackgroundSaver
 from ls_strategy.checkpoint.files import RankFile
 from ls_strategy.checkpoint.manifest import is_committed, read_manifest
 from ls_strategy.errors import CheckpointError, ConfigError
-from ls_strategy.testing import spawn
+from ls_strategy.testing import free_port, spawn, torchrun_env
 from tests.dist.models import Case, PrivateNet, loader, quiet, trainer_of
 from tests.dist.ranks import Net, fit, on_ranks, saved
 from tests.dist.test_offload import TIERS
@@ -255,3 +259,51 @@ def test_copies_wait_for_nobody(rank: int, world_size: int, tmp_path: Path, monk
         default_root_dir=tmp_path,
     )
     assert returned[0]
+
+
+LOST = """
+import os, signal, sys, time
+import torch
+from ls_strategy import ZeROStrategy
+from ls_strategy.checkpoint.files import RankFile
+from tests.dist.ranks import Net, fit
+
+torch.set_num_threads(1)
+
+def is_lost(self):
+    os.kill(os.getpid(), signal.SIGKILL)
+
+class Waits(Net):
+    def training_step(self, batch, i):
+        if i == 2:
+            if os.environ["RANK"] == "1":
+                RankFile.close = is_lost
+            self.trainer.save_checkpoint(sys.argv[1] + "/lost.ckpt")
+            self.trainer.strategy.wait_for_saves()
+        return super().training_step(batch, i)
+
+fit(ZeROStrategy(2, checkpoint={"background": True}), Waits(), default_root_dir=sys.argv[1])
+"""
+
+
+def test_a_rank_that_is_lost_during_a_save_is_not_waited_for(tmp_path: Path) -> None:
+    """Nobody else would end the ranks of another node: an elastic run restarts when one of its ranks fails."""
+    port = free_port()
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, "-c", LOST, str(tmp_path)],
+            cwd=Path(__file__).parents[2],
+            env={**os.environ, **torchrun_env(rank, 2, port), "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"},
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for rank in range(2)
+    ]
+    try:
+        assert ranks[1].wait(140) == -signal.SIGKILL
+        _, said = ranks[0].communicate(timeout=30)
+        assert ranks[0].returncode == 1, said
+        assert not (tmp_path / "lost.ckpt").exists()
+    finally:
+        for rank in ranks:
+            rank.kill()

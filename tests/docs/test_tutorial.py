@@ -1,10 +1,13 @@
 """docs/tutorial.md is one session: its files and commands in order, and what they print is what the page shows.
 
-By default files and options are checked without a run; ``-m slow`` walks through the page, in about five minutes.
+By default files and options are checked without a run; ``-m wide`` walks through the page. Its processes share the
+imports of torch and Lightning, which would take most of the time: see `tests.docs.warm_python`. That such a program
+runs with an ordinary Python, too, is a test of ``ls-strategy new``.
 """
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import shlex
@@ -12,6 +15,7 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import time
 import urllib.request
 from collections.abc import Iterator
@@ -22,6 +26,7 @@ import lightning.pytorch  # noqa: F401  (sets environment variables when it is i
 import pytest
 
 from ls_strategy import cli
+from tests.docs import warm_python
 from tests.docs.blocks import ROOT, Block, blocks_of
 from tests.docs.test_blocks import check_own, commands_of, environment
 
@@ -167,28 +172,51 @@ def test_files_and_options_are_taken(project: Path, monkeypatch: pytest.MonkeyPa
 # --- the walk ---------------------------------------------------------------------------------------------------------
 
 
+IMPORTED = (
+    "lightning.pytorch.cli", "torch._dynamo", "torch.distributed.checkpoint", "torch.distributed.pipelining",
+    "torch.distributed.run", "torch.distributed.tensor.parallel", "torch.utils.tensorboard",
+)  # fmt: skip
+"""What the page's programs need of other packages. They import `ls_strategy` by themselves, as it is the one tested."""
+
+
 class Session:
-    """A shell whose folder persists from one block to the next."""
+    """A shell whose folder persists from one block to the next; a context."""
 
     def __init__(self, folder: Path) -> None:
-        commands = folder / "bin"
-        commands.mkdir()
-        for name, arguments in (
-            ("python", ""), ("ls-strategy", "-m ls_strategy.cli"), ("torchrun", "-m torch.distributed.run"),
-            ("tensorboard", "-m tensorboard.main"),
-        ):  # fmt: skip
-            (commands / name).write_text(f'#!/bin/sh\nexec "{sys.executable}" {arguments} "$@"\n')
-            (commands / name).chmod(0o755)
+        self.commands = folder / "bin"
         self.environment = environment(folder) | {"COLUMNS": "200"}
+        # A reader's Python keeps what it has compiled, so that the next command need not do it again.
+        self.environment.pop("PYTHONDONTWRITEBYTECODE", None)
         self.folder = folder
         self.place = folder / "place"
+        self.ends = contextlib.ExitStack()
+
+    def __enter__(self) -> Session:
+        """Start the server of `warm_python`, and write the page's commands."""
+        # Not in the test's folder, whose path may be too long for a socket.
+        address = str(Path(self.ends.enter_context(tempfile.TemporaryDirectory())) / "socket")
+        self.ends.enter_context(warm_python.serving(address, IMPORTED, self.environment))
+        self.commands.mkdir()
+        warm = warm_python.command(address, str(self.commands / "python"))
+        for name, words in (
+            ("python", warm), ("ls-strategy", [*warm, "-m", "ls_strategy.cli"]),
+            ("torchrun", [*warm, "-m", "torch.distributed.run"]),
+            ("tensorboard", [sys.executable, "-m", "tensorboard.main"]),
+        ):  # fmt: skip
+            (self.commands / name).write_text(f'#!/bin/sh\nexec {shlex.join(words)} "$@"\n')
+            (self.commands / name).chmod(0o755)
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        """End the server, and what still runs."""
+        self.ends.close()
 
     def run(self, code: str) -> str:
         """Run commands; what they print on both streams."""
         done = subprocess.run(
             ["bash", "-euo", "pipefail", "-c", f"{code}\npwd > {shlex.quote(str(self.place))}"],
             cwd=self.folder, env=self.environment, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT, text=True, timeout=400, check=False,
+            stderr=subprocess.STDOUT, text=True, timeout=600, check=False,
         )  # fmt: skip
         assert done.returncode == 0, f"{code}\n{done.stdout[-6000:]}"
         self.folder = Path(self.place.read_text().strip())
@@ -231,14 +259,20 @@ def free_port() -> int:
         return s.getsockname()[1]
 
 
-@pytest.mark.slow
+@pytest.mark.wide
 @pytest.mark.dist
 @pytest.mark.timeout(1500)
 def test_the_page_from_beginning_to_end(tmp_path: Path) -> None:
     """Every command as printed, but for the port; every number as shown."""
     pytest.importorskip("jsonargparse")
     pytest.importorskip("tensorboard")
-    session, printed, port = Session(tmp_path), "", str(free_port())
+    with Session(tmp_path) as session:
+        walk(session)
+    assert (session.folder / "runs" / "tutorial" / "version_2" / "report.html").is_file()
+
+
+def walk(session: Session) -> None:
+    printed, port = "", str(free_port())
     for block in BLOCKS:
         if block.saved_as:
             (session.folder / block.saved_as).write_text(block.text)
@@ -255,4 +289,3 @@ def test_the_page_from_beginning_to_end(tmp_path: Path) -> None:
             assert missing is None, f"{block}: {missing!r} is not in\n{printed}"
         else:
             printed = session.run(block.code.replace("PORT", port))
-    assert (session.folder / "runs" / "tutorial" / "version_2" / "report.html").is_file()
