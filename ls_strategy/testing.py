@@ -313,6 +313,7 @@ def _rank_main(setup: _Setup, connection: Connection, task: bytes) -> None:
     # The server's environment dates from its start; use the parent's current one.
     os.environ.clear()
     os.environ.update(setup.env)
+    tempfile.tempdir = None  # the server's, which TMPDIR of the parent does not change any more
     report = _run(setup, task)
     with contextlib.suppress(OSError, EOFError):  # the parent is gone
         connection.send_bytes(pickle.dumps(report))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import tempfile
 import time
 from pathlib import Path
 
@@ -161,6 +162,19 @@ def test_a_death_is_the_cause_even_if_a_peers_error_arrives_first() -> None:
 def test_system_exit_on_a_rank_does_not_end_the_caller() -> None:
     with pytest.raises(RankDiedError, match="SystemExit"):
         spawn(_system_exit, 1)
+
+
+def temporary_folder(rank: int, world_size: int) -> str:
+    return tempfile.gettempdir()
+
+
+def test_temporary_folders_of_ranks_are_where_the_present_environment_says(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """The server has asked for its own one, and remembers it; tests that run side by side would share it."""
+    spawn(temporary_folder, 1)  # the server runs
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    assert spawn(temporary_folder, 1) == [str(tmp_path)]
 
 
 def test_ranks_see_torchrun_variables_the_present_environment_and_extra_ones(monkeypatch: pytest.MonkeyPatch) -> None:
