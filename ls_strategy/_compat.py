@@ -545,7 +545,7 @@ def fake_tensors() -> AbstractContextManager[Any]:
 
 @cache
 def _fake_tensor_mode() -> Any:
-    """Return torch's mode, which asks for GPUs only once: without any, every question searches for a driver."""
+    """Return torch's mode, made to ask for GPUs once per mode: without any, every question searches for a driver."""
     from torch._subclasses.fake_tensor import FakeTensorMode
 
     asked = getattr(FakeTensorMode, "avoid_device_init", None)

@@ -38,8 +38,9 @@ if TYPE_CHECKING:
 _FITTING = (TrainerFn.FITTING, TrainerStatus.RUNNING)
 """The Trainer's state during a fit, including its validation."""
 
-_POLL_S = 0.01
-"""Seconds between two questions whether all ranks have written their parts."""
+_FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.01, 0.16
+"""Seconds between two questions whether all ranks have written their parts. They double up to the longest, which keeps
+the questions of a long save, collective calls of one byte, below seven per second."""
 
 
 class Saves:
@@ -228,8 +229,10 @@ class Saves:
         """
         comm = self._strategy._comm
         assert comm is not None
+        pause = _FIRST_PAUSE_S
         while comm.agree(torch.tensor([saver.in_flight], dtype=torch.uint8)).item():
-            time.sleep(_POLL_S)
+            time.sleep(pause)
+            pause = min(2 * pause, _LONGEST_PAUSE_S)
 
     def _after_save(self, action: Callable[[], None]) -> None:
         """Run ``action`` on rank 0 when the last save is committed; never, if that save failed."""

@@ -152,9 +152,7 @@ def can_group(parallel: Parallelism, hardware: Hardware) -> bool:
         return False
     zero = parallel.zero(hardware.ranks)
     try:
-        size = ranks_of_group(
-            "shard_size", "node", node_size=hardware.on_a_node, replicated=zero, tensor=parallel.tensor
-        )  # fmt: skip
+        size = ranks_of_group("shard_size", "node", node_size=hardware.on_a_node, replicated=zero, tensor=1)
     except PlanError:
         return False
     return 1 < size < zero

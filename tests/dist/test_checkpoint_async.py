@@ -262,7 +262,7 @@ def test_copies_wait_for_nobody(rank: int, world_size: int, tmp_path: Path, monk
 
 
 LOST = """
-import os, signal, sys, time
+import os, signal, sys
 import torch
 from ls_strategy import ZeROStrategy
 from ls_strategy.checkpoint.files import RankFile

@@ -11,6 +11,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
+from ls_strategy._compat import fake_tensors
 from ls_strategy.distributed.axis import Axis, sum_in_order
 
 T = TypeVar("T")
@@ -68,6 +69,10 @@ def on_ranks(size: int, body: Callable[[ThreadAxis], T], name: str = "tensor") -
             barrier.abort()
             raise
 
+    # Without GPUs, torch 2.11 gives the process a stand-in for them that belongs to the first thread with fake tensors,
+    # and frees it when that thread ends: a compiler's thread, say. The next plan would then crash the process.
+    with fake_tensors():
+        pass
     with ThreadPoolExecutor(size) as pool:
         futures = [pool.submit(run, rank) for rank in range(size)]
     errors = [e for e in (future.exception() for future in futures) if e is not None]
