@@ -29,6 +29,7 @@ from ls_strategy.errors import PlanError, StateError
 from ls_strategy.layout import round_up
 from ls_strategy.ops.update import native_available
 from ls_strategy.tiers import TIERS
+from ls_strategy.tiers.stream import Stream
 from ls_strategy.zero.flat.units import Flat
 from ls_strategy.zero.step.elementwise import is_elementwise, takes_closure
 from ls_strategy.zero.step.kernels import kernel_for, kernels_of
@@ -163,7 +164,7 @@ class ShardedOptimizer:
 
     def _collect(self) -> None:
         self._runs.dissolve()
-        self.whole.collect()
+        self.whole.states.collect()
 
     def _make_piece(self, number: int, param: nn.Parameter) -> None:
         n, i = self.states.locate(number)
@@ -262,6 +263,7 @@ class ShardedOptimizer:
         clip: Tensor | None = None,
         shown: bool = True,
         submit: Callable[[list[Update]], None] | None = None,
+        stream: Stream | None = None,
     ) -> OwnStep:
         """Prepare one call of ``optimizer.step``, which steps the parameters in ``used``.
 
@@ -270,6 +272,7 @@ class ShardedOptimizer:
             clip: factor for the gradients that was not applied yet.
             shown: the gradients were bound to the pieces, and changes there count.
             submit: receives the fused updates, in order of the flats. Default: run them at once.
+            stream: may still be at work on the master weights afterwards. None: they are complete.
 
         Raises:
             PlanError: the optimizer's groups have changed.
@@ -280,7 +283,7 @@ class ShardedOptimizer:
                 "step (add_param_group, or a replaced group), after its forward had begun. Change them in "
                 "on_train_epoch_start, in on_train_batch_start or at the end of the previous step."
             )
-        return OwnStep(self, used, clip=clip, shown=shown, submit=submit or _run_all)
+        return OwnStep(self, used, clip=clip, shown=shown, submit=submit or _run_all, stream=stream)
 
     @property
     def is_current(self) -> bool:
@@ -291,15 +294,31 @@ class ShardedOptimizer:
             for group, known in zip(groups, self._members, strict=True)
         )
 
-    def compose(self, used: list[bool], *, shown: bool) -> None:
-        """Compose the runs to step. ``shown``: leave out parameters that `take_edits` found dropped."""
+    def compose(
+        self,
+        used: list[bool],
+        *,
+        shown: bool,
+        fused: Callable[[], None] = lambda: None,
+        stream: Stream | None = None,
+    ) -> None:
+        """Compose the runs to step, and step what is stepped whole.
+
+        Args:
+            used: one flag per parameter of the flats.
+            shown: leave out parameters that `take_edits` found dropped.
+            fused: begins the fused updates of the composed runs.
+            stream: see `WholeTensors.begin`.
+        """
         dropped = frozenset(self._dropped if shown else ())
         if self.whole and shown and self.shows_pieces:
             dropped = self.whole.agree(dropped)
         self._may_clip = True
         self._runs.compose(used, dropped)
         if self.whole:
-            self.whole.begin(used, dropped)
+            self.whole.begin(used, dropped, fused, stream)
+        else:
+            fused()
         for r in self._runs:
             if not r.fused:
                 r.flat.before_change()
@@ -409,7 +428,7 @@ class ShardedOptimizer:
     def state_tensors(self) -> list[Tensor]:
         """Return the optimizer's states in memory, without masters."""
         stored = [t for each in self.states.store for t in each.tensors()]
-        return [*stored, *self._runs.tensors(), *self.whole.tensors()]
+        return [*stored, *self._runs.tensors(), *self.whole.states.tensors()]
 
     def state_bytes(self) -> int:
         """Return the bytes of optimizer state that this rank has in memory, without masters."""
@@ -417,7 +436,7 @@ class ShardedOptimizer:
         held = {t.untyped_storage().data_ptr() for each in store for t in each.tensors()}
         own = {
             t.untyped_storage().data_ptr(): t.untyped_storage().nbytes()
-            for t in (*self._runs.tensors(), *self.whole.tensors())
+            for t in (*self._runs.tensors(), *self.whole.states.tensors())
         }
         return sum(each.nbytes() for each in store) + sum(n for address, n in own.items() if address not in held)
 

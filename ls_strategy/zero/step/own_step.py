@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 from torch import Tensor
 
+from ls_strategy.tiers.stream import Stream
 from ls_strategy.zero.step.update import Update
 
 if TYPE_CHECKING:
@@ -37,6 +38,7 @@ class OwnStep:
         clip: Tensor | None,
         shown: bool,
         submit: Callable[[list[Update]], None],
+        stream: Stream | None = None,
     ) -> None:
         """Record the arguments, which `ShardedOptimizer.own_step` documents."""
         self.sharded = sharded
@@ -44,6 +46,7 @@ class OwnStep:
         self._clip = clip
         self._shown = shown
         self._submit = submit
+        self._stream = stream
         self._while_stepping = ExitStack()
 
     def begin(self, used: list[bool] | None = None) -> None:
@@ -55,9 +58,11 @@ class OwnStep:
         sharded, used = self.sharded, self._used if used is None else used
         if self._shown:
             sharded.take_edits(used)
-        sharded.compose(used, shown=self._shown)
-        updates = sharded.fused_updates(self._clip)
+        sharded.compose(used, shown=self._shown, fused=self._begin_fused, stream=self._stream)
         self._while_stepping.enter_context(sharded.showing_runs())
+
+    def _begin_fused(self) -> None:
+        updates = self.sharded.fused_updates(self._clip)
         if updates:
             self._submit(updates)
 

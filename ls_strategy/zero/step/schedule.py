@@ -7,6 +7,7 @@ on the device                  in `submit`, called by the step             sent 
 offloaded                      on the stream, in the next forward's order  sent when the forward needs the unit
 offloaded, ``early``           begun while backward runs, unit by unit     sent when the forward needs the unit
 offloaded, ``delayed``         on the stream, during the whole next step   sent at the end of the next step
+offloaded, stepped whole       on the stream, but for what an owner does   sent when the forward needs the unit
 =============================  ==========================================  ===================================
 
 All but ``delayed`` give the results of a sequential step. ``delayed`` (ZeRO-Offload, section 5.2) is used only if
@@ -20,6 +21,7 @@ from collections import deque
 from dataclasses import replace
 
 from ls_strategy._compat import has_step_hooks
+from ls_strategy.tiers.stream import Stream
 from ls_strategy.zero.flat.units import Flat
 from ls_strategy.zero.passes.gather import Gatherer
 from ls_strategy.zero.step.offload import Offload
@@ -98,6 +100,11 @@ class UpdateSchedule:
     def end_step(self) -> None:
         """Free the host memory on the way to the device that the last steps did not need."""
         self._offload.link.stock.trim()
+
+    def stream_of(self, index: int) -> Stream | None:
+        """Return the stream that may go on after a step of optimizer ``index``; None: code after it reads weights."""
+        hooked = has_step_hooks(self._optimizers[index].optimizer, besides=self._owner())
+        return None if hooked else self._offload.stream
 
     def submit(self, index: int, updates: list[Update]) -> None:
         """Run updates of states on the device now; submit offloaded ones in the order the forward needs them."""

@@ -28,7 +28,11 @@ Group = dict[str, Any]
 
 @dataclass(frozen=True)
 class SplitStep:
-    """The three parts of a step. Tensors of the first and the last one are ranges of a parameter, 1-d."""
+    """The three parts of a step. Tensors of the first and the last one are ranges of a parameter, 1-d.
+
+    With offload these two run on a background thread, one call at a time, without autograd. They may read the settings
+    of the group, as they are at the step, but not its parameters.
+    """
 
     dtype: Callable[[Group], torch.dtype]
     """Returns the dtype of what is sent, in both directions."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from copy import deepcopy
 from typing import Any
 
 import torch
@@ -75,11 +76,16 @@ class SplitTensors:
         with torch.no_grad():
             return self._step.update(self._group(member), direction)
 
-    def write(self, member: WholeTensor, update: Tensor) -> None:
-        """Change this rank's range of the master weights."""
+    def settings(self, member: WholeTensor) -> dict[str, Any]:
+        """Return the settings of a tensor's parameter group as they are now, for `write`."""
+        return {k: deepcopy(v) for k, v in self._group(member).items() if k != "params"}
+
+    def write(self, member: WholeTensor, update: Tensor, settings: dict[str, Any] | None = None) -> None:
+        """Change this rank's range of the master weights. ``settings``: by default, those of the group."""
         flat, (start, stop) = member.flat, member.mine
         master = flat.master_range(start, stop)
-        self._step.apply(self._group(member), master, update.to(master.device), member.shape)
+        settings = self._group(member) if settings is None else settings
+        self._step.apply(settings, master, update.to(master.device), member.shape)
         if not flat.storage.is_resident("master"):
             flat.write_master(start, master)
 

@@ -363,8 +363,9 @@ class Stepper:
     def _run_own_step(self, index: int, run: Callable[[], Any]) -> Any:
         state = self.optimizers[index]
         put_step_hooks_inside(state.sharded.optimizer, *state.hooks)
-        submit = partial(self.schedule.submit, index)
-        own = state.sharded.own_step(state.used, clip=state.clip, shown=not self.is_private(state), submit=submit)
+        submit, stream = partial(self.schedule.submit, index), self.schedule.stream_of(index)
+        shown = not self.is_private(state)
+        own = state.sharded.own_step(state.used, clip=state.clip, shown=shown, submit=submit, stream=stream)
         try:
             with own as self._own_step:
                 return run()

@@ -171,6 +171,10 @@ class Holders:
         return result
 
 
+PartsOf = Callable[[WholeTensor], Sequence[Tensor]]
+"""Returns this rank's parts of one tensor, 1-d: of its gradient and its master weights, for example."""
+
+
 class Exchange:
     """Sends whole tensors of one communicator and dtype."""
 
@@ -191,14 +195,12 @@ class Exchange:
         device = self._device if self._comm.native else device
         return [torch.empty(n, dtype=self._dtype, device=device) for n in sizes]
 
-    def start_gather(
-        self, members: Sequence[WholeTensor], parts: Callable[[WholeTensor], Sequence[Tensor]], width: int
-    ) -> PendingWholes:
+    def start_gather(self, members: Sequence[WholeTensor], parts: PartsOf, width: int) -> PendingWholes:
         """Start sending this rank's parts of every tensor to its owner. Collective.
 
         Args:
             members: the tensors, the same on all ranks.
-            parts: returns ``width`` parts, 1-d, of one tensor: of its gradient and its master weights, for example.
+            parts: returns ``width`` parts.
             width: how many values per element are sent.
 
         Traffic:

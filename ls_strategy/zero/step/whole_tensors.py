@@ -8,14 +8,12 @@
 
 If an optimizer's step is split (`split_step.py`), less is sent, and states stay in shards.
 
-Otherwise the owner keeps the states between steps, on the tier of the flat buffer. `WholeTensors.collect` moves them to
-where all other states are, for checkpoints: element-wise ones to the flat store, in shards, others to the owner's
-entries. The next step brings them back.
+Otherwise the owner keeps the states between steps, on the tier of the flat buffer (`whole_states.py`).
 """
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import defaultdict, deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
@@ -27,11 +25,22 @@ from torch.optim import Optimizer
 from ls_strategy._compat import copy_of_optimizer, forget_step_hooks
 from ls_strategy.distributed.comm import Comm
 from ls_strategy.tiers import TIERS
+from ls_strategy.tiers.stream import Stream
 from ls_strategy.zero.flat.units import Flat
-from ls_strategy.zero.step.optimizer_state import ELEMENTWISE, OptimizerStates, Owner
+from ls_strategy.zero.step.optimizer_state import OptimizerStates, Owner
+from ls_strategy.zero.step.split_jobs import Application, Directions
 from ls_strategy.zero.step.split_step import split_step_of
 from ls_strategy.zero.step.split_tensors import SplitTensors
-from ls_strategy.zero.step.whole_exchange import Exchange, Holders, PendingParts, PendingWholes, WholeTensor, balanced
+from ls_strategy.zero.step.whole_exchange import (
+    Exchange,
+    Holders,
+    PartsOf,
+    PendingParts,
+    PendingWholes,
+    WholeTensor,
+    balanced,
+)  # fmt: skip
+from ls_strategy.zero.step.whole_states import WholeStates
 
 BUCKET = 1 << 24
 """Elements of parameters that are exchanged together: 64 MiB of gradients and as much of master weights in fp32."""
@@ -71,14 +80,11 @@ class WholeTensors:
         self.members = self._assigned([n for n in sorted(self._groups) if any(needed) and self._is_whole(n, needed)])
         split = split_step_of(optimizer)
         self._split = None if split is None else SplitTensors(optimizer, states, split, self._groups)
-        self._in_shards = {m.number for m in self.members if split is not None and needed[self._groups[m.number]]}
+        self._in_shards = frozenset(m.number for m in self.members if split and needed[self._groups[m.number]])
         """Numbers of the parameters whose states are in shards, since their step is split."""
         states.whole = frozenset(m.number for m in self.members)
         states.owners = {m.number: self._owner(m) for m in self.members if m.number not in self._in_shards}
-        self._state: dict[int, dict[str, Any]] = {}
-        """States of this rank's tensors by number, while they are here."""
-        self._collected = True
-        """Whether the states are in ``states``; the same on all ranks."""
+        self.states = WholeStates(states, self.members, self._split, self._in_shards)
         self._shown: dict[int, Tensor] = {}
         self._stepped: list[WholeTensor] = []
 
@@ -149,29 +155,43 @@ class WholeTensors:
 
     # step ------------------------------------------------------------------------------------------------------------
 
-    def begin(self, used: Sequence[bool], dropped: frozenset[int]) -> None:
+    def begin(
+        self,
+        used: Sequence[bool],
+        dropped: frozenset[int],
+        others: Callable[[], None] = lambda: None,
+        stream: Stream | None = None,
+    ) -> None:
         """Gather the tensors to step, and step them if the optimizer steps them one by one. Collective.
 
         Args:
             used: one flag per parameter of the flats, the same on all ranks.
             dropped: numbers of used parameters that are not stepped, the same on all ranks.
+            others: begins the updates of the other parameters. Called once.
+            stream: runs what is element-wise in a split step, on states in host memory. It may still do so afterwards.
         """
-        self.restore()
+        self.states.restore()
         members = [m for m in self.members if used[m.number] and m.number not in dropped]
         for flat in {id(m.flat): m.flat for m in members}.values():
             flat.wait_updated()
             flat.before_change()
         arriving: list[tuple[list[WholeTensor], PendingWholes]] = []
         leaving: list[PendingParts] = []
-        for bucket in self._buckets(members):
-            gather = self._exchange(bucket).start_gather(bucket, self._parts, self._width(bucket[0]))
+        for bucket, parts in self._with_parts(members, stream):
+            gather = self._exchange(bucket).start_gather(bucket, parts, self._width(bucket[0]))
             arriving.append((bucket, gather))
             if len(arriving) > 1:  # the next bucket is on its way while this one is stepped
-                self._take(*arriving.pop(0), leaving)
+                self._take(*arriving.pop(0), leaving, stream)
         for bucket, pending in arriving:
-            self._take(bucket, pending, leaving)
+            self._take(bucket, pending, leaving, stream)
+        # The next forward needs the embeddings first, which are among the others: they come before the last bucket.
+        on_stream = stream is not None and any(self._splitter(m) and self._is_on_host(m) for m in members)
+        if on_stream:
+            others()
         for pending in leaving:
-            self._write(pending)
+            self._write(pending, stream)
+        if not on_stream:
+            others()
         self._stepped = [] if self.one_by_one else [m for m in members if not self._splitter(m)]
 
     def agree(self, dropped: frozenset[int]) -> frozenset[int]:
@@ -184,14 +204,38 @@ class WholeTensors:
             result.update(i for i, flag in zip(numbers, flags.tolist(), strict=True) if flag)
         return frozenset(result)
 
-    def _take(self, bucket: list[WholeTensor], pending: PendingWholes, leaving: list[PendingParts]) -> None:
+    def _with_parts(
+        self, members: Sequence[WholeTensor], stream: Stream | None
+    ) -> Iterator[tuple[list[WholeTensor], PartsOf]]:
+        """Yield the buckets, each with what returns their parts. The stream is one bucket ahead."""
+        ahead: deque[tuple[list[WholeTensor], PartsOf]] = deque()
+        for bucket in self._buckets(members):
+            splitter = self._splitter(bucket[0])
+            if stream is not None and splitter is not None and self._is_on_host(bucket[0]):
+                gradients = [(m, _gradient(m.flat, *m.mine)) for m in bucket if m.sent_by(m.comm.rank)]
+                ahead.append((bucket, Directions(splitter, gradients, stream).take))
+            else:
+                ahead.append((bucket, self._parts))
+            if len(ahead) > 1:
+                yield ahead.popleft()
+        yield from ahead
+
+    @staticmethod
+    def _is_on_host(member: WholeTensor) -> bool:
+        """Whether the states of a tensor are in host memory, away from the device."""
+        tier = member.flat.optimizer_tier
+        return tier != "device" and TIERS[tier].resident
+
+    def _take(
+        self, bucket: list[WholeTensor], pending: PendingWholes, leaving: list[PendingParts], stream: Stream | None
+    ) -> None:
         """Step a bucket that has arrived, or keep its tensors for the optimizer's own call."""
         if not self.one_by_one and not self._splitter(bucket[0]):
             self._shown |= self._tensors(pending, bucket[0].flat.master.device)
             return
         leaving.append(self._step(bucket, pending))
         if len(leaving) > 1:
-            self._write(leaving.pop(0))
+            self._write(leaving.pop(0), stream)
 
     def end(self) -> None:
         """Return to the shards what the optimizer's own call of ``step`` has made. Collective."""
@@ -206,12 +250,12 @@ class WholeTensors:
 
     def lend(self, state: dict[Tensor, Any]) -> None:
         """Add the states of the tensors that are shown to ``optimizer.state``."""
-        state.update({tensor: self._state.pop(number, {}) for number, tensor in self._shown.items()})
+        state.update({tensor: self.states.held.pop(number, {}) for number, tensor in self._shown.items()})
 
     def take_back(self, state: dict[Tensor, Any]) -> None:
         """Take the states of the tensors that are shown out of ``optimizer.state``."""
         for number, tensor in self._shown.items():
-            self._state[number] = state.pop(tensor, {})
+            self.states.held[number] = state.pop(tensor, {})
             tensor.grad = None
 
     def _buckets(self, members: Sequence[WholeTensor]) -> Iterator[list[WholeTensor]]:
@@ -219,7 +263,8 @@ class WholeTensors:
         kinds: defaultdict[tuple[Any, ...], list[WholeTensor]] = defaultdict(list)
         for member in members:
             flat = member.flat
-            kind = (id(member.comm), self._sent(member), self._splitter(member) is None, flat.master.device)
+            how = (self._splitter(member) is None, self._is_on_host(member))
+            kind = (id(member.comm), self._sent(member), how, flat.master.device)
             kinds[kind].append(member)
         for same in kinds.values():
             bucket: list[WholeTensor] = []
@@ -268,124 +313,26 @@ class WholeTensors:
             ]
             copied = copy_of_optimizer(self._optimizer, groups)
             forget_step_hooks(copied)
-            copied.state = defaultdict(dict, {t: _moved(self._state.pop(n, {}), device) for n, t in tensors.items()})
+            copied.state = defaultdict(
+                dict, {t: _moved(self.states.held.pop(n, {}), device) for n, t in tensors.items()}
+            )
             type(self._optimizer).step(copied)
             for n, t in tensors.items():
-                self._state[n] = _moved(copied.state.pop(t, {}), home)
+                self.states.held[n] = _moved(copied.state.pop(t, {}), home)
                 t.grad = None
         return self._exchange(bucket).start_scatter(bucket, lambda m: tensors[m.number])
 
-    def _write(self, pending: PendingParts) -> None:
-        for member, part in pending.wait():
-            splitter = self._splitter(member)
+    def _write(self, pending: PendingParts, stream: Stream | None = None) -> None:
+        parts = pending.wait()
+        splitter = self._splitter(parts[0][0]) if parts else None
+        if stream is not None and splitter is not None and self._is_on_host(parts[0][0]):
+            Application(splitter, parts).submit(stream)
+            return
+        for member, part in parts:
             if splitter is None:
                 member.flat.write_master(member.mine[0], part)
             else:
                 splitter.write(member, part)
-
-    # states ----------------------------------------------------------------------------------------------------------
-
-    def collect(self) -> None:
-        """Move the states of the owners to where all other states are: element-wise ones into shards. Collective."""
-        if self._collected or not self.members:
-            return
-        self._collected = True
-        if self._split is not None:
-            self._split.collect(m for m in self.members if m.number in self._in_shards)
-        for name, dtype, members in self._named(self._elementwise_of_mine()):
-            exchange = Exchange(members[0].comm, dtype, members[0].flat.full.device)
-            values = exchange.start_scatter(members, lambda m, name=name: self._state[m.number].pop(name))
-            for store in {id(m.flat): self._store(m) for m in members}.values():
-                store.ensure(name, dtype)
-            for member, part in values.wait():
-                self._store(member).write(name, member.mine[0], part)
-        for number, state in self._state.items():
-            kept = self._states.entries.setdefault(number, {})
-            kept.update({k: v.cpu() if isinstance(v, Tensor) else v for k, v in state.items()})
-        self._state = {}
-
-    def _elementwise_of_mine(self) -> dict[int, dict[str, torch.dtype]]:
-        """Return the names and dtypes of the element-wise states of this rank's tensors."""
-        return {
-            m.number: {k: v.dtype for k, v in self._state[m.number].items() if _is_elementwise(k, v, m.shape)}
-            for m in self.members
-            if m.is_mine and self._state.get(m.number)
-        }
-
-    def _named(self, mine: dict[int, dict[str, torch.dtype]]) -> Iterator[tuple[str, torch.dtype, list[WholeTensor]]]:
-        """Agree on the element-wise states, and yield the tensors that have each of them. Collective.
-
-        Every rank marks them in the entries of the tensors of which it has a part, or which it owns.
-        """
-        by_comm: dict[Comm, list[WholeTensor]] = {}
-        for member in self.members:
-            if member.number not in self._in_shards:
-                by_comm.setdefault(member.comm, []).append(member)
-        for comm, members in by_comm.items():
-            own = {m.number: mine[m.number] for m in members if m.number in mine}
-            agreed: dict[int, dict[str, torch.dtype]] = {}
-            for each in comm.exchange_objects(own):
-                agreed.update(each)
-            found: defaultdict[tuple[str, torch.dtype], list[WholeTensor]] = defaultdict(list)
-            for member in members:
-                names = agreed.get(member.number, {})
-                if names and (member.is_mine or member.flat.pieces[member.index].numel):
-                    self._states.entries.setdefault(member.number, {}).update(dict.fromkeys(names, ELEMENTWISE))
-                for name, dtype in names.items():
-                    found[name, dtype].append(member)
-            for (name, dtype), having in sorted(found.items(), key=lambda item: str(item[0])):
-                yield name, dtype, having
-
-    def restore(self) -> None:
-        """Bring the states to the owners, if `collect` or a checkpoint has moved them. Collective then."""
-        if not self._collected:
-            return
-        self._collected = False
-        if self._split is not None:
-            self._split.restore([m for m in self.members if m.number in self._in_shards])
-        entries = self._states.entries
-        marked = {
-            m.number: {k: self._store(m).dtypes()[k] for k, v in entries[m.number].items() if _is_mark(v)}
-            for m in self.members
-            if m.is_mine and m.number in entries
-        }
-        for name, dtype, members in self._named(marked):
-            for member in members:
-                self._store(member).flat.before_change()
-            exchange = Exchange(members[0].comm, dtype, members[0].flat.full.device)
-
-            def parts(member: WholeTensor, name: str = name) -> list[Tensor]:
-                return [self._store(member).range(name, *member.mine)]
-
-            home = members[0].flat.master.device
-            for number, (value,) in exchange.start_gather(members, parts, 1).wait(home).items():
-                self._state.setdefault(number, {})[name] = value
-        for member in self.members:
-            if member.number in self._in_shards:
-                continue
-            kept = entries.pop(member.number, {})
-            if member.is_mine and kept:
-                device = member.flat.master.device
-                own = {k: _copied(v, device) for k, v in kept.items() if not _is_mark(v)}
-                state = self._state.setdefault(member.number, {})
-                self._state[member.number] = {k: own.get(k, state.get(k)) for k in kept}
-        self._forget_stored()
-
-    def _forget_stored(self) -> None:
-        """Free the flat stores of states that no other parameter has."""
-        for n, store in enumerate(self._states.store):
-            others = range(self._states.offsets[n], self._states.offsets[n + 1])
-            kept = {k for i in others for k, v in self._states.entries.get(i, {}).items() if _is_mark(v)}
-            if any(m.flat is store.flat for m in self.members):
-                store.forget(kept)
-
-    def _store(self, member: WholeTensor) -> Any:
-        return self._states.store[self._states.locate(member.number)[0]]
-
-    def tensors(self) -> list[Tensor]:
-        """Return the states in memory that this rank owns."""
-        own = [v for state in self._state.values() for v in state.values() if isinstance(v, Tensor)]
-        return own if self._split is None else [*own, *self._split.tensors()]
 
 
 def splits_tensors_of(flat: Flat) -> bool:
@@ -421,21 +368,6 @@ def _gradient(flat: Flat, start: int, stop: int) -> Tensor:
     return grads if averages.unscale == 1.0 else grads * averages.unscale
 
 
-def _is_elementwise(name: str, value: Any, shape: tuple[int, ...]) -> bool:
-    return isinstance(value, Tensor) and name != "step" and tuple(value.shape) == tuple(shape)
-
-
-def _is_mark(value: Any) -> bool:
-    return isinstance(value, str) and value == ELEMENTWISE
-
-
 def _moved(state: dict[str, Any], device: torch.device) -> dict[str, Any]:
     """Return a state on ``device``, except for numbers."""
     return {k: v.to(device) if isinstance(v, Tensor) and v.dim() else v for k, v in state.items()}
-
-
-def _copied(value: Any, device: torch.device) -> Any:
-    """Return a state for the optimizer. Numbers, such as step counts, stay on the CPU, as torch creates them."""
-    if not isinstance(value, Tensor):
-        return value
-    return value.clone() if value.dim() == 0 else value.to(device, copy=True)
