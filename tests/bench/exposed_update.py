@@ -14,6 +14,8 @@ memory, 14 billion elements per second; of eight ranks each updates an eighth of
 Operations per second that the recipe reaches here, measured in the same run, are to these 400 TFLOP/s as the simulated
 rates are to those; elements of any size count the same. Copies and updates really happen, and then last as long as the
 rate says. ``params`` is the share of the step that stage 3 waits for its parameters to be read.
+
+``--optimizers muon`` measures Muon, whose iteration is the device's work. Each block is a bucket.
 """
 
 from __future__ import annotations
@@ -30,7 +32,7 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
-from typing import Any
+from typing import Any, Literal
 
 import lightning.pytorch as pl
 import pytest
@@ -43,7 +45,8 @@ from ls_strategy.config import nested
 from ls_strategy.lightning.strategy import ZeROStrategy
 from ls_strategy.tiers import link
 from ls_strategy.zero.flat import averages, units
-from ls_strategy.zero.step import offload, update
+from ls_strategy.zero.step import offload, update, whole_tensors
+from ls_strategy.zero.step.split_tensors import SplitTensors
 from recipes.gpt.model import GPTModule, OptimConfig, SampleConfig
 from recipes.gpt.network import GPTConfig
 from tests.bench import record
@@ -78,10 +81,11 @@ class Run:
     clip: bool = False
     overlap: bool = True
     setting: str = "here"
+    optimizer: Literal["adamw", "muon"] = "adamw"
 
     def __str__(self) -> str:
         words = [self.strategy, "clipped" if self.clip else "free", "overlap" if self.overlap else "blocking"]
-        return "-".join([self.setting, *words])
+        return "-".join([self.setting, self.optimizer, *words])
 
 
 class Lane:
@@ -146,6 +150,7 @@ class Bus:
         self._land = averages.Averages.land
         self._update, self._write = update._ChunkUpdate.update, update._ChunkUpdate.write
         self._copy_out = update.CopyOut.update
+        self._direction, self._apply = SplitTensors.direction, SplitTensors.write
 
     def prepare(self, cls: Any, *args: Any) -> Any:
         """`Offload.prepare`, with a thread for copies."""
@@ -165,8 +170,24 @@ class Bus:
         started = time.perf_counter()
         self._update(portion)
         if portion._update.states.resident:
-            lasts = (portion._hi - portion._lo) / self._updated_per_s
-            time.sleep(max(0.0, lasts - (time.perf_counter() - started)))
+            self._lasts(portion._hi - portion._lo, started)
+
+    def _lasts(self, elements: float, started: float) -> None:
+        """Wait until an update of so many elements, which has begun at ``started``, would be over."""
+        time.sleep(max(0.0, elements / self._updated_per_s - (time.perf_counter() - started)))
+
+    def direction(self, split: Any, member: Any, grad: Tensor) -> Tensor:
+        """`SplitTensors.direction`: reads a gradient, changes a momentum, and writes a 16-bit direction, 14 bytes."""
+        started = time.perf_counter()
+        result: Tensor = self._direction(split, member, grad)
+        self._lasts(grad.numel() * 14 / 28, started)
+        return result
+
+    def apply(self, split: Any, member: Any, change: Tensor, *settings: Any) -> None:
+        """`SplitTensors.write`: reads a 16-bit update and changes a master weight, 10 bytes."""
+        started = time.perf_counter()
+        self._apply(split, member, change, *settings)
+        self._lasts(change.numel() * 10 / 28, started)
 
     def write(self, portion: Any) -> None:
         """`_ChunkUpdate.write`."""
@@ -199,6 +220,7 @@ def simulated(setting: str, flops: float) -> Iterator[None]:
     """Put a `Bus` in, and a clock."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(units.Flat, "_load_shard", timed_load)
+        patch.setattr(whole_tensors, "BUCKET", 12 * NETWORK["width"] ** 2)  # a block: large models have many buckets
         if setting == "here":
             yield
             return
@@ -208,6 +230,8 @@ def simulated(setting: str, flops: float) -> Iterator[None]:
         patch.setattr(update._ChunkUpdate, "update", lambda portion: bus.update(portion))
         patch.setattr(update._ChunkUpdate, "write", lambda portion: bus.write(portion))
         patch.setattr(update.CopyOut, "update", lambda job: bus.copy_out(job))
+        patch.setattr(SplitTensors, "direction", lambda split, *args: bus.direction(split, *args))
+        patch.setattr(SplitTensors, "write", lambda split, *args: bus.apply(split, *args))
         patch.setattr(link.Link, "to_device", lambda _, target, source, after=None: bus.to_device(target, source))
         patch.setattr(units.Flat, "_reads_ahead", property(lambda flat: flat.param_tier != "device"))
         yield
@@ -257,7 +281,7 @@ def train(run: Run, steps: int, tokens: int, flops: float) -> Clock:
             callbacks=[clock],
         )
         module = GPTModule(
-            GPTConfig(vocab_size=256, block_size=BLOCK, **NETWORK), OptimConfig(warmup_steps=2),
+            GPTConfig(vocab_size=256, block_size=BLOCK, **NETWORK), OptimConfig(name=run.optimizer, warmup_steps=2),
             SampleConfig(max_new_tokens=0),
         )  # fmt: skip
         trainer.fit(module, DataLoader(TensorDataset(data[:, :-1], data[:, 1:]), batch_size=tokens // BLOCK))
@@ -291,6 +315,7 @@ def main() -> None:
     parser = record.parser(__doc__, rounds=2, rounds_help="Trainers of each kind")
     parser.add_argument("--strategies", nargs="+", default=STRATEGIES, help="aliases")
     parser.add_argument("--settings", nargs="+", default=SETTINGS, choices=SETTINGS)
+    parser.add_argument("--optimizers", nargs="+", default=["adamw"], choices=["adamw", "muon"])
     parser.add_argument("--steps", type=int, default=5, help="steps of each, of which the first two are not counted")
     parser.add_argument("--tokens", type=int, default=8192, help="per step")
     args = parser.parse_args()
@@ -301,7 +326,8 @@ def main() -> None:
     clock = train(Run("zero3"), 4, args.tokens, 0.0)
     flops = clock.flops / min(clock.seconds)
     runs = [
-        Run(strategy, clip, overlap, setting)
+        Run(strategy, clip, overlap, setting, optimizer)
+        for optimizer in args.optimizers
         for setting in args.settings
         for strategy in args.strategies
         for clip in (False, True)

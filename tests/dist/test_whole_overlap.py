@@ -45,7 +45,8 @@ class Watched(WithMuon):
 
     def look(self, *_: Any) -> None:
         if self.trainer.training and self.trainer.global_step:
-            flats = self.trainer.strategy.require_engine().flats
+            strategy: Any = self.trainer.strategy
+            flats = strategy.require_engine().flats
             self.in_flight.append(sum(f.updating is not None and not f.updating.done for f in flats))
 
 

@@ -15,6 +15,7 @@ learning rate, is not seen here.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from typing import Any
 
@@ -52,7 +53,9 @@ class Directions(Job):
 
     def take(self, member: WholeTensor) -> list[Tensor]:
         """Wait for the directions, and return that of one member."""
+        started = time.perf_counter()
         self._ticket.wait()
+        member.flat.waited_s += time.perf_counter() - started
         return [self._found.pop(member.number)]
 
 
