@@ -138,6 +138,18 @@ def _slow_network(record: dict[str, Any]) -> list[list[str]]:
     return rows
 
 
+def _exposed_update(record: dict[str, Any]) -> list[list[str]]:
+    """Share of a step that training waits for updates, overlapped and not; time over that without overlap."""
+    keys = ("strategy", "clip", "setting")
+    blocking = {tuple(r[k] for k in keys): r for r in record["results"] if not r["overlap"]}
+    rows = [["strategy", "clipping", "waits", "without overlap", "step over that without overlap"]]
+    for r in record["results"]:
+        if r["overlap"]:
+            shares = [f"{100 * each['exposed']:.1f} %" for each in (r, blocking[tuple(r[k] for k in keys)])]
+            rows.append([f"`{r['strategy']}`", "yes" if r["clip"] else "no", *shares, f"{r['ratio_to_blocking']:.2f}"])
+    return rows
+
+
 def _checkpoint(record: dict[str, Any]) -> list[list[str]]:
     """One row per way to save."""
 
@@ -437,6 +449,7 @@ _TABLES: dict[str, Callable[[dict[str, Any]], list[list[str]]]] = {
     "moments": _moments,
     "quantized_traffic": _quantized_traffic,
     "slow_network": _slow_network,
+    "exposed_update": _exposed_update,
     "checkpoint": _checkpoint,
     "moe_quality": _moe_quality,
     "muon": _muon,
