@@ -19,6 +19,7 @@ from torch.optim import Optimizer
 from ls_strategy._compat import copy_of_optimizer
 from ls_strategy.config import RecomputeConfig, ZeROConfig
 from ls_strategy.parallel.pipeline.schedules import Table
+from ls_strategy.plan import Plan
 from ls_strategy.planner.batch import batch_bytes, resized
 from ls_strategy.planner.block_steps import METERS, BlockSteps, Known, can_recompute
 from ls_strategy.planner.buffers import Setting
@@ -35,7 +36,6 @@ from ls_strategy.planner.pieces import (
     SamePasses,
     Span,
     numbers_by_name,
-    stand_in,
     whole_step,
 )
 from ls_strategy.planner.replay import Peak, replay
@@ -83,7 +83,8 @@ class DividedModel:
         self._spent: dict[Any, dict[str, int]] = {}
         self._configs: dict[Candidate, ZeROConfig] = {}
         self._traffic: dict[Any, StepTraffic] = {}
-        self._state_bytes: dict[int, int] = {}
+        self._held: dict[int, tuple[int, int]] = {}
+        self._alive: dict[Any, int] = {}
         self._buffers = sum(b.nbytes for b in self._module.buffers())
         self.optimizer_bytes = self._states.optimizer_bytes(run.config)
 
@@ -123,17 +124,27 @@ class DividedModel:
         return rename
 
     def least(self, job: Job) -> int:
-        """Return bytes that the first rank of a pipeline needs at least: its states, and what its blocks save."""
+        """Return bytes that the first rank of a pipeline needs at least, for what it holds and its first stage."""
         pieces = self.pieces(job.candidate.recompute, job.samples)
         size = job.parallel.pipeline
         bounds = self.plans.bounds(stages_of(job.parallel))
         spans = [self.plans.span(bounds, s) for s in range(0, len(bounds) - 1, size)]
         plan = self.plans.plan(self.config(job.candidate), job, spans)
-        if id(plan) not in self._state_bytes:  # `plans` keeps it
-            self._state_bytes[id(plan)] = sum(plan.bytes_by_tier(self.optimizer_bytes)["device"].values())
-        states = self._state_bytes[id(plan)]
-        alive = min(size, job.micro_batches)
-        return states + pieces.saved_bytes(stand_in(bounds[1] - 1, self.blocks, pieces.blocks)) * bounds[1] * alive
+        if id(plan) not in self._held:  # `plans` keeps it
+            self._held[id(plan)] = _held(plan, self.optimizer_bytes, piped=size > 1)
+        held, gradients = self._held[id(plan)]
+        if job.candidate.activation_offload is not None:
+            return held
+        forwards = min(size, job.micro_batches)
+        again = forwards if job.micro_batches > forwards else forwards - 1  # when gradients are there already
+        alive = [self._alive_bytes(job, pieces, bounds[1], n) for n in (forwards, again)]
+        return held + max(alive[0], alive[1] + gradients)
+
+    def _alive_bytes(self, job: Job, pieces: Pieces, stop: int, forwards: int) -> int:
+        key = (job.candidate.recompute, job.samples, stop, forwards)
+        if key not in self._alive:
+            self._alive[key] = pieces.alive_bytes(stop, self.blocks, forwards=forwards) if forwards else 0
+        return self._alive[key]
 
     # memory ----------------------------------------------------------------------------------------------------------
 
@@ -274,6 +285,23 @@ class DividedModel:
                 by_rank[rank][name] += pieces.total(meter, bounds[stage], bounds[stage + 1], self.blocks)
         most = {name: max(counts[name] for counts in by_rank.values()) for name in METERS}
         return {**most, "pipeline": pieces.boundary_bytes() * messages_of(rank_of)}
+
+
+def _held(plan: Plan, optimizer_bytes: Sequence[float], *, piped: bool) -> tuple[int, int]:
+    """Return the bytes on the device that a rank holds at least during backward, and those of gradients beside them.
+
+    Stages of pipelines keep their units gathered, and their gradients in fp32 until the last micro-batch.
+    """
+    held = sum(plan.bytes_by_tier(optimizer_bytes)["device"].values())
+    gradients = 0
+    for unit in plan.units:
+        for flat in unit.flats:
+            if plan.policy.parameters and not flat.replicated and (piped or unit.is_root):
+                held += flat.layout.numel * flat.dtype.itemsize
+            if piped and flat.trainable and plan.policy.optimizer:
+                here = 0 if plan.policy.gradients else flat.dtype.itemsize  # stage 1: of each, it is held already
+                gradients += flat.layout.numel * max(4 - here, 0)
+    return held, gradients
 
 
 def _ranks_that_differ(ranks: int) -> list[int]:

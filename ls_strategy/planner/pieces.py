@@ -15,6 +15,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import NamedTuple, Protocol
 
 from ls_strategy.errors import PlanError
@@ -41,6 +42,14 @@ class Place(NamedTuple):
 
     backward: bool
     block: int
+
+
+class Change(NamedTuple):
+    """How the bytes of activations change in a piece."""
+
+    net: int
+    high: int
+    """The most above what was there at its beginning."""
 
 
 class _Storage(NamedTuple):
@@ -89,10 +98,36 @@ class Pieces:
         """Return the bytes that one block passes to the next."""
         return self.sizes.get(self.passed[min(1, self.blocks - 1)], 0) if self.passed else 0
 
-    def saved_bytes(self, block: int) -> int:
-        """Return the bytes that a traced block allocates in forward, and that are alive until its backward."""
-        own, back = Place(False, block), Place(True, block)
-        return sum(size for s, size in self.sizes.items() if s.owner == own and self.freed.get(s) == back)
+    @cached_property
+    def _changes(self) -> dict[Place, Change]:
+        """Return how the bytes of each piece change."""
+        changes: dict[Place, Change] = {}
+        for place, items in self.items.items():
+            now = high = 0
+            for item in items:
+                if item.kind == "bytes":
+                    now += item.amount
+                    high = max(high, now)
+            changes[place] = Change(now, high)
+        return changes
+
+    def alive_bytes(self, stop: int, blocks: int, *, forwards: int = 1) -> int:
+        """Return the most bytes of activations of a first stage: what comes before the blocks, and ``stop`` blocks.
+
+        Args:
+            stop: all, or as many as the stage has. Then the gradient that the next one sends is not counted.
+            blocks: of the model.
+            forwards: micro-batches whose forward has run when the first backward begins.
+        """
+        at = [-1, *(self.source(g, blocks) for g in range(stop)), *([self.blocks] if stop == blocks else [])]
+        high = now = 0
+        for backward in (False, True):
+            for block in reversed(at) if backward else at:
+                change = self._changes[Place(backward, block)]
+                high = max(high, now + change.high)
+                now += change.net
+            now *= forwards  # the earlier micro-batches hold what this one does
+        return high
 
     def total(self, meter: int, first: int, stop: int, blocks: int) -> int:
         """Return what a meter counts in blocks ``first`` to ``stop`` of ``blocks``, with what is around them."""

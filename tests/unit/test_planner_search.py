@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import argparse
+import statistics
+from dataclasses import replace
+from itertools import chain
 from unittest import mock
 
 import lightning.pytorch as pl
@@ -18,6 +21,7 @@ from ls_strategy.parallel.pipeline.simulate import simulate
 from ls_strategy.planner.block_steps import BlockSteps, Known, sharded_size
 from ls_strategy.planner.candidates import Candidate
 from ls_strategy.planner.choice import Question
+from ls_strategy.planner.combinations import FULL, jobs_of
 from ls_strategy.planner.costs import bubble_of
 from ls_strategy.planner.divided import divided
 from ls_strategy.planner.forecast import Run
@@ -25,7 +29,7 @@ from ls_strategy.planner.front import explanation, front_table
 from ls_strategy.planner.hardware import Hardware
 from ls_strategy.planner.job import Job
 from ls_strategy.planner.parallelism import Parallelism
-from ls_strategy.planner.pieces import SHORT
+from ls_strategy.planner.pieces import SHORT, Composer, Span
 from ls_strategy.planner.search import search
 from ls_strategy.plots.front import draw_front
 from ls_strategy.precision import resolve_precision
@@ -133,6 +137,42 @@ def test_heads_that_do_not_divide_are_not_told_but_refused():
         pytest.raises(PlanError, match="must be a multiple of the 8 ranks"),
     ):
         model.pieces(None, 1)
+
+
+def most_alive(pieces, span, forwards):
+    """Of a micro-batch's forward, or of several, and the first backward, event by event."""
+    composer = Composer(pieces, span, lambda *_: [])
+    now = most = 0
+    for event in [*chain(*map(composer.forward, range(forwards))), *composer.backward(0)]:
+        if event.kind == "bytes":
+            now += event.amount
+            most = max(most, now)
+    return most
+
+
+@pytest.mark.parametrize("recompute", [None, RecomputeConfig(policy="full")], ids=["kept", "recomputed"])
+def test_the_activations_of_a_stage_are_known_without_a_replay(recompute):
+    asked = question()
+    with divided(asked, Parallelism(), native=True) as model:
+        pieces = model.pieces(recompute, 1)
+    for stop, forwards in ((9, 1), (4, 1), (4, 3), (1, 8)):
+        expected = most_alive(pieces, Span(0, stop, 9), forwards)
+        assert pieces.alive_bytes(stop, 9, forwards=forwards) == expected, (stop, forwards)
+
+
+@pytest.mark.parametrize("offloads", [False, True])
+def test_no_combination_needs_less_than_its_bound(offloads):
+    """Otherwise a search would leave out what is best. And it tells most of what is needed: few are replayed."""
+    hardware = replace(MANY, ranks=64, bus_gbs=50.0 if offloads else None)
+    asked, shares = question(samples=4), []
+    for parallel in (Parallelism(), Parallelism(tensor=2)):
+        with divided(asked, parallel, native=True, short=SHORT[0]) as model:
+            for job in list(jobs_of(parallel, hardware, blocks=9, batch=256, policies=[None, FULL]))[::3]:
+                model.prepare(job)
+                shares.append(model.least(job) / model.peak(job).device)
+    assert len(shares) > 30
+    assert max(shares) <= 1
+    assert statistics.median(shares) > 0.6
 
 
 @pytest.mark.parametrize(("size", "numbers"), [(8, [64, 8, 56, 7, 1, 256, 28]), (16, [64, 4, 60, 3.75, 0.25, 512, 60])])

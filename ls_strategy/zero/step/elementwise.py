@@ -36,7 +36,32 @@ def splits_tensors(optimizer: Optimizer, group: dict[str, Any]) -> bool:
         PlanError: the optimizer cannot step without a closure (LBFGS).
     """
     settings = {k: v for k, v in group.items() if k != "params"}
-    for shape in probed_shapes(group["params"]):
+    known = _known_of(optimizer, settings, *probed_shapes(group["params"]))
+    if known not in _SPLITS:
+        found = _halves_agree(optimizer, settings, group["params"])
+        if known is None:
+            return found
+        _SPLITS[known] = found
+    return _SPLITS[known]
+
+
+_SPLITS: dict[Any, bool] = {}
+"""What probes of torch's optimizers have found, by `_known_of`: a search for a plan asks thousands of times."""
+
+_TAKE_ONE_PASS: set[Any] = set()
+"""Torch's optimizers that need one pass."""
+
+
+def _known_of(optimizer: Optimizer, settings: dict[str, Any], *more: Any) -> Any:
+    """Return what a probe depends on, for one of torch's own classes; None for others, and with a state."""
+    kind = type(optimizer)
+    if not kind.__module__.startswith("torch.optim.") or optimizer.state:
+        return None
+    return (kind, kind.step, repr(sorted(each for each in settings.items() if each[0] != "lr")), more)  # see `copy_of`
+
+
+def _halves_agree(optimizer: Optimizer, settings: dict[str, Any], params: list[Tensor]) -> bool:
+    for shape in probed_shapes(params):
         generator = torch.Generator().manual_seed(0)
         value = torch.randn(shape, generator=generator)
         grads = [torch.randn(shape, generator=generator) for _ in range(3)]
@@ -104,6 +129,9 @@ def require_one_pass(optimizer: Optimizer) -> None:
     name = type(optimizer).__name__
     for group in optimizer.param_groups:
         settings = {k: v for k, v in group.items() if k != "params"}
+        known = _known_of(optimizer, settings)
+        if known in _TAKE_ONE_PASS:
+            continue
         with on_gradients_alone(optimizer):
             _, before = _probe_closure(optimizer, settings, inside=False)
             calls, inside = _probe_closure(optimizer, settings, inside=True)
@@ -114,6 +142,8 @@ def require_one_pass(optimizer: Optimizer) -> None:
                 f"{name}.step(closure) computes something else than step() with the closure's gradients, so it needs "
                 f"the loss, or gradients at other weights. {ONE_PASS}"
             )
+        if known is not None:
+            _TAKE_ONE_PASS.add(known)
 
 
 @contextmanager
