@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -66,7 +65,7 @@ class Application(Job):
         """``parts``: the updates of this rank's ranges, which nobody else changes."""
         self._splitter = splitter
         self._parts = parts
-        self._settings: list[dict[str, Any]] = [splitter.settings(member) for member, _ in parts]
+        self._settings = splitter.settings(member for member, _ in parts)
         self._after = parts[0][0].flat.storage.link.mark() if parts else None
 
     def submit(self, stream: Stream) -> Ticket:

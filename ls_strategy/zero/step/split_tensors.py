@@ -76,9 +76,14 @@ class SplitTensors:
         with torch.no_grad():
             return self._step.update(self._group(member), direction)
 
-    def settings(self, member: WholeTensor) -> dict[str, Any]:
-        """Return the settings of a tensor's parameter group as they are now, for `write`."""
-        return {k: deepcopy(v) for k, v in self._group(member).items() if k != "params"}
+    def settings(self, members: Iterable[WholeTensor]) -> list[dict[str, Any]]:
+        """Return the settings of each tensor's parameter group as they are now, for `write`."""
+        groups = [self._groups[member.number] for member in members]
+        copies = {
+            g: {k: deepcopy(v) for k, v in self._optimizer.param_groups[g].items() if k != "params"}
+            for g in set(groups)
+        }
+        return [copies[g] for g in groups]
 
     def write(self, member: WholeTensor, update: Tensor, settings: dict[str, Any] | None = None) -> None:
         """Change this rank's range of the master weights. ``settings``: by default, those of the group."""

@@ -39,7 +39,7 @@ from ls_strategy.zero.step.whole_exchange import (
     PendingWholes,
     WholeTensor,
     balanced,
-)  # fmt: skip
+)
 from ls_strategy.zero.step.whole_states import WholeStates
 
 BUCKET = 1 << 24
