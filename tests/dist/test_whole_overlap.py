@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -30,17 +31,19 @@ class Watched(WithMuon):
     That layer and the last one are stepped by AdamW, as embeddings and the head of a language model are.
     """
 
+    def __init__(self) -> None:
+        super().__init__()
+        self.in_flight: list[int] = []
+        self.seen_in_flight = threading.Event()
+        """The last matrix is not changed before."""
+
     def configure_optimizers(self) -> Any:
         hidden = matrices(self.blocks)
         others = [p for p in self.parameters() if all(p is not h for h in hidden)]
         optimizer = ls_strategy.Muon([{"params": hidden}, {"params": others, "use_muon": False}], lr=0.01)
         return [optimizer], [{"scheduler": torch.optim.lr_scheduler.StepLR(optimizer, 2, 0.5), "interval": "step"}]
 
-    def on_train_end(self) -> None:
-        pass
-
     def on_fit_start(self) -> None:
-        self.in_flight: list[int] = []
         self.first.register_forward_hook(self.look)
 
     def look(self, *_: Any) -> None:
@@ -48,6 +51,36 @@ class Watched(WithMuon):
             strategy: Any = self.trainer.strategy
             flats = strategy.require_engine().flats
             self.in_flight.append(sum(f.updating is not None and not f.updating.done for f in flats))
+            self.seen_in_flight.set()
+
+    def training_step(self, batch: Any, i: int) -> Any:
+        loss = super().training_step(batch, i)
+        self.seen_in_flight.clear()
+        return loss
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        if batch_idx == STEPS - 1:
+            self.seen_in_flight.set()
+
+    def on_train_end(self) -> None:
+        pass
+
+
+@contextmanager
+def held_back(module: Watched) -> Iterator[None]:
+    """Every matrix is a bucket of its own, and the last one is changed when the next forward has begun."""
+    with pytest.MonkeyPatch.context() as patch:
+        plain = SplitTensors.write
+
+        def write(self: SplitTensors, member: Any, *args: Any) -> None:
+            strategy: Any = module.trainer.strategy
+            if member.number == strategy.require_engine().optimizers[0].sharded.whole.members[-1].number:
+                assert module.seen_in_flight.wait(30)
+            plain(self, member, *args)
+
+        patch.setattr(SplitTensors, "write", write)
+        patch.setattr(whole_tensors, "BUCKET", 1)
+        yield
 
 
 def trained(rank: int, world_size: int, module: Net, options: dict[str, Any], **trainer: Any) -> dict[str, Tensor]:
@@ -77,7 +110,7 @@ def slowly_applied() -> Iterator[None]:
 def test_updates_are_applied_while_the_next_forward_runs(rank: int, world_size: int, stage: int) -> None:
     """The scheduler halves the rate after every second step: what is applied later has the rate of its own step."""
     beside, in_turn = Watched(), Watched()
-    with slowly_applied():
+    with held_back(beside):
         found = trained(rank, world_size, beside, {"stage": stage})
     expected = trained(rank, world_size, in_turn, {"stage": stage, "sharding.overlap_step": False})
     assert_equal(found, expected, f"stage {stage}")
