@@ -43,7 +43,7 @@ def _powers(most: int) -> Iterator[int]:
 
 
 def layer_shardings(question: Question, hardware: Hardware) -> list[Parallelism]:
-    """Return combinations of tensor, context and expert parallelism: one axis before two, then few ranks first."""
+    """Return combinations of tensor, context and expert parallelism: one axis before two, whole sequences first."""
     ranks, node = hardware.ranks, hardware.on_a_node
     layers = [m for m in question.module.modules() if isinstance(m, SparseLayer)]
     experts = min((layer.num_experts for layer in layers), default=1)
@@ -60,7 +60,7 @@ def layer_shardings(question: Question, hardware: Hardware) -> list[Parallelism]
 
     def together(p: Parallelism) -> tuple[int, ...]:
         axes = sum(size > 1 for size in (p.tensor, p.context, p.expert))
-        return (p.ring, axes, p.tensor * p.context * p.expert, p.context, p.expert)
+        return (p.ring, axes, p.context, p.tensor * p.expert, p.expert)
 
     return sorted(result, key=together)
 

@@ -6,8 +6,8 @@ stages, layers with experts.
 
 A model is traced once per combination of tensor, context and expert parallelism. Times and a lower bound of the memory
 follow from the trace; the memory is then replayed, fastest first, for combinations that may need less than all faster
-ones. After 80 % of `SECONDS` no further step is traced, after `SECONDS` none is replayed. The result names what was not
-tried. Layers and sequences are sharded where one sample is too large, so with tensor and context parallelism
+ones. After two thirds of `SECONDS` no further step is traced, after `SECONDS` none is replayed. The result names what
+was not tried. Layers and sequences are sharded where one sample is too large, so with tensor and context parallelism
 micro-batches are of one sample.
 """
 
@@ -39,7 +39,7 @@ SECONDS = 8.0
 NO_TIME = "no time was left"
 """The reason for which a combination was not tried."""
 
-_SHARE_OF_TRACES = 0.8
+_SHARE_OF_TRACES = 2 / 3
 """Of the time: then the memory of the fastest combinations is replayed."""
 
 

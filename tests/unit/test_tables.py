@@ -25,7 +25,6 @@ NOT_MEASURED: dict[str, str] = {
     "(30 minutes)": "the default of an option",
     "waits for them below 1 %": "what an option is set to",
     "takes at most 5 % longer": "a constant of the planner",
-    "After 80 % of": "a constant of the planner",
     "at most 64 MiB of gradients": "a constant of the reducer",
     "1.25 times its share": "the default of an option",
     "1/32 of all, between 1 MiB and 256 MiB": "the default of an option",
