@@ -288,7 +288,7 @@ class DividedModel:
 
 
 def _held(plan: Plan, optimizer_bytes: Sequence[float], *, piped: bool) -> tuple[int, int]:
-    """Return the bytes on the device that a rank holds at least during backward, and those of gradients beside them.
+    """Return the bytes on the device that a rank holds at least during backward, and those of gradients added to them.
 
     Stages of pipelines keep their units gathered, and their gradients in fp32 until the last micro-batch.
     """

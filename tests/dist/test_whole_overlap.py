@@ -1,4 +1,4 @@
-"""What the host does for a split step runs beside the next forward, with the bits of a run in turn."""
+"""What the host does for a split step overlaps the next forward, with the bits of a run without overlap."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -17,7 +18,7 @@ from ls_strategy.config import nested
 from ls_strategy.lightning.strategy import ZeROStrategy
 from ls_strategy.zero.step import whole_tensors
 from ls_strategy.zero.step.split_tensors import SplitTensors
-from tests.dist.ranks import Net, assert_equal, fit, global_batches, on_ranks, weights
+from tests.dist.ranks import Net, assert_equal, fit, global_batches, on_ranks, saved, weights
 from tests.dist.test_whole_steps import WithMuon, total
 from tests.dist.whole_optimizers import matrices
 
@@ -109,19 +110,19 @@ def slowly_applied() -> Iterator[None]:
 @on_ranks(2, timeout_s=150)
 def test_updates_are_applied_while_the_next_forward_runs(rank: int, world_size: int, stage: int) -> None:
     """The scheduler halves the rate after every second step: what is applied later has the rate of its own step."""
-    beside, in_turn = Watched(), Watched()
-    with held_back(beside):
-        found = trained(rank, world_size, beside, {"stage": stage})
+    overlapped, in_turn = Watched(), Watched()
+    with held_back(overlapped):
+        found = trained(rank, world_size, overlapped, {"stage": stage})
     expected = trained(rank, world_size, in_turn, {"stage": stage, "sharding.overlap_step": False})
     assert_equal(found, expected, f"stage {stage}")
-    assert beside.losses == in_turn.losses
-    assert len(beside.in_flight) == len(in_turn.in_flight) == STEPS - 1
-    assert all(total(n) > 0 for n in beside.in_flight), beside.in_flight
+    assert overlapped.losses == in_turn.losses
+    assert len(overlapped.in_flight) == len(in_turn.in_flight) == STEPS - 1
+    assert all(total(n) > 0 for n in overlapped.in_flight), overlapped.in_flight
     assert not any(in_turn.in_flight)
 
 
 class Reads(WithMuon):
-    """Looks at the weights wherever users do: after the step, in a hook of the optimizer, in validation."""
+    """Looks at the weights where users do: after the step, and in a hook of the optimizer."""
 
     def __init__(self, hooked: bool) -> None:
         super().__init__()
@@ -140,9 +141,6 @@ class Reads(WithMuon):
     def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
         self.note()
 
-    def on_validation_end(self) -> None:
-        self.note()
-
 
 @pytest.mark.wide
 @pytest.mark.parametrize("hooked", [False, True])
@@ -159,3 +157,35 @@ def test_who_reads_weights_after_the_step_gets_the_new_ones(
         runs.append(module.read)
     assert runs[0] == runs[1]
     assert len(runs[0]) >= STEPS * (1 + hooked)
+
+
+class Saving(WithMuon):
+    """Saves right after a step."""
+
+    def __init__(self, path: Path) -> None:
+        super().__init__()
+        self.path = path
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        if batch_idx == 1:
+            self.trainer.save_checkpoint(self.path)
+
+
+@pytest.mark.wide
+@pytest.mark.parametrize("background", [False, True])
+@pytest.mark.parametrize("stage", [1, 3])
+@on_ranks(2, timeout_s=150)
+def test_a_checkpoint_has_the_weights_that_are_still_being_changed(
+    rank: int, world_size: int, stage: int, background: bool, tmp_path: Path
+) -> None:
+    """And the momentum of the same step."""
+    found = []
+    for name, overlap in (("overlapped", True), ("in_turn", False)):
+        options = {"stage": stage, "sharding.overlap_step": overlap, "checkpoint.background": background}
+        with slowly_applied():
+            trained(rank, world_size, Saving(tmp_path / name), options)
+        found.append(saved(tmp_path / name))
+    assert_equal(found[0]["state_dict"], found[1]["state_dict"], "weights")
+    states = [each["optimizer_states"][0]["state"] for each in found]
+    assert any("momentum_buffer" in state for state in states[0].values())
+    assert_equal(states[0], states[1], "states")

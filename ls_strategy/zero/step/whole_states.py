@@ -29,7 +29,7 @@ class WholeStates:
         split: SplitTensors | None,
         in_shards: frozenset[int],
     ) -> None:
-        """``in_shards``: numbers of the tensors whose states ``split`` has, beside their ranges."""
+        """``in_shards``: numbers of the tensors whose states ``split`` has, next to their ranges."""
         self._states = states
         self._members = members
         self._split = split
