@@ -392,9 +392,9 @@ class Engine:
         """
         self.reducer.abort()
         self.schedule.forget_early()
-        self._torn = self._torn or any(flat.updated_early for flat in self.flats)
+        self._torn = self._torn or any(flat.updated_early or flat.directed_early for flat in self.flats)
         for flat in self.flats:
-            flat.updated_early = False
+            flat.updated_early = flat.directed_early = False
         try:
             self.wait()
         except Exception:  # the first exception matters more, and nothing may wait for this again

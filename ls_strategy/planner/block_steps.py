@@ -105,7 +105,7 @@ class BlockSteps:
         self, tracer: Tracer, module: nn.Module, blocks: Sequence[nn.Module], batch: Any, *,
         parallel: Parallelism, short: int, known: Known,
     ) -> None:  # fmt: skip
-        """Prepare; see `ls_strategy.planner.divided`."""
+        """Prepare; see `ls_strategy.planner.partitioned`."""
         self._tracer, self._blocks, self._batch = tracer, blocks, batch
         self._layers = replace(parallel, pipeline=1, schedule="1f1b")
         self._short, self._known = short, known

@@ -1,4 +1,4 @@
-"""The costs of a divided step: operations, bytes per link, bubble, and bounds of the time."""
+"""The costs of a partitioned step: operations, bytes per link, bubble, and bounds of the time."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from functools import cache
 from ls_strategy.config.parallel import Schedule
 from ls_strategy.parallel.pipeline.schedules import make_table, stages_per_rank_of
 from ls_strategy.parallel.pipeline.simulate import simulate
-from ls_strategy.planner.divided import DividedModel
 from ls_strategy.planner.forecast import EFFICIENCY
 from ls_strategy.planner.hardware import Hardware
 from ls_strategy.planner.job import Job
+from ls_strategy.planner.partitioned import PartitionedModel
 
 
 @dataclass(frozen=True)
@@ -45,7 +45,7 @@ class Costs:
         return sum(self.sent.values()) - self.total_between_nodes
 
 
-def costs_of(model: DividedModel, job: Job, hardware: Hardware) -> Costs:
+def costs_of(model: PartitionedModel, job: Job, hardware: Hardware) -> Costs:
     """Return the costs of a job. ``hardware`` must have ``tflops`` and ``link_gbs``."""
     zero = model.zero_traffic(job)
     spent = model.spent(job)

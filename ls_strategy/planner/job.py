@@ -1,4 +1,4 @@
-"""How one step is divided, and its pipeline's schedule."""
+"""How one step is partitioned, and its pipeline's schedule."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from ls_strategy.planner.parallelism import Parallelism
 
 @dataclass(frozen=True, kw_only=True)
 class Job:
-    """How one step is divided."""
+    """How one step is partitioned."""
 
     candidate: Candidate
     parallel: Parallelism

@@ -188,7 +188,7 @@ def cut(trace: Trace, blocks: int, *, whole: bool = True) -> Pieces:  # noqa: C9
     if whole and marked != blocks + 1:
         raise PlanError(
             f"the step does not call the {blocks} blocks of the model one after the other, once each, so they cannot "
-            "be divided over ranks of a pipeline."
+            "be partitioned over ranks of a pipeline."
         )
     return Pieces(blocks, items, spent, passed, sizes, freed)
 

@@ -25,11 +25,11 @@ from ls_strategy.planner.block_steps import Known, NotUniform
 from ls_strategy.planner.choice import Question
 from ls_strategy.planner.combinations import FULL, SELECTIVE, jobs_of, layer_shardings
 from ls_strategy.planner.costs import Costs, costs_of
-from ls_strategy.planner.divided import DividedModel, divided
 from ls_strategy.planner.forecast import lacks_of
 from ls_strategy.planner.hardware import Hardware
 from ls_strategy.planner.job import Job
 from ls_strategy.planner.parallelism import Parallelism, stack_of
+from ls_strategy.planner.partitioned import PartitionedModel, partitioned
 from ls_strategy.planner.pieces import SHORT
 from ls_strategy.planner.replay import Peak
 
@@ -126,7 +126,7 @@ class Found:
 class _Timed:
     """A combination whose costs are known, and whose memory is not."""
 
-    model: DividedModel
+    model: PartitionedModel
     job: Job
     costs: Costs
     least: int
@@ -229,7 +229,7 @@ def _timed(
     lengths = (*SHORT, 0)
     for short in lengths[lengths.index(known.short.get(kind, SHORT[0])) :]:
         try:
-            with divided(question, parallel, native=native, short=short, known=known) as model:
+            with partitioned(question, parallel, native=native, short=short, known=known) as model:
                 timed = _timed_jobs(model, hardware, parallel, found, until)
         except NotUniform:
             continue
@@ -239,7 +239,7 @@ def _timed(
 
 
 def _timed_jobs(
-    model: DividedModel, hardware: Hardware, parallel: Parallelism, found: Found, until: float
+    model: PartitionedModel, hardware: Hardware, parallel: Parallelism, found: Found, until: float
 ) -> list[_Timed]:
     """Return the jobs of one way to shard layers, as far as there is time to trace what they need."""
     timed: list[_Timed] = []
@@ -260,7 +260,7 @@ def _timed_jobs(
     return timed
 
 
-def _policies(model: DividedModel, parallel: Parallelism) -> list[RecomputeConfig | None]:
+def _policies(model: PartitionedModel, parallel: Parallelism) -> list[RecomputeConfig | None]:
     """Return what is recomputed; selectively only without tensor, context and expert parallelism."""
     given = model.question.run.recompute
     if given is not None or not model.recomputable:

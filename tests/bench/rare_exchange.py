@@ -6,6 +6,9 @@ Every contender trains on the same number of tokens with the same learning rates
 validation data, with the weights after the last exchange. A seed decides initial weights and order of the text, so
 losses are compared in pairs. The bytes are those that a rank has sent to the other island, with the first weights;
 for DDP they are computed: a ring's all-reduce of fp32 gradients over two ranks in every step.
+
+``--pretrained N`` begins as the paper does (Douillard et al., arXiv:2311.08105, section 3): all contenders of a seed go
+on from the weights of one DDP run of N steps, with new AdamW states and a new schedule.
 """
 
 from __future__ import annotations
@@ -16,9 +19,11 @@ import statistics
 import tempfile
 import threading
 import warnings
+from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
+import torch
 
 from ls_strategy import DiLoCo, ZeROStrategy
 from ls_strategy.islands.hub import Hub, HubServer
@@ -36,7 +41,7 @@ QUICK = ("--seeds", "1", "--steps", "9", "--every", "9")
 
 NETWORK = {"num_layers": 2, "num_heads": 4, "width": 64}
 BLOCK, BATCH, LR = 64, 8, 3e-3
-"""Per rank; AdamW with the recipe's schedule."""
+"""Per rank; AdamW with the recipe's schedule. `LR` is that of the pretraining, too."""
 
 CONTENDERS: dict[str, dict[str, Any] | None] = {
     "DDP": None,
@@ -45,6 +50,9 @@ CONTENDERS: dict[str, dict[str, Any] | None] = {
 }
 """Options of `DiLoCo`."""
 
+FIRST = "pretraining"
+"""The DDP run that the others go on from."""
+
 
 def train(rank: int, _: int, contender: str, seed: int, run: dict[str, Any]) -> dict[str, float]:
     """One run of two ranks: one DDP run, or two islands of one rank. Validation loss in nats per byte."""
@@ -52,7 +60,7 @@ def train(rank: int, _: int, contender: str, seed: int, run: dict[str, Any]) -> 
     warnings.filterwarnings("ignore")
     for name in ("lightning.pytorch", "lightning.fabric"):
         logging.getLogger(name).setLevel(logging.ERROR)
-    options = CONTENDERS[contender]
+    options = CONTENDERS.get(contender)
     callbacks = []
     if options is not None:
         os.environ.update(torchrun_env(0, 1, run["ports"][rank]))
@@ -76,11 +84,16 @@ def train(rank: int, _: int, contender: str, seed: int, run: dict[str, Any]) -> 
     )
     module = GPTModule(
         GPTConfig(vocab_size=256, block_size=BLOCK, **NETWORK),
-        OptimConfig(warmup_steps=run["steps"] // 10, lr=LR),
+        OptimConfig(warmup_steps=run["steps"] // 10, lr=run["lr"]),
         SampleConfig(max_new_tokens=0),
     )
+    weights = Path(run["cache"]) / f"pretrained-{seed}.pt"
+    if weights.exists():
+        module.load_state_dict(torch.load(weights))
     trainer.fit(module, data)
     parameters = sum(p.numel() for p in module.parameters())
+    if contender == FIRST and rank == 0:
+        torch.save(module.state_dict(), weights)
     sent_bytes = 4 * parameters * run["steps"] if options is None else sent.bytes
     judge = pl.Trainer(accelerator="cpu", devices=trainer.num_devices, strategy="ddp" if options is None else "auto",
                        logger=False, enable_progress_bar=False, use_distributed_sampler=False)  # fmt: skip
@@ -120,12 +133,15 @@ def main() -> None:
     parser = record.parser(__doc__)
     parser.add_argument("--seeds", type=int, default=3, help="runs of each contender")
     parser.add_argument("--steps", type=int, default=300, help="optimizer steps")
+    parser.add_argument("--pretrained", type=int, default=0, help="steps of DDP before")
+    parser.add_argument("--lr", type=float, default=LR, help="highest learning rate of AdamW")
     parser.add_argument("--every", type=int, default=30, help="steps between exchanges")
     args = parser.parse_args()
     runs: Runs = {}
     found: dict[str, Any] = {
         **record.header("rare_exchange"), "network": NETWORK, "steps": args.steps, "every": args.every,
-        "tokens": 2 * args.steps * BATCH * BLOCK, "contenders": CONTENDERS, "results": {}, "runs": runs,
+        "pretrained": args.pretrained, "lr": args.lr, "tokens": 2 * args.steps * BATCH * BLOCK,
+        "contenders": CONTENDERS, "results": {}, "runs": runs,
     }  # fmt: skip
     with tempfile.TemporaryDirectory() as cache:
         server = HubServer(Hub(2, 120.0), host="127.0.0.1", port=0, secret="")
@@ -133,12 +149,14 @@ def main() -> None:
         thread.start()
         try:
             for seed in range(1, args.seeds + 1):
-                for contender in CONTENDERS:
+                for contender in (*([FIRST] if args.pretrained else ()), *CONTENDERS):
+                    steps, lr = (args.pretrained, LR) if contender == FIRST else (args.steps, args.lr)
                     run = {"meet": f"127.0.0.1:{server.port}", "ports": [free_port(), free_port()], "cache": cache,
-                           "steps": args.steps, "every": args.every}  # fmt: skip
+                           "steps": steps, "every": args.every, "lr": lr}  # fmt: skip
                     both = spawn(train, 2, contender, seed, run, init_process_group=False, timeout_s=900)
                     assert both[0]["val"] == both[1]["val"], f"{contender}: the islands have different weights"
-                    runs.setdefault(contender, {})[str(seed)] = both[0]
+                    if contender != FIRST:
+                        runs.setdefault(contender, {})[str(seed)] = both[0]
                     print(f"{contender}, seed {seed}: {both[0]}", flush=True)
                 found["results"] = compare(runs)
                 record.write(args.record, found)

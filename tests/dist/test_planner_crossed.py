@@ -8,8 +8,8 @@ import pytest
 
 from ls_strategy.config import RecomputeConfig, TierConfig
 from ls_strategy.planner.candidates import Candidate
-from ls_strategy.planner.divided import divided
 from ls_strategy.planner.parallelism import Parallelism
+from ls_strategy.planner.partitioned import partitioned
 from ls_strategy.testing import spawn
 from tests.dist.test_planner_parallel import CP2, CP4, EP2, EP4, PP2, TP2, TP4, Planned, measure, question_of
 from tests.dist.test_shard_groups import on_nodes
@@ -69,7 +69,7 @@ def measured(ranks: int, node_size: int) -> dict[Planned, list[tuple[int, dict[s
 
 @pytest.mark.parametrize("planned", RUNS, ids=IDS)
 def test_the_peak_is_foretold_within_a_twentieth(planned: Planned) -> None:
-    with divided(question_of(planned), planned.parallel, native=False) as model:
+    with partitioned(question_of(planned), planned.parallel, native=False) as model:
         foretold = [p.device + p.cpu for p in model.peaks(planned.job, range(planned.parallel.pipeline))]
     found = [peak for peak, _ in measured(planned.ranks, planned.node_size)[planned]]
     for rank, peak in enumerate(found):
@@ -79,7 +79,7 @@ def test_the_peak_is_foretold_within_a_twentieth(planned: Planned) -> None:
 @pytest.mark.parametrize("planned", RUNS, ids=IDS)
 def test_traffic_is_foretold(planned: Planned) -> None:
     """Exactly but for paddings of stages, sums of norms, and routers; with groups, some send their sums to one more."""
-    with divided(question_of(planned), planned.parallel, native=False) as model:
+    with partitioned(question_of(planned), planned.parallel, native=False) as model:
         foretold, zero = model.spent(planned.job), model.zero_traffic(planned.job).sent
     ranks = [sent for _, sent in measured(planned.ranks, planned.node_size)[planned]]
     most = {axis: max(sent[axis] for sent in ranks) for axis in ranks[0]}

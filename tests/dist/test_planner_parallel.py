@@ -15,10 +15,10 @@ from ls_strategy.config import RecomputeConfig, ZeROConfig, nested
 from ls_strategy.lightning.strategy import ZeROStrategy
 from ls_strategy.planner.candidates import Candidate
 from ls_strategy.planner.choice import Question
-from ls_strategy.planner.divided import divided
 from ls_strategy.planner.forecast import Run as PlannedRun
 from ls_strategy.planner.job import Job
 from ls_strategy.planner.parallelism import Parallelism
+from ls_strategy.planner.partitioned import partitioned
 from ls_strategy.precision import resolve_precision
 from ls_strategy.testing import spawn
 from tests.dist.parallel_runs import Module, Run
@@ -178,7 +178,7 @@ def question_of(planned: Planned) -> Question:
 @pytest.mark.parametrize("index", range(len(RUNS)), ids=map(str, RUNS))
 def test_the_peak_is_foretold_within_a_twentieth(index: int) -> None:
     planned = RUNS[index]
-    with divided(question_of(planned), planned.parallel, native=False) as model:
+    with partitioned(question_of(planned), planned.parallel, native=False) as model:
         foretold = [p.device + p.cpu for p in model.peaks(planned.job, range(planned.parallel.pipeline))]
     found = [rank[index][0] for rank in measured()]
     per_stage = len(found) // len(foretold)
@@ -192,7 +192,7 @@ def test_the_peak_is_foretold_within_a_twentieth(index: int) -> None:
 def test_traffic_of_every_axis_is_foretold(index: int) -> None:
     """Exactly, except that routers do not send every expert as many tokens, nor the stages all as much."""
     planned = RUNS[index]
-    with divided(question_of(planned), planned.parallel, native=False) as model:
+    with partitioned(question_of(planned), planned.parallel, native=False) as model:
         foretold = model.spent(planned.job)
         zero = model.zero_traffic(planned.job).sent
     most = {axis: max(rank[index][1][axis] for rank in measured()) for axis in measured()[0][index][1]}

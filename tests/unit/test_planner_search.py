@@ -23,12 +23,12 @@ from ls_strategy.planner.candidates import Candidate
 from ls_strategy.planner.choice import Question
 from ls_strategy.planner.combinations import FULL, jobs_of
 from ls_strategy.planner.costs import bubble_of
-from ls_strategy.planner.divided import divided
 from ls_strategy.planner.forecast import Run
 from ls_strategy.planner.front import explanation, front_table
 from ls_strategy.planner.hardware import Hardware
 from ls_strategy.planner.job import Job
 from ls_strategy.planner.parallelism import Parallelism
+from ls_strategy.planner.partitioned import partitioned
 from ls_strategy.planner.pieces import SHORT, Composer, Span
 from ls_strategy.planner.search import search
 from ls_strategy.plots.front import draw_front
@@ -86,7 +86,7 @@ def test_a_few_blocks_stand_for_all(candidate, short):
     with asked.forecaster() as forecaster:
         trusted = forecaster.forecast(candidate, hardware)
     job = Job(candidate=candidate, parallel=Parallelism(), ranks=4, node_size=2, samples=2, micro_batches=1)
-    with divided(asked, Parallelism(), native=False, short=short) as model:
+    with partitioned(asked, Parallelism(), native=False, short=short) as model:
         assert model.short == short
         assert model.peak(job) == trusted.peak
         assert model.spent(job)["flops"] == trusted.flops
@@ -110,14 +110,14 @@ def test_steps_on_two_and_four_ranks_tell_those_on_eight(sizes, recompute):
     """Every storage, operation and byte sent, as if the step on eight ranks had been traced."""
     asked, known = question(heads=32), Known()  # one head per rank would be another step
     for parallel in sizes[:-1]:
-        with divided(asked, parallel, native=True, known=known) as model:
+        with partitioned(asked, parallel, native=True, known=known) as model:
             model.pieces(recompute, 1)
     with (
-        divided(asked, sizes[-1], native=True, known=known) as model,
+        partitioned(asked, sizes[-1], native=True, known=known) as model,
         mock.patch.object(BlockSteps, "_traced", side_effect=AssertionError("it was traced")),
     ):
         told = model.pieces(recompute, 1)
-    with divided(asked, sizes[-1], native=True) as model:
+    with partitioned(asked, sizes[-1], native=True) as model:
         traced = model.pieces(recompute, 1)
     assert told.items == traced.items
     assert told.sizes == traced.sizes
@@ -130,10 +130,10 @@ def test_heads_that_do_not_divide_are_not_told_but_refused():
     """Steps on two and four ranks cannot tell that eight are too many for four heads."""
     asked, known = question(heads=4), Known()
     for size in (2, 4):
-        with divided(asked, Parallelism(context=size), native=True, known=known) as model:
+        with partitioned(asked, Parallelism(context=size), native=True, known=known) as model:
             model.pieces(None, 1)
     with (
-        divided(asked, Parallelism(context=8), native=True, known=known) as model,
+        partitioned(asked, Parallelism(context=8), native=True, known=known) as model,
         pytest.raises(PlanError, match="must be a multiple of the 8 ranks"),
     ):
         model.pieces(None, 1)
@@ -153,7 +153,7 @@ def most_alive(pieces, span, forwards):
 @pytest.mark.parametrize("recompute", [None, RecomputeConfig(policy="full")], ids=["kept", "recomputed"])
 def test_the_activations_of_a_stage_are_known_without_a_replay(recompute):
     asked = question()
-    with divided(asked, Parallelism(), native=True) as model:
+    with partitioned(asked, Parallelism(), native=True) as model:
         pieces = model.pieces(recompute, 1)
     for stop, forwards in ((9, 1), (4, 1), (4, 3), (1, 8)):
         expected = most_alive(pieces, Span(0, stop, 9), forwards)
@@ -166,7 +166,7 @@ def test_no_combination_needs_less_than_its_bound(offloads):
     hardware = replace(MANY, ranks=64, bus_gbs=50.0 if offloads else None)
     asked, shares = question(samples=4), []
     for parallel in (Parallelism(), Parallelism(tensor=2)):
-        with divided(asked, parallel, native=True, short=SHORT[0]) as model:
+        with partitioned(asked, parallel, native=True, short=SHORT[0]) as model:
             for job in list(jobs_of(parallel, hardware, blocks=9, batch=256, policies=[None, FULL]))[::3]:
                 model.prepare(job)
                 shares.append(model.least(job) / model.peak(job).device)

@@ -82,6 +82,9 @@ class FlatBuffer:
     updated_early = False
     """Whether the current backward pass has already updated this buffer."""
 
+    directed_early = False
+    """Whether the current backward pass has already begun the split steps of this buffer's tensors."""
+
     held_back = False
     """Whether a delayed update makes, or has made, the masters newer than the parameters in use."""
 

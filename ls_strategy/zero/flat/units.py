@@ -176,7 +176,7 @@ class Flat(FlatBuffer):
         """Forget the operations in flight, which have failed."""
         self.storage.give_up()
         self.gathering = self.updating = self.arriving = self.reading = self.averages.landing = None
-        self.updated_early = self.held_back = self.publish_due = False
+        self.updated_early = self.directed_early = self.held_back = self.publish_due = False
 
     # parameters ------------------------------------------------------------------------------------------------------
 

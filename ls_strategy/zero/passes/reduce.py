@@ -311,7 +311,7 @@ class Reducer:
         if not self.policy.gradients:
             flat.averages.forget()  # the resident gradients hold every micro-batch
         complete = self.on_complete is not None and self._complete(flat)
-        if flat.updated_early:
+        if flat.updated_early or flat.directed_early:
             raise StateError(
                 f"{flat.name!r} got another gradient after its unit was updated in the same backward pass (a "
                 "reentrant checkpoint, or a second backward). Set sharding.overlap_step=False on the strategy."

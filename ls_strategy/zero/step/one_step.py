@@ -19,7 +19,7 @@ def require_one_step(flats: Iterable[Flat], *, torn: bool, failure: BaseExceptio
             f"the update of offloaded states failed ({type(failure).__name__}: {failure}) after some units had "
             "been updated, so these weights do not belong to one step. Resume from the last checkpoint."
         ) from failure
-    if torn or any(flat.updated_early for flat in flats):
+    if torn or any(flat.updated_early or flat.directed_early for flat in flats):
         raise StateError(
             "an exception ended a backward pass after some units had been updated, so these weights do not belong to "
             "one step. Resume from the last checkpoint. Set sharding.overlap_step=False on the strategy to begin "

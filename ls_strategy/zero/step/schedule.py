@@ -8,6 +8,7 @@ offloaded                      on the stream, in the next forward's order  sent 
 offloaded, ``early``           begun while backward runs, unit by unit     sent when the forward needs the unit
 offloaded, ``delayed``         on the stream, during the whole next step   sent at the end of the next step
 offloaded, stepped whole       on the stream, but for what an owner does   sent when the forward needs the unit
+                               (``early``: its first part in backward)
 =============================  ==========================================  ===================================
 
 All but ``delayed`` give the results of a sequential step. ``delayed`` (ZeRO-Offload, section 5.2) is used only if
@@ -70,6 +71,7 @@ class UpdateSchedule:
         """Begin the update of a buffer with complete averages while backward still runs. Not collective."""
         update = self._optimizers[0].early_update(flat)
         if update is None:
+            self._optimizers[0].whole.begin_early(flat, self._offload.stream)
             self.postpone(flat)
             return
         if self._offload.streamed:
@@ -88,6 +90,8 @@ class UpdateSchedule:
     def forget_early(self) -> None:
         """Forget the early updates, after an exception has ended the backward pass."""
         self._early.clear()
+        for optimizer in self._optimizers:
+            optimizer.whole.forget_early()
 
     # the step --------------------------------------------------------------------------------------------------------
 
@@ -178,7 +182,7 @@ class UpdateSchedule:
         flats = [flat for flat in self._optimizers[index].flats if not flat.is_frozen]
         self._copy_out_early(index)
         for flat in flats:
-            flat.updated_early = False
+            flat.updated_early = flat.directed_early = False
         self._early.clear()
         if self._gatherer.sharded:
             self._gatherer.release_all(stepped=True)

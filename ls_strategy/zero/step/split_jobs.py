@@ -6,6 +6,13 @@
     stream     | direction 1 | direction 2 | apply 1, direction 3 | apply 2 | apply 3 |
 
 So the host works on one bucket while the device iterates another one, and on the last ones while the next forward runs.
+If nothing may come between backward and step, the directions begin in backward, as soon as a buffer has its averages:
+
+::
+
+    training   | backward of 3, 2, 1 | iterate 1 | iterate 2 | iterate 3 | next forward
+    stream         | direction 3 | direction 2 | direction 1 | apply 1 | apply 2 | apply 3 |
+
 What is sent between the ranks is sent by the training thread, in the same order on all of them. At most two buckets'
 updates wait to be applied, since the direction of a later bucket comes after them on the stream.
 
@@ -15,37 +22,58 @@ learning rate, is not seen here.
 
 from __future__ import annotations
 
+import contextlib
 import time
-from collections.abc import Sequence
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Sequence
 
 import torch
 from torch import Tensor
 
+from ls_strategy.errors import StateError
 from ls_strategy.tiers.stream import Job, Stream, Ticket
+from ls_strategy.zero.flat.units import Flat
 from ls_strategy.zero.step.split_tensors import SplitTensors
 from ls_strategy.zero.step.whole_exchange import WholeTensor
 
 
 class Directions(Job):
-    """Computes this rank's ranges of the directions of a bucket."""
+    """Computes this rank's ranges of the directions of a bucket or of a buffer."""
 
-    def __init__(self, splitter: SplitTensors, gradients: Sequence[tuple[WholeTensor, Tensor]], stream: Stream) -> None:
-        """Start computing. ``gradients``: of this rank's ranges, of every tensor of which it sends one."""
+    def __init__(
+        self,
+        splitter: SplitTensors,
+        members: Sequence[WholeTensor],
+        gradient: Callable[[WholeTensor], Tensor],
+        stream: Stream,
+    ) -> None:
+        """Start computing.
+
+        Args:
+            splitter: has the states.
+            members: tensors of which this rank sends a range.
+            gradient: returns this rank's range of the averaged gradient of one of them. Called on the stream.
+            stream: computes.
+        """
         self._splitter = splitter
-        self._gradients = gradients
+        self._members = members
+        self._gradient: Callable[[WholeTensor], Tensor] | None = gradient
         self._found: dict[int, Tensor] = {}
         self._ticket = stream.submit([self])
 
     def read(self) -> None:
-        """Do nothing: the states are in memory."""
+        """Let a save that still copies the states finish."""
+        for flat in {id(m.flat): m.flat for m in self._members}.values():
+            flat.before_change()
 
     @torch.no_grad()
     def update(self) -> None:
         """Compute."""
-        for member, grad in self._gradients:
-            master = member.flat.master
+        assert self._gradient is not None
+        for member in self._members:
+            grad, master = self._gradient(member), member.flat.master
             self._found[member.number] = self._splitter.direction(member, grad.to(master.device, master.dtype))
-        self._gradients = ()
+        self._gradient = None  # it holds the gradients
 
     def write(self) -> None:
         """Do nothing: the states were changed in place."""
@@ -56,6 +84,80 @@ class Directions(Job):
         self._ticket.wait()
         member.flat.waited_s += time.perf_counter() - started
         return [self._found.pop(member.number)]
+
+    def abandon(self) -> None:
+        """Wait until nothing reads the gradients any more, and drop the directions."""
+        with contextlib.suppress(Exception):  # of the stream, which its next user meets
+            self._ticket.wait()
+        self._found = {}
+
+
+class EarlyDirections:
+    """The directions that are computed while backward still runs, buffer by buffer."""
+
+    def __init__(self, members: Iterable[WholeTensor]) -> None:
+        """``members``: all tensors whose steps are split and whose states are in host memory."""
+        self._members: defaultdict[int, list[WholeTensor]] = defaultdict(list)
+        """By ``id`` of their buffer."""
+        for member in members:
+            if member.sent_by(member.comm.rank):
+                self._members[id(member.flat)].append(member)
+        self._begun: dict[int, tuple[Directions, int]] = {}
+        """By number of the tensor: its directions, and the generation of the averages they are of."""
+
+    def begin(self, flat: Flat, splitter: SplitTensors, stream: Stream) -> None:
+        """Begin the directions of a buffer with complete averages, if it has any. Not collective."""
+        members, averages = self._members.get(id(flat), []), flat.averages
+        if not members or averages.on_nvme:
+            return
+        grads, landing, unscale = averages.in_memory(), averages.landing, averages.unscale
+
+        def gradient(member: WholeTensor) -> Tensor:
+            if landing is not None:
+                landing.result()
+            part = grads[slice(*member.mine)]
+            return part if unscale == 1.0 else part * unscale
+
+        directions = Directions(splitter, members, gradient, stream)
+        flat.directed_early = True
+        for member in members:
+            self._begun[member.number] = (directions, averages.generation)
+
+    def pop(self, member: WholeTensor) -> Directions | None:
+        """Return what computes the direction of a tensor; None if it was not begun.
+
+        Raises:
+            StateError: its gradient was changed since.
+        """
+        directions, generation = self._begun.pop(member.number, (None, 0))
+        averages = member.flat.averages
+        if directions is not None and (averages.generation != generation or averages.edited):
+            self._refuse(member)
+        return directions
+
+    def require_none(self, members: Iterable[WholeTensor]) -> None:
+        """Check that nothing has begun for tensors that are not stepped.
+
+        Raises:
+            StateError: something has.
+        """
+        for member in members:
+            if member.number in self._begun:
+                self._refuse(member)
+
+    @staticmethod
+    def _refuse(member: WholeTensor) -> None:
+        raise StateError(
+            f"the gradient of {member.flat.layout.slots[member.index].name!r} was changed after its step had begun, "
+            "while backward ran. Change gradients in on_before_optimizer_step, or set sharding.overlap_step=False on "
+            "the strategy."
+        )
+
+    def forget(self) -> None:
+        """Drop what was begun, after an exception has ended the backward pass."""
+        for directions, _ in self._begun.values():
+            directions.abandon()
+        self._begun = {}
 
 
 class Application(Job):

@@ -36,14 +36,14 @@ class WholeStates:
         self._in_shards = in_shards
         self.held: dict[int, dict[str, Any]] = {}
         """States of this rank's tensors by number, while they are here."""
-        self._collected = True
+        self.collected = True
         """Whether the states are in ``states``; the same on all ranks."""
 
     def collect(self) -> None:
         """Move the states of the owners to where all other states are: element-wise ones into shards. Collective."""
-        if self._collected or not self._members:
+        if self.collected or not self._members:
             return
-        self._collected = True
+        self.collected = True
         if self._split is not None:
             self._split.collect(m for m in self._members if m.number in self._in_shards)
         for name, dtype, members in self._named(self._elementwise_of_mine()):
@@ -92,9 +92,9 @@ class WholeStates:
 
     def restore(self) -> None:
         """Bring the states to the owners, if `collect` or a checkpoint has moved them. Collective then."""
-        if not self._collected:
+        if not self.collected:
             return
-        self._collected = False
+        self.collected = False
         if self._split is not None:
             self._split.restore([m for m in self._members if m.number in self._in_shards])
         entries = self._states.entries

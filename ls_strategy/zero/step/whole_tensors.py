@@ -28,7 +28,7 @@ from ls_strategy.tiers import TIERS
 from ls_strategy.tiers.stream import Stream
 from ls_strategy.zero.flat.units import Flat
 from ls_strategy.zero.step.optimizer_state import OptimizerStates, Owner
-from ls_strategy.zero.step.split_jobs import Application, Directions
+from ls_strategy.zero.step.split_jobs import Application, Directions, EarlyDirections
 from ls_strategy.zero.step.split_step import split_step_of
 from ls_strategy.zero.step.split_tensors import SplitTensors
 from ls_strategy.zero.step.whole_exchange import (
@@ -85,6 +85,7 @@ class WholeTensors:
         states.whole = frozenset(m.number for m in self.members)
         states.owners = {m.number: self._owner(m) for m in self.members if m.number not in self._in_shards}
         self.states = WholeStates(states, self.members, self._split, self._in_shards)
+        self._early = EarlyDirections(m for m in self.members if self._splitter(m) and self._is_on_host(m))
         self._shown: dict[int, Tensor] = {}
         self._stepped: list[WholeTensor] = []
 
@@ -153,6 +154,17 @@ class WholeTensors:
         splitter = self._splitter(member)
         return member.flat.master_dtype if splitter is None else splitter.dtype(member)
 
+    # while backward runs ---------------------------------------------------------------------------------------------
+
+    def begin_early(self, flat: Flat, stream: Stream) -> None:
+        """Begin the element-wise part of the split steps of a buffer with complete averages. Not collective."""
+        if self._split is not None and not self.states.collected:
+            self._early.begin(flat, self._split, stream)
+
+    def forget_early(self) -> None:
+        """Forget what `begin_early` has begun, after an exception has ended the backward pass."""
+        self._early.forget()
+
     # step ------------------------------------------------------------------------------------------------------------
 
     def begin(
@@ -170,6 +182,7 @@ class WholeTensors:
             others: begins the updates of the other parameters. Called once.
             stream: runs what is element-wise in a split step, on states in host memory. It may still do so afterwards.
         """
+        self._early.require_none(m for m in self.members if not used[m.number] or m.number in dropped)
         self.states.restore()
         members = [m for m in self.members if used[m.number] and m.number not in dropped]
         for flat in {id(m.flat): m.flat for m in members}.values():
@@ -210,15 +223,24 @@ class WholeTensors:
         """Yield the buckets, each with what returns their parts. The stream is one bucket ahead."""
         ahead: deque[tuple[list[WholeTensor], PartsOf]] = deque()
         for bucket in self._buckets(members):
-            splitter = self._splitter(bucket[0])
-            if stream is not None and splitter is not None and self._is_on_host(bucket[0]):
-                gradients = [(m, _gradient(m.flat, *m.mine)) for m in bucket if m.sent_by(m.comm.rank)]
-                ahead.append((bucket, Directions(splitter, gradients, stream).take))
-            else:
-                ahead.append((bucket, self._parts))
+            ahead.append((bucket, self._parts_on(stream, bucket)))
             if len(ahead) > 1:
                 yield ahead.popleft()
         yield from ahead
+
+    def _parts_on(self, stream: Stream | None, bucket: Sequence[WholeTensor]) -> PartsOf:
+        """Begin the parts of a bucket on the stream, but for what backward has begun; return what returns them."""
+        splitter = self._splitter(bucket[0])
+        if splitter is None or not self._is_on_host(bucket[0]):
+            return self._parts
+        sent = [m for m in bucket if m.sent_by(m.comm.rank)]
+        begun = {m.number: early.take for m in sent if (early := self._early.pop(m))}
+        others = [m for m in sent if m.number not in begun]
+        if stream is not None and others:
+            gradients = {m.number: _gradient(m.flat, *m.mine) for m in others}
+            rest = Directions(splitter, others, lambda m: gradients.pop(m.number), stream)
+            begun |= {m.number: rest.take for m in others}
+        return lambda m: begun.get(m.number, self._parts)(m)
 
     @staticmethod
     def _is_on_host(member: WholeTensor) -> bool:

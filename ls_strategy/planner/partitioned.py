@@ -50,10 +50,10 @@ from ls_strategy.planner.traffic import StepTraffic, traffic
 _CPU = torch.device("cpu")
 
 
-class DividedModel:
-    """See the module. Built by `divided`."""
+class PartitionedModel:
+    """See the module. Built by `partitioned`."""
 
-    def __init__(  # noqa: PLR0913  (what `divided` has made, one by one)
+    def __init__(  # noqa: PLR0913  (what `partitioned` has made, one by one)
         self, question: Question, parallel: Parallelism, stack: Stack | None, fakes: Simulated, axes: Axes, *,
         optimizers: Sequence[Optimizer], native: bool, short: int, known: Known,
     ) -> None:  # fmt: skip
@@ -175,7 +175,7 @@ class DividedModel:
         """Return the peak memory of a rank, of the fullest rank of a pipeline.
 
         Raises:
-            PlanError: the model cannot be divided so.
+            PlanError: the model cannot be partitioned so.
         """
         peaks = self.peaks(job)
         return max(peaks, key=lambda peak: peak.device)
@@ -199,7 +199,7 @@ class DividedModel:
         return [self._stage_peak(job, config, setting, table, rank) for rank in chosen]
 
     def prepare(self, job: Job) -> None:
-        """Do what `peak` needs the sharded module for: then it works after the exit from `divided`, too."""
+        """Do what `peak` needs the sharded module for: then it works after the exit from `partitioned`, too."""
         config = self.config(job.candidate)
         self.pieces(job.candidate.recompute, job.samples)
         if job.parallel.pipeline == 1:
@@ -329,10 +329,10 @@ def _optimizers_of(module: Any, optimizers: Sequence[Optimizer]) -> list[Optimiz
 
 
 @contextmanager
-def divided(
+def partitioned(
     question: Question, parallel: Parallelism, *, native: bool, short: int = SHORT[-1], known: Known | None = None
-) -> Generator[DividedModel, None, None]:
-    """Yield the model divided over tensor-, context- and expert-parallel ranks; restore it at the end.
+) -> Generator[PartitionedModel, None, None]:
+    """Yield the model partitioned over tensor-, context- and expert-parallel ranks; restore it at the end.
 
     Args:
         question: model, batch and run.
@@ -356,7 +356,7 @@ def divided(
         classes = question.run.config.precision.fp32_modules
         fakes = exit.enter_context(simulated(module, question.precision, classes, _CPU))
         axes = exit.enter_context(sharded(module, parallel, fakes.mode, native=native))
-        yield DividedModel(
+        yield PartitionedModel(
             question, parallel, stack, fakes, axes, optimizers=optimizers, native=native, short=short,
             known=Known() if known is None else known,
         )  # fmt: skip
