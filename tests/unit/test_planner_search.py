@@ -34,6 +34,7 @@ from ls_strategy.planner.search import search
 from ls_strategy.plots.front import draw_front
 from ls_strategy.precision import resolve_precision
 from recipes.gpt.network import GPT, GPTConfig
+from recipes.moe.network import MoEConfig, MoEGPT
 
 MANY = Hardware(
     ranks=4096, ranks_per_node=8, device_memory=80 * 10**9, tflops=300, link_gbs=100, node_gbs=12.5
@@ -50,9 +51,18 @@ class Model(pl.LightningModule):
         return functional.cross_entropy(self.model(tokens).float().flatten(0, 1), targets.flatten())
 
 
-def question(layers=9, samples=2, heads=8):
+class Sparse(Model):
+    """Experts in every block, so that all blocks are alike."""
+
+    def __init__(self, layers, heads):
+        pl.LightningModule.__init__(self)
+        shape = GPTConfig(vocab_size=512, block_size=128, num_layers=layers, num_heads=heads, width=256)
+        self.model = MoEGPT(shape, MoEConfig(every=1, num_experts=[8]))
+
+
+def question(layers=9, samples=2, heads=8, kind=Model):
     with torch.device("meta"):
-        module = Model(layers, heads)
+        module = kind(layers, heads)
     tokens = torch.zeros(samples, 128, dtype=torch.long)
     run = Run(config=ZeROConfig(sharding={"min_unit_numel": 0}))
     return Question(
@@ -161,11 +171,19 @@ def test_the_activations_of_a_stage_are_known_without_a_replay(recompute):
 
 
 @pytest.mark.parametrize("offloads", [False, True])
-def test_no_combination_needs_less_than_its_bound(offloads):
+@pytest.mark.parametrize(
+    ("kind", "ways"),
+    [
+        (Model, [Parallelism(), Parallelism(tensor=2)]),
+        pytest.param(Sparse, [Parallelism(), Parallelism(expert=2), Parallelism(expert=8)], marks=pytest.mark.wide),
+    ],
+    ids=["dense", "experts"],
+)
+def test_no_combination_needs_less_than_its_bound(kind, ways, offloads):
     """Otherwise a search would leave out what is best. And it tells most of what is needed: few are replayed."""
     hardware = replace(MANY, ranks=64, bus_gbs=50.0 if offloads else None)
-    asked, shares = question(samples=4), []
-    for parallel in (Parallelism(), Parallelism(tensor=2)):
+    asked, shares = question(samples=4, kind=kind), []
+    for parallel in ways:
         with partitioned(asked, parallel, native=True, short=SHORT[0]) as model:
             for job in list(jobs_of(parallel, hardware, blocks=9, batch=256, policies=[None, FULL]))[::3]:
                 model.prepare(job)

@@ -107,7 +107,8 @@ class EarlyDirections:
 
     def begin(self, flat: Flat, splitter: SplitTensors, stream: Stream) -> None:
         """Begin the directions of a buffer with complete averages, if it has any. Not collective."""
-        members, averages = self._members.get(id(flat), []), flat.averages
+        averages = flat.averages
+        members = [m for m in self._members.get(id(flat), ()) if flat.local.mask[m.index]]  # the others are frozen
         if not members or averages.on_nvme:
             return
         grads, landing, unscale = averages.in_memory(), averages.landing, averages.unscale
