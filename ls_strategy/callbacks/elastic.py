@@ -13,6 +13,7 @@ from torch import Tensor
 from typing_extensions import override
 
 from ls_strategy import _compat as compat
+from ls_strategy import device as dev
 from ls_strategy.callbacks.preemption import PreemptionHandler
 from ls_strategy.checked import at_least, checked
 from ls_strategy.checkpoint.commit import newest as newest_on_disk
@@ -73,8 +74,9 @@ class ElasticTraining(ConnectedCallback):
         Args:
             max_repeated_steps: the most optimizer steps that a loss repeats. A snapshot is taken after half as many,
                 and training waits for one that is not complete in time; 1 waits for every one. ``"auto"`` takes as many
-                steps between two snapshots as keep the time that training waits for them below 1 %; a loss repeats
-                those, and the steps that ran while the newest one was being written.
+                steps between two snapshots as keep the time that training waits for them below 1 %, on the CPU with the
+                time of the thread that writes; a loss repeats those, and the steps that ran while the newest one was
+                being written.
             memory: folder on a memory file system of the node. Default: ``$LS_STRATEGY_MEMORY``, or a folder of this
                 user in ``/dev/shm``. A snapshot needs the bytes of a checkpoint, twice with more than one node, and
                 twice again while it is written.
@@ -304,13 +306,15 @@ class ElasticTraining(ConnectedCallback):
         if self._error is None:
             self._complete = self._begun
         self._check_the_last(step)
+        # Without an accelerator, the thread that writes takes its time from training.
+        written_s = strategy.saves.busy_s if dev.is_host(strategy.root_device) else 0.0
         start = time.perf_counter()
         nodes = self._nodes
         assert nodes is not None
         strategy.saves.snapshot(InMemory(nodes, step), f"the snapshot of step {step}", self._failed)
         self.taken += 1
         self._begun = step
-        self._due = step + self._next(world, start, step)
+        self._due = step + self._next(world, start, step, written_s)
 
     def _failed(self, error: CheckpointError) -> None:
         self._error = error
@@ -331,16 +335,18 @@ class ElasticTraining(ConnectedCallback):
             ) from error
         rank_zero_warn(f"ElasticTraining: at step {step} the snapshot before the last one counts. {error}")
 
-    def _next(self, world: Any, start: float, step: int) -> int:
-        """Return the steps until the next snapshot. Collective."""
+    def _next(self, world: Any, start: float, step: int, written_s: float) -> int:
+        """Return the steps until the next snapshot, which has begun at ``start``. Collective."""
         now = time.perf_counter()
         if not isinstance(self.max_repeated_steps, str):
             return self._every
         steps = max(step - self._begun_at, 1)
-        times: Tensor = world.agree(torch.tensor([now - start, (start - self._since) / steps], dtype=torch.float64))
+        times: Tensor = world.agree(
+            torch.tensor([now - start + written_s, (start - self._since) / steps], dtype=torch.float64)
+        )
         self._since, self._begun_at = now, step
-        stall, each = times.tolist()
-        return min(max(int(stall / (_COST * max(each, 1e-6))) + 1, 1), _MOST_STEPS)
+        taken, each = times.tolist()
+        return min(max(int(taken / (_COST * max(each, 1e-6))) + 1, 1), _MOST_STEPS)
 
     # end -------------------------------------------------------------------------------------------------------------
 

@@ -53,6 +53,8 @@ class BackgroundSaver:
         self._abandoned = threading.Event()
         self._exchange: StoreExchange | None = None
         self._staging = torch.empty(0, dtype=torch.uint8)
+        self.busy_s = 0.0
+        """CPU time of the thread in the last save that has ended, without what it waited for, in seconds."""
 
     def submit(
         self,
@@ -80,6 +82,7 @@ class BackgroundSaver:
             self._failed = False
 
         def work() -> None:
+            started = time.thread_time()
             try:
                 done(*run(save, self._rank, exchange))
                 if before is not None:
@@ -95,6 +98,7 @@ class BackgroundSaver:
             finally:
                 for hold in holds:
                     hold.finish()
+                self.busy_s = time.thread_time() - started
 
         self._pending.append(self._worker.submit(work))
 

@@ -152,6 +152,11 @@ class Saves:
         """Whether this rank still writes a checkpoint in the background."""
         return self._saver is not None and self._saver.in_flight
 
+    @property
+    def busy_s(self) -> float:
+        """CPU time of the thread that wrote the last checkpoint in the background, in seconds."""
+        return 0.0 if self._saver is None else self._saver.busy_s
+
     def snapshot(self, target: Target, name: str, failed: Callable[[CheckpointError], None]) -> None:
         """Save a checkpoint to ``target`` in the background, between two batches of a fit. Collective.
 

@@ -3,8 +3,9 @@
 ``python -m tests.bench.snapshots --record tests/bench/records/snapshots.json``
 
 Whole Trainers on two ranks at stage 2, interleaved in one run: the GPT recipe's model with dropout and clipping.
-The ratio is of the time from the first step's end to the last one's, so it includes what training waits for, and what
-the thread that writes takes away from it. Both ranks share one memory, so no copy goes to another node.
+Ratios are of the time from the first step's end to the last one's, so they include what training waits for, and what
+the thread that writes takes away from it; and of the CPU time of all threads in between, which other programs on the
+machine change less. Both ranks share one memory, so no copy goes to another node.
 """
 
 from __future__ import annotations
@@ -37,19 +38,20 @@ CONTENDERS = ("none", "snapshots")
 
 
 class Clock(pl.Callback):
-    """Seconds from the end of the first step to the end of the last one, and the saves in between."""
+    """Seconds from the end of the first step to the end of the last one, and CPU time of this process in between."""
 
     def __init__(self) -> None:
         self.begin = self.seconds = 0.0
+        self.cpu_begin = self.cpu = 0.0
 
     def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
         if trainer.global_step == 1:
-            self.begin = time.perf_counter()
-        self.seconds = time.perf_counter() - self.begin
+            self.begin, self.cpu_begin = time.perf_counter(), time.process_time()
+        self.seconds, self.cpu = time.perf_counter() - self.begin, time.process_time() - self.cpu_begin
 
 
 def run_rank(rank: int, world_size: int, args: dict[str, Any]) -> Any:
-    """Measure on one rank; returns seconds by contender and round, and snapshots per run."""
+    """Measure on one rank; returns seconds and CPU time by contender and round, and snapshots per run."""
     from recipes.gpt.model import GPTModule, OptimConfig, SampleConfig
     from recipes.gpt.network import GPTConfig
 
@@ -61,6 +63,7 @@ def run_rank(rank: int, world_size: int, args: dict[str, Any]) -> Any:
     tokens = torch.randint(256, (steps * batch * world_size, block + 1), generator=generator)
     data = TensorDataset(tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous())
     times: dict[str, list[float]] = {name: [] for name in CONTENDERS}
+    used: dict[str, list[float]] = {name: [] for name in CONTENDERS}
     taken: list[int] = []
     for number, name in turns(CONTENDERS, args["rounds"]):
         pl.seed_everything(0, verbose=False)
@@ -78,11 +81,12 @@ def run_rank(rank: int, world_size: int, args: dict[str, Any]) -> Any:
         )  # fmt: skip
         trainer.fit(module, DataLoader(data, batch_size=batch))
         times[name].append(clock.seconds)
+        used[name].append(clock.cpu)
         if name == "snapshots":
             taken.append(elastic.taken)
         del trainer, module
         gc.collect()
-    return times, taken
+    return times, used, taken
 
 
 def main() -> None:
@@ -98,12 +102,14 @@ def main() -> None:
     options = {k: v for k, v in vars(args).items() if k != "record"}
     with tempfile.TemporaryDirectory(dir="/dev/shm" if Path("/dev/shm").is_dir() else None) as memory:
         spawned = {**options, "memory": memory}
-        times, taken = spawn(run_rank, 2, spawned, timeout_s=3600, init_process_group=False)[0]
+        times, used, taken = spawn(run_rank, 2, spawned, timeout_s=3600, init_process_group=False)[0]
     low, middle, high = quartiles(ratios(times["snapshots"], times["none"]))
+    cpu_low, cpu, cpu_high = quartiles(ratios(used["snapshots"], used["none"]))
     results = {
-        "ratio": middle, "ratio_q1": low, "ratio_q3": high,
+        "ratio": middle, "ratio_q1": low, "ratio_q3": high, "cpu": cpu, "cpu_q1": cpu_low, "cpu_q3": cpu_high,
         "snapshots": statistics.median(taken), "steps_per_snapshot": round(args.steps / statistics.median(taken), 1),
     }  # fmt: skip
+    print(f"CPU time x {cpu:.4f} [{cpu_low:.4f}, {cpu_high:.4f}]")
     print(f"x {middle:.4f} [{low:.4f}, {high:.4f}] with {results['snapshots']} snapshots in {args.steps} steps")
     record.write(args.record, {**record.header("snapshots"), **options, "results": results})
 

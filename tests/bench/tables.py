@@ -377,6 +377,18 @@ def _elastic(record: dict[str, Any]) -> list[list[str]]:
     ]
 
 
+def _snapshots(record: dict[str, Any]) -> list[list[str]]:
+    """One row."""
+    found = record["results"]
+    cells = [
+        "{:.3f} [{:.3f}, {:.3f}]".format(*(found[f"{k}{q}"] for q in ("", "_q1", "_q3"))) for k in ("ratio", "cpu")
+    ]
+    return [
+        ["steps", "snapshots", "time over that without", "CPU time over that without"],
+        [str(record["steps"]), f"{found['snapshots']:.0f}", *cells],
+    ]
+
+
 def _virtual_shares(record: dict[str, Any]) -> list[list[str]]:
     """One row per split."""
     names = {"even": "two virtual ranks on each", "shares": "`virtual_ranks_per_rank: [1, 3]`"}
@@ -455,6 +467,7 @@ _TABLES: dict[str, Callable[[dict[str, Any]], list[list[str]]]] = {
     "muon": _muon,
     "muon_step": _muon_step,
     "rare_exchange": _rare_exchange,
+    "snapshots": _snapshots,
     "host_time#alone": _host_time("alone"),
     "host_time#unsent": _host_time("unsent"),
     "host_time#gloo": _host_time("gloo"),

@@ -152,6 +152,39 @@ def test_auto_waits_for_no_snapshot(memory: Path):
     assert spawn(most_behind, 2, "auto", str(memory), init_process_group=False)[0] > 5
 
 
+def taken_if_writing_takes(rank: int, world_size: int, seconds: float, memory: str) -> int:
+    """Return how many snapshots are taken in twenty steps if the thread that writes one is busy for so long."""
+    from lightning.pytorch.callbacks import Callback
+
+    from ls_strategy import ElasticTraining, ZeROStrategy
+    from ls_strategy.callbacks import elastic as module
+    from ls_strategy.lightning.saving import Saves
+    from tests.dist.ranks import Net, batches, quiet, trainer_of
+
+    class Slow(Callback):
+        def on_train_batch_end(self, *_: Any) -> None:
+            time.sleep(0.05)
+
+    quiet()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Saves, "busy_s", seconds)
+        patch.setattr(module, "_COST", 0.5)
+        elastic = ElasticTraining(memory=memory, run=f"busy-{seconds:g}")
+        trainer = trainer_of(ZeROStrategy(2), callbacks=[Slow(), elastic], max_steps=20, max_epochs=-1)
+        trainer.fit(Net(), batches(80))
+    return elastic.taken
+
+
+@pytest.mark.wide
+def test_auto_counts_the_thread_that_writes(memory: Path):
+    """On the CPU, where it takes a core from training."""
+    fast, slow = (
+        spawn(taken_if_writing_takes, 2, seconds, str(memory), init_process_group=False)[0] for seconds in (0.0, 10.0)
+    )
+    assert fast > 1
+    assert slow == 1
+
+
 def refused(rank: int, world_size: int, what: str, folder: str) -> str:
     """Return the error of a fit that `ElasticTraining` refuses."""
     import lightning.pytorch as pl
