@@ -120,8 +120,8 @@ def candidates_of(
         parallel: of one combination, with its pipeline.
         hardware: tiers are tried if the speed of the bus, and for NVMe that of the device, is known.
         policy: what is recomputed; selectively only with data parallelism alone.
-        alone: whether no other choice is tried. Otherwise NVMe and offload of activations, which are tried with data
-            parallelism alone, are tried with full recomputation only, which needs less of both.
+        alone: whether no other choice is tried. Otherwise NVMe and offload of activations are tried with full
+            recomputation only, which needs less of both.
     """
     offloads, plain = hardware.bus_gbs is not None, parallel == Parallelism()
     if policy == SELECTIVE and not plain:
@@ -137,23 +137,20 @@ def candidates_of(
         if is_tier and (not offloads or policy == SELECTIVE):
             continue
         last_resort = candidate.activation_offload is not None or "nvme" in candidate.strategy
-        if last_resort and not (plain and (alone or policy == FULL)):
-            continue  # of sharded layers, no measurement has confirmed what these need
+        if last_resort and not (alone or policy == FULL):
+            continue
         yield candidate
 
 
 def can_group(parallel: Parallelism, hardware: Hardware) -> bool:
-    """Whether groups of ranks by node are tried: several groups of several ranks send less between nodes.
-
-    Only without tensor and pipeline parallelism, with which no measurement has confirmed what they need.
-    """
+    """Whether groups of ranks by node are tried: several groups of several ranks send less between nodes."""
     if hardware.node_gbs is None or parallel.expert > 1 or hardware.ranks <= hardware.on_a_node:
-        return False
-    if parallel.tensor > 1 or parallel.pipeline > 1:
         return False
     zero = parallel.zero(hardware.ranks)
     try:
-        size = ranks_of_group("shard_size", "node", node_size=hardware.on_a_node, replicated=zero, tensor=1)
+        size = ranks_of_group(
+            "shard_size", "node", node_size=hardware.on_a_node, replicated=zero, tensor=parallel.tensor
+        )
     except PlanError:
         return False
     return 1 < size < zero

@@ -47,7 +47,7 @@ class Costs:
 
 def costs_of(model: PartitionedModel, job: Job, hardware: Hardware) -> Costs:
     """Return the costs of a job. ``hardware`` must have ``tflops`` and ``link_gbs``."""
-    zero = model.zero_traffic(job)
+    zero = model.traffic(job)
     spent = model.spent(job)
     flops = spent.pop("flops")
     sent = {"zero": zero.sent, **spent}

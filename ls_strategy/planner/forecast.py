@@ -16,6 +16,7 @@ from ls_strategy.plan import FlatPlan, Plan
 from ls_strategy.planner.buffers import Setting
 from ls_strategy.planner.candidates import Candidate, ladder
 from ls_strategy.planner.hardware import Hardware, show_bytes
+from ls_strategy.planner.offloaded import saved_bytes, with_activations
 from ls_strategy.planner.replay import Peak, replay
 from ls_strategy.planner.simulated import Simulated
 from ls_strategy.planner.states import ModelStates, matrix_flops
@@ -206,8 +207,8 @@ class Forecaster:
 
     def traffic(self, candidate: Candidate, ranks: int, device: str, node_size: int | None = None) -> StepTraffic:
         """Return the bytes that one rank moves in one step."""
-        config = candidate.config(self._run.config)
-        return traffic(
+        config, offload = candidate.config(self._run.config), candidate.activation_offload
+        moved = traffic(
             self.plan(config, ranks, node_size),
             self._optimizer_bytes,
             micro_batches=self._run.micro_batches,
@@ -215,6 +216,12 @@ class Forecaster:
             cuda=device == "cuda",
             gradients_stored=not self.setting(config, candidate, device).early_step,
             node_size=node_size,
+        )
+        if offload is None:
+            return moved
+        saved = saved_bytes(self.trace(candidate.recompute).events, offload.min_bytes)
+        return with_activations(
+            moved, offload, saved=saved, micro_batches=self._run.micro_batches, cuda=device == "cuda"
         )
 
     def forecast(self, candidate: Candidate, hardware: Hardware) -> Forecast:

@@ -26,6 +26,7 @@ from ls_strategy.planner.buffers import Setting
 from ls_strategy.planner.candidates import Candidate
 from ls_strategy.planner.choice import Question
 from ls_strategy.planner.job import Job, messages_of, ranks_of_stages, stages_of, table_of
+from ls_strategy.planner.offloaded import saved_bytes, with_activations
 from ls_strategy.planner.parallelism import Axes, Parallelism, Stack, is_uniform, sharded, shortened, stack_of
 from ls_strategy.planner.pieces import (
     SHORT,
@@ -85,6 +86,7 @@ class PartitionedModel:
         self._traffic: dict[Any, StepTraffic] = {}
         self._held: dict[int, tuple[int, int]] = {}
         self._alive: dict[Any, int] = {}
+        self._saved: dict[Any, int] = {}
         self._buffers = sum(b.nbytes for b in self._module.buffers())
         self.optimizer_bytes = self._states.optimizer_bytes(run.config)
 
@@ -267,6 +269,21 @@ class PartitionedModel:
                 node_size=max(job.node_size // job.parallel.tensor, 1),
             )
         return self._traffic[key]
+
+    def traffic(self, job: Job) -> StepTraffic:
+        """Return `zero_traffic`, and what offload of activations moves."""
+        offload, zero = job.candidate.activation_offload, self.zero_traffic(job)
+        if offload is None:
+            return zero
+        key = (job.candidate.recompute, job.samples, stages_of(job.parallel), offload.min_bytes)
+        if key not in self._saved:
+            pieces, spans = self.pieces(*key[:2]), self._spans(job, 0).values()
+            forwards = (Composer(pieces, span, lambda *_: ()).forward(0) for span in spans)
+            self._saved[key] = sum(saved_bytes(events, offload.min_bytes) for events in forwards)
+        at_once = min(job.parallel.pipeline, job.micro_batches)
+        return with_activations(
+            zero, offload, saved=self._saved[key], micro_batches=job.micro_batches, at_once=at_once, cuda=self.native
+        )
 
     def spent(self, job: Job) -> dict[str, int]:
         """Return FLOPs, and bytes per axis, of the busiest rank in one step."""

@@ -26,6 +26,9 @@ class StepTraffic:
     drive: int
     """Read from and written to NVMe."""
 
+    activations: int = 0
+    """Of both: what offload of activations moves, to their tier and back."""
+
 
 def traffic(
     plan: Plan,

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import functools
-from dataclasses import dataclass, field
+import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 import lightning.pytorch as pl
@@ -11,6 +14,7 @@ import pytest
 import torch
 from torch.utils.data import DataLoader, TensorDataset
 
+from ls_strategy.activations.offload import ActivationOffload
 from ls_strategy.config import RecomputeConfig, ZeROConfig, nested
 from ls_strategy.lightning.strategy import ZeROStrategy
 from ls_strategy.planner.candidates import Candidate
@@ -21,6 +25,7 @@ from ls_strategy.planner.parallelism import Parallelism
 from ls_strategy.planner.partitioned import partitioned
 from ls_strategy.precision import resolve_precision
 from ls_strategy.testing import spawn
+from ls_strategy.tiers.nvme import NVMeTier
 from tests.dist.parallel_runs import Module, Run
 from tests.dist.ranks import quiet
 from tests.live_bytes import LiveBytes
@@ -29,6 +34,10 @@ FULL = RecomputeConfig(policy="full")
 SHAPE: dict[str, Any] = {"num_layers": 6, "width": 128, "num_heads": 4, "vocab_size": 64, "block_size": 64}
 
 EXPERTS: dict[str, Any] = {"num_experts": 4, "ffn": 192, "k": 2, "drop_tokens": False}
+
+
+DRIVE = "TEST_PLANNED_ON_DRIVE"
+"""Environment variable: the folder of states on NVMe."""
 
 
 class Private(Module):
@@ -62,10 +71,30 @@ class Planned:
         return self.ranks // self.parallel.replica
 
     @property
+    def on_drive(self) -> dict[str, Any]:
+        """The tiers, and where NVMe is, if it is used."""
+        tiers = {"optimizer": self.candidate.optimizer, "parameters": self.candidate.parameters}
+        if "nvme" not in self.candidate.strategy:
+            return {}
+        where = {"nvme_path": os.environ.get(DRIVE), "nvme_allow_ram": True}
+        return {"offload": {**{name: tier.tier for name, tier in tiers.items() if tier}, **where}}
+
+    @property
+    def kept_away(self) -> dict[str, Any]:
+        """Offload of activations with its own bounds, which `Candidate.arguments` leaves out."""
+        offload = self.candidate.activation_offload
+        if offload is None:
+            return {}
+        assert self.candidate.recompute is not None
+        return {"activations": {"checkpointing": self.candidate.recompute.policy, "offload": asdict(offload)}}
+
+    @property
     def run(self) -> Run:
         accumulated = self.micro_batches if self.parallel.pipeline == 1 else 1
         options = {
             **self.candidate.arguments(),
+            **self.on_drive,
+            **self.kept_away,
             "parallel": self.parallel.arguments(self.micro_batches),
             "sharding.min_unit_numel": 0,
         }
@@ -115,8 +144,8 @@ RUNS = (
 class Begin(pl.Callback):
     """From here on the peak and the bytes count."""
 
-    def __init__(self, live: LiveBytes) -> None:
-        self.live = live
+    def __init__(self, live: LiveBytes, offloads: list[ActivationOffload]) -> None:
+        self.live, self.offloads = live, offloads
         self.sent: list[dict[str, int]] = []
 
     def on_train_start(self, *_: Any) -> None:
@@ -126,9 +155,47 @@ class Begin(pl.Callback):
         mesh = trainer.strategy.parallel.mesh
         axes = {name: sum(getattr(mesh, name).traffic.bytes.values()) for name in ("tensor", "sequence", "expert")}
         counted = ["all_gather", "reduce_scatter", *(["all_reduce"] if mesh.shape.shard else [])]
-        kinds = {k: v for k, v in trainer.strategy.traffic.bytes.items() if k in counted}
+        meter = trainer.strategy.traffic
         axes["pipeline"] = sum(v for k, v in mesh.pipeline.traffic.bytes.items() if k == "pipeline")
-        self.sent.append({**axes, "zero": sum(kinds.values())})
+        axes["zero"] = sum(v for k, v in meter.bytes.items() if k in counted)
+        axes["activations"] = sum(each.bytes_out + each.bytes_back for each in self.offloads)
+        axes["zero between nodes"] = sum(v for k, v in meter.bytes_between_nodes.items() if k in counted)
+        self.sent.append(axes)
+
+
+@contextmanager
+def moved_by_the_drive() -> Iterator[Callable[[], int]]:
+    """Yield what returns the bytes that NVMe has read and written."""
+    moved, get, put = [0], NVMeTier.get, NVMeTier.put
+
+    def counting_get(tier: NVMeTier, key: Any, start: int = 0, stop: int | None = None) -> Any:
+        numel, dtype = tier.sizes[key]
+        moved[0] += ((numel if stop is None else stop) - start) * dtype.itemsize
+        return get(tier, key, start, stop)
+
+    def counting_put(tier: NVMeTier, key: Any, value: Any, start: int = 0) -> None:
+        moved[0] += (value if isinstance(value, torch.Tensor) else value.wait()).nbytes
+        put(tier, key, value, start)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(NVMeTier, "get", counting_get)
+        patch.setattr(NVMeTier, "put", counting_put)
+        yield lambda: moved[0]
+
+
+@contextmanager
+def offloads_made() -> Iterator[list[ActivationOffload]]:
+    """Yield a list, to which every offload of activations is added."""
+    made: list[ActivationOffload] = []
+    plain = ActivationOffload.__init__
+
+    def noted(offload: ActivationOffload, *args: Any, **options: Any) -> None:
+        plain(offload, *args, **options)
+        made.append(offload)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(ActivationOffload, "__init__", noted)
+        yield made
 
 
 def trainer_of(run: Run, devices: int, nodes: int, **arguments: Any) -> pl.Trainer:
@@ -145,14 +212,19 @@ def measure(rank: int, world_size: int, runs: tuple[Planned, ...]) -> list[tuple
     found = []
     for planned in runs:
         run = planned.run
-        torch.manual_seed(0)
-        with LiveBytes() as live:
-            begin = Begin(live)
-            trainer_of(run, planned.node_size, world_size // planned.node_size, callbacks=[begin]).fit(Private(run))
         per_step = run.trainer["accumulate_grad_batches"]
+        moved: list[int] = []
+        for longer in range(2 if "nvme" in planned.candidate.strategy else 1):  # reading runs ahead of a step's end
+            now = replace(run, steps=run.steps + longer * per_step)
+            torch.manual_seed(0)
+            with LiveBytes() as live, moved_by_the_drive() as count, offloads_made() as offloads:
+                begin = Begin(live, offloads)
+                trainer_of(now, planned.node_size, world_size // planned.node_size, callbacks=[begin]).fit(Private(now))
+            moved.append(count())
         assert len(begin.sent) > per_step, (str(planned), len(begin.sent))
         last, before = begin.sent[-1], begin.sent[-1 - per_step]
-        found.append((live.peak, {name: last[name] - before[name] for name in last}))
+        sent = {name: last[name] - before[name] for name in last}
+        found.append((live.peak, {**sent, "drive": moved[-1] - moved[0]}))
     return found
 
 

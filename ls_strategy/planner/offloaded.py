@@ -1,0 +1,62 @@
+"""What offload of activations moves, by the rules of `ls_strategy.activations.offload`.
+
+With a device that copies by itself, all that autograd keeps leaves it, and what it has in flight at the end of the
+forward need not return. Otherwise that is not copied at all. In a pipeline the next forwards take the place of what
+would stay, so nothing is counted as staying.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import replace
+
+from ls_strategy.config import ActivationOffloadConfig
+from ls_strategy.planner.trace import Event
+from ls_strategy.planner.traffic import StepTraffic
+
+
+def saved_bytes(events: Iterable[Event], least: int) -> int:
+    """Return the bytes that autograd keeps of the forward in ``events``, in storages of ``least`` bytes and more."""
+    sizes: Counter[int] = Counter()
+    saved: dict[int, int] = {}
+    for kind, number, amount in events:
+        if kind == "end_forward":
+            break
+        if kind == "bytes":
+            sizes[number] += amount
+            if number in saved:
+                saved[number] += amount
+        elif kind == "saved" and number not in saved and sizes[number] >= least:
+            saved[number] = sizes[number]
+    return sum(saved.values())
+
+
+def with_activations(
+    moved: StepTraffic,
+    offload: ActivationOffloadConfig,
+    *,
+    saved: int,
+    micro_batches: int,
+    at_once: int = 1,
+    cuda: bool,
+) -> StepTraffic:
+    """Add what offload of activations moves in a step.
+
+    Args:
+        moved: without it.
+        offload: the options.
+        saved: `saved_bytes` of a micro-batch.
+        micro_batches: per optimizer step.
+        at_once: micro-batches whose forward has run, and their backward has not.
+        cuda: the device has its own memory.
+    """
+    away = max(at_once * saved - offload.in_flight_bytes, 0)
+    back = micro_batches * (saved if away and at_once > 1 else away)
+    both_ways = back + (saved * micro_batches if cuda else back)
+    return replace(
+        moved,
+        activations=both_ways,
+        bus=moved.bus + (both_ways if cuda else 0),
+        drive=moved.drive + (both_ways if offload.tier == "nvme" else 0),
+    )
