@@ -12,11 +12,11 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from ls_strategy.errors import StateError
-from ls_strategy.zero.step.split_jobs import EarlyDirections
+from ls_strategy.zero.step.split_jobs import Application, EarlyDirections
 from ls_strategy.zero.step.split_tensors import SplitTensors
 from tests.dist.ranks import assert_equal, batches, fit, on_ranks, saved
 from tests.dist.test_early_update import strategy, updates_begun_in_backward
-from tests.dist.test_whole_overlap import STEPS, Watched, trained
+from tests.dist.test_whole_overlap import STEPS, Watched, slowly_applied, trained
 from tests.dist.whole_optimizers import matrices
 from tests.marks import slow
 
@@ -109,6 +109,27 @@ def test_the_bits_are_those_of_a_step_in_turn(rank: int, world_size: int, stage:
         assert_equal(found, expected, f"stage {stage}, {name}")
         assert early.losses == in_turn.losses, name
         assert early.seen == in_turn.seen, name
+
+
+@WIDE
+@pytest.mark.parametrize("early", [True, False])
+@on_ranks(2, timeout_s=150)
+def test_few_updates_wait_to_be_applied(rank: int, world_size: int, early: bool) -> None:
+    """They are in the device's memory; with directions from backward, nothing else would hold them back."""
+    waiting: list[int] = []
+    tickets: list[Any] = []
+    submit = Application.submit
+
+    def noted(self: Application, stream: Any) -> Any:
+        waiting.append(sum(not ticket.done for ticket in tickets))
+        tickets.append(submit(self, stream))
+        return tickets[-1]
+
+    with pytest.MonkeyPatch.context() as patch, slowly_applied():
+        patch.setattr(Application, "submit", noted)
+        trained(rank, world_size, Plain() if early else Looks(), {"stage": 2})
+    assert len(waiting) > 2 * STEPS, waiting  # of six matrices a rank has parts of three or more
+    assert max(waiting) <= 1, waiting  # and the new one
 
 
 class SavesEveryStep(Plain):

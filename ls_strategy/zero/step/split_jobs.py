@@ -14,7 +14,7 @@ If nothing may come between backward and step, the directions begin in backward,
     stream         | direction 3 | direction 2 | direction 1 | apply 1 | apply 2 | apply 3 |
 
 What is sent between the ranks is sent by the training thread, in the same order on all of them. At most two buckets'
-updates wait to be applied, since the direction of a later bucket comes after them on the stream.
+updates wait to be applied (`Applications`), because they are in the device's memory.
 
 The results are those of a step without a stream, bit for bit: what the user's code changes after the step, such as the
 learning rate, is not seen here.
@@ -24,7 +24,7 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections import defaultdict
+from collections import defaultdict, deque
 from collections.abc import Callable, Iterable, Sequence
 
 import torch
@@ -159,6 +159,26 @@ class EarlyDirections:
         for directions, _ in self._begun.values():
             directions.abandon()
         self._begun = {}
+
+
+_WAITING = 2
+"""Buckets whose updates wait to be applied."""
+
+
+class Applications:
+    """The updates of a step that wait to be applied. One more waits for the oldest."""
+
+    def __init__(self) -> None:
+        """Begin with none."""
+        self._tickets: deque[Ticket] = deque()
+
+    def submit(self, splitter: SplitTensors, parts: Sequence[tuple[WholeTensor, Tensor]], stream: Stream) -> None:
+        """Start applying the updates of a bucket."""
+        started = time.perf_counter()
+        while len(self._tickets) >= _WAITING:
+            self._tickets.popleft().wait()
+        parts[0][0].flat.waited_s += time.perf_counter() - started
+        self._tickets.append(Application(splitter, parts).submit(stream))
 
 
 class Application(Job):

@@ -28,7 +28,7 @@ from ls_strategy.tiers import TIERS
 from ls_strategy.tiers.stream import Stream
 from ls_strategy.zero.flat.units import Flat
 from ls_strategy.zero.step.optimizer_state import OptimizerStates, Owner
-from ls_strategy.zero.step.split_jobs import Application, Directions, EarlyDirections
+from ls_strategy.zero.step.split_jobs import Applications, Directions, EarlyDirections
 from ls_strategy.zero.step.split_step import split_step_of
 from ls_strategy.zero.step.split_tensors import SplitTensors
 from ls_strategy.zero.step.whole_exchange import (
@@ -86,6 +86,7 @@ class WholeTensors:
         states.owners = {m.number: self._owner(m) for m in self.members if m.number not in self._in_shards}
         self.states = WholeStates(states, self.members, self._split, self._in_shards)
         self._early = EarlyDirections(m for m in self.members if self._splitter(m) and self._is_on_host(m))
+        self._applications = Applications()
         self._shown: dict[int, Tensor] = {}
         self._stepped: list[WholeTensor] = []
 
@@ -348,7 +349,7 @@ class WholeTensors:
         parts = pending.wait()
         splitter = self._splitter(parts[0][0]) if parts else None
         if stream is not None and splitter is not None and self._is_on_host(parts[0][0]):
-            Application(splitter, parts).submit(stream)
+            self._applications.submit(splitter, parts, stream)
             return
         for member, part in parts:
             if splitter is None:
