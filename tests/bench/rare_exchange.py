@@ -89,6 +89,7 @@ def train(rank: int, _: int, contender: str, seed: int, run: dict[str, Any]) -> 
     )
     weights = Path(run["cache"]) / f"pretrained-{seed}.pt"
     if weights.exists():
+        module.configure_model()
         module.load_state_dict(torch.load(weights))
     trainer.fit(module, data)
     parameters = sum(p.numel() for p in module.parameters())
