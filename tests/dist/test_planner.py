@@ -24,9 +24,9 @@ from ls_strategy.planner.simulated import simulated
 from ls_strategy.planner.step import first_batch, training_step
 from ls_strategy.precision import resolve_precision
 from ls_strategy.testing import spawn
-from ls_strategy.tiers.nvme import NVMeTier
 from tests.bench.record import RECORDS, ROOT
 from tests.dist.models import Case, Net, PrivateNet, loader, quiet, trainer_of
+from tests.dist.test_planner_parallel import moved_by_the_drive
 from tests.live_bytes import LiveBytes
 
 WIDTH, BLOCKS, STEPS = 96, 4, 2
@@ -179,29 +179,15 @@ def drive_bytes(rank: int, world_size: int, folder: str) -> list[int]:
     """What one more step asks of the drive, for every run: elements that are got and put, in bytes."""
     quiet()
     result = []
-    get, put = NVMeTier.get, NVMeTier.put
     for chosen in ON_DRIVE:
         case = case_of(*chosen)
         case = replace(case, options=(*case.options, ("offload.nvme_path", folder), ("offload.nvme_allow_ram", True)))
         totals: list[int] = []
         for steps in (STEPS, STEPS + 1):
-            moved = [0]
-
-            def counting_get(tier: NVMeTier, key: Any, start: int = 0, stop: int | None = None) -> Any:
-                numel, dtype = tier.sizes[key]
-                moved[0] += ((numel if stop is None else stop) - start) * dtype.itemsize  # noqa: B023
-                return get(tier, key, start, stop)
-
-            def counting_put(tier: NVMeTier, key: Any, value: Any, start: int = 0) -> None:
-                moved[0] += (value if isinstance(value, torch.Tensor) else value.wait()).nbytes  # noqa: B023
-                put(tier, key, value, start)
-
             now = replace(case, steps=steps)
-            with pytest.MonkeyPatch.context() as patch:
-                patch.setattr(NVMeTier, "get", counting_get)
-                patch.setattr(NVMeTier, "put", counting_put)
+            with moved_by_the_drive() as moved:
                 trainer_of(now, world_size).fit(module_of(now), loader(now, world_size))
-            totals.append(moved[0])
+            totals.append(moved())
         result.append(totals[1] - totals[0])
     return result
 

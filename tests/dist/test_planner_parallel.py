@@ -165,22 +165,23 @@ class Begin(pl.Callback):
 
 @contextmanager
 def moved_by_the_drive() -> Iterator[Callable[[], int]]:
-    """Yield what returns the bytes that NVMe has read and written."""
-    moved, get, put = [0], NVMeTier.get, NVMeTier.put
+    """Yield what returns the bytes that NVMe has read and written. Threads append: ``+=`` may lose what they add."""
+    moved: list[int] = []
+    get, put = NVMeTier.get, NVMeTier.put
 
     def counting_get(tier: NVMeTier, key: Any, start: int = 0, stop: int | None = None) -> Any:
         numel, dtype = tier.sizes[key]
-        moved[0] += ((numel if stop is None else stop) - start) * dtype.itemsize
+        moved.append(((numel if stop is None else stop) - start) * dtype.itemsize)
         return get(tier, key, start, stop)
 
     def counting_put(tier: NVMeTier, key: Any, value: Any, start: int = 0) -> None:
-        moved[0] += (value if isinstance(value, torch.Tensor) else value.wait()).nbytes
+        moved.append((value if isinstance(value, torch.Tensor) else value.wait()).nbytes)
         put(tier, key, value, start)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(NVMeTier, "get", counting_get)
         patch.setattr(NVMeTier, "put", counting_put)
-        yield lambda: moved[0]
+        yield lambda: sum(moved)
 
 
 @contextmanager
