@@ -12,12 +12,20 @@ from torch import Tensor
 from ls_strategy.distributed.comm import make_comm
 from ls_strategy.distributed.mesh import MeshShape, make_mesh
 from ls_strategy.distributed.quantized_reduce import Rounding, reduce_quantized
-from ls_strategy.ops.quantized import rounded
+from ls_strategy.layout import round_up
+from ls_strategy.ops.quantized import TILE, rounded
 from ls_strategy.testing import spawn
 
 SHARD = 2048
+"""Elements, and of `shard_of` at least."""
+
 FORMS: tuple[Any, ...] = ("int8", "int4")
 KINDS = [(torch.float32, 1.0), (torch.bfloat16, 1e-3), (torch.float16, 1e3)]
+
+
+def shard_of(world_size: int, group: int) -> int:
+    """Return the elements of a shard: full tiles, also divided by the replicas, as layouts of buffers make them."""
+    return round_up(SHARD, TILE * (world_size // group))
 
 
 def terms_of(world_size: int, dtype: torch.dtype, scale: float, numel: int) -> list[Tensor]:
@@ -81,9 +89,10 @@ def reduce_all(rank: int, world_size: int, layouts: list[Layout]) -> list[tuple[
         shape = MeshShape.of(world_size, shard=group, node_size=node)
         comm = make_mesh(shape, world).shards
         for form, (dtype, scale) in itertools.product(FORMS, KINDS):
-            full = terms_of(world_size, dtype, scale, SHARD * group)[rank]
+            shard = shard_of(world_size, group)
+            full = terms_of(world_size, dtype, scale, shard * group)[rank]
             before, meter = full.clone(), Rounding()
-            out = torch.empty(SHARD)
+            out = torch.empty(shard)
             first = reduce_quantized(comm, full, form, of="test", sizes=None, meter=meter)
             first.advance()
             second = reduce_quantized(comm, full, form, of="test", sizes=None, meter=Rounding())
@@ -105,7 +114,7 @@ def compare(world_size: int, layouts: list[Layout]) -> None:
     ranks = spawn(reduce_all, world_size, layouts, timeout_s=120)
     cases = list(itertools.product(layouts, FORMS, KINDS))
     for i, ((node, group), form, (dtype, scale)) in enumerate(cases):
-        terms = terms_of(world_size, dtype, scale, SHARD * group)
+        terms = terms_of(world_size, dtype, scale, shard_of(world_size, group) * group)
         nodes = node if node is not None and world_size % node == 0 else 0
         expected = by_hand(terms, form, node=nodes, group=group)
         exact = torch.stack([t.double() for t in terms]).sum(0)
