@@ -26,10 +26,6 @@ WIDE = pytest.mark.wide
 class Plain(Watched):
     """The matrices of three blocks by Muon, each block a buffer; first and last layer by AdamW."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.begun: list[int] = []
-
     def on_fit_start(self) -> None:
         """Watch nothing."""
 

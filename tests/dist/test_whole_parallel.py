@@ -5,9 +5,11 @@ Trusted runs: one process, or DDP. The iteration of Muon runs in fp32 here: in b
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import lightning.pytorch as pl
 import pytest
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -16,6 +18,8 @@ from ls_strategy.config import nested
 from ls_strategy.errors import PlanError
 from ls_strategy.lightning.strategy import ZeROStrategy
 from ls_strategy.testing import spawn
+from ls_strategy.zero.step import split_jobs
+from ls_strategy.zero.step.split_jobs import Directions
 from tests.dist.parallel_runs import Module, Outcome, Run, train, unequal
 from tests.dist.ranks import Net, assert_close, assert_equal, fit, global_batches, on_ranks, quiet, weights
 from tests.dist.whole_optimizers import Shampoo, matrices, vectors
@@ -80,6 +84,49 @@ def test_matrices_that_tensor_parallelism_splits_are_stepped_in_full(ranks: int,
         cases = [Run({"stage": stage, "parallel.tensor": 2}, steps=STEPS) for stage in stages]
         found = spawn(runs, ranks, cases, kind, init_process_group=False)[0]
         assert not unequal(alone, cases, found, **LIMITS)
+
+
+class Unwatched(WithMuon):
+    """No hook can see gradients, so that directions begin in backward."""
+
+    on_before_optimizer_step = pl.LightningModule.on_before_optimizer_step
+    on_train_batch_end = pl.LightningModule.on_train_batch_end
+
+
+def early_and_in_turn(rank: int, world_size: int, cases: list[Run]) -> list[tuple[Outcome, Outcome, int]]:
+    """Per case: the run, the same with everything in turn, and how many buffers' directions began in backward."""
+    found = []
+    for run in cases:
+        begun = [0]
+        outcomes = []
+        for overlap in (True, False):
+            options = {**(run.options or {}), "offload.optimizer": "cpu", "sharding.overlap_step": overlap}
+
+            def counted(*args: Any) -> Directions:
+                begun[0] += 1  # noqa: B023
+                return Directions(*args)
+
+            with pytest.MonkeyPatch.context() as patch:
+                patch.setattr(split_jobs, "Directions", counted)  # those of the step have another name
+                outcomes.append(train(rank, world_size, replace(run, options=options), Unwatched))
+        found.append((*outcomes, begun[0]))
+    return found
+
+
+@pytest.mark.wide
+@pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.slow)])
+def test_directions_begin_in_backward_with_other_kinds_of_parallelism(ranks: int) -> None:
+    """With the bits of a run in turn."""
+    kinds: list[tuple[dict[str, Any], Any]] = [
+        ({"parallel.tensor": 2}, None), ({"parallel.expert": 2}, EXPERTS), ({"parallel.context": 2}, None),
+    ]  # fmt: skip
+    cases = [
+        Run({"stage": stage, **options}, experts=experts, steps=STEPS) for options, experts in kinds for stage in (1, 3)
+    ]
+    for results in spawn(early_and_in_turn, ranks, cases, init_process_group=False):
+        for run, (early, in_turn, begun) in zip(cases, results, strict=True):
+            assert begun > 0, str(run)
+            assert_equal(early.weights, in_turn.weights, str(run))
 
 
 class CountsFlops(WithMuon):
