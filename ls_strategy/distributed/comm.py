@@ -31,6 +31,9 @@ from ls_strategy.distributed.traffic import Traffic
 from ls_strategy.distributed.wait_report import Journal
 from ls_strategy.errors import LSError
 
+_TRANSPORT = ("onnection", "Broken pipe", "gloo", "NCCL")
+"""Words in the errors of a broken connection. Gloo says which call failed, and begins with its own file."""
+
 
 class Comm:
     """A process group, and a gloo control group for small decisions that must not wait for the GPU."""
@@ -124,7 +127,8 @@ class Comm:
             raise
 
     def _name_failure(self, error: RuntimeError) -> None:
-        if not isinstance(error, LSError) and "onnection" in str(error):
+        of_transport = isinstance(error, dist.DistError) or any(word in str(error) for word in _TRANSPORT)
+        if of_transport and not isinstance(error, LSError):
             self.failures.raise_if_any(error)
 
     def wait(self, works: Sequence[Any]) -> None:

@@ -186,8 +186,13 @@ class RankStrategy(Connection, DDPStrategy):
     @override
     def on_exception(self, exception: BaseException) -> None:
         """Report the error to the other ranks. If some of them did not fail, close the connections they wait on."""
-        if self.engine is not None:
-            self.engine.abort()
+        try:
+            if self.engine is not None:
+                self.engine.abort()
+        finally:
+            self._report(exception)
+
+    def _report(self, exception: BaseException) -> None:
         if self._comm is None and self._start_method != "popen":
             end_processes(self._launcher.procs)  # type: ignore[union-attr]  (of the process that forked the ranks)
             return

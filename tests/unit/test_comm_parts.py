@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from ls_strategy.distributed import buffer_pool
 from ls_strategy.distributed.buffer_pool import BufferPool
@@ -122,7 +123,22 @@ def test_a_reduction_averages_in_the_dtype_of_the_result(dtype: torch.dtype, acc
     assert comm.pool.take(70_000, dtype, CPU) is parts[3]
 
 
-def test_a_broken_connection_is_named_and_another_error_is_not() -> None:
+_AT = "[/pytorch/third_party/gloo/gloo/transport/tcp/pair.cc:543]"
+
+
+@pytest.mark.parametrize(
+    "broken",
+    [
+        RuntimeError("Connection reset by peer"),
+        RuntimeError(f"{_AT} Connection closed by peer [127.0.0.1]:2"),
+        RuntimeError(f"{_AT} writev [127.0.0.1]:2: Broken pipe"),  # what a rank gets that sends before it reads the end
+        RuntimeError(f"{_AT} Socket closed [127.0.0.1]:2"),
+        dist.DistBackendError("remote process exited or there was a network error"),
+        RuntimeError("NCCL communicator was aborted on rank 1."),
+    ],
+    ids=str,
+)
+def test_a_broken_connection_is_named_and_another_error_is_not(broken: RuntimeError) -> None:
     comm = Comm(None, None)
     asked: list[Any] = []
 
@@ -132,7 +148,7 @@ def test_a_broken_connection_is_named_and_another_error_is_not() -> None:
 
     comm.failures = SimpleNamespace(raise_if_any=raise_if_any)  # type: ignore[assignment]
     with pytest.raises(RankFailedError), comm.naming_failures():
-        raise RuntimeError("Connection reset by peer")
+        raise broken
     with pytest.raises(RuntimeError, match="size mismatch"), comm.naming_failures():
         raise RuntimeError("size mismatch")
     assert len(asked) == 1

@@ -79,6 +79,21 @@ def test_an_error_on_one_rank_breaks_the_connections(strategy: ZeROStrategy, mon
     assert failed.events == ["announce", "abandon", "break", "destroy"]
 
 
+def test_an_error_is_announced_even_if_the_engine_cannot_give_up_its_step(
+    strategy: ZeROStrategy, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    failed = Failed(strategy, monkeypatch, all_failed=False)
+
+    def abort() -> None:
+        raise OSError("of the drive")
+
+    reducer = SimpleNamespace(abandoned=0)
+    monkeypatch.setattr(strategy, "engine", SimpleNamespace(abort=abort, reducer=reducer))
+    with pytest.raises(OSError, match="of the drive"):
+        strategy.on_exception(ValueError("mine"))
+    assert failed.events == ["announce", "abandon", "break", "destroy"]
+
+
 def test_an_error_on_all_ranks_keeps_the_group(strategy: ZeROStrategy, monkeypatch: pytest.MonkeyPatch) -> None:
     failed = Failed(strategy, monkeypatch, all_failed=True)
     strategy.on_exception(ValueError("mine"))
