@@ -6,11 +6,14 @@ The nodes are network namespaces of this host, joined by a link whose rate is li
 (`tests.two_nodes`), so this needs root. All ranks share the cores of this host; connections inside a node are not
 limited. Every round runs one Trainer per contender in the same processes, in another order than the round before, and
 takes the median of its later steps. The kernel counts what crosses the link, and the planner says what should.
+
+Where DeepSpeed is installed (the ``bench`` extra), its rounds follow over the same link, see `deepspeed_steps`.
 """
 
 from __future__ import annotations
 
 import gc
+import importlib.util
 import logging
 import os
 import signal
@@ -27,7 +30,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from ls_strategy.lightning.strategy import ZeROStrategy
 from ls_strategy.planner.traffic import traffic
 from tests import two_nodes
-from tests.bench import record
+from tests.bench import deepspeed_steps, record
 from tests.bench.contest import quartiles, ratios, turns
 from tests.bench.step_time import SIZES
 from tests.bench.trainer_time import module_of
@@ -139,7 +142,10 @@ def measure(args: dict[str, Any]) -> dict[str, dict[str, Any]]:
     names = [name for name, options in CONTENDERS.items() if per_node > 1 or "hpz" not in (options or {})]
     with two_nodes.two_nodes(args["rate"]) as nodes:
         ranks = spawn(run_rank, 2 * per_node, nodes, names, args, timeout_s=3600, init_process_group=False)
-    return {name: _row([rank[name] for rank in ranks], [rank[BASELINE] for rank in ranks]) for name in names}
+        if per_node > 1 and importlib.util.find_spec("deepspeed") is not None:
+            peers = deepspeed_steps.rounds_of(nodes, UNCOUNTED, args)
+            ranks = [mine | its for mine, its in zip(ranks, peers, strict=True)]
+    return {name: _row([rank[name] for rank in ranks], [rank[BASELINE] for rank in ranks]) for name in ranks[0]}
 
 
 def _row(ranks: list[Any], trusted: list[Any]) -> dict[str, Any]:
@@ -147,13 +153,13 @@ def _row(ranks: list[Any], trusted: list[Any]) -> dict[str, Any]:
     losses = [statistics.fmean(rank[-1]["loss"] for rank in each) for each in (ranks, trusted)]
     low, middle, high = quartiles(ratios(before, seconds))
     nodes = ranks[: len(ranks) // 2], ranks[len(ranks) // 2 :]
-    by_node = [sum(rank[0]["predicted"] for rank in node) for node in nodes]
+    by_node = [sum(rank[0].get("predicted", 0) for rank in node) for node in nodes]
     crossed = [statistics.median(run["crossed"] for run in node[0]) for node in nodes]
     return {
         "median_s": round(statistics.median(seconds), 4),
         "times_faster": {"median": middle, "q1": low, "q3": high},
         "crossed_bytes": round(sum(crossed)),
-        "predicted_bytes": sum(by_node),
+        "predicted_bytes": sum(by_node) or None,  # there is no formula for DeepSpeed
         "loss": round(losses[0], 5),
         "loss_off": round(losses[0] / losses[1] - 1, 5),
         "seconds": [round(each, 4) for each in seconds],
@@ -193,10 +199,11 @@ def main() -> None:
     check(results)
     print(f"{'':32}{'s':>8}{'x faster':>10}{'':18}{'MB per step':>12}{'/ formula':>10}{'loss':>8}")
     for name, row in results.items():
-        fast, over = row["times_faster"], row["crossed_bytes"] / row["predicted_bytes"]
+        fast, formula = row["times_faster"], row["predicted_bytes"]
+        over = f"{row['crossed_bytes'] / formula:.3f}" if formula else ""
         spread = f"[{fast['q1']:.2f}, {fast['q3']:.2f}]"
         print(f"{name:32}{row['median_s']:8.3f}{fast['median']:10.2f}{spread:>18}"
-              f"{row['crossed_bytes'] / 1e6:12.1f}{over:10.3f}{row['loss_off']:+8.4f}")  # fmt: skip
+              f"{row['crossed_bytes'] / 1e6:12.1f}{over:>10}{row['loss_off']:+8.4f}")  # fmt: skip
     record.write(args.record, {**record.header("slow_network"), **settings, "baseline": BASELINE, "results": results})
 
 

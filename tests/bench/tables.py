@@ -133,8 +133,8 @@ def _slow_network(record: dict[str, Any]) -> list[list[str]]:
     for name, r in record["results"].items():
         fast = r["times_faster"]
         faster = "" if name == record["baseline"] else f"{fast['median']:.2f} [{fast['q1']:.2f}, {fast['q3']:.2f}]"
-        over = r["crossed_bytes"] / r["predicted_bytes"]
-        rows.append([name, f"{r['median_s']:.2f}", faster, f"{r['crossed_bytes'] / 1e6:.1f}", f"{over:.3f}"])
+        over = f"{r['crossed_bytes'] / r['predicted_bytes']:.3f}" if r["predicted_bytes"] else ""
+        rows.append([name, f"{r['median_s']:.2f}", faster, f"{r['crossed_bytes'] / 1e6:.1f}", over])
     return rows
 
 

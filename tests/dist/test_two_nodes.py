@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from tests import two_nodes
+from tests.bench import deepspeed_steps
 from tests.bench.slow_network import BASELINE, CONTENDERS, check, measure
 
 pytestmark = [pytest.mark.dist, pytest.mark.slow, pytest.mark.timeout(600)]
@@ -36,8 +37,9 @@ def test_the_bytes_on_the_link_are_those_of_the_formula() -> None:
     args = {"rate": "1gbit", "ranks_per_node": 2, "size": "5M", "rounds": 1, "steps": 5, "batch": 1, "block": 16}
     results = measure(args)
     check(results)
-    assert set(results) == set(CONTENDERS)
-    for name, row in results.items():
+    assert set(results) - set(deepspeed_steps.configurations(2)) == set(CONTENDERS)
+    for name in CONTENDERS:
+        row = results[name]
         over = row["crossed_bytes"] / row["predicted_bytes"]
         assert 1.0 < over < 1.0 + HEADERS, f"{name}: {over}"
     crossed = {name: row["crossed_bytes"] for name, row in results.items()}
