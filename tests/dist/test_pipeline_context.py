@@ -87,7 +87,11 @@ def test_variants_of_the_model(shape):
     [
         {"parallel.tensor": 2},
         {"parallel.tensor": 2, "activations.checkpointing": "full", "activations.partitioning": True, **RING},
-        {"parallel.tensor.size": 2, "parallel.tensor.sequence_parallel": True},
+        {
+            "parallel.context": 1,
+            "parallel.tensor.size": 2,
+            "parallel.tensor.sequence_parallel": True,
+        },  # and two replicas
         {"parallel.context": 4, **RING},
         RING,  # and two replicas
     ],
