@@ -21,7 +21,7 @@ def add_search(parser: argparse.ArgumentParser) -> None:
         "memory against time; needs --tflops and --link",
     )  # fmt: skip
     parser.add_argument(
-        "--search-seconds", type=arguments.number(), default=8.0, metavar="S",
+        "--search-seconds", type=arguments.number(), default=9.0, metavar="S",
         help="begin nothing new in the search after this time (default: %(default)s)",
     )  # fmt: skip
     parser.add_argument(

@@ -97,6 +97,14 @@ class Known:
     short: dict[Any, int] = field(default_factory=dict)
     """How many blocks stood for all, by which axes are used."""
 
+    def tells(self, layers: Parallelism) -> bool:
+        """Whether steps on fewer ranks are known that may tell those of ``layers``."""
+        traced = {key[0] for key in self.pieces}
+        return layers.ring == 1 and any(
+            getattr(layers, axis) > SIZES[-1] and all(replace(layers, **{axis: n}) in traced for n in SIZES)
+            for axis in AXES
+        )
+
 
 class BlockSteps:
     """Steps of one model whose layers are sharded."""

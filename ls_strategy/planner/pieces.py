@@ -21,9 +21,9 @@ from typing import NamedTuple, Protocol
 from ls_strategy.errors import PlanError
 from ls_strategy.planner.trace import Event, Kind, Trace, condensed
 
-SHORT = (3, 5)
-"""Blocks of a shortened trace. Three, where the first and the last one are like those between. Otherwise five: the
-first two, the last two, and one between, whose neighbours are like others'."""
+SHORT = (3, 4, 5)
+"""Blocks of a shortened trace. Three, where the first and the last one are like those between; four, where only the
+last one is. Otherwise five: the first two, the last two, and one between, whose neighbours are like others'."""
 
 
 def stand_in(block: int, blocks: int, traced: int) -> int:
@@ -31,6 +31,8 @@ def stand_in(block: int, blocks: int, traced: int) -> int:
 
     >>> [stand_in(b, 8, 5) for b in range(8)]
     [0, 1, 2, 2, 2, 2, 3, 4]
+    >>> [stand_in(b, 8, 4) for b in range(8)]
+    [0, 1, 2, 2, 2, 2, 2, 3]
     """
     if traced == blocks or block < traced // 2:
         return block

@@ -6,13 +6,14 @@ stages, layers with experts.
 
 A model is traced once per combination of tensor, context and expert parallelism. Times and a lower bound of the memory
 follow from the trace; the memory is then replayed, fastest first, for combinations that may need less than all faster
-ones. After two thirds of `SECONDS` no further step is traced, after `SECONDS` none is replayed. The result names what
-was not tried. Layers and sequences are sharded where one sample is too large, so with tensor and context parallelism
-micro-batches are of one sample.
+ones. After three quarters of `SECONDS` no step is traced that others do not tell, after `SECONDS` none is replayed. The
+result names what was not tried. Layers and sequences are sharded where one sample is too large, so with tensor and
+context parallelism micro-batches are of one sample.
 """
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
@@ -33,13 +34,13 @@ from ls_strategy.planner.partitioned import PartitionedModel, partitioned
 from ls_strategy.planner.pieces import SHORT
 from ls_strategy.planner.replay import Peak
 
-SECONDS = 8.0
+SECONDS = 9.0
 """After this time, nothing more is begun; after most of it, see `_SHARE_OF_TRACES`, no further step is traced."""
 
 NO_TIME = "no time was left"
 """The reason for which a combination was not tried."""
 
-_SHARE_OF_TRACES = 2 / 3
+_SHARE_OF_TRACES = 3 / 4
 """Of the time: then the memory of the fastest combinations is replayed."""
 
 
@@ -171,13 +172,14 @@ def _all_timed(question: Question, hardware: Hardware, found: Found, until: floa
     timed: list[_Timed] = []
     for parallel in layer_shardings(question, hardware):
         label = parallel.name or "data parallelism"
+        limit = math.inf if known.tells(parallel) else until
         if _is_covered(parallel, found):
             found.covered.append(label)
-        elif found.traced and time.perf_counter() > until:
+        elif found.traced and time.perf_counter() > limit:
             found.skipped[label] = NO_TIME
         else:
             try:
-                timed += _timed(question, hardware, parallel, known, found, until)
+                timed += _timed(question, hardware, parallel, known, found, limit)
                 found.traced.append(label)
             except PlanError as error:
                 first = first or error

@@ -198,7 +198,8 @@ class _Marks:
         self._stop_at = stop_at
         self._next = 0
         self._handles = [
-            block.register_forward_pre_hook(self._before(i), with_kwargs=True) for i, block in enumerate(blocks)
+            block.register_forward_pre_hook(self._before(i), with_kwargs=True, prepend=True)
+            for i, block in enumerate(blocks)
         ]
         self._handles.append(blocks[-1].register_forward_hook(self._after))
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import statistics
+from contextlib import nullcontext
 from dataclasses import replace
 from itertools import chain
 from unittest import mock
@@ -18,7 +19,8 @@ from ls_strategy.config import ActivationOffloadConfig, RecomputeConfig, TierCon
 from ls_strategy.errors import ConfigError, PlanError
 from ls_strategy.parallel.pipeline.schedules import make_table
 from ls_strategy.parallel.pipeline.simulate import simulate
-from ls_strategy.planner.block_steps import BlockSteps, Known, sharded_size
+from ls_strategy.planner import search as search_module
+from ls_strategy.planner.block_steps import BlockSteps, Known, NotUniform, sharded_size
 from ls_strategy.planner.candidates import Candidate
 from ls_strategy.planner.choice import Question
 from ls_strategy.planner.combinations import FULL, jobs_of
@@ -208,7 +210,7 @@ def test_what_two_sizes_tell(size, numbers):
 def test_a_search_for_4096_ranks_keeps_the_global_batch():
     asked = question(layers=24)
     found = search(asked, MANY)
-    assert found.seconds < 60  # ten on a machine of its own: eight, and what was begun before
+    assert found.seconds < 60  # ten on a machine of its own: nine, and what was begun before
     assert found.global_batch == 2 * 4096
     assert found.front
     for option in found.options:
@@ -221,6 +223,33 @@ def test_a_search_for_4096_ranks_keeps_the_global_batch():
     assert memory == sorted(memory, reverse=True)
     assert len(explanation(found, MANY)) == 5
     assert len(front_table(found).splitlines()) == 2 + len(found.front)
+
+
+def test_what_known_steps_tell_is_tried_after_the_time_to_trace(monkeypatch):
+    """Tracing steps on four ranks takes all the time; those on eight are told by two and four."""
+    now = [0.0]
+    monkeypatch.setattr(search_module.time, "perf_counter", lambda: now[0])
+    trace = search_module._timed
+
+    def timed(asked, hardware, parallel, *rest):
+        jobs = trace(asked, hardware, parallel, *rest)
+        now[0] = 8.0 if parallel.tensor == 4 else now[0]
+        return jobs
+
+    monkeypatch.setattr(search_module, "_timed", timed)
+    hardware = replace(MANY, ranks=64, ranks_per_node=8)
+    found = search(question(), hardware, seconds=9.0)
+    assert found.traced == ["data parallelism", "tp 2", "tp 4", "tp 8"]
+    told = [o for o in found.options if o.job.parallel.tensor == 8]
+    assert {o.job.candidate.recompute for o in told} == {None, FULL}, "with and without recomputation"
+
+
+def test_four_blocks_stand_for_all_where_the_first_one_slices_the_sequence():
+    known = Known()
+    for short, fits in ((3, False), (4, True)):
+        parts = partitioned(question(), Parallelism(context=2), native=True, short=short, known=known)
+        with parts as model, nullcontext() if fits else pytest.raises(NotUniform):
+            model.pieces(None, 1)
 
 
 @pytest.mark.parametrize("schedule", ["1f1b", "interleaved_1f1b", "gpipe"])
