@@ -178,12 +178,6 @@ class ParallelConfig(Group):
             self._set("tensor", TensorConfig(size=self.tensor))
         if isinstance(self.pipeline, int):
             self._set("pipeline", PipelineConfig(size=self.pipeline))
-        if self.context > 1 and self.tp.sequence_parallel:
-            raise ConfigError(
-                f"Got parallel.context={self.context} with parallel.tensor.sequence_parallel=True, but each of them "
-                "partitions the tokens of the blocks on entry, and they cannot do so one inside the other. Leave "
-                "sequence_parallel out: the tokens of all layers are then partitioned by context alone."
-            )
         self._check_shares()
 
     def _check_shares(self) -> None:

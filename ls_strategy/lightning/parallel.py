@@ -249,7 +249,8 @@ class ModelParallel:
             return
         blocks = one_stack(module)
         head, ring = head_after(module, blocks), self.config.ring
-        sequence = apply_sequence_parallel(module, self.mesh.sequence, blocks=blocks, head=head, ring=ring)
+        inner = self.mesh.tensor if self.config.tp.sequence_parallel else None
+        sequence = apply_sequence_parallel(module, self.mesh.sequence, blocks=blocks, head=head, ring=ring, inner=inner)
         done.handles.append(sequence)
         if done.pipeline is not None:
             done.pipeline.runner.stages.on_received = sequence.receive

@@ -18,9 +18,12 @@ class Hooks:
     def __init__(self) -> None:
         self._removals: list[Callable[[], object]] = []
 
-    def before(self, module: nn.Module, call: Callable[..., Any]) -> None:
-        """Call ``call(module, args, kwargs)`` before every forward; it returns None or new ``(args, kwargs)``."""
-        self.on_remove(module.register_forward_pre_hook(untraced(call), with_kwargs=True).remove)
+    def before(self, module: nn.Module, call: Callable[..., Any], *, first: bool = False) -> None:
+        """Call ``call(module, args, kwargs)`` before every forward; it returns None or new ``(args, kwargs)``.
+
+        With ``first`` it is called before the hooks that the module has.
+        """
+        self.on_remove(module.register_forward_pre_hook(untraced(call), with_kwargs=True, prepend=first).remove)
 
     def after(self, module: nn.Module, call: Callable[..., Any], *, always: bool = False) -> None:
         """Call ``call(module, args, output)`` after every forward; it returns None or a new output.

@@ -27,9 +27,11 @@ CHECKED = 1024
 
 
 def compare_with_full(
-    block: nn.Module, forward: Callable[..., Any], call: Call, tokens: int, axis: Axis, name: str, ring: int = 1
+    block: nn.Module, forward: Callable[..., Any], call: Call, axis: Axis, name: str, ring: int = 1, inner: int = 1
 ) -> None:
     """Run ``forward``, that of ``block``, on all tokens of ``call`` and on this rank's, and compare. Collective.
+
+    ``inner`` divides every number of tokens that ``forward`` takes.
 
     The block's parameters must be unsharded. This runs without gradients and dropout, and restores random states and
     buffers.
@@ -37,8 +39,8 @@ def compare_with_full(
     Raises:
         PlanError: The results differ on some rank. Raised on all ranks.
     """
-    limit = CHECKED - CHECKED % (2 * axis.size)
-    length = min(tokens, max(limit, 2 * axis.size))
+    tokens, least = hidden_states(*call).shape[1], 2 * axis.size * inner
+    length = min(tokens, max(CHECKED - CHECKED % least, least))
     share = length // axis.size
     short = crop(call, tokens, length)
     device = hidden_states(*call).device

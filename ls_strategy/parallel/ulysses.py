@@ -9,6 +9,10 @@
 
 Every rank computes ``size`` times the gradient of its tokens. Data parallelism averages gradients over the ranks, which
 gives the gradient of the full batch. Jacobs et al., "DeepSpeed Ulysses", arXiv:2309.14509.
+
+Megatron's sequence parallelism (`sequence`) may slice a rank's tokens again between its tensor-parallel layers. Then it
+works inside: the first block's tokens are sliced here first, and every hidden state between blocks has
+``T/size/inner`` tokens.
 """
 
 from __future__ import annotations
@@ -16,7 +20,7 @@ from __future__ import annotations
 import inspect
 import math
 from collections.abc import Generator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -28,9 +32,11 @@ from ls_strategy.distributed.axis import Axis
 from ls_strategy.errors import PlanError
 from ls_strategy.parallel.attention import Interception, attention_over, leave, reenter
 from ls_strategy.parallel.dim_shard import DimShard, unshard
-from ls_strategy.parallel.hooks import Hooks, change_output
+from ls_strategy.parallel.hooks import Hooks, change_first, change_output
 from ls_strategy.parallel.logits import wrap_sequence
 from ls_strategy.parallel.random import draw, has_drawn, hash64, position, set_state
+from ls_strategy.parallel.regions import gather_from, scatter_to
+from ls_strategy.parallel.sequence import NAMES
 from ls_strategy.parallel.token_check import compare_with_full
 from ls_strategy.parallel.tokens import Call, hidden_states, narrow
 
@@ -44,10 +50,11 @@ class SequenceParallel:
 
     def __init__(
         self, model: nn.Module, axis: Axis, blocks: Sequence[nn.Module], head: nn.Module | None, *, ring: int = 1,
-        check: bool,
+        check: bool, inner: Axis | None = None,
     ) -> None:  # fmt: skip
         self.axis = axis
         self.ring = ring
+        self.inner = Axis("tensor") if inner is None else inner
         self.blocks = list(blocks)
         self.head = head
         names = {id(module): name for name, module in model.named_modules()}
@@ -58,6 +65,8 @@ class SequenceParallel:
         """Whether the present sequence is sharded."""
         self._unchecked: Call | None = None
         self._check = check
+        self._stream = ExitStack()
+        """The random numbers of a block that tensor-parallel ranks slice again."""
         self._inside: dict[int, nn.Module] = {}
         self._hooks = Hooks()
         if axis.size > 1:
@@ -81,9 +90,12 @@ class SequenceParallel:
             inside = any(m is self.blocks[0] for m in module.modules())
             if inside and module is not self.blocks[0]:
                 self._hooks.before(module, self._begin)
+        nested = self.inner.size > 1
         for block in self.blocks:
-            self._hooks.before(block, self._enter)
+            self._hooks.before(block, self._enter, first=nested)
             self._hooks.after(block, self._leave)
+            if nested:
+                self._hooks.after(block, self._end_stream, always=True)
             self._hooks.on_remove(_Forward(self, block).remove)
             for module in block.modules():
                 if module is not block and _may_attend(module):
@@ -124,6 +136,8 @@ class SequenceParallel:
         self._sharded = self._should_shard(tokens, kwargs)
         if not self._sharded:
             return None
+        if self.inner.size > 1 and block.training:  # outside of the streams of tensor-parallel ranks
+            self._stream.enter_context(_own_stream(self.axis, hidden.device))
         if self._check and block.training and hidden.shape[1] == tokens:
             self._unchecked = (args, kwargs)
         share = tokens // self.axis.size
@@ -135,9 +149,14 @@ class SequenceParallel:
             return None
         return change_output(output, lambda hidden: self._block_output(block, hidden))
 
+    def _end_stream(self, _block: nn.Module, _args: Any, _output: Any) -> None:
+        self._stream.close()
+
     def _block_output(self, block: nn.Module, hidden: Tensor) -> Tensor:
         assert self._tokens is not None
         share = self._tokens // self.axis.size
+        if block is not self.blocks[-1]:  # after the last block they are gathered
+            share //= self.inner.size
         if hidden.dim() < 3 or hidden.shape[1] != share:
             raise PlanError(
                 f"block {self._names[id(block)]!r} got {share} of {self._tokens} tokens and returned a tensor of shape "
@@ -179,6 +198,8 @@ class SequenceParallel:
         """Return the number of tokens on all ranks."""
         known, length = getattr(hidden, _MARK, self._tokens), hidden.shape[1]
         may_begin = block is self.blocks[0] and not hasattr(hidden, _MARK)
+        if not may_begin:
+            length *= self.inner.size
         if known is None or (may_begin and length * self.axis.size != known):
             return length
         if length != known and length * self.axis.size != known:
@@ -199,15 +220,16 @@ class SequenceParallel:
         Raises:
             PlanError: In training, the number of tokens does not permit it.
         """
-        multiple = math.lcm(self.axis.size, 2 * self.ring if self.ring > 1 else 1)
-        fits = tokens % multiple == 0 and tokens >= 2 * self.axis.size
+        ranks = self.axis.size * self.inner.size
+        multiple = math.lcm(ranks, 2 * self.ring if self.ring > 1 else 1)
+        fits = tokens % multiple == 0 and tokens >= 2 * ranks
         if not torch.is_grad_enabled():
             return fits and all(kwargs.get(name) is None for name in _CACHES)
         if not fits:
             raise PlanError(
-                f"{tokens} tokens cannot be sharded over the {self.axis.size} ranks of the {self.axis.name!r} axis, "
-                f"with at least two on each. Pad the batch to a multiple of {multiple} tokens, or change the "
-                "size."
+                f"{tokens} tokens cannot be sharded over the {self.axis.size} ranks of the {self.axis.name!r} axis"
+                f"{f' and the {self.inner.size} of tensor parallelism' if self.inner.size > 1 else ''}, with at least "
+                f"two on each. Pad the batch to a multiple of {multiple} tokens, or change the size."
             )
         return True
 
@@ -219,12 +241,12 @@ class SequenceParallel:
             return forward(*args, **kwargs)
         name, unchecked = self._names[id(block)], self._unchecked
         if unchecked is not None:
-            assert self._tokens is not None
             self._check, self._unchecked = False, None
-            compare_with_full(block, forward, unchecked, self._tokens, self.axis, name, self.ring)
+            whole = self._on_all_tokens(forward)
+            compare_with_full(block, whole, unchecked, self.axis, name, self.ring, self.inner.size)
         device = hidden_states(args, kwargs).device
         with (
-            _own_stream(self.axis, device) if block.training else nullcontext(),
+            _own_stream(self.axis, device) if block.training and self.inner.size == 1 else nullcontext(),
             attention_over(self.axis, self.ring) as region,
         ):
             output = forward(*args, **kwargs)
@@ -237,6 +259,17 @@ class SequenceParallel:
                 "for documents ls_strategy.document_mask), or remove modules without attention from the blocks."
             )
         return output
+
+    def _on_all_tokens(self, forward: Any) -> Any:
+        """Return a block's forward that takes and returns the tokens of all tensor-parallel ranks."""
+        if self.inner.size == 1:
+            return forward
+
+        def on_all_tokens(*args: Any, **kwargs: Any) -> Any:
+            args, kwargs = change_first(args, kwargs, lambda x: scatter_to(x, self.inner, 1), NAMES)
+            return change_output(forward(*args, **kwargs), lambda x: gather_from(x, self.inner, 1))
+
+        return on_all_tokens
 
 
 @contextmanager
@@ -296,6 +329,7 @@ def apply_sequence_parallel(
     head: nn.Module | None,
     ring: int = 1,
     check: bool = True,
+    inner: Axis | None = None,
 ) -> SequenceParallel:
     """Shard the tokens over the ranks of ``axis`` between the first block's input and the loss. Not collective.
 
@@ -315,6 +349,7 @@ def apply_sequence_parallel(
         ring: ranks among which keys and values pass in a ring; a divisor of the axis size. The other ranks exchange
             tokens for heads.
         check: whether to compare. Without it, a block that derives positions from the length of its input is not found.
+        inner: the ranks over which `apply_tensor_parallel` with ``sequence`` has sharded the tokens of these blocks.
 
     Raises:
         PlanError: There are no blocks, or their attention is known not to call torch's function. In a later forward:
@@ -333,4 +368,4 @@ def apply_sequence_parallel(
                     f"{type(module).__name__} is set to attn_implementation={kind!r}. Load the model with "
                     'attn_implementation="sdpa".'
                 )
-    return SequenceParallel(model, axis, blocks, head, ring=ring, check=check)
+    return SequenceParallel(model, axis, blocks, head, ring=ring, check=check, inner=inner)

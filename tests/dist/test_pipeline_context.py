@@ -87,11 +87,8 @@ def test_variants_of_the_model(shape):
     [
         {"parallel.tensor": 2},
         {"parallel.tensor": 2, "activations.checkpointing": "full", "activations.partitioning": True, **RING},
-        {
-            "parallel.context": 1,
-            "parallel.tensor.size": 2,
-            "parallel.tensor.sequence_parallel": True,
-        },  # and two replicas
+        {"parallel.tensor.size": 2, "parallel.tensor.sequence_parallel": True},
+        {"parallel.tensor.size": 2, "parallel.tensor.sequence_parallel": True, **RING, **CHUNKED},
         {"parallel.context": 4, **RING},
         RING,  # and two replicas
     ],

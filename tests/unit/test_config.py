@@ -173,10 +173,6 @@ def test_every_candidate_of_a_plan_can_be_written_as_it_says() -> None:
         ({"activations": {"checkpointing": "full", "partitioning": True}}, r"with parallel\.tensor=1"),
         ({"parallel.pipeline": 2, "checkpoint": "file"}, r"Got checkpoint\.format='file' with parallel\.pipeline=2"),
         ({"stage": "auto", "offload": "nvme"}, 'Got offload or parallel with stage="auto"'),
-        (
-            {"parallel.context": 2, "parallel.tensor.size": 2, "parallel.tensor.sequence_parallel": True},
-            "parallel.context=2 with parallel.tensor.sequence_parallel=True.*Leave sequence_parallel out",
-        ),
         ({"stage": "auto", "parallel.context": 2}, 'Got offload or parallel with stage="auto"'),
     ],
 )  # fmt: skip

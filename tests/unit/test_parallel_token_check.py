@@ -53,7 +53,7 @@ def compared(block: Block, tokens: int = 8, **kwargs: Any) -> None:
     x = torch.randn(2, tokens, WIDTH, dtype=block.norm.weight.dtype, generator=torch.Generator().manual_seed(1))
 
     def body(axis: ThreadAxis) -> None:
-        compare_with_full(block, block.forward, ((x,), kwargs), tokens, axis, "blocks.0")
+        compare_with_full(block, block.forward, ((x,), kwargs), axis, "blocks.0")
 
     on_ranks(2, body)
 
@@ -85,7 +85,7 @@ def test_a_block_that_fails_on_fewer_tokens_is_refused_with_the_reason() -> None
 
 def one_rank(block: Block, **kwargs: Any) -> None:
     """A single rank compares the block with itself; what it restores does not depend on others."""
-    on_ranks(1, lambda axis: compare_with_full(block, block.forward, ((torch.ones(1, 4, WIDTH),), kwargs), 4, axis, ""))
+    on_ranks(1, lambda axis: compare_with_full(block, block.forward, ((torch.ones(1, 4, WIDTH),), kwargs), axis, ""))
 
 
 def test_dropout_is_off_and_the_mode_restored() -> None:
