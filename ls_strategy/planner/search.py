@@ -6,14 +6,13 @@ stages, layers with experts.
 
 A model is traced once per combination of tensor, context and expert parallelism. Times and a lower bound of the memory
 follow from the trace; the memory is then replayed, fastest first, for combinations that may need less than all faster
-ones. After three quarters of `SECONDS` no step is traced that others do not tell, after `SECONDS` none is replayed. The
-result names what was not tried. Layers and sequences are sharded where one sample is too large, so with tensor and
-context parallelism micro-batches are of one sample.
+ones. After three quarters of `SECONDS` no step is tried that others do not tell, soon afterwards none at all, and after
+`SECONDS` none is replayed. The result names what was not tried. Layers and sequences are sharded where one sample is
+too large, so with tensor and context parallelism micro-batches are of one sample.
 """
 
 from __future__ import annotations
 
-import math
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
@@ -42,6 +41,9 @@ NO_TIME = "no time was left"
 
 _SHARE_OF_TRACES = 3 / 4
 """Of the time: then the memory of the fastest combinations is replayed."""
+
+_SHARE_OF_TOLD = 0.9
+"""Of the time: until then, steps that others tell are tried, which need no trace beyond the first block."""
 
 
 @dataclass(frozen=True)
@@ -154,15 +156,18 @@ def search(question: Question, hardware: Hardware, *, seconds: float = SECONDS) 
     started = time.perf_counter()
     batch = rows_of(question.batch) * hardware.ranks * question.run.micro_batches
     found = Found(global_batch=batch)
-    timed = _all_timed(question, hardware, found, started + _SHARE_OF_TRACES * seconds)
+    until = (started + _SHARE_OF_TRACES * seconds, started + _SHARE_OF_TOLD * seconds)
+    timed = _all_timed(question, hardware, found, *until)
     _replay_all(timed, hardware, found, started + seconds)
     found.options.sort(key=lambda o: (o.costs.seconds[1], o.peak.device))
     found.seconds = time.perf_counter() - started
     return found
 
 
-def _all_timed(question: Question, hardware: Hardware, found: Found, until: float) -> list[_Timed]:
+def _all_timed(question: Question, hardware: Hardware, found: Found, until: float, until_told: float) -> list[_Timed]:
     """Return the combinations that the model supports, with their costs.
+
+    Nothing begins after ``until``, or after ``until_told`` if other steps may tell it.
 
     Raises:
         PlanError: there is none.
@@ -172,7 +177,7 @@ def _all_timed(question: Question, hardware: Hardware, found: Found, until: floa
     timed: list[_Timed] = []
     for parallel in layer_shardings(question, hardware):
         label = parallel.name or "data parallelism"
-        limit = math.inf if known.tells(parallel) else until
+        limit = until_told if known.tells(parallel) else until
         if _is_covered(parallel, found):
             found.covered.append(label)
         elif found.traced and time.perf_counter() > limit:

@@ -219,3 +219,18 @@ def assert_consolidates(folder: str, file: str, target: str) -> None:
     assert all(torch.equal(found["state_dict"][k], v) for k, v in expected["state_dict"].items())
     theirs, ours = expected["optimizer_states"][0]["state"], found["optimizer_states"][0]["state"]
     assert all(torch.equal(ours[i][k], v) for i, state in theirs.items() for k, v in state.items())
+
+
+def assert_less_memory_changes_no_bit(world: int, options: dict[str, Any], shape: dict[str, Any], steps: int) -> None:
+    """Recomputation and offload of activations, with dropout, so that what is drawn again counts too."""
+    more: list[dict[str, Any]] = [
+        {},
+        {"activations.checkpointing": "full"},
+        {"activations.checkpointing": "selective"},
+        {"activations.offload": "cpu"},
+    ]
+    runs = [Run({**options, **each}, {"dropout": 0.2, **shape}, steps=steps) for each in more]
+    plain, *others = spawn(train_all, world, runs, init_process_group=False, timeout_s=250)[0]
+    for run, outcome in zip(runs[1:], others, strict=True):
+        assert outcome.losses == plain.losses, run
+        assert all(torch.equal(v, plain.weights[k]) for k, v in outcome.weights.items()), run

@@ -16,7 +16,15 @@ from ls_strategy import ZeROStrategy
 from ls_strategy.config import nested
 from ls_strategy.errors import PlanError
 from ls_strategy.testing import spawn
-from tests.dist.parallel_runs import Outcome, Run, assert_resumed, attention_plan, train_all, unequal
+from tests.dist.parallel_runs import (
+    Outcome,
+    Run,
+    assert_less_memory_changes_no_bit,
+    assert_resumed,
+    attention_plan,
+    train_all,
+    unequal,
+)
 from tests.dist.ranks import quiet
 from tests.dist.test_expert_parallel import ALONE, ROUTINGS
 from tests.marks import slow
@@ -88,19 +96,7 @@ def test_with_experts():
 
 @pytest.mark.parametrize("ring", [{}, slow(RING)], ids=str)
 def test_recompute_and_offload_change_no_bit(ring):
-    """Dropout on, so that what is drawn in recomputation counts too."""
-    more: list[dict[str, Any]] = [
-        {},
-        {"activations.checkpointing": "full"},
-        {"activations.checkpointing": "selective"},
-        {"activations.offload": "cpu"},
-    ]
-    shape = {"dropout": 0.0 if ring else 0.2}  # rings refuse dropout of the attention
-    runs = [Run({**BOTH, "stage": 3, **ring, **options}, shape, steps=5) for options in more]
-    plain, *others = spawn(train_all, 4, runs, init_process_group=False, timeout_s=250)[0]
-    for run, outcome in zip(runs[1:], others, strict=True):
-        assert outcome.losses == plain.losses, run
-        assert all(torch.equal(v, plain.weights[k]) for k, v in outcome.weights.items()), run
+    assert_less_memory_changes_no_bit(4, {**BOTH, "stage": 3, **ring}, {}, steps=5)
 
 
 @pytest.mark.slow

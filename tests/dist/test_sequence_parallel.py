@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from ls_strategy.testing import spawn
-from tests.dist.parallel_runs import Outcome, Run, assert_resumed, train_all, unequal
+from tests.dist.parallel_runs import Outcome, Run, assert_less_memory_changes_no_bit, assert_resumed, train_all, unequal
 from tests.marks import slow
 
 pytestmark = pytest.mark.dist
@@ -56,19 +56,7 @@ def test_variants_of_the_model(shape):
 
 @pytest.mark.wide
 def test_recompute_and_offload_change_no_bit():
-    """Dropout on, so that what is drawn in recomputation counts too."""
-    shared = {"stage": 3, "parallel.context": 2}
-    more: list[dict[str, Any]] = [
-        {},
-        {"activations.checkpointing": "full"},
-        {"activations.checkpointing": "selective"},
-        {"activations.offload": "cpu"},
-    ]
-    runs = [Run({**shared, **options}, {"dropout": 0.2}, steps=6) for options in more]
-    plain, *others = spawn(train_all, 2, runs, init_process_group=False)[0]
-    for run, outcome in zip(runs[1:], others, strict=True):
-        assert outcome.losses == plain.losses, run
-        assert all(torch.equal(v, plain.weights[k]) for k, v in outcome.weights.items()), run
+    assert_less_memory_changes_no_bit(2, {"stage": 3, "parallel.context": 2}, {}, steps=6)
 
 
 @pytest.mark.parametrize("size", [2, slow(4)])
