@@ -153,17 +153,43 @@ def test_full_product(world_size: int, precision: str) -> None:
 
 # --- divided models ---------------------------------------------------------------------------------------------------
 
-# Without losses that a rank computes of its own tokens, so that one process is the reference of two ranks.
-EXPERTS = {"num_experts": 4, "k": 2, "drop_tokens": False, "second_expert_sampling": False, "balance_loss": 0.0}
+# Without losses that a rank computes of its own tokens, so that one process is the reference of two ranks; and every
+# token goes to every expert, since rounding sends one of them elsewhere otherwise, which doubles the error of a norm.
+EXPERTS = {"num_experts": 4, "k": 4, "drop_tokens": False, "second_expert_sampling": False, "balance_loss": 0.0}
 PIPELINE = {"parallel.pipeline.size": 2, "parallel.pipeline.micro_batches": 2}
 KINDS: dict[str, Run] = {
     "tensor": Run({"parallel.tensor.size": 2}),
     "megatron": Run({"parallel.tensor.size": 2, "parallel.tensor.sequence_parallel": True}),
     "ulysses": Run({"parallel.context": 2}),
+    "ring": Run({"parallel.context": 2, "parallel.ring": 2}),
     "pipeline": Run(PIPELINE),
     "zero_bubble": Run({**PIPELINE, "parallel.pipeline.schedule": "zero_bubble"}),
     "expert": Run({"parallel.expert": 2}, experts=EXPERTS),
 }
+TWICE: dict[str, Run] = {
+    "tensor, ulysses": Run({"parallel.tensor.size": 2, "parallel.context": 2}),
+    "megatron, ulysses": Run({
+        "parallel.tensor.size": 2, "parallel.tensor.sequence_parallel": True, "parallel.context": 2,
+    }),
+    "megatron, ring": Run({
+        "parallel.tensor.size": 2, "parallel.tensor.sequence_parallel": True,
+        "parallel.context": 2, "parallel.ring": 2,
+        "activations.loss": {"chunk_bytes": 4 * 61 * 5}, "activations.checkpointing": "full",
+    }),
+    "pipeline, megatron": Run({
+        **PIPELINE, "parallel.tensor.size": 2, "parallel.tensor.sequence_parallel": True,
+    }),
+    "pipeline, ring": Run({**PIPELINE, "parallel.context": 2, "parallel.ring": 2}),
+    "zero_bubble, ulysses": Run({
+        **PIPELINE, "parallel.pipeline.schedule": "zero_bubble", "parallel.context": 2,
+    }),
+    "expert, ulysses": Run({"parallel.expert": 2, "parallel.context": 2}, experts=EXPERTS),
+    "expert, tensor": Run(
+        {"parallel.expert": 2, "parallel.tensor.size": 2, "parallel.tensor.plan": parallel_runs.attention_plan()},
+        experts=EXPERTS,
+    ),
+}  # fmt: skip
+"""Two kinds at once, on four ranks."""
 
 
 class Unfused(parallel_runs.Module):
@@ -194,7 +220,7 @@ def train_divided(rank: int, world_size: int, folder: str, keys: list[Divided | 
     outcomes = []
     for kind, stage, precision, accumulate, clip, experts in keys:
         plain = Run(experts=EXPERTS if experts else None)
-        one = plain if kind is None else KINDS[kind]
+        one = plain if kind is None else (KINDS | TWICE)[kind]
         if kind is not None:
             one = replace(one, options={**(one.options or {}), "stage": stage})
         trainer = {"accumulate_grad_batches": accumulate, "gradient_clip_val": clip}
@@ -206,7 +232,7 @@ def train_divided(rank: int, world_size: int, folder: str, keys: list[Divided | 
 
 
 def check_divided(world_size: int, keys: list[Divided], timeout_s: float = 170) -> None:
-    ours = [(*key, key[0] == "expert") for key in keys]
+    ours = [(*key, (KINDS | TWICE)[key[0]].experts is not None) for key in keys]
     plain = {
         (None, 0, p, a, c, e) for _, _, precision, a, c, e in ours for p in ("32-true", trusted_precision(precision))
     }
@@ -231,25 +257,26 @@ def trusted_precision(precision: str) -> str:
 
 
 @pytest.mark.slow
-def test_every_kind_of_division() -> None:
-    """Each in two precisions, with and without accumulation and clipping."""
+@pytest.mark.parametrize(("world_size", "kinds"), [(2, KINDS), (4, TWICE)], ids=["once", "twice"])
+def test_every_kind_of_division(world_size: int, kinds: dict[str, Run]) -> None:
+    """Each in three precisions, with and without accumulation and clipping."""
     keys: list[Divided] = []
-    for number, kind in enumerate(KINDS):
+    for number, kind in enumerate(kinds):
         stage = 1 + number % 3
         first, second = PRECISIONS[:2] if number % 2 else PRECISIONS[1::-1]
         keys += [(kind, stage, first, 3, 0.3), (kind, 1 + (stage + 1) % 3, second, 1, None)]
         keys += [(kind, stage, PRECISIONS[2 + number % 2], 1 + 2 * (number // 2 % 2), 0.3)]
-    check_divided(2, keys)
+    check_divided(world_size, keys)
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(3600)
 @pytest.mark.parametrize("precision", PRECISIONS)
-@pytest.mark.parametrize("world_size", [2, 4])
-def test_full_product_of_divided_models(world_size: int, precision: str) -> None:
-    """On four ranks there are two replicas."""
+@pytest.mark.parametrize(("world_size", "kinds"), [(2, KINDS), (4, KINDS), (4, TWICE)], ids=["2", "4", "4-twice"])
+def test_full_product_of_divided_models(world_size: int, kinds: dict[str, Run], precision: str) -> None:
+    """On four ranks, what divides a model by two has two replicas."""
     keys = [
         (kind, stage, precision, accumulate, clip)
-        for kind, stage, accumulate, clip in itertools.product(KINDS, (1, 2, 3), (1, 3), (None, 0.3))
+        for kind, stage, accumulate, clip in itertools.product(kinds, (1, 2, 3), (1, 3), (None, 0.3))
     ]
     check_divided(world_size, keys, timeout_s=3500)
