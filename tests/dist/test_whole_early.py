@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from ls_strategy.errors import StateError
+from ls_strategy.lightning.precision import ZeROPrecision
 from ls_strategy.zero.step.split_jobs import Application, EarlyDirections
 from ls_strategy.zero.step.split_tensors import SplitTensors
 from tests.dist.ranks import assert_equal, batches, fit, on_ranks, saved
@@ -52,6 +53,31 @@ def test_directions_begin_in_backward_where_nobody_looks(rank: int, world_size: 
     assert updates_begun_in_backward(Plain(), stage, accumulate_grad_batches=2) == 3
     assert updates_begun_in_backward(Looks(), stage) == 0
     assert updates_begun_in_backward(Plain(), stage, gradient_clip_val=0.1) == 0
+
+
+class Overflows(Plain):
+    """The gradients of the third step are infinite."""
+
+    def training_step(self, batch: Any, i: int) -> Tensor:
+        return super().training_step(batch, i) * (float("inf") if i == 2 else 1.0)
+
+
+@WIDE
+@pytest.mark.parametrize("stage", [1, 2, 3])
+@on_ranks(2, timeout_s=150)
+def test_nothing_begins_where_a_step_may_be_skipped(rank: int, world_size: int, stage: int) -> None:
+    """In fp16, whether a step takes place is known when the last gradient has been seen: no momentum moves before."""
+    assert updates_begun_in_backward(Plain(), stage, plugins=[ZeROPrecision("16-mixed")]) == 0
+    early, in_turn, without = Overflows(), Overflows(), Plain()
+    found = trained(rank, world_size, early, {"stage": stage}, plugins=[ZeROPrecision("16-mixed")])
+    options = {"stage": stage, "sharding.overlap_step": False}
+    expected = trained(rank, world_size, in_turn, options, plugins=[ZeROPrecision("16-mixed")])
+    assert_equal(found, expected, f"stage {stage}")
+    assert early.losses == in_turn.losses
+    assert all(torch.isfinite(v).all() for v in found.values())
+    other = trained(rank, world_size, without, {"stage": stage}, plugins=[ZeROPrecision("16-mixed")])
+    assert without.losses[:2] == early.losses[:2]
+    assert any(not torch.equal(v, found[k]) for k, v in other.items()), "no step was skipped"
 
 
 class Warmed(Plain):
