@@ -12,6 +12,11 @@ from ls_strategy.errors import ConfigError
 PRECISIONS = ("32-true", "bf16-mixed", "16-mixed", "bf16-true", "16-true", "64-true")
 
 
+def at_least_fp32(dtype: torch.dtype) -> torch.dtype:
+    """Return the dtype in which values of ``dtype`` are summed and averaged: fp32, or fp64 for fp64."""
+    return torch.promote_types(torch.float32, dtype)
+
+
 @dataclass(frozen=True)
 class PrecisionPolicy:
     """The dtypes of the model state for one ``Trainer(precision=...)``."""

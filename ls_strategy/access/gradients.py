@@ -49,6 +49,8 @@ def _full(current: CurrentGradients, chosen: list[int]) -> Iterator[tuple[str, T
 def grad_norms(engine: Engine, wanted: Collection[int] | None = None, norm_type: float = 2.0) -> dict[str, Tensor]:
     """Return the norm of each parameter's gradient, ``()`` by name, on every rank. Gathers nothing. Collective.
 
+    They are fp32, or fp64 where the parameters are.
+
     Traffic:
         one all-reduce of a number per parameter; in a pipeline also the names.
 
@@ -63,7 +65,10 @@ def grad_norms(engine: Engine, wanted: Collection[int] | None = None, norm_type:
         for current in current_gradients(engine.stepper)
         for i in _chosen(current, wanted)
     }
-    names = list(dict.fromkeys(name for part in engine.mesh.pipeline.exchange_objects(list(found)) for name in part))
+    dtypes: dict[str, torch.dtype] = {}
+    for part in engine.mesh.pipeline.exchange_objects({name: c.flat.average_dtype for name, (c, _) in found.items()}):
+        dtypes |= part
+    names = list(dtypes)
     device = engine.device
     local = torch.zeros(len(names), dtype=torch.float64, device=device)
     for number, name in enumerate(names):
@@ -71,8 +76,8 @@ def grad_norms(engine: Engine, wanted: Collection[int] | None = None, norm_type:
             local[number] = _power_of_shard(*found[name], norm_type).to(device)
     largest = math.isinf(norm_type)
     total = engine.mesh.world.reduce_numbers(local, dist.ReduceOp.MAX if largest else dist.ReduceOp.SUM)
-    norms = (total if largest else total.pow(1.0 / norm_type)).float()
-    return dict(zip(names, norms.unbind(), strict=True))
+    norms = (total if largest else total.pow(1.0 / norm_type)).unbind()
+    return {name: norm.to(dtypes[name]) for name, norm in zip(names, norms, strict=True)}
 
 
 def _chosen(current: CurrentGradients, wanted: Collection[int] | None) -> list[int]:

@@ -18,6 +18,7 @@ from ls_strategy.checkpoint.full import full_state_dict, masters_from_state_dict
 from ls_strategy.engine import Engine
 from ls_strategy.errors import PlanError, StateError
 from ls_strategy.host.pytorch import Callback, pl
+from ls_strategy.precision import at_least_fp32
 from ls_strategy.zero.flat.units import Flat
 
 
@@ -50,7 +51,7 @@ class ShardedEMA(Callback):
     def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Start from the weights, or from the checkpoint's average."""
         engine = zero_strategy(trainer, self).require_engine()
-        self._average = [m.detach().float().clone() for m in engine.trainable_masters()]
+        self._average = [_copy(m) for m in engine.trainable_masters()]
         frozen: dict[int, Tensor] = {}
         if self._loaded is not None:
             masters_from_state_dict(pl_module, self._loaded, engine.stepper.flats_that_train, self._average)
@@ -69,7 +70,7 @@ class ShardedEMA(Callback):
         self._last_step = trainer.global_step
         engine = self._engine(trainer)
         for average, master in zip(self._average, engine.trainable_masters(), strict=True):
-            average.lerp_(master.detach().float(), 1.0 - self.decay)
+            average.lerp_(master.detach().to(average.dtype), 1.0 - self.decay)
 
     @staticmethod
     def _averages_of_frozen(
@@ -80,7 +81,7 @@ class ShardedEMA(Callback):
         names = {id(p): name for name, p in module.named_parameters()}
         for flat in flats:
             if flat.is_frozen and all(names[id(p)] in saved for p in flat.params):
-                value = flat.read_master().detach().float()
+                value = _copy(flat.read_master())
                 average = value.clone()
                 masters_from_state_dict(module, saved, [flat], [average])
                 if not torch.equal(value, average):
@@ -93,7 +94,7 @@ class ShardedEMA(Callback):
         for place, flat in enumerate([] if now is None else now.stepper.flats_that_train):
             if flat in flats:
                 average = frozen.pop(id(flat), None)
-                self._average.insert(place, flat.read_master().detach().float().clone() if average is None else average)
+                self._average.insert(place, _copy(flat.read_master()) if average is None else average)
 
     def _engine(self, trainer: pl.Trainer) -> Engine:
         """Return the engine, if its shards are still those of the average. Not collective."""
@@ -165,3 +166,8 @@ class ShardedEMA(Callback):
     ) -> None:
         """Keep the average until the shards exist."""
         self._loaded = checkpoint.get("ema_state_dict")
+
+
+def _copy(master: Tensor) -> Tensor:
+    """Return the weights in fp32, or fp64 for fp64: during validation the average's memory holds the weights."""
+    return master.detach().to(at_least_fp32(master.dtype), copy=True)

@@ -56,6 +56,7 @@ from ls_strategy.parallel.pipeline.stage import StageRunner
 from ls_strategy.parallel.pipeline.timeline import Span, TimelineRecorder
 from ls_strategy.parallel.pipeline.trace import observe, stand_in
 from ls_strategy.parallel.pipeline.transfer import SideLoss
+from ls_strategy.precision import at_least_fp32
 from ls_strategy.zero.setup.share import Share
 
 _BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
@@ -265,12 +266,13 @@ class Pipeline:
         if self.is_last:
             shares.losses = losses = [loss.item() for loss in report.losses]
             loss = sum(loss * weight for loss, weight in zip(losses, weights, strict=True) if weight)  # NaN if no token
-            result = (loss, logged.summary(shares.of, sizes), shares.check())
-        loss, summary, problem = self.runner.from_last(result)
+            dtype = at_least_fp32(report.losses[0].dtype)
+            result = (loss, dtype, logged.summary(shares.of, sizes), shares.check())
+        loss, dtype, summary, problem = self.runner.from_last(result)
         if problem is not None:
             raise StateError(problem)
         logged.replay(summary)
-        return torch.tensor(loss, device=self.device, requires_grad=True)
+        return torch.tensor(loss, dtype=dtype, device=self.device, requires_grad=True)
 
     def _derive(
         self, module: pl.LightningModule, step: Callable[[Any], Any], batch: Any, parts: Sequence[Any], sizes: list[int]

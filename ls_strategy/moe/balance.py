@@ -29,6 +29,6 @@ def update_router_bias(model: nn.Module, reduce: Callable[[Tensor], Tensor] | No
     loads = loads if reduce is None else reduce(loads)
     for router, load in zip(routers, loads.split([r.options.num_experts for r in routers]), strict=True):
         assert router.bias is not None
-        if router.bias.dtype != torch.float32:  # the model was cast to 16 bit, which rounds small steps away
+        if router.bias.dtype.itemsize < 4:  # the model was cast to 16 bit, which rounds small steps away
             router.bias = router.bias.float()
         router.bias.add_(torch.sign(load.mean() - load), alpha=router.options.bias_update_rate)

@@ -47,33 +47,37 @@ def ema_fit(stage: int, module: Averaged, folder: Path, ckpt: Any = None, **opti
     return saved(folder / f"{stage}.ckpt")
 
 
+@pytest.mark.parametrize(("precision", "limit"), [("32-true", 1e-6), ("64-true", 1e-14)])
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 @on_ranks(2)
-def test_the_average_is_that_of_the_full_weights(rank: int, world_size: int, stage: int, tmp_path: Path) -> None:
+def test_the_average_is_that_of_the_full_weights(
+    rank: int, world_size: int, stage: int, precision: str, limit: float, tmp_path: Path
+) -> None:
     module = Averaged()
-    saved = ema_fit(stage, module, tmp_path, max_epochs=1)
-    assert_close(saved["ema_state_dict"], module.by_hand, "average")
+    saved = ema_fit(stage, module, tmp_path, max_epochs=1, precision=precision)
+    assert_close(saved["ema_state_dict"], module.by_hand, "average", limit)
     assert any(not torch.equal(saved["ema_state_dict"][k], saved["state_dict"][k]) for k in saved["state_dict"])
 
 
+@pytest.mark.parametrize(("precision", "limit"), [("32-true", 1e-6), ("64-true", 1e-14)])
 @pytest.mark.parametrize("stage", [1, 3])
 @on_ranks(2)
 def test_validation_runs_on_the_average_and_leaves_the_weights(
-    rank: int, world_size: int, stage: int, tmp_path: Path
+    rank: int, world_size: int, stage: int, precision: str, limit: float, tmp_path: Path
 ) -> None:
     module, plain = Averaged(), Averaged()
     from tests.dist.ranks import trainer_of
 
     callbacks: list[Any] = [ShardedEMA(decay=DECAY)]
-    trainer = trainer_of(stage, max_epochs=1, callbacks=callbacks, num_sanity_val_steps=0)
+    trainer = trainer_of(stage, max_epochs=1, callbacks=callbacks, num_sanity_val_steps=0, precision=precision)
     trainer.fit(module, batches(), batches())
-    fit(stage, plain, max_epochs=1)
+    fit(stage, plain, max_epochs=1, precision=precision)
     for name, value in weights(plain).items():
         assert torch.equal(weights(module)[name], value), name
-    reference = Net()
+    reference = Net().to(module.validated[0].dtype)
     reference.load_state_dict(module.by_hand)
-    inputs = next(iter(trainer.val_dataloaders))[0]
-    assert torch.allclose(module.validated[0], reference(inputs), atol=1e-6)
+    inputs = next(iter(trainer.val_dataloaders))[0].to(module.validated[0].dtype)
+    assert torch.allclose(module.validated[0], reference(inputs), atol=limit, rtol=10 * limit)
 
 
 @pytest.mark.parametrize("stage", [2, 3])

@@ -68,6 +68,12 @@ class Mixes(Noisy):
 
 CASES: dict[str, tuple[type[Habit], torch.dtype, dict[str, Any], float]] = {
     "64-true": (Noisy, torch.float32, {"precision": "64-true", "gradient_clip_val": 0.1}, LIMIT),
+    "accumulated": (
+        Noisy,
+        torch.float32,
+        {"precision": "64-true", "gradient_clip_val": 0.1, "accumulate_grad_batches": 2},
+        LIMIT,
+    ),
     "by hand": (ByHand, torch.float64, {"gradient_clip_val": 0.1}, LIMIT),
     "clipped by torch": (Clips, torch.float64, {}, LIMIT),
     "clipped by value": (ByHand, torch.float64, {"gradient_clip_val": 0.01, "gradient_clip_algorithm": "value"}, LIMIT),

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from ls_strategy._compat import tree_iter, tree_map
+from ls_strategy.precision import at_least_fp32
 
 
 def has_rows(batch: Any, samples: int) -> bool:
@@ -39,13 +40,14 @@ def mean_of(values: Sequence[Any], shares: Sequence[float], how: Any) -> Tensor:
     ``how`` is ``sum``, ``max`` or ``min``, by name or as the torch function. Anything else is the mean, weighted by the
     micro-batches' shares. A micro-batch without a share does not count, even if its value is NaN.
     """
-    stacked = torch.stack([torch.as_tensor(v).detach().float().cpu() for v in values])
+    columns = [torch.as_tensor(v).detach().cpu() for v in values]
+    stacked = torch.stack([v.to(at_least_fp32(v.dtype)) for v in columns])
     how = getattr(how, "__name__", how)
     if how in ("sum", "max", "min"):
         return getattr(torch, str(how if how == "sum" else f"a{how}"))(stacked, dim=0)
     if len(values) != len(shares):  # logged in some micro-batches only
         return stacked.mean(dim=0)
-    weights = torch.tensor(shares).view(-1, *[1] * (stacked.dim() - 1))
+    weights = torch.tensor(shares, dtype=stacked.dtype).view(-1, *[1] * (stacked.dim() - 1))
     return torch.where(weights == 0, 0, stacked * weights).sum(dim=0)
 
 

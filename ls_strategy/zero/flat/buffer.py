@@ -17,6 +17,7 @@ from ls_strategy.distributed.pending import PendingGather
 from ls_strategy.errors import StateError
 from ls_strategy.layout import Piece
 from ls_strategy.plan import FlatPlan
+from ls_strategy.precision import at_least_fp32
 from ls_strategy.tiers.arrival import Arrival
 from ls_strategy.tiers.stream import Ticket
 from ls_strategy.zero.flat.local_gradients import LocalGradients, slot_views
@@ -151,7 +152,7 @@ class FlatBuffer:
         """Whether the parameters are in an optimizer, also if they are frozen."""
         self.is_frozen = plan.unfrozen is not None
         """Whether they are, and no gradients are sent until `Unit.admit`; the same on all ranks."""
-        self.average_dtype = torch.promote_types(torch.float32, (plan.unfrozen or plan).master_dtype)
+        self.average_dtype = at_least_fp32((plan.unfrozen or plan).master_dtype)
         if not self.has_optimizer:
             self.average_dtype = torch.float32
         self.layout = layout

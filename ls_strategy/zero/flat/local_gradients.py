@@ -17,6 +17,7 @@ from ls_strategy.distributed.buffer_pool import BufferPool
 from ls_strategy.distributed.pending import PendingGather, PendingReduce
 from ls_strategy.distributed.rounds import Round
 from ls_strategy.layout import FlatLayout
+from ls_strategy.precision import at_least_fp32
 from ls_strategy.zero.flat.parameters import grad_of, set_grad
 from ls_strategy.zero_stages import StagePolicy
 
@@ -205,23 +206,26 @@ class LocalGradients:
         set_grad(param, self._adopted.get(index, view))
 
     def widen(self) -> None:
-        """Convert the buffer to fp32, to accumulate further micro-batches.
+        """Convert 16 bit to fp32, to accumulate further micro-batches.
 
         The first backward fills a buffer in the parameters' dtype, so only runs that accumulate allocate fp32.
         """
-        if self.buffer is None or self.buffer.dtype == torch.float32:
+        if self.buffer is None:
+            return
+        dtype = at_least_fp32(self.buffer.dtype)
+        if self.buffer.dtype == dtype:
             return
         self.give_back(list(self._adopted))
-        wide = self.buffer.float()
+        wide = self.buffer.to(dtype)
         views = slot_views(self._layout, wide)
         for p, old, new in zip(self._params, self.views, views, strict=True):
             held = grad_of(p)
             set_grad(p, None)
-            p.grad_dtype = torch.float32  # type: ignore[attr-defined]
+            p.grad_dtype = dtype  # type: ignore[attr-defined]
             if held is old:
                 set_grad(p, new)
             elif held is not None:
-                set_grad(p, held.float())
+                set_grad(p, held.to(dtype))
         self._use(wide, views)
 
     def take_replaced(self, index: int) -> bool:

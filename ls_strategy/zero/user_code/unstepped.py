@@ -15,6 +15,7 @@ from torch import Tensor
 
 from ls_strategy._compat import current_backward_pass
 from ls_strategy.distributed.comm import Comm
+from ls_strategy.precision import at_least_fp32
 from ls_strategy.zero.flat.parameters import grad_of, set_grad
 from ls_strategy.zero.flat.units import Flat
 from ls_strategy.zero.user_code.sharded_gradient import ShardedGradient, as_plain
@@ -63,7 +64,7 @@ class Unstepped:
         if not used:
             return
         grads = [grad_of(flat.params[i]) for i in used]
-        wide = torch.promote_types(torch.float32, flat.dtype)
+        wide = at_least_fp32(flat.dtype)
         parts = [
             torch.zeros(flat.params[i].numel(), dtype=wide, device=flat.full.device)
             if g is None
