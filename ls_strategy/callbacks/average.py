@@ -23,7 +23,7 @@ from ls_strategy.zero.flat.units import Flat
 
 
 class ShardedEMA(Callback):
-    """Exponential moving average of the weights in fp32 shards, at every stage and without communication.
+    """Exponential moving average of the weights in fp32 shards (fp64 for fp64), at every stage, without communication.
 
     The average replaces the weights during validation. Checkpoints have the full average under ``ema_state_dict``, with
     the names and shapes of ``state_dict``, so that ``module.load_state_dict(checkpoint["ema_state_dict"])`` works

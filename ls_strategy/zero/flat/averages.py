@@ -107,6 +107,8 @@ class Averages:
         if self.in_place:
             self._flat.local.allocate(self._flat.average_dtype)
             assert self._flat.local.buffer is not None
+            # Else `.grad` of pieces would be copies that nobody knows of, and clipping would not reach the optimizer.
+            assert self._flat.local.buffer.dtype == self._flat.average_dtype
             return self._flat.local.buffer
         self.wait()
         if self.values is None:
