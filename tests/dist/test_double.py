@@ -121,6 +121,29 @@ def test_in_fp64_as_under_ddp(configuration: str) -> None:
     assert not any(found), "\n".join(found[0])
 
 
+class Norms(Noisy):
+    """Norms by name, beside those of the gradients that user code reads."""
+
+    checked = 0
+
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        strategy: Any = self.trainer.strategy
+        found = strategy.grad_norms()
+        for name, p in self.named_parameters():
+            if p.grad is not None:
+                self.checked += 1
+                assert found[name].dtype == torch.float64
+                assert_close(found[name], torch.linalg.vector_norm(p.grad), name, LIMIT)
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2])
+@on_ranks(2)
+def test_norms_by_name(rank: int, world_size: int, stage: int) -> None:
+    module, data = Norms(), global_batches(rank, world_size, STEPS)
+    fit(ZeROStrategy(stage, sharding={"min_unit_numel": 0}), module, data, precision="64-true", max_epochs=1)
+    assert module.checked > STEPS
+
+
 @on_ranks(2)
 def test_not_on_nvme(rank: int, world_size: int, tmp_path: Path) -> None:
     """Its updates are of fp32."""
