@@ -49,7 +49,7 @@ def exact_sum_of_squares(grad: Tensor, *, unscale: float = 1.0) -> Tensor:
     for part in grad.split(_CHUNK[grad.device.type == "cpu"]):
         x = part.to(torch.promote_types(part.dtype, torch.float32))
         x = x if unscale == 1.0 else x * unscale
-        sums = _block_sums(x.double().square_())
+        sums = _block_sums(x.double().square())  # a copy: of fp64, `x` may be the gradients
         if not bool(sums.isfinite().all()):  # one pass over the elements less, nearly always
             result[-2] += x.isinf().sum()
             result[-1] += x.isnan().sum()

@@ -243,7 +243,7 @@ def test_every_stage_on_every_number_of_ranks(stage: int, trainer_options: dict[
 
 
 @pytest.mark.wide
-@pytest.mark.parametrize("precision", ["16-mixed", "bf16-true"])
+@pytest.mark.parametrize("precision", ["16-mixed", "bf16-true", "64-true"])
 def test_other_precisions(precision: str) -> None:
     options = {**PLAIN, "max_epochs": 1}
     if precision == "16-mixed":
@@ -263,6 +263,18 @@ def test_moments_in_fewer_bits_are_rounded_alike_on_any_number_of_ranks(moments:
     expected = run(1, {"stage": 2, "precision.moments": moments}, HARD)
     for world_size, options in ((2, {"stage": 3}), (3, {"stage": 1, "sharding.rank_weights": [1, 3, 2]}), (2, CPU)):
         check_equal(run(world_size, {**options, "precision.moments": moments}, HARD), expected)
+
+
+@pytest.mark.wide
+def test_in_fp64_one_virtual_rank_per_rank_is_ddp() -> None:
+    """Also where gradients of several micro-batches are added up."""
+    trainer_options = {**PLAIN, "precision": "64-true", "accumulate_grad_batches": 2}
+    found = run(2, {"stage": 2, "parallel.virtual_ranks": 2}, trainer_options, "Quiet")
+    expected = run(2, "ddp", trainer_options, "Quiet")
+    for what in ("losses", "norms"):
+        assert found[what] == pytest.approx(expected[what], rel=1e-12), what
+    for name, weight in expected["weights"].items():
+        torch.testing.assert_close(found["weights"][name], weight, rtol=1e-12, atol=1e-13)
 
 
 def test_one_virtual_rank_per_rank_gives_the_numbers_of_ddp() -> None:

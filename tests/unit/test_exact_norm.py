@@ -71,3 +71,12 @@ def test_infinities_and_nans_count() -> None:
     found += exact_sum_of_squares(grad)
     assert nonfinite(found).item() == 5
     assert math.isnan(value_of(found).item())
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("unscale", [1.0, 0.5])
+def test_what_is_measured_stays_as_it_is(dtype: torch.dtype, unscale: float) -> None:
+    for grad in (torch.tensor([0.5, -3.0, 2.0], dtype=dtype), torch.tensor([0.5, float("inf"), 2.0], dtype=dtype)):
+        before = grad.clone()
+        exact_sum_of_squares(grad, unscale=unscale)
+        assert torch.equal(grad, before)
