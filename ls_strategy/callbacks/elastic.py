@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
+import pickle
 import time
+import zipfile
 from pathlib import Path
 from typing import Any, Literal
 
@@ -84,8 +86,12 @@ class ElasticTraining(ConnectedCallback):
                 ``--rdzv-id``, together with the Trainer's ``default_root_dir``.
 
         Raises:
-            ConfigError: a value is out of its range.
+            ConfigError: a value is out of its range, or ``memory`` is empty.
         """
+        if memory is not None and not os.fspath(memory):
+            raise ConfigError(
+                "Got memory='', which names no folder. Name one on a memory file system, or leave memory out."
+            )
         self.max_repeated_steps = max_repeated_steps
         self.memory = memory
         self.run = run
@@ -142,7 +148,7 @@ class ElasticTraining(ConnectedCallback):
         trainer.callbacks = [c for c in trainer.callbacks if c is not self] + [self]  # type: ignore[attr-defined]
         comm = strategy._comm
         assert comm is not None
-        folder = root(os.environ) if self.memory is None else Path(self.memory)
+        folder = root(os.environ) if self.memory is None else Path(self.memory).resolve()
         memory = strategy.on_all_ranks(lambda: Memory(folder, self._run))
         self._close()
         self._nodes = Nodes(
@@ -420,12 +426,32 @@ def _change(before: list[dict[str, Any]], now: list[dict[str, Any]]) -> str:
     return text + (f"; new {', '.join(came)}" if came else "")
 
 
+class _Unbuilt:
+    """Takes the place of an object in a file that nobody has named: building the object could run code."""
+
+    def __init__(self, *_: Any) -> None:
+        """Accept any arguments."""
+
+
 def _run_of(path: str, key: str) -> str | None:
-    """Return the run that a checkpoint on disk belongs to, or None."""
+    """Return the run that a checkpoint on disk belongs to, or None. Builds none of its objects."""
     fs, bare = url_to_fs(path)
     with fs.open(f"{bare}/{META}" if fs.isdir(bare) else bare, "rb") as file:
         try:
-            saved = torch.load(file, map_location="cpu", weights_only=False)
+            names = []
+            if zipfile.is_zipfile(file):
+                file.seek(0)
+                names = torch.serialization.get_unsafe_globals_in_checkpoint(file)
+            file.seek(0)
+            with torch.serialization.safe_globals([(_Unbuilt, name) for name in names]):
+                saved = torch.load(file, map_location="cpu", weights_only=True)
+        except pickle.UnpicklingError:
+            rank_zero_warn(
+                f"ElasticTraining: {path} is not continued from, since it cannot be read without running code in it. "
+                "If you trust it, give it as ckpt_path."
+            )
+            return None
         except Exception as error:
             raise StateError(f"{path} cannot be read: {error}. Remove it, or give another ckpt_path.") from error
-    return saved.get("callbacks", {}).get(key, {}).get("run")
+    run = saved.get("callbacks", {}).get(key, {}).get("run") if isinstance(saved, dict) else None
+    return run if isinstance(run, str) else None

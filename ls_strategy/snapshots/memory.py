@@ -4,8 +4,10 @@
 
     $LS_STRATEGY_MEMORY, or /dev/shm/ls_strategy-<uid>
         <run>/
+            ls_strategy-snapshots   the mark: only folders that have it are ever removed, and only files named here
             lock                    held by one process of the node while the run has ranks here
             progress                the last finished step, and when it ended: see `progress`
+            members, started        the ranks of the run, and the checkpoint that the user gave
             step-000000012.3f2a/    a snapshot: files of ranks of this node, and copies of another node's
                 manifest.json       written last; without it, the snapshot does not count here
 """
@@ -19,6 +21,7 @@ import os
 import re
 import shutil
 import socket
+import stat
 import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -29,7 +32,13 @@ from ls_strategy.errors import ConfigError, StateError
 
 VARIABLE = "LS_STRATEGY_MEMORY"
 
-_SNAPSHOT = re.compile(r"step-(\d{9,})\.[0-9a-f]{8}")
+MARK = "ls_strategy-snapshots"
+"""A file in the folder of every run: without it, nothing there is removed."""
+
+_OWN = ("lock", "progress", "members", "members.tmp", "started")
+"""Files that a run keeps beside its snapshots."""
+
+_SNAPSHOT = re.compile(r"step-(\d{9,})\.[0-9a-f]{8}", re.ASCII)
 _FILE = re.compile(r"__\d+_\d+\.distcp|[.\w-]{1,64}")
 
 _UNUSED_S = 7 * 24 * 3600.0
@@ -47,7 +56,7 @@ def root(environ: Mapping[str, str]) -> Path:
     """
     named = environ.get(VARIABLE)
     if named:
-        return Path(named)
+        return Path(named).resolve()
     shared = Path("/dev/shm")
     if not shared.is_dir():
         raise ConfigError(
@@ -87,15 +96,21 @@ class Memory:
     def __init__(self, folder: Path, run: str) -> None:
         """Create the run's folder, which only this user can read.
 
+        Args:
+            folder: what `root` returns, or a folder that the user has named, without links in it.
+            run: the name of the run.
+
         Raises:
-            StateError: it cannot be created.
+            StateError: it cannot be created, is a link, or holds something else.
         """
         self.folder = folder / run
         try:
             folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-            if folder.stat().st_uid != os.getuid():
-                raise PermissionError(f"{folder} belongs to another user")
+            _require_own(folder)
             self.folder.mkdir(mode=0o700, exist_ok=True)
+            _require_own(self.folder)
+            if not _is_marked(self.folder):
+                _mark(self.folder)
         except OSError as error:
             raise StateError(
                 f"the memory for snapshots cannot be used: {error}. Set {VARIABLE} to a folder on a memory file system "
@@ -110,6 +125,8 @@ class Memory:
             ValueError: a name that could lead elsewhere.
         """
         step_of(name)
+        if (self.folder / name).is_symlink():
+            raise ValueError(f"{name!r} is a link, which could lead elsewhere")
         if file and (not _FILE.fullmatch(file) or file in (".", "..")):
             raise ValueError(f"{file!r} is not the name of a file of a snapshot")
         return self.folder / name / file if file else self.folder / name
@@ -148,7 +165,7 @@ class Memory:
     def names(self) -> list[str]:
         """Return the names of snapshots, complete or not, oldest first."""
         with contextlib.suppress(FileNotFoundError):
-            return sorted(p.name for p in self.folder.iterdir() if _SNAPSHOT.fullmatch(p.name))
+            return sorted(p.name for p in self.folder.iterdir() if _SNAPSHOT.fullmatch(p.name) and not p.is_symlink())
         return []
 
     def files(self, name: str) -> dict[str, int]:
@@ -176,15 +193,81 @@ class Memory:
                 self.remove(other)
 
     def clear(self) -> None:
-        """Remove everything that the run has here."""
+        """Remove what the run has here. What others have put there stays, and the folder with it."""
         self.release()
-        shutil.rmtree(self.folder, ignore_errors=True)
+        _remove(self.folder)
 
     def free_unused(self) -> None:
         """Remove what other runs left here a week ago or earlier. A run that is alive writes all the time."""
         for other in self.folder.parent.iterdir():
-            if other != self.folder and other.is_dir() and time.time() - _written(other) > _UNUSED_S:
-                shutil.rmtree(other, ignore_errors=True)
+            if other == self.folder or not _is_marked(other):
+                continue
+            with contextlib.suppress(OSError):
+                if time.time() - _written(other) > _UNUSED_S and not _in_use(other):
+                    _remove(other)
+
+
+def _require_own(folder: Path) -> None:
+    """Refuse a link, which could lead to what is not ours, and a folder that another user could change."""
+    found = folder.lstat()
+    if not stat.S_ISDIR(found.st_mode):
+        raise NotADirectoryError(f"{folder} is a link or a file, but it has to be a folder")
+    if found.st_uid != os.getuid():
+        raise PermissionError(f"{folder} belongs to another user")
+
+
+def _is_marked(folder: Path) -> bool:
+    """Whether ``folder`` itself is the folder of a run, made by this user: no link, and with a mark that is none."""
+    try:
+        _require_own(folder)
+        mark = (folder / MARK).lstat()
+    except OSError:
+        return False
+    return stat.S_ISREG(mark.st_mode) and mark.st_uid == os.getuid()
+
+
+def _mark(folder: Path) -> None:
+    """Mark a new folder of a run.
+
+    Raises:
+        FileExistsError: it is not new.
+    """
+    if any(path.name != MARK for path in folder.iterdir()):  # another rank may mark it now
+        raise FileExistsError(f"{folder} has files, but no {MARK} that says that they belong to a run")
+    (folder / MARK).touch(mode=0o600)
+
+
+def _in_use(folder: Path) -> bool:
+    """Whether a process holds the lock of a run: one that is stopped, or waits, writes nothing."""
+    try:
+        lock = os.open(folder / "lock", os.O_RDONLY | os.O_NOFOLLOW)
+    except FileNotFoundError:
+        return False
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    finally:
+        os.close(lock)
+    return False
+
+
+def _remove(folder: Path) -> None:
+    """Remove a marked folder: snapshots, the files of `_OWN`, then the mark and the folder, unless more is in it.
+
+    `shutil.rmtree` follows no links.
+    """
+    if not _is_marked(folder):
+        return
+    for path in folder.iterdir():
+        if path.name in _OWN and not path.is_dir():
+            path.unlink(missing_ok=True)
+        elif _SNAPSHOT.fullmatch(path.name) and not path.is_symlink():
+            shutil.rmtree(path, ignore_errors=True)
+    if [path.name for path in folder.iterdir()] == [MARK]:
+        (folder / MARK).unlink(missing_ok=True)
+        with contextlib.suppress(OSError):
+            folder.rmdir()
 
 
 def _written(folder: Path) -> float:
@@ -194,4 +277,4 @@ def _written(folder: Path) -> float:
 def _times(folder: Path) -> Iterator[float]:
     for path in (folder, *folder.iterdir()):
         with contextlib.suppress(FileNotFoundError):
-            yield path.stat().st_mtime
+            yield path.lstat().st_mtime

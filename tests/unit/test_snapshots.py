@@ -13,7 +13,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
+from ls_strategy.callbacks.elastic import ElasticTraining, _run_of
 from ls_strategy.checkpoint.manifest import FileRecord, Manifest, read_manifest
 from ls_strategy.checkpoint.place import Place
 from ls_strategy.errors import CheckpointError, ConfigError, StateError
@@ -135,16 +137,125 @@ def test_memory_is_private(memory: Memory):
         assert folder.stat().st_mode & 0o077 == 0
 
 
+def age(folder: Path, days: int) -> None:
+    """Make everything in ``folder`` as old as ``days``."""
+    when = time.time() - days * 24 * 3600
+    for path in (*folder.rglob("*"), folder):
+        os.utime(path, (when, when), follow_symlinks=False)
+
+
 def test_memory_of_runs_that_ended_long_ago_is_freed(memory: Memory):
-    old, young = memory.folder.parent / "old", memory.folder.parent / "young"
-    for folder, age in ((old, 8), (young, 1)):
-        folder.mkdir()
-        when = time.time() - age * 24 * 3600
-        os.utime(folder, (when, when))
+    old, young = (Memory(memory.folder.parent, name) for name in ("old", "young"))
+    for run in (old, young):
+        write(run, A, {"__0_0.distcp": b"x"}, complete={"__0_0.distcp": b"x"})
+        (run.folder / "progress").write_bytes(b"x")
+    age(old.folder, 8)
+    age(young.folder, 1)
     memory.free_unused()
-    assert not old.exists()
-    assert young.exists()
+    assert not old.folder.exists()
+    assert young.names() == [A]
     assert memory.folder.exists()
+
+
+def test_memory_of_a_run_that_stands_still_is_kept(memory: Memory):
+    stopped = Memory(memory.folder.parent, "stopped")
+    stopped.claim()
+    age(stopped.folder, 8)
+    memory.free_unused()
+    assert stopped.folder.exists()
+
+
+def test_folders_of_others_are_never_removed(memory: Memory, tmp_path: Path):
+    thesis = memory.folder.parent / "thesis"  # beside the runs, as in a home that was named as memory
+    thesis.mkdir()
+    (thesis / "precious").touch()
+    elsewhere = Memory(tmp_path / "elsewhere", "run").folder
+    (memory.folder.parent / "link").symlink_to(elsewhere)
+    for folder in (thesis, elsewhere, memory.folder.parent / "link"):
+        age(folder, 8)
+    memory.free_unused()
+    assert (thesis / "precious").exists()
+    assert elsewhere.exists()
+    assert (memory.folder.parent / "link").is_symlink()
+
+
+def test_what_others_put_into_the_folder_of_a_run_stays(memory: Memory, tmp_path: Path):
+    precious = tmp_path / "precious"
+    precious.mkdir()
+    (precious / "file").touch()
+    (memory.folder / "notes").touch()
+    (memory.folder / A).symlink_to(precious)
+    write(memory, B, {"__0_0.distcp": b"x"})
+    memory.clear()
+    assert sorted(p.name for p in memory.folder.iterdir()) == [memory_module.MARK, "notes", A]
+    assert (precious / "file").exists()
+
+
+def test_a_snapshot_that_is_a_link_is_not_followed(memory: Memory, tmp_path: Path):
+    (tmp_path / "manifest.json").touch()
+    (memory.folder / A).symlink_to(tmp_path)
+    with pytest.raises(ValueError, match="is a link"):
+        memory.remove(A)
+    assert memory.names() == []
+    memory.keep("")
+    assert (tmp_path / "manifest.json").exists()
+
+
+def test_a_folder_with_other_files_becomes_no_memory(tmp_path: Path):
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "thesis").touch()
+    with pytest.raises(StateError, match=r"has files, but no ls_strategy-snapshots .* Set LS_STRATEGY_MEMORY"):
+        Memory(tmp_path, "run")
+
+
+def test_a_link_in_the_place_of_the_memory_is_refused(tmp_path: Path):
+    (tmp_path / "home").mkdir()
+    (tmp_path / "link").symlink_to(tmp_path / "home")
+    with pytest.raises(StateError, match="is a link or a file"):
+        Memory(tmp_path / "link", "run")
+    named = Memory(root({"LS_STRATEGY_MEMORY": str(tmp_path / "link")}), "run")  # the user's own link
+    assert named.folder == tmp_path / "home" / "run"
+
+
+def test_an_empty_name_is_no_memory():
+    with pytest.raises(ConfigError, match="Got memory='', which names no folder"):
+        ElasticTraining(memory="")
+
+
+class Notes:
+    """An object of the user in a checkpoint, whose state is set by code."""
+
+    built = 0
+
+    def __setstate__(self, state):
+        Notes.built += 1
+
+
+class Runs:
+    """An object that runs a command when it is built."""
+
+    def __init__(self, folder: Path):
+        self.folder = str(folder)
+
+    def __reduce__(self):
+        return os.mkdir, (self.folder,)
+
+
+def test_looking_up_the_run_of_a_checkpoint_builds_none_of_its_objects(tmp_path: Path):
+    notes = Notes()
+    notes.text = "x"
+    torch.save({"hyper_parameters": notes, "callbacks": {"key": {"run": "mine"}}}, tmp_path / "c.ckpt")
+    assert _run_of(str(tmp_path / "c.ckpt"), "key") == "mine"
+    assert not Notes.built
+
+
+@pytest.mark.parametrize("zipped", [True, False])
+def test_a_checkpoint_that_runs_a_command_is_not_continued_from(tmp_path: Path, zipped: bool):
+    saved = {"x": Runs(tmp_path / "ran"), "callbacks": {"key": {"run": "mine"}}}
+    torch.save(saved, tmp_path / "c.ckpt", _use_new_zipfile_serialization=zipped)
+    with pytest.warns(UserWarning, match="is not continued from"):
+        assert _run_of(str(tmp_path / "c.ckpt"), "key") is None
+    assert not (tmp_path / "ran").exists()
 
 
 def test_the_variable_names_the_memory(tmp_path: Path):
