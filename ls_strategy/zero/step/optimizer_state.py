@@ -27,6 +27,7 @@ from ls_strategy.distributed.axis import Axis
 from ls_strategy.distributed.mesh import Mesh
 from ls_strategy.errors import StateError
 from ls_strategy.layout import Slot
+from ls_strategy.zero.flat.storage import chunks
 from ls_strategy.zero.flat.units import Flat
 from ls_strategy.zero.lazy import parts_of
 from ls_strategy.zero.parts import full_of, part_of
@@ -272,6 +273,16 @@ class OptimizerStates:
         for name, number in zip(self.names, self.order, strict=True):
             if name in states:
                 self.absorb(number, states[name])
+            self._clear_rest(number)
+
+    def _clear_rest(self, number: int) -> None:
+        """Zero the element-wise states that a parameter does not have any more: updates go on from what is stored."""
+        n, i = self.locate(number)
+        store, piece, kept = self.store[n], self.flats[n].pieces[i], self.entries.get(number, {})
+        for name, dtype in store.dtypes().items():
+            if name not in kept and piece.numel and store.has(name, piece.start, piece.stop):
+                for start, stop in chunks(piece.start, piece.stop):
+                    store.write(name, start, torch.zeros(stop - start, dtype=dtype))
 
     def absorb(self, number: int, state: dict[str, Any]) -> None:
         """Store this rank's range of one parameter's state, given the full state or that of this rank's part."""
