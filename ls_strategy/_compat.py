@@ -16,8 +16,9 @@ import socket
 import stat
 import sys
 from collections import OrderedDict
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from datetime import timedelta
 from functools import cache, cached_property, partial
 from pathlib import Path
 from types import FrameType
@@ -68,6 +69,22 @@ def default_store() -> Any:
     return dist.distributed_c10d._get_default_store()
 
 
+def store_port() -> int | None:
+    """Return the port of the rendezvous store of the default process group; None if it is no server."""
+    store = default_store()
+    while isinstance(store, dist.PrefixStore):
+        store = store.underlying_store
+    return getattr(store, "port", None)
+
+
+def set_timeout(group: Any, timeout: timedelta) -> None:
+    """Set how long the collectives of a process group may take from now on. Not collective."""
+    if hasattr(dist, "set_timeout"):  # torch 2.14
+        dist.set_timeout(timeout, group)
+    else:
+        dist.distributed_c10d._set_pg_timeout(timeout, group)
+
+
 def world_group() -> Any:
     """Return the default process group, None if there is none. A new group is a new object."""
     return dist.group.WORLD if dist.is_initialized() else None
@@ -83,6 +100,19 @@ def open_sockets() -> set[tuple[int, int]]:
             continue
         if stat.S_ISSOCK(status.st_mode):
             result.add((int(entry.name), status.st_ino))
+    return result
+
+
+def connections(sockets: Iterable[tuple[int, int]]) -> dict[tuple[int, int], tuple[Any, Any]]:
+    """Return the own and the other address of those sockets that are open TCP connections."""
+    result: dict[tuple[int, int], tuple[Any, Any]] = {}
+    for fd, inode in sockets:
+        try:
+            with socket.socket(fileno=os.dup(fd)) as connection:
+                if connection.family in (socket.AF_INET, socket.AF_INET6) and connection.type == socket.SOCK_STREAM:
+                    result[fd, inode] = connection.getsockname()[:2], connection.getpeername()[:2]
+        except OSError:  # closed in the meantime, or a socket that listens
+            continue
     return result
 
 

@@ -15,6 +15,7 @@ import weakref
 from collections.abc import Generator, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from datetime import timedelta
 from typing import Any
 
 import torch
@@ -23,7 +24,14 @@ from torch import Tensor
 
 from ls_strategy import device as dev
 from ls_strategy import spans
-from ls_strategy._compat import abort_process_groups, open_sockets, shut_sockets
+from ls_strategy._compat import (
+    abort_process_groups,
+    connections,
+    open_sockets,
+    set_timeout,
+    shut_sockets,
+    store_port,
+)
 from ls_strategy.distributed.buffer_pool import BufferPool
 from ls_strategy.distributed.failures import Failures
 from ls_strategy.distributed.pending import PendingGather, PendingReduce, Started
@@ -343,22 +351,40 @@ class _KeepAlive:
         """Return at once: the collective itself is waited for elsewhere."""
 
 
-def make_comm(before: set[tuple[int, int]] | None = None) -> Comm:
+def make_comm(before: set[tuple[int, int]] | None = None, timeout: timedelta | None = None) -> Comm:
     """Return the communicator over the default process group, or of one process without a group. Collective.
 
     Args:
-        before: sockets that were open before the default process group was created.
+        before: sockets that were open before the default process group was created. None: it is not known which.
+        timeout: of the collectives of all groups made here, now and later. None: torch's default.
     """
-    before = open_sockets() if before is None else before
     if not (dist.is_available() and dist.is_initialized()) or dist.get_world_size() == 1:
         return Comm(None, None)
     world = dist.group.WORLD
-    control = process_group("control", backend=dev.host_backend())
     assert isinstance(world, dist.ProcessGroup)
-    assert isinstance(control, dist.ProcessGroup)
+    is_known, opened = is_shared(world), open_sockets() if before is None else before
     shared = _shared_by(world)
-    shared.sockets |= open_sockets() - before
-    return Comm(world, control, shared.sockets, shared.failures)
+    shared.limit(timeout)
+    control = process_group("control", backend=dev.host_backend())
+    assert isinstance(control, dist.ProcessGroup)
+    shared.sockets |= open_sockets() - opened
+    comm = Comm(world, control, shared.sockets, shared.failures)
+    if before is None and not is_known:
+        shared.sockets |= _between_ranks(comm, opened)
+    return comm
+
+
+def _between_ranks(comm: Comm, opened: set[tuple[int, int]]) -> set[tuple[int, int]]:
+    """Return those of ``opened`` that connect two ranks: of groups that others have made. Collective.
+
+    Both ends of such a connection are among the ranks' own addresses. Those of the rendezvous store, which reports
+    failures, and those to anybody else, such as a logger's server, are left out.
+    """
+    known, store = connections(opened), store_port()
+    ends = {own for each in comm.exchange_objects([own for own, _ in known.values()]) for own in each}
+    return {
+        place for place, (own, other) in known.items() if other in ends and store not in (own[1], other[1])
+    }  # fmt: skip
 
 
 @dataclass
@@ -368,6 +394,14 @@ class _Shared:
     failures: Failures
     sockets: set[tuple[int, int]] = field(default_factory=set)
     groups: dict[tuple[str, tuple[int, ...] | None, str | None], Any] = field(default_factory=dict)
+    timeout: timedelta | None = None
+
+    def limit(self, timeout: timedelta | None) -> None:
+        """Set the timeout of the groups of earlier strategies, too."""
+        self.timeout = timeout
+        for group in self.groups.values():
+            if timeout is not None and isinstance(group, dist.ProcessGroup):
+                set_timeout(group, timeout)
 
 
 _shared: weakref.WeakKeyDictionary[dist.ProcessGroup, _Shared] = weakref.WeakKeyDictionary()
@@ -399,8 +433,9 @@ def process_group(purpose: str, ranks: Sequence[int] | None = None, *, backend: 
     """
     world = dist.group.WORLD
     assert isinstance(world, dist.ProcessGroup)
-    groups = _shared_by(world).groups
+    shared = _shared_by(world)
+    groups = shared.groups
     key = (purpose, None if ranks is None else tuple(ranks), backend)
     if key not in groups:
-        groups[key] = dist.new_group(None if ranks is None else list(ranks), backend=backend)
+        groups[key] = dist.new_group(None if ranks is None else list(ranks), timeout=shared.timeout, backend=backend)
     return groups[key]

@@ -102,7 +102,7 @@ class Connection(_DDPStrategy):
 
     @override
     def setup_environment(self) -> None:
-        before = open_sockets()
+        before = None if dist.is_initialized() else open_sockets()
         self._check_size()
         environment = self.cluster_environment
         if is_started_by_lightning(environment):
@@ -120,9 +120,9 @@ class Connection(_DDPStrategy):
                 f"num_nodes={self.num_nodes} make {expected}. Make the two agree."
             )
         if self._comm is None or not self._comm.is_alive():
-            self._comm = make_comm(before)
+            self._comm = make_comm(before, self._timeout)
             self._comm.locate(self.num_processes)
-            self.parallel.connect(self._comm, self.root_device.type)
+            self.parallel.connect(self._comm, self.root_device.type, self._timeout)
             self._alone = False
             self._connected(self._comm)
         self._comm.where.watch(self.explain_waits_after, self.root_device, self._break_connections)

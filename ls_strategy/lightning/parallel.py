@@ -9,6 +9,7 @@ from __future__ import annotations
 import weakref
 import zlib
 from collections.abc import Iterator, Mapping
+from datetime import timedelta
 from functools import partial
 from typing import Any
 
@@ -17,6 +18,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.utils.data import DataLoader
 
+from ls_strategy._compat import set_timeout
 from ls_strategy.checkpoint.random import random_states, restore_random_states
 from ls_strategy.config import ParallelConfig, ShardingConfig
 from ls_strategy.distributed.axis import Axis
@@ -78,8 +80,8 @@ class ModelParallel:
         config = self.config
         return config.pp.size * config.tp.size * config.context
 
-    def connect(self, world: Comm, device_type: str) -> Mesh:
-        """Create the process groups. Collective over all ranks.
+    def connect(self, world: Comm, device_type: str, timeout: timedelta | None = None) -> Mesh:
+        """Create the process groups, whose collectives may take ``timeout``. Collective over all ranks.
 
         Raises:
             PlanError: the sizes do not divide the number of ranks.
@@ -101,6 +103,9 @@ class ModelParallel:
             self._device_mesh = init_device_mesh(
                 device_type, sizes, mesh_dim_names=("data_parallel", "tensor_parallel")
             )
+            if timeout is not None:
+                for group in self._device_mesh.get_all_groups():
+                    set_timeout(group, timeout)
             world.own_open_sockets()
         return self.mesh
 
