@@ -26,6 +26,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+import torch.utils.checkpoint
 from torch import Tensor, nn
 from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 from torch._guards import CompileContext
@@ -57,6 +58,20 @@ def onednn_linear() -> Callable[[torch.Tensor, torch.Tensor], torch.Tensor] | No
 def current_backward_pass() -> int:
     """Return a number that identifies the current backward pass; -1 outside of backward."""
     return torch._C._current_graph_task_id()
+
+
+_REENTRANT = torch.utils.checkpoint.CheckpointFunction
+
+
+def in_reentrant_checkpoint() -> bool:
+    """Whether the caller runs in a forward, or a recomputation, of ``torch.utils.checkpoint(use_reentrant=True)``."""
+    codes = (_REENTRANT.forward.__code__, _REENTRANT.backward.__code__)
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        if frame.f_code in codes:
+            return True
+        frame = frame.f_back
+    return False
 
 
 def make_wrapper(kind: type[Any], local: torch.Tensor, shape: tuple[int, ...]) -> Any:

@@ -19,9 +19,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from typing_extensions import override
 
 from ls_strategy.checked import at_least, checked
-from ls_strategy.errors import PlanError
+from ls_strategy.errors import PlanError, StateError
 from ls_strategy.moe.capacity import kept_pairs
 from ls_strategy.moe.families import FAMILIES, Family
 from ls_strategy.moe.grouped import autocast_dtype, grouped_linear
@@ -297,6 +298,19 @@ class ConvertedMoE(RoutingAccounts, SparseLayer):
             return out
         tokens = hidden_states.numel() // hidden_states.shape[-1]
         return out, hidden_states.new_empty(tokens, self.options.k)
+
+    @override
+    def leave_value(self, loss: Tensor) -> None:
+        """Refuse: not every family's output depends on the logits that its router returns.
+
+        Raises:
+            StateError: always, with the cure.
+        """
+        raise StateError(
+            "Got a converted MoE layer with balance or z losses inside torch.utils.checkpoint(use_reentrant=True), "
+            'whose forward has no gradients. Set gradient_checkpointing_enable({"use_reentrant": False}), use '
+            'activations={"checkpointing": "full"} of the strategy, or set balance_loss=0 and z_loss=0.'
+        )
 
     def _part(self, name: str | None) -> Callable[[Tensor], Tensor] | None:
         return None if name is None else getattr(self, name, None)

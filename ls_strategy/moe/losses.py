@@ -3,9 +3,19 @@
 A layer stores its weighted losses in its router, and `moe_losses` takes them all::
 
     loss = cross_entropy(self(x), y) + moe_losses(self)
+
+Reentrant checkpointing runs the forward without gradients, and recomputes it in backward. There `moe_losses` gets the
+value alone, as a leaf; backward gives the leaf the gradient of the training step's loss before it reaches the
+checkpoint, whose recomputation then passes it on to the router::
+
+    forward     leaf = value of the losses                      no graph
+    backward    leaf.grad = d loss / d losses                   the sum with the leaf is younger than the checkpoint
+    recompute   gradient of the logits += leaf.grad * d losses / d logits
 """
 
 from __future__ import annotations
+
+import weakref
 
 import torch
 from torch import Tensor, nn
@@ -42,6 +52,8 @@ class LossKeeper:
 
     def __init__(self) -> None:
         self._pending: list[Tensor] = []
+        self._owed: list[weakref.ref[Tensor]] = []
+        """Leaves whose gradient a recomputation has to pass on, as long as a graph has them."""
 
     def leave(self, loss: Tensor) -> None:
         """Store a loss, ``()``, with its graph.
@@ -57,6 +69,37 @@ class LossKeeper:
             )
         self._pending.append(loss)
 
+    def leave_value(self, loss: Tensor) -> None:
+        """Store the value of a loss, ``()``, whose graph exists only when backward recomputes this forward."""
+        leaf = loss.detach().clone().requires_grad_()
+        self.leave(leaf)
+        self._owed = [*(ref for ref in self._owed if ref() is not None), weakref.ref(leaf)]
+
+    def pass_on(self, loss: Tensor, logits: Tensor) -> None:
+        """In a recomputation, add the gradient of a loss that `leave_value` has stored to that of the logits.
+
+        Args:
+            loss: ``()``, recomputed, with its graph.
+            logits: the tensor in this graph through which the gradient of the layer's output flows as well.
+
+        Raises:
+            StateError: it is not known which forward this is, or the loss got no gradient before.
+        """
+        leaves = [leaf for ref in self._owed if (leaf := ref()) is not None]
+        if not leaves:
+            return  # nothing was done with the value
+        if len(leaves) > 1:
+            leaves = [leaf for leaf in leaves if torch.equal(leaf.detach(), loss.detach())]
+        if len(leaves) != 1 or leaves[0].grad is None:
+            raise StateError(
+                "an MoE layer in torch.utils.checkpoint(use_reentrant=True) is recomputed, but "
+                f"{'its losses have no gradient' if leaves else 'the forward that it belongs to is not known'}. Add "
+                "moe_losses(self) to the loss of the same forward, or use use_reentrant=False."
+            )
+        self._owed = [ref for ref in self._owed if ref() is not leaves[0]]
+        (gradient,) = torch.autograd.grad(loss, logits, leaves[0].grad, retain_graph=True)
+        logits.register_hook(gradient.add)
+
     def take(self) -> list[Tensor]:
         """Return all losses since the last call."""
         left, self._pending = self._pending, []
@@ -66,8 +109,8 @@ class LossKeeper:
 def moe_losses(model: nn.Module) -> Tensor:
     """Return the sum, ``()``, of the balance and z losses of all training forwards since the last call, or 0.
 
-    Exact under activation checkpointing, except with torch's ``use_reentrant=True``: its forwards have no gradients, so
-    they produce no loss.
+    Exact under activation checkpointing. With torch's ``use_reentrant=True`` the losses have to be part of the loss
+    whose backward recomputes the layers.
 
     Args:
         model: The model that holds the MoE layers. Losses of other layers stay pending.

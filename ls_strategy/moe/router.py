@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from ls_strategy._compat import current_backward_pass
+from ls_strategy._compat import current_backward_pass, in_reentrant_checkpoint
 from ls_strategy.checked import at_least, check_fields
 from ls_strategy.distributed.axis import Axis
 from ls_strategy.errors import ConfigError
@@ -115,7 +115,7 @@ class RoutingAccounts(LossKeeper):
 
     def __getstate__(self) -> dict[str, Any]:
         # Pending losses belong to the graphs of this module; a copy has none.
-        return {**super().__getstate__(), "_pending": []}  # type: ignore[misc, dict-item]
+        return {**super().__getstate__(), "_pending": [], "_owed": []}  # type: ignore[misc, dict-item]
 
     def account(
         self, logits: Tensor, probabilities: Tensor, experts: Tensor, kept: Tensor | None, *, first_only: bool = False
@@ -136,11 +136,15 @@ class RoutingAccounts(LossKeeper):
         k = 1 if first_only else experts.shape[1]
         balance = balance_loss(probabilities if o.balance_loss else probabilities.detach(), chosen, k)
         z = z_loss(logits if o.z_loss else logits.detach())
+        terms = [rate * loss for rate, loss in ((o.balance_loss, balance), (o.z_loss, z)) if rate]
         if current_backward_pass() >= 0:
+            if terms and torch.is_grad_enabled() and in_reentrant_checkpoint():
+                self.pass_on(torch.stack(terms).sum(), logits)
             return
-        if torch.is_grad_enabled() and (o.balance_loss or o.z_loss):
-            terms = [rate * loss for rate, loss in ((o.balance_loss, balance), (o.z_loss, z)) if rate]
+        if terms and torch.is_grad_enabled():
             self.leave(torch.stack(terms).sum())
+        elif terms and in_reentrant_checkpoint():
+            self.leave_value(torch.stack(terms).sum())
         with torch.no_grad():
             entropy = -(probabilities * probabilities.clamp(min=torch.finfo(probabilities.dtype).tiny).log()).sum(-1)
             self.counts.add(

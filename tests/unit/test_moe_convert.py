@@ -15,7 +15,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from ls_strategy.errors import ConfigError, PlanError
+from ls_strategy.errors import ConfigError, PlanError, StateError
 from ls_strategy.moe.convert import ConvertedMoE, convert_moe
 from ls_strategy.moe.families import FAMILIES
 from ls_strategy.moe.losses import moe_losses
@@ -283,6 +283,14 @@ def test_checkpointing(reentrant: bool) -> None:
     ours = converted(model)
     ours.gradient_checkpointing_enable({"use_reentrant": reentrant})
     assert_close(step(ours), expected, "Qwen2Moe", 1e-12)
+
+
+def test_losses_in_reentrant_checkpointing_are_refused() -> None:
+    ours = make_model("Qwen2Moe", use_cache=False)
+    convert_moe(ours, balance_loss=0.1)
+    ours.train().gradient_checkpointing_enable({"use_reentrant": True})
+    with pytest.raises(StateError, match='"use_reentrant": False'):
+        step(ours)
 
 
 @pytest.mark.parametrize("name", ["Mixtral", "DeepseekV3", "GptOss"])

@@ -16,7 +16,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from ls_strategy.distributed.axis import Axis
-from ls_strategy.errors import ConfigError, PlanError
+from ls_strategy.errors import ConfigError, PlanError, StateError
 from ls_strategy.moe.experts import Experts
 from ls_strategy.moe.feed_forward import FeedForward, GatedFeedForward
 from ls_strategy.moe.layer import MoE
@@ -457,6 +457,51 @@ def test_loss_alone_reaches_the_router_through_a_recomputed_forward():
         grads.append([x.grad, moe.router.weight.grad])
         assert moe.router.weight.grad.any()
     assert all(torch.equal(a, b) for a, b in zip(*grads, strict=True))
+
+
+@pytest.mark.parametrize("drop", [True, False])
+def test_reentrant_checkpointing_passes_the_gradients_of_losses_on(drop):
+    """Also of a layer that is called twice, of two accumulated steps, and scaled as for fp16."""
+    options = {"k": 2, "drop_tokens": drop, "balance_loss": 0.1, "z_loss": 0.01, "second_expert_sampling": True}
+    outcomes = []
+    for recompute in (False, True):
+        moe = layer(**options, capacity_factor=0.7).double()
+        torch.manual_seed(2)
+        values = []
+        for step in range(2):
+            x = tokens().double().mul(1 + step).requires_grad_()
+            y = x
+            for _ in range(2):
+                y = y + (checkpoint(moe, y.tanh(), use_reentrant=True) if recompute else moe(y.tanh()))
+            aux = moe_losses(moe)
+            values += [aux.detach()]
+            ((y.square().sum() + 0.3 * aux) * 1024).backward()
+            values += [x.grad]
+        assert moe_losses(moe) == 0
+        outcomes.append([*values, *(p.grad for p in moe.parameters())])
+        assert moe.statistics().calls == 4
+    for actual, expected in zip(outcomes[1], outcomes[0], strict=True):
+        torch.testing.assert_close(actual, expected, rtol=1e-12, atol=1e-12)
+
+
+def test_a_reentrant_forward_whose_losses_get_no_gradient_is_refused():
+    moe = layer(balance_loss=1.0)
+    y = checkpoint(moe, tokens().requires_grad_(), use_reentrant=True)
+    aux = moe_losses(moe)
+    with pytest.raises(StateError, match="its losses have no gradient"):
+        y.sum().backward()
+    del aux
+    y = checkpoint(moe, tokens().requires_grad_(), use_reentrant=True)
+    moe_losses(moe).item()  # only looked at
+    y.sum().backward()
+
+
+def test_a_forward_without_gradients_leaves_no_losses():
+    moe = layer(balance_loss=1.0)
+    with torch.no_grad():
+        moe(tokens())
+    assert moe_losses(moe) == 0
+    assert not moe_losses(moe).requires_grad
 
 
 def test_statistics():
