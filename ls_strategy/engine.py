@@ -413,7 +413,8 @@ class Engine:
     def describe(self) -> str:
         """Return the plan and the kind of every optimizer's update, for the log."""
         steps = [f"  {state.sharded.describe()}" for state in self.optimizers]
-        return "\n".join([self.plan.describe(), *steps, *filter(None, [self.offload.describe(self.plan)])])
+        stored = [state.sharded.bytes_per_element for state in self.optimizers]
+        return "\n".join([self.plan.describe(stored), *steps, *filter(None, [self.offload.describe(self.plan)])])
 
     def trainable_masters(self) -> list[Tensor]:
         """Return this rank's trainable master shards in the units' order; copies of those on NVMe. Not collective."""

@@ -373,9 +373,24 @@ class Plan:
                     read, written = read + rounds * each.averages, written + rounds * each.averages
         return read, written
 
-    def describe(self) -> str:
-        """Return the plan as a table, for the log."""
-        mib = 1 << 20
+    def _describe_memory(self, optimizer_bytes: Sequence[float | None] | None) -> list[str]:
+        mib, later = 1 << 20, optimizer_bytes is not None and None in optimizer_bytes
+        known = None if optimizer_bytes is None else [each or 0.0 for each in optimizer_bytes]
+        lines = []
+        for tier, states in self.bytes_by_tier(known).items():
+            if tier == "device" or any(states.values()):
+                by_kind = ", ".join(f"{kind} {nbytes / mib:,.1f} MiB" for kind, nbytes in states.items())
+                total = sum(states.values()) / mib
+                lines.append(f"  per rank, {TIERS[tier].place}: {by_kind}, together {total:,.1f} MiB")
+        return [*lines, "  not counted: optimizer states that the first step creates"] if later else lines
+
+    def describe(self, optimizer_bytes: Sequence[float | None] | None = None) -> str:
+        """Return the plan as a table, for the log.
+
+        Args:
+            optimizer_bytes: bytes of state per element, by optimizer; an optimizer with None creates its states in the
+                first step, and they are not counted. None: AdamW's two moments.
+        """
         sharded = [k for k in ("optimizer", "gradients", "parameters") if getattr(self.policy, k)]
         lines = [
             f"{self.numel:,} parameters in {len(self.units)} units over {self.world_size} ranks; "
@@ -406,10 +421,6 @@ class Plan:
         if quantized:
             numel = sum(f.layout.param_numel for f in quantized)
             lines.append(f"  {numel:,} frozen parameters are stored as {quantized[0].quantized}")
-        for tier, states in self.bytes_by_tier().items():
-            if tier == "device" or any(states.values()):
-                by_kind = ", ".join(f"{kind} {nbytes / mib:,.1f} MiB" for kind, nbytes in states.items())
-                total = sum(states.values()) / mib
-                lines.append(f"  per rank, {TIERS[tier].place}: {by_kind}, together {total:,.1f} MiB")
+        lines += self._describe_memory(optimizer_bytes)
         lines.append(f"  sent per step: {self.elements_sent():,} elements")
         return "\n".join(lines)

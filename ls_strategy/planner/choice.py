@@ -108,7 +108,7 @@ def choose(ask: Callable[[], Question], world: Comm, hardware: Hardware, speeds:
 def _decide(forecasts: list[Forecast], hardware: Hardware, speeds: Speeds) -> Choice:
     timed = [replace(f, seconds=(speeds.seconds(f),) * 2) for f in forecasts]
     chosen = quickest(timed, speeds)
-    words = table(timed, hardware, chosen, "<- fastest that fits")
+    words = table(timed, hardware, chosen, "<- chosen")
     if chosen is None:
         raise PlanError(f"{reason(forecasts)}\n{words}\n")
     why = "\n".join([_why(timed, chosen), *assumptions(timed)])

@@ -82,7 +82,7 @@ def _far(axis: str, nbytes: int, job: Job) -> int:
         "expert": (parallel.expert, 1),
         "pipeline": (parallel.pipeline, job.ranks // parallel.pipeline),
     }[axis]
-    if size == 1:
+    if size == 1 or job.ranks <= job.node_size:
         return 0
     if axis == "pipeline":  # to the next stage only
         return nbytes if stride >= job.node_size else nbytes * stride // job.node_size

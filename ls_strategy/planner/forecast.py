@@ -309,9 +309,12 @@ def table(
     forecasts: Sequence[Forecast],
     hardware: Hardware,
     chosen: Forecast | None = None,
-    mark: str = "<- lightest that fits",
+    mark: str = "<- first that fits",
 ) -> str:
-    """Return one line per candidate, the lightest first; ``chosen`` is marked, or the first that fits."""
+    """Return one line per candidate, in order of the time that each costs.
+
+    ``chosen`` is marked, or the first that fits.
+    """
     chosen = chosen or lightest(forecasts)
     has_times = any(f.seconds for f in forecasts)
     has_nodes = hardware.node_gbs is not None
@@ -351,9 +354,12 @@ def reason(forecasts: Sequence[Forecast]) -> str:
         )
     lighter = forecasts[: list(forecasts).index(chosen)]
     if not lighter:
-        return f"{chosen.candidate.name}: the lightest of all fits."
+        return f"{chosen.candidate.name}: the first of all, so nothing has to be saved."
     last = lighter[-1]
-    return f"{chosen.candidate.name}: the lightest that fits. {last.candidate.name} needs {'; '.join(last.lacks)}."
+    return (
+        f"{chosen.candidate.name}: the first that fits, in order of the time that each costs. {last.candidate.name} "
+        f"needs {'; '.join(last.lacks)}."
+    )
 
 
 def assumptions(forecasts: Sequence[Forecast]) -> list[str]:

@@ -153,13 +153,18 @@ def _bus(world: Comm, device: torch.device, numel: int) -> float:
 
 
 def quickest(forecasts: Sequence[Forecast], speeds: Speeds) -> Forecast | None:
-    """Return the lightest of those that fit and take at most `SAME` longer than the fastest; None if nothing fits.
+    """Return the first of those that fit and take at most `SAME` longer than the fastest; None if nothing fits.
 
-    NVMe is not measured: what needs it is taken only if nothing else fits.
+    Forecasts that are both faster and smaller on the device go before it. NVMe is not measured: what needs it is taken
+    only if nothing else fits.
     """
     fitting = [f for f in forecasts if f.fits]
     resident = [f for f in fitting if not f.traffic.drive] or fitting[:1]
     if not resident:
         return None
     most = min(map(speeds.seconds, resident)) * (1 + SAME)
-    return next(f for f in resident if speeds.seconds(f) <= most)
+    chosen = next(f for f in resident if speeds.seconds(f) <= most)
+    for other in resident:
+        if speeds.seconds(other) < speeds.seconds(chosen) and other.peak.device < chosen.peak.device:
+            chosen = other
+    return chosen

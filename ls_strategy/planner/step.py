@@ -120,7 +120,8 @@ def _samples(loader: Any) -> Any:
         size = min(size, len(data))
         if not size:
             raise StopIteration
-        return collate([data[i] for i in range(size)])
+        get_all: Any = getattr(data, "__getitems__", None)  # as torch's loader fetches a batch
+        return collate(get_all(list(range(size))) if callable(get_all) else [data[i] for i in range(size)])
     samples = list(itertools.islice(iter(data), size))
     if not samples:
         raise StopIteration

@@ -127,3 +127,36 @@ def test_the_search_of_a_learning_rate_leaves_no_states(optimizer: str, tmp_path
         curves.append(fit(Net(optimizer), strategy, 1, RESET_AT, **options)[-RESET_AT:])
     torch.testing.assert_close(curves[1], curves[0], rtol=1e-5, atol=0)
     torch.testing.assert_close(curves[2], curves[0], rtol=1e-5, atol=0)
+
+
+@pytest.mark.parametrize(
+    ("make", "expected"),
+    [
+        (lambda p: torch.optim.AdamW(p, 0.1), "optimizer 8.0 MiB, together 16.0 MiB"),
+        (lambda p: torch.optim.SGD(p, 0.1), "optimizer 0.0 MiB, together 8.0 MiB"),
+        (lambda p: torch.optim.SGD(p, 0.1, momentum=0.9), "optimizer 4.0 MiB, together 12.0 MiB"),
+        (lambda p: torch.optim.RMSprop(p, 0.1), "not counted: optimizer states that the first step creates"),
+    ],
+    ids=["adamw", "sgd", "momentum", "rmsprop"],
+)
+def test_the_log_has_the_memory_of_this_optimizer(make: Any, expected: str, tmp_path: Path):
+    class Wide(pl.LightningModule):
+        def __init__(self) -> None:
+            super().__init__()
+            self.wide = nn.Linear(1024, 1024, bias=False)
+
+        def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+            return self.wide(batch[0]).mean()
+
+        def configure_optimizers(self) -> Any:
+            return make(self.parameters())
+
+        def on_train_start(self) -> None:
+            text = self.trainer.strategy.require_engine().describe()
+            assert expected in text, text
+
+    trainer = pl.Trainer(
+        accelerator="cpu", devices=1, strategy=ZeROStrategy(stage=3, offload="cpu"), max_steps=1, logger=False,
+        enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False, default_root_dir=tmp_path,
+    )  # fmt: skip
+    trainer.fit(Wide(), DataLoader(TensorDataset(torch.randn(4, 1024)), batch_size=4))

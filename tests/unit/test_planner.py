@@ -344,7 +344,7 @@ def test_the_table_marks_it_and_the_reason_names_what_the_one_before_lacks():
     forecasts = forecasts_of()
     room = exact(forecasts[0].peak.device - 1)
     forecasts = on_hardware(forecasts, room)
-    marked = [line for line in table(forecasts, room).splitlines() if line.endswith("<- lightest that fits")]
+    marked = [line for line in table(forecasts, room).splitlines() if line.endswith("<- first that fits")]
     assert len(marked) == 1
     assert marked[0].split()[0] == lightest(forecasts).candidate.name
     assert "zero0 needs" in reason(forecasts)
@@ -365,7 +365,7 @@ def test_one_process_chooses_for_itself():
     choice = choose(question, world, hardware, measure(world, CPU, torch.float32))
     assert choice.candidate.name == "zero0"
     assert "None is clearly faster" in choice.words
-    assert len([line for line in choice.words.splitlines() if line.endswith("<- fastest that fits")]) == 1
+    assert len([line for line in choice.words.splitlines() if line.endswith("<- chosen")]) == 1
 
 
 def test_times_need_speeds():

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 
 from ls_strategy.errors import ConfigError
+from ls_strategy.planner.costs import _far
 from ls_strategy.planner.hardware import Hardware, _cgroup_room, _free_on_nvme, parse_bytes, show_bytes
 
 
@@ -65,3 +68,13 @@ def test_a_folder_to_be_created_has_the_space_of_the_one_above(tmp_path):
     free = _free_on_nvme(tmp_path / "a" / "b")
     assert free is not None
     assert free > 0
+
+
+def test_nothing_leaves_the_only_node():
+    def far(ranks: int, stages: int) -> int:
+        parallel = SimpleNamespace(tensor=1, context=1, expert=1, pipeline=stages)
+        return _far("pipeline", 1000, SimpleNamespace(parallel=parallel, ranks=ranks, node_size=8))
+
+    assert [far(8, stages) for stages in (1, 2, 4, 8)] == [0, 0, 0, 0]
+    assert far(16, 2) == 1000
+    assert 0 < far(16, 4) < 1000

@@ -60,6 +60,16 @@ def test_the_lighter_one_is_taken_where_predictions_say_nothing():
     assert quickest([first, faster], HOST) is faster
 
 
+def test_nothing_is_taken_that_another_one_beats_in_time_and_memory():
+    first = forecast(Candidate(0))
+    first = replace(first, peak=replace(first.peak, device=10))
+    slightly = int(1e9 * (1 - 0.5 * SAME * HOST.seconds(first)))
+    better = forecast(Candidate(1), flops=slightly)
+    assert quickest([first, better], HOST) is better
+    larger = replace(better, peak=replace(better.peak, device=11))
+    assert quickest([first, larger], HOST) is first
+
+
 def test_what_does_not_fit_is_not_taken_and_nvme_only_if_nothing_else_fits():
     fast = forecast(Candidate(0), flops=1, lacks=("1 GB of device memory",))
     drive = forecast(Candidate(3, TierConfig(tier="nvme")), flops=1, drive=1)

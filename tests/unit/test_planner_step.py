@@ -33,6 +33,19 @@ def test_first_batches_draw_no_random_numbers():
     assert torch.equal(torch.get_rng_state(), state)
 
 
+class Batched(Random):
+    """Returns a batch at once, which its ``collate_fn`` passes on."""
+
+    def __getitems__(self, indices):
+        assert isinstance(indices, list)
+        return torch.stack([torch.full((3,), float(i)) for i in indices])
+
+
+def test_datasets_that_fetch_a_batch_at_once_are_asked_as_in_training():
+    loader = DataLoader(Batched(), batch_size=4, collate_fn=lambda batch: batch)
+    assert torch.equal(first_batch(loader), next(iter(loader)))
+
+
 def test_an_empty_loader_is_refused():
     with pytest.raises(PlanError, match="without a batch"):
         first_batch(DataLoader(TensorDataset(torch.empty(0, 3)), batch_size=4))

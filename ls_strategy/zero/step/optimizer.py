@@ -28,6 +28,7 @@ from ls_strategy.distributed.mesh import Mesh
 from ls_strategy.errors import PlanError, StateError
 from ls_strategy.layout import round_up
 from ls_strategy.ops.update import native_available
+from ls_strategy.plan import MOMENT_BYTES
 from ls_strategy.tiers import TIERS
 from ls_strategy.tiers.stream import Stream
 from ls_strategy.zero.flat.units import Flat
@@ -133,6 +134,15 @@ class ShardedOptimizer:
             return False  # the user selected torch's kernel
         device = flat.full.device.type
         return device == "cpu" or native_available(device)
+
+    @property
+    def bytes_per_element(self) -> float | None:
+        """Return the bytes of state per element; None if the optimizer's own step creates them."""
+        if not all(self._kernels) or not all(self._fused_flats):
+            return None
+        groups = zip(self.optimizer.param_groups, self._kernels, strict=True)
+        names = {name for group, kernel in groups if kernel is not None for name in kernel.moments(group)}
+        return MOMENT_BYTES[self._moment_format] * len(names)
 
     def _states_of(self, n: int, flat: Flat) -> FlatStates:
         moments: dict[str, bool] = {}
