@@ -49,6 +49,10 @@ ALIASES: dict[str, dict[str, object]] = {
     "zero1": {"stage": 1},
     "zero2": {"stage": 2},
     "zero3": {"stage": 3},
+    # For packages that look for "ddp" in the name before they treat a Trainer as distributed.
+    "ddp_zero1": {"stage": 1},
+    "ddp_zero2": {"stage": 2},
+    "ddp_zero3": {"stage": 3},
     # The fastest configuration that fits, planned when a fit begins.
     "zero_auto": {"stage": "auto"},
     # Master weights and optimizer states in host memory; at stage 3 parameters too, unless the name says which.
