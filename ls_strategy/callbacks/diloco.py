@@ -320,6 +320,8 @@ class DiLoCo(ConnectedCallback):
             self._merge = self._begun + self.delay, sent.places
             self._buffers_change = None if result.buffers is None else result.buffers - sent.buffers
             self._log(trainer, result, waited)
+            if self._left_out(trainer, result):
+                self._start_afresh(trainer, module)
         elif result.what == "ends":
             self._end(trainer, module)
             trainer.should_stop = True
@@ -331,6 +333,25 @@ class DiLoCo(ConnectedCallback):
                 "have ended. It joins again, and continues from the global weights; its last steps are lost."
             )
             self._join(trainer, module)
+
+    def _left_out(self, trainer: pl.Trainer, result: Result) -> bool:
+        """Report the islands whose contribution did not count; return whether this one is among them. Collective."""
+        world = zero_strategy(trainer, self).require_engine().mesh.world
+        refused = dict(pair for each in world.exchange_objects(result.refused) for pair in each)
+        member = self._member
+        assert member is not None
+        for island, why in sorted(refused.items()):
+            rank_zero_warn(
+                f"DiLoCo: round {member.round} went on without the contribution of island {island}, which has sent "
+                f"{why}. Look for a divergence there: its learning rate, its data, its hardware."
+            )
+        return self.island in refused
+
+    def _start_afresh(self, trainer: pl.Trainer, module: pl.LightningModule) -> None:
+        """Continue from the global weights without optimizer states, which may not be finite either. Collective."""
+        self._take_over(trainer, module)
+        for state in zero_strategy(trainer, self).require_engine().stepper.optimizers:
+            state.sharded.states.reset()
 
     def _log(self, trainer: pl.Trainer, result: Result, waited: float) -> None:
         member = self._member
@@ -383,6 +404,7 @@ class DiLoCo(ConnectedCallback):
             buffers.write(module, result.buffers)
         self._begun = trainer.global_step
         self._log(trainer, result, 0.0)
+        self._left_out(trainer, result)
 
     @override
     def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:

@@ -56,6 +56,9 @@ class Result:
     buffers: Tensor | None = None
     """The mean over the islands."""
 
+    refused: tuple[tuple[int, str], ...] = ()
+    """Islands whose contribution to this rank's shards does not count, and why."""
+
     seconds: float = 0.0
 
 
@@ -178,19 +181,32 @@ class Member:
         lines = dict(answer["lines"])
         others = iter(parts)
         of = {i: data if i == self.client.island else next(others) for i in sorted(lines)}
-        given = [of[i] for i in sorted(of) if lines[i]["steps"]]
+        end = self.outer.nbytes(own.places)
+        given, refused = [], []
+        for i in sorted(of):
+            if lines[i]["steps"]:
+                why = self._problem(own, of[i], end)
+                refused += [(i, why)] if why else []
+                given += [] if why else [of[i]]
         square, means = 0.0, None
         if given:
-            end = self.outer.nbytes(own.places)
             square = self.outer.step(own.places, [each[:end] for each in given])
-            numel = (len(given[0]) - end) // 8
+            numel = own.buffers.numel()
             if numel:
                 means = buffers.mean([wire.decode(each[end:], numel, "exact", buffers.DTYPE) for each in given])
                 self.buffers = means
         self.round += 1
         if answer["joiners"]:
             self._send_state(own.buffers)
-        return Result("done", tuple(sorted(lines)), square, means, time.perf_counter() - started)
+        seconds = time.perf_counter() - started
+        return Result("done", tuple(sorted(lines)), square, means, tuple(refused), seconds)
+
+    def _problem(self, own: Contribution, data: bytes, end: int) -> str | None:
+        """Return what is wrong with an island's contribution of ``end`` bytes and its buffers; None if nothing is."""
+        expected = end + wire.nbytes(own.buffers.numel(), "exact", buffers.DTYPE)
+        if len(data) != expected:
+            return f"{len(data)} bytes instead of {expected}"
+        return self.outer.problem(own.places, data[:end])
 
     def close(self) -> None:
         """Leave the other islands, and end the thread."""

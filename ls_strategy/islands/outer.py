@@ -34,6 +34,11 @@ Place: TypeAlias = tuple[int, int]
 """Where a buffer is in the engine: the number of its unit, and its number in the unit."""
 
 
+_MOST = 1e4
+"""How many times the largest weight (at least 1) an island may change a weight by in one round before it counts as
+diverged."""
+
+
 @dataclass
 class Shard:
     """Global weights and momentum of one buffer, the elements that this rank owns."""
@@ -121,6 +126,24 @@ class Outer:
         flats = flats_of(engine)
         deltas = [self.shards[place].weights - _local(flats[place]) for place in places]
         return wire.encode(torch.cat(deltas), self._form) if deltas else b""
+
+    def problem(self, places: Sequence[Place], data: bytes) -> str | None:
+        """Return what is wrong with an island's pseudo-gradient, None if nothing is. Not collective; any thread.
+
+        All islands have the same global weights and bytes, so all of them return the same.
+        """
+        if len(data) != self.nbytes(places):
+            return f"{len(data)} bytes instead of {self.nbytes(places)}"
+        largest = wire.decode(data, self._numel(places), self._form, self._dtype).abs().amax() if data else None
+        if largest is None:
+            return None
+        if not bool(largest.isfinite()):
+            return "values that are not finite"
+        shards = [self.shards[place].weights for place in places]
+        weights = max((float(each.abs().amax()) for each in shards if each.numel()), default=0.0)
+        if float(largest) > _MOST * max(weights, 1.0):
+            return f"a change of {float(largest):.3g}, but the largest weight is {weights:.3g}"
+        return None
 
     def step(self, places: Sequence[Place], received: Sequence[bytes]) -> float:
         """Take the outer step with the pseudo-gradients of the islands, in their order. Not collective; any thread.

@@ -264,6 +264,10 @@ class OptimizerStates:
         known = {i: next(names) for group in state["param_groups"] for i in group["params"]}
         self._load({known[i]: v for i, v in state["state"].items() if i in known}, state["param_groups"])
 
+    def reset(self) -> None:
+        """Remove the states of all parameters. Collective."""
+        self._load({}, [])
+
     def _load(self, states: Mapping[str, dict[str, Any]], settings: Sequence[Mapping[str, Any]]) -> None:
         """Load states, and settings of all groups or of none."""
         self.collect()
