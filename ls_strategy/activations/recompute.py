@@ -243,4 +243,7 @@ def _unchanged(buffers: list[_Place]) -> Generator[None, None, None]:
     finally:
         with torch.no_grad(), without_dispatch_modes():
             for (module, name), buffer, value in saved:
-                setattr(module, name, buffer.copy_(value))
+                if name in module._buffers:  # also one that is an nn.Parameter
+                    module._buffers[name] = buffer.copy_(value)
+                else:
+                    setattr(module, name, buffer.copy_(value))

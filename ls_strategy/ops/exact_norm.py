@@ -39,6 +39,8 @@ def exact_sum_of_squares(grad: Tensor, *, unscale: float = 1.0) -> Tensor:
         grad: ``(n,)``, on the CPU or an accelerator. It begins at a multiple of `BLOCK` of its flat buffer.
         unscale: factor; the product is rounded to fp32, and stays fp64 for fp64.
     """
+    if grad.is_complex():
+        grad = torch.view_as_real(grad).flatten()
     result = torch.zeros(SIZE, dtype=torch.int64, device=grad.device)
     halves = result[: 2 * _EXPONENTS].view(_EXPONENTS, 2)
     if grad.device.type == "cpu" and grad.dtype != torch.float64 and native.available("cpu"):

@@ -32,13 +32,15 @@ def sum_of_squares(grad: Tensor, *, unscale: float = 1.0) -> Tensor:
     """Return the sum of the squares of ``grad * unscale``, and its number of non-finite elements.
 
     Args:
-        grad: ``(n,)``, contiguous, fp64, fp32, bf16 or fp16.
+        grad: ``(n,)``, contiguous, fp64, fp32, bf16, fp16 or complex: then of its real and imaginary parts.
         unscale: factor. The product is rounded to fp32 and its square is exact, except for fp64, which stays fp64.
 
     Returns:
         ``(2,)`` fp64 on the device of ``grad``, without synchronization. Sums are accumulated in fp64, since an fp32
         sum stops growing when it is 2**24 times as large as its terms. See `sum_over_chunks` for a gradient in parts.
     """
+    if grad.is_complex():
+        grad = torch.view_as_real(grad).flatten()
     if native.available(grad.device.type) and grad.dtype != torch.float64:
         return native.sum_of_squares(grad, unscale)
     return sum_of_squares_reference(grad, unscale)

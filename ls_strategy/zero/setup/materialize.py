@@ -273,11 +273,11 @@ def require_values(model: nn.Module, absent: Collection[int]) -> None:
 def place_buffers(model: nn.Module, device: torch.device, dtype: torch.dtype | None, keep: set[int]) -> None:
     """Move buffers to ``device``, and cast floating-point ones to ``dtype``, except those of modules in ``keep``."""
     for module in model.modules():
-        for key, buffer in module.named_buffers(recurse=False):
+        for key, buffer in list(module.named_buffers(recurse=False)):
             if buffer.is_meta:
                 continue  # in a block of another pipeline stage
             to = dtype if dtype is not None and buffer.is_floating_point() and id(module) not in keep else buffer.dtype
-            setattr(module, key, buffer.to(device=device, dtype=to))
+            module._buffers[key] = buffer.to(device=device, dtype=to)  # one that is an nn.Parameter stays a buffer
 
 
 def fp32_modules(model: nn.Module, class_names: tuple[str, ...]) -> list[nn.Module]:

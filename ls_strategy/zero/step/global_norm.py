@@ -48,6 +48,7 @@ def global_norm(flats: list[Flat], comm: Comm, norm_type: float = 2.0) -> Tensor
         ``()``, fp32, or fp64 if some gradients are.
     """
     wide = functools.reduce(torch.promote_types, [flat.average_dtype for flat in flats], torch.float32)
+    wide = wide.to_real()  # the norm of complex gradients
     device = flats[0].full.device if flats else torch.device("cpu")
     exact_norm = any(flat.plan.exact_norm for flat in flats)  # also where another rank counts all of them
     flats = [flat for flat in flats if flat.counted]

@@ -158,6 +158,8 @@ class Runs:
         settings = self._optimizer.param_groups[group]
         if type(self._optimizer) not in _FUSED or settings.get("fused") is not None or settings.get("foreach"):
             return False
+        if any(r.tensor.is_complex() for r in self.all if r.group == group):
+            return False  # torch has no such kernel
         # torch's fused SGD needs momentum for all tensors or for none; a new run has none yet.
         begun = {bool(self._state.get(r.tensor)) for r in self.all if r.group == group and not r.fused}
         return not (isinstance(self._optimizer, torch.optim.SGD) and len(begun) > 1)

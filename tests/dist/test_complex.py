@@ -1,0 +1,84 @@
+"""Complex parameters, as in Fourier neural operators, and parameters that are buffers: trained as by DDP."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from ls_strategy import ZeROStrategy
+from ls_strategy.testing import spawn
+from tests.dist.models import quiet
+
+pytestmark = pytest.mark.dist
+
+OPTIMIZERS = {
+    "adamw": lambda params: torch.optim.AdamW(params, 1e-2),
+    "momentum": lambda params: torch.optim.SGD(params, 5e-2, momentum=0.9),
+    "rmsprop": lambda params: torch.optim.RMSprop(params, 1e-2),
+}
+
+
+class Fourier(pl.LightningModule):
+    def __init__(self, optimizer: str) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.optimizer = optimizer
+        self.first = nn.Linear(8, 8)
+        self.modes = nn.Parameter(torch.randn(5, dtype=torch.complex128))
+        self.scale = nn.Parameter(torch.randn(3, dtype=torch.complex128))
+        self.first.register_buffer("start", copy.deepcopy(self.first.weight))
+        self.double()
+        self.losses: list[Tensor] = []
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        x = torch.fft.rfft(self.first(batch[0])) * self.modes * self.scale.sum()
+        loss = (torch.fft.irfft(x, n=8) - batch[0]).square().mean()
+        loss = loss + 0.1 * (self.first.weight - self.first.start.detach()).square().sum()
+        self.losses.append(loss.detach().clone())
+        return loss
+
+    def configure_optimizers(self) -> Any:
+        return OPTIMIZERS[self.optimizer](self.parameters())
+
+
+def fit(optimizer: str, clip: float | None, strategy: Any, devices: int) -> Tensor:
+    """Every rank sees the same batches."""
+    module = Fourier(optimizer)
+    data = torch.randn(32, 8, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+    trainer = pl.Trainer(
+        accelerator="cpu", devices=devices, strategy=strategy, precision="64-true", max_epochs=1, logger=False,
+        gradient_clip_val=clip, use_distributed_sampler=False, enable_checkpointing=False,
+        enable_progress_bar=False, enable_model_summary=False,
+    )  # fmt: skip
+    trainer.fit(module, DataLoader(TensorDataset(data), batch_size=4))
+    return torch.stack(module.losses)
+
+
+CASES = [("adamw", None), ("adamw", 0.1), ("momentum", None), ("momentum", 0.1), ("rmsprop", None)]
+STRATEGIES: list[dict[str, Any]] = [
+    *({"stage": stage} for stage in (0, 1, 2, 3)),
+    {"stage": 3, "offload": "cpu"},
+    {"stage": 2, "parallel": {"virtual_ranks": 2}},
+]
+
+
+def curves(rank: int, world_size: int) -> list[list[Tensor]]:
+    quiet()
+    return [
+        [fit(*case, ZeROStrategy(**options), world_size) for case in CASES] for options in STRATEGIES
+    ]  # fmt: skip
+
+
+def test_complex_parameters_train_as_without_a_strategy():
+    trusted = [fit(*case, "auto", 1) for case in CASES]
+    for options, found in zip(STRATEGIES, spawn(curves, 2, init_process_group=False, timeout_s=240)[0], strict=True):
+        for case, losses, expected in zip(CASES, found, trusted, strict=True):
+            torch.testing.assert_close(
+                losses, expected, rtol=1e-10, atol=0, msg=lambda m, c=(options, case): f"{c}: {m}"
+            )
