@@ -131,6 +131,9 @@ class Reducer:
         grad = grad_of(param)
         if grad is None:
             return
+        if grad.is_sparse:  # of nn.Embedding(sparse=True): shards and collectives are dense
+            grad = grad.to_dense()
+            set_grad(param, grad)
         if self._left_out is not None:
             self._left_out.drop(param)
         else:

@@ -124,6 +124,11 @@ def require_one_pass(optimizer: Optimizer) -> None:
     Raises:
         PlanError: the optimizer needs more than one pass, or the loss.
     """
+    if isinstance(optimizer, torch.optim.SparseAdam):
+        raise PlanError(
+            "Got SparseAdam, which updates only rows that have a gradient, but gradients are dense once they are "
+            "averaged and sharded. Use torch.optim.Adam, which updates all rows, or train with strategy='ddp'."
+        )
     if not takes_closure(optimizer):
         return
     name = type(optimizer).__name__
