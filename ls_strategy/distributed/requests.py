@@ -5,10 +5,12 @@ The one invariant: nothing of a request is looked at before its secret has been 
 
 from __future__ import annotations
 
+import contextlib
 import hmac
 import json
 import socket
 import socketserver
+import threading
 from typing import IO, Any
 
 from typing_extensions import override
@@ -17,11 +19,48 @@ LINE_BYTES = 64 * 1024
 """The longest line."""
 
 
+_STRANGER_S = 10.0
+"""Seconds in which a new connection has to send the secret."""
+
+_MOST_STRANGERS = 64
+"""Connections that have not sent the secret yet: each takes a file descriptor of this process."""
+
+
 class RequestServer(socketserver.ThreadingTCPServer):
-    """Serves every connection in a thread of its own."""
+    """Serves every connection in a thread of its own.
+
+    Of connections without the secret, it keeps the newest: one that knows it sends it at once.
+    """
 
     daemon_threads = True
     block_on_close = False
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        """Listen; the arguments are those of the base class."""
+        self._strangers: dict[int, socket.socket] = {}
+        """Connections that have not sent the secret, by id, the oldest first."""
+        self._changing = threading.Lock()
+        super().__init__(*args, **kwargs)
+
+    @override
+    def process_request(self, request: Any, client_address: Any) -> None:
+        with self._changing:
+            self._strangers[id(request)] = request
+            while len(self._strangers) > _MOST_STRANGERS:
+                oldest = self._strangers.pop(next(iter(self._strangers)))
+                with contextlib.suppress(OSError):
+                    oldest.shutdown(socket.SHUT_RDWR)  # its thread reads the end, and closes it
+        super().process_request(request, client_address)
+
+    def admit(self, request: Any) -> None:
+        """Note that a connection has sent the secret."""
+        with self._changing:
+            self._strangers.pop(id(request), None)
+
+    @override
+    def shutdown_request(self, request: Any) -> None:
+        self.admit(request)
+        super().shutdown_request(request)
 
     @override
     def handle_error(self, request: Any, client_address: Any) -> None:
@@ -35,11 +74,18 @@ class RequestHandler(socketserver.StreamRequestHandler):
     """The secret."""
 
     @override
+    def setup(self) -> None:
+        super().setup()
+        self.connection.settimeout(_STRANGER_S)
+
+    @override
     def handle(self) -> None:
         while line := self.rfile.readline(LINE_BYTES):
             request = json.loads(line)
             if not hmac.compare_digest(str(request.get("secret")).encode(), self.key.encode()):
                 return
+            self.connection.settimeout(self.timeout)
+            self.server.admit(self.request)  # type: ignore[attr-defined]
             try:
                 self.answer(request)
             except (OSError, ValueError) as error:
