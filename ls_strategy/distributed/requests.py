@@ -34,6 +34,7 @@ class RequestServer(socketserver.ThreadingTCPServer):
 
     daemon_threads = True
     block_on_close = False
+    request_queue_size = 128  # ranks come all at once; beyond the queue, the kernel lets them try again after a second
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         """Listen; the arguments are those of the base class."""
