@@ -94,7 +94,7 @@ def store_port() -> int | None:
 
 def set_timeout(group: Any, timeout: timedelta) -> None:
     """Set how long the collectives of a process group may take from now on. Not collective."""
-    if hasattr(dist, "set_timeout"):  # torch 2.14
+    if hasattr(dist, "set_timeout"):  # older versions of torch have only the private one
         dist.set_timeout(timeout, group)
     else:
         dist.distributed_c10d._set_pg_timeout(timeout, group)
