@@ -45,9 +45,9 @@ def through_communicator() -> Iterator[list[Comm]]:
     """
     made: list[Comm] = []
 
-    def make(before: Any = None) -> Comm:
+    def make(*args: Any) -> Comm:
         with mock.patch.object(dist, "get_world_size", return_value=One(1)):
-            made.append(comm.make_comm(before))
+            made.append(comm.make_comm(*args))
         made[-1].native = True  # so that gloo takes the branches of NCCL
         return made[-1]
 
