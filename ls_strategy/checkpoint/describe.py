@@ -14,7 +14,7 @@ from typing import Any
 from ls_strategy.checkpoint.files import Reader
 from ls_strategy.checkpoint.manifest import Manifest, read_manifest, verify
 from ls_strategy.checkpoint.place import Place
-from ls_strategy.checkpoint.source import is_folder, natural_order
+from ls_strategy.checkpoint.source import is_folder
 from ls_strategy.checkpoint.target import MANIFEST
 from ls_strategy.errors import CheckpointError
 
@@ -170,7 +170,7 @@ def _entries(reader: Reader) -> list[Entry]:
     for key in reader.paths.values():  # in file order: a tied parameter's first name comes first
         if key in stored:
             first.setdefault(min(stored[key]), key)
-    for path, key in sorted(reader.paths.items(), key=lambda item: natural_order(item[1])):
+    for path, key in sorted(reader.paths.items(), key=lambda item: _natural_order(item[1])):
         places = sorted(stored.get(key, []))
         metadata = reader.tensor_metadata(path)
         original = first[places[0]] if places else key
@@ -188,6 +188,11 @@ def _entries(reader: Reader) -> list[Entry]:
             )
         )
     return result
+
+
+def _natural_order(name: str) -> list[tuple[int, str]]:
+    """Sort key that puts ``blocks.9`` before ``blocks.10``."""
+    return [(int(word), "") if word.isdigit() else (-1, word) for word in re.split(r"(\d+)", name)]
 
 
 def _kind(root: str) -> str:

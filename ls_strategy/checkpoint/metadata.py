@@ -16,7 +16,7 @@ import json
 import pickle
 import zlib
 from collections import OrderedDict, defaultdict
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -133,10 +133,19 @@ def _check_box(key: str, shape: tuple[int, ...], offsets: tuple[int, ...], sizes
 
 
 def write_metadata(
-    place: Place, items: Iterable[tuple[str, Item]], aliases: Mapping[Path, Path]
+    place: Place,
+    items: Iterable[tuple[str, Item]],
+    aliases: Mapping[Path, Path],
+    order: Callable[[Path], tuple[int, int]] | None = None,
 ) -> dict[str, FileRecord]:
-    """Write ``index.json`` and DCP's ``.metadata``. See `merge` for the arguments. Rank 0 only."""
+    """Write ``index.json`` and DCP's ``.metadata``. Rank 0 only.
+
+    See `merge` for the arguments. ``order`` is the sort key of the paths; by default they stay as they come.
+    """
     metadata = merge(items, aliases)
+    if order is not None:
+        entries = sorted(metadata.state_dict_metadata.items(), key=lambda e: order(metadata.planner_data[e[0]]))
+        metadata.state_dict_metadata = dict(entries)
     return {
         INDEX: _write(place, INDEX, to_json(metadata).encode()),
         METADATA: _write(place, METADATA, pickle.dumps(metadata)),

@@ -77,6 +77,9 @@ class Contents:
     """What one ``trainer.save_checkpoint`` has collected so far."""
 
     sources: dict[int, Source] = field(default_factory=dict)
+    names: list[str] = field(default_factory=list)
+    """Names of the module's state dict, with those that only other pipeline stages have."""
+
     _placeholders: list[Tensor] = field(default_factory=list)
 
     def stand_in(self, source: Source, dtype: torch.dtype) -> Tensor:
@@ -100,6 +103,7 @@ class Contents:
         Returns:
             The state dict, and the names that were left out.
         """
+        self.names = list(raw)
         places = places_of(raw, units)
         trainable = [flat for unit in units for flat in unit.trainable_flats]
         others = {} if masters is None else {id(f): m for f, m in zip(trainable, masters, strict=True)}

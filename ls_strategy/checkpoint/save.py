@@ -76,6 +76,9 @@ class Save:
 
     target: Target = field(default_factory=Target)
 
+    names: Sequence[str] = ()
+    """Names of the module's state dict in order, with those that only other pipeline stages have."""
+
 
 @dataclass
 class _Report:
@@ -231,13 +234,26 @@ def _commit(save: Save, begun: _Report, reports: list[_Report]) -> None:
         assert report.record is not None
         files[report.file] = report.record
         aliases |= report.aliases
-    order = {entry.path: number for number, entry in enumerate(save.entries)}
-    items = sorted(
-        ((report.file, item) for report in reports for item in report.items),
-        key=lambda place: order.get(place[1].path, len(order)),  # in the module's order
-    )
-    files |= write_metadata(place, items, aliases)
+    items = [(report.file, item) for report in reports for item in report.items]
+    files |= write_metadata(place, items, aliases, _order(save))
     save.write_meta(f"{place}/{META}")
     files[META] = record_of(place, META)
     save.manifest.files = files
     save.target.commit(begun.path, begun.save_id, save.manifest)
+
+
+def _order(save: Save) -> Callable[[Path], tuple[int, int]]:
+    """Return the sort key of a checkpoint's paths: as rank 0 has them, and the others where the module has them."""
+    order = {entry.path: (number, -1) for number, entry in enumerate(save.entries)}
+    first: dict[str, int] = {}
+    for path, (number, _) in order.items():
+        first.setdefault(path[0], number)
+
+    def key(path: Path) -> tuple[int, int]:
+        return order.get(path, (len(save.entries), 0))
+
+    for root, number in first.items():
+        before = number - 1
+        for position, name in enumerate(save.names):
+            before, _ = order.setdefault((root, name), (before, position))
+    return key

@@ -9,7 +9,6 @@ import io
 import math
 import os
 import pickle
-import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -61,10 +60,13 @@ class Weights:
     objects: dict[str, Any] = field(default_factory=dict)
     """Entries that are not tensors: ``get_extra_state`` of modules."""
 
+    names: list[str] = field(default_factory=list)
+    """All names, in the order of the state dict."""
+
     @classmethod
     def of(cls, state_dict: Mapping[str, Any]) -> Weights:
-        """Sort the entries of a state dict. The first name of tied tensors counts."""
-        weights = cls()
+        """Sort the entries of a state dict by kind. The first name of tied tensors counts."""
+        weights = cls(names=list(state_dict))
         first: dict[Any, str] = {}
         places: dict[Reader, dict[str, Any]] = {}
         for name, value in state_dict.items():
@@ -77,19 +79,13 @@ class Weights:
             else:
                 first[place] = name
                 weights.tensors[name] = value
-        weights.tensors = {name: weights.tensors[name] for name in sorted(weights.tensors, key=natural_order)}
         return weights
 
     def state_dict(self) -> dict[str, Any]:
-        """Return a state dict with all names. Tied names share one tensor."""
+        """Return a state dict with all names, in their order. Tied names share one tensor."""
         tied = {other: self.tensors[name] for other, name in self.aliases.items()}
         merged = {**self.tensors, **tied, **self.objects}
-        return {name: merged[name] for name in sorted(merged, key=natural_order)}
-
-
-def natural_order(name: str) -> list[tuple[int, str]]:
-    """Sort key that puts ``blocks.9`` before ``blocks.10``."""
-    return [(int(word), "") if word.isdigit() else (-1, word) for word in re.split(r"(\d+)", name)]
+        return {name: merged[name] for name in self.names}
 
 
 def _place(tensor: Tensor, places: dict[Reader, dict[str, Any]]) -> Any:

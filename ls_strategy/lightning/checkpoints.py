@@ -103,6 +103,7 @@ def write(
             files={},
             left_out=collection.left_out,
         ),
+        names=collection.contents.names,
         writes=partial(_writes, engine),
         write_meta=partial(_write_meta, plain_checkpoint_io(checkpoint_io), rest, storage_options),
         target=save.Target() if background is None else background.target,

@@ -90,6 +90,7 @@ class Saves:
         released = self.raw_weights()
         full = full_state_dict(released, engine.units, engine.mesh)
         full = {k: v for part in engine.mesh.pipeline.exchange_objects(full) for k, v in part.items()}
+        full = {name: full[name] for name in released if name in full}
         return full or ({} if strategy.engine_setup.state_dict_hooks is not None else released)
 
     def raw_weights(self) -> dict[str, Any]:
