@@ -357,7 +357,8 @@ def _cast(model: nn.Module, dtype: torch.dtype) -> None:
     for name, buffer in list(model.named_buffers()):
         if buffer.is_floating_point() and name in saved:
             owner, _, key = name.rpartition(".")
-            setattr(model.get_submodule(owner), key, buffer.to(dtype))
+            # Not by setattr, which makes a parameter of a buffer that is an nn.Parameter.
+            model.get_submodule(owner)._buffers[key] = buffer.detach().to(dtype)
 
 
 def _make_stream(

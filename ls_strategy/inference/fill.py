@@ -155,7 +155,7 @@ class Filler:
             real = nn.Parameter(torch.empty_like(p, device=device), requires_grad=p.requires_grad)
             torch.utils.swap_tensors(p, real)
         for key, b in buffers.items():
-            setattr(module, key, torch.empty_like(b, device=device))
+            module._buffers[key] = torch.empty_like(b, device=device)
         if any(value is None for value in values):
             self._reset(name, module)
         filled = [*params.values(), *(getattr(module, key) for key in buffers)]

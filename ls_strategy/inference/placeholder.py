@@ -135,7 +135,9 @@ class EntryTarget:
         """Give ``value`` the tensor's names."""
         for owner, key in self.owners:
             module = owner()
-            if module is not None:
+            if module is not None and key in module._buffers:
+                module._buffers[key] = value  # also an nn.Parameter, which setattr would make a parameter
+            elif module is not None:
                 setattr(module, key, value)
         self._shown = value
         self._version = -1 if value is self._placeholder else version_of(value)

@@ -124,6 +124,6 @@ def _move_rest(model: nn.Module, device: torch.device) -> None:
             if p.device != device:
                 allow_data_on(p, device)
                 p.data = p.data.to(device)
-        for key, buffer in module.named_buffers(recurse=False):
+        for key, buffer in list(module.named_buffers(recurse=False)):
             if buffer.device != device:
-                setattr(module, key, buffer.to(device))
+                module._buffers[key] = buffer.detach().to(device)  # one that is an nn.Parameter stays a buffer

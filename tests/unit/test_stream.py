@@ -141,6 +141,48 @@ def test_other_dtypes_are_kept(drive, dtype):
     handle.close()
 
 
+def with_parameters_as_buffers() -> Net:
+    """Buffers that are an ``nn.Parameter``: copies of weights, and integers."""
+    model = Net()
+    for module in (model.norm, *(block.norm for block in model.blocks)):
+        module.register_buffer("mean", nn.Parameter(torch.rand(WIDTH)))
+        module.register_buffer("count", nn.Parameter(torch.arange(WIDTH), requires_grad=False))
+        module.register_forward_hook(lambda m, _, out: out * m.mean + m.count)
+    return model
+
+
+def names_in(model: nn.Module) -> tuple[list[str], list[str]]:
+    return [n for n, _ in model.named_parameters()], [n for n, _ in model.named_buffers()]
+
+
+def test_buffers_that_are_parameters_stay_buffers(drive):
+    torch.manual_seed(1)
+    model = with_parameters_as_buffers()
+    names, expected = names_in(model), run(model)
+    handle = stream_blocks(model, **drive)
+    for _ in range(2):
+        assert torch.equal(run(model), expected)
+        assert names_in(model) == names
+    handle.close()
+
+
+def test_buffers_that_are_parameters_stay_buffers_where_they_are_moved_and_cast(drive):
+    from ls_strategy.inference.engine import _cast
+    from ls_strategy.inference.store_blocks import _move_rest
+
+    for change in (lambda m: _cast(m, torch.float32), lambda m: _cast(m, torch.bfloat16)):
+        model = with_parameters_as_buffers()
+        names = names_in(model)
+        change(model)
+        assert names_in(model) == names
+        assert model.norm.mean.dtype == model.norm.weight.dtype
+        assert not model.norm.mean.requires_grad
+    _move_rest(model, torch.device("meta"))
+    assert names_in(model) == names
+    assert {t.device.type for t in (*model.parameters(), *model.buffers())} == {"meta"}
+    assert not model.norm.mean.requires_grad
+
+
 def test_blocks_may_run_in_any_order_and_be_left_out(drive):
     resident, model = Net(), Net()
     handle = stream_blocks(model, **drive)
