@@ -6,13 +6,15 @@ Weights are saved in master precision, so that a 16-bit run resumes exactly. A p
 from __future__ import annotations
 
 import sys
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from types import FrameType
 from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+from typing_extensions import override
 
 from ls_strategy._compat import persistent_buffer_names
 from ls_strategy.distributed.mesh import Mesh
@@ -77,6 +79,9 @@ def load_full_state_dict(
 ) -> None:
     """Load full tensors into the shards. Every rank passes the same state. Not collective.
 
+    ``model.load_state_dict`` runs, with everything that a module may override or hook; what it copies into a parameter
+    goes to the parameter's master weights.
+
     Args:
         model: The module.
         state: Full tensors by name. Of a `LazyTensor`, each rank reads only what it needs.
@@ -85,38 +90,137 @@ def load_full_state_dict(
         may_lack: Names that may be missing even with ``strict``.
 
     Raises:
-        StateError: Missing or unexpected keys (with ``strict``), or a wrong shape. Nothing has been changed then.
+        StateError: Missing or unexpected keys (with ``strict``), or a wrong shape. Nothing has been changed then,
+            unless a module with loading code of its own has caused it.
     """
     places = {id(p): (flat, i) for unit in units for flat in unit.flats for i, p in enumerate(flat.params)}
-    params = dict(model.named_parameters(remove_duplicate=False))
+    problems = _problems(model, state, places, strict=strict, may_lack=may_lack)
+    if problems:
+        raise _does_not_fit(model, "; ".join(problems))
+    buffers = {name: buffer.device for name, buffer in model.named_buffers(remove_duplicate=False)}
+    mode = _IntoShards(model, places)
+    with _may_lack(model, may_lack), mode:
+        try:
+            model.load_state_dict(state, strict=strict)
+        except RuntimeError as error:
+            if mode.error is not None:
+                raise mode.error from None
+            if not str(error).startswith("Error(s) in loading state_dict"):
+                raise
+            raise _does_not_fit(model, str(error)) from error
+    for prefix, module in model.named_modules(remove_duplicate=False):
+        for name, buffer in module._buffers.items():
+            device = buffers.get(f"{prefix}.{name}".removeprefix("."))
+            if buffer is not None and device is not None and not buffer.is_meta and buffer.device != device:
+                module._buffers[name] = buffer.to(device)  # the module has taken one of the checkpoint, on the CPU
+
+
+def _does_not_fit(model: nn.Module, problems: str) -> StateError:
+    return StateError(
+        f"the checkpoint does not fit {type(model).__name__}: {problems}. Load it into the model it was saved from, or "
+        "set strict_loading=False on the LightningModule for missing and unexpected keys."
+    )
+
+
+_LOADS = nn.Module._load_from_state_dict
+
+
+def _problems(
+    model: nn.Module,
+    state: Mapping[str, Any],
+    places: Mapping[int, tuple[Flat, int]],
+    *,
+    strict: bool,
+    may_lack: Collection[str],
+) -> list[str]:
+    """Return what torch would find wrong, before anything is changed.
+
+    Names of modules with loading code of their own, and of those inside them, are left to that code.
+    """
+    own = tuple(prefix for prefix, module in model.named_modules(remove_duplicate=False) if _loads_itself(module))
+    if "" in own or type(model).load_state_dict is not nn.Module.load_state_dict:
+        return []
     persistent = persistent_buffer_names(model)
-    buffers = {n: b for n, b in model.named_buffers(remove_duplicate=False) if n in persistent}
-    missing = sorted((params.keys() | buffers.keys()) - state.keys() - set(may_lack))
-    unexpected = sorted(state.keys() - params.keys() - buffers.keys() - _extra_names(model))
+    here: dict[str, Tensor] = dict(model.named_parameters(remove_duplicate=False))
+    here |= {n: b for n, b in model.named_buffers(remove_duplicate=False) if n in persistent}
+    inside = tuple(f"{prefix}." for prefix in own)
+    missing = sorted(name for name in here.keys() - state.keys() - set(may_lack) if not name.startswith(inside))
+    unexpected = sorted(
+        name for name in state.keys() - here.keys() - _extra_names(model) if not name.startswith(inside)
+    )
     by_kind = {"missing": missing, "unexpected": unexpected}
     problems = [f"{kind} keys: {', '.join(keys)}" for kind, keys in by_kind.items() if strict and keys]
-    here = {n: t for n, t in {**params, **buffers}.items() if id(t) in places or not t.is_meta}
     for name, tensor in here.items():
         flat, i = places.get(id(tensor), (None, 0))
+        if name not in state or name.startswith(inside) or (flat is None and tensor.is_meta):
+            continue
         shape = tuple(tensor.shape) if flat is None else flat.layout.slots[i].full_shape
-        if name in state and tuple(state[name].shape) != shape:
+        if isinstance(state[name], Tensor) and tuple(state[name].shape) != shape:
             problems.append(f"{name} has shape {tuple(state[name].shape)}, the model has {shape}")
-    if problems:
-        raise StateError(
-            f"the checkpoint does not fit {type(model).__name__}: {'; '.join(problems)}. Load it into the model it was "
-            "saved from, or set strict_loading=False on the LightningModule for missing and unexpected keys."
-        )
-    with torch.no_grad():
-        for name, param in params.items():
-            if name in state and name in here:
-                place = places.get(id(param))
-                if place is not None:
-                    _write(*place, state[name])
-                else:  # a module that was added after the strategy had set up the model
-                    param.copy_(state[name])
-        for name, buffer in buffers.items():
-            if name in state and name in here:
-                buffer.copy_(state[name])
+    return problems
+
+
+def _loads_itself(module: nn.Module) -> bool:
+    """Whether a module has code that may change what is loaded into it or into the modules inside it."""
+    return type(module)._load_from_state_dict is not _LOADS or bool(module._load_state_dict_pre_hooks)
+
+
+@contextmanager
+def _may_lack(model: nn.Module, names: Collection[str]) -> Iterator[None]:
+    """Let ``model.load_state_dict(strict=True)`` accept that these names are missing, while the context is active."""
+
+    def accept(_module: nn.Module, keys: Any) -> None:
+        keys.missing_keys[:] = [key for key in keys.missing_keys if key not in names]
+
+    handle = model.register_load_state_dict_post_hook(accept)
+    try:
+        yield
+    finally:
+        handle.remove()
+
+
+class _IntoShards(TorchFunctionMode):
+    """Makes ``parameter.copy_(values)`` write to the shards of an engine's parameters, none of which is gathered."""
+
+    def __init__(self, model: nn.Module, places: Mapping[int, tuple[Flat, int]]) -> None:
+        super().__init__()
+        tensors = [*model.parameters(), *model.buffers()]
+        self._kept = tensors  # so that no other tensor gets one of their ids
+        self._places = places
+        self._elsewhere = {id(t) for t in tensors if id(t) not in places and t.is_meta}
+        """On another pipeline rank, which loads them."""
+        self.error: Exception | None = None
+        """What the first read or write has raised; torch makes one text of all of them."""
+
+    @override
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        target = args[0] if args and isinstance(args[0], Tensor) else None
+        place = self._places.get(id(target))
+        if place is not None and target is not None:
+            if func is _COPY:
+                return self._write(target, *place, args[1])
+            if func is _SHAPE:
+                return torch.Size(place[0].layout.slots[place[1]].full_shape)
+        elif id(target) in self._elsewhere:
+            if func is _COPY:
+                return target
+            if func is _IS_META:
+                return False
+        return func(*args, **(kwargs or {}))
+
+    def _write(self, target: Tensor, flat: Flat, i: int, value: Tensor) -> Tensor:
+        try:
+            shape = torch.Size(flat.layout.slots[i].full_shape)
+            with torch.no_grad():
+                _write(flat, i, value if value.shape == shape else value.expand(shape))
+        except Exception as error:
+            self.error = self.error or error
+            raise
+        return target
+
+
+_TENSOR: Any = Tensor
+_COPY, _SHAPE, _IS_META = _TENSOR.copy_, _TENSOR.shape.__get__, _TENSOR.is_meta.__get__
 
 
 def masters_from_state_dict(

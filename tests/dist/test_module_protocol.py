@@ -1,0 +1,212 @@
+"""`load_state_dict` and all that a module may override or hook of it runs when a checkpoint is loaded, as under DDP."""
+
+from __future__ import annotations
+
+import warnings
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+import torch
+import torchmetrics
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from ls_strategy import StateError, ZeROStrategy
+from ls_strategy.testing import spawn
+from tests.dist.models import quiet
+
+pytestmark = pytest.mark.dist
+
+
+class Counts(nn.Module):
+    """Keeps an object in its extra state, as fp8 scales are kept."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.n = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.n += 1
+        return x * (1 + self.n / 10)
+
+    def get_extra_state(self) -> dict[str, int]:
+        return {"n": self.n}
+
+    def set_extra_state(self, state: dict[str, int]) -> None:
+        self.n = state["n"]
+
+
+class Cache(nn.Module):
+    """Computes a buffer, which is not saved, from its weights after every load."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.eye(4))
+        self.register_buffer("cached", torch.eye(4), persistent=False)
+        self.register_load_state_dict_post_hook(Cache.refresh)
+
+    def refresh(self, _: Any) -> None:
+        self.cached.copy_(self.weight.detach())
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x @ self.weight + x @ self.cached
+
+
+class Renames(nn.Linear):
+    """Saves and reads another name."""
+
+    def __init__(self) -> None:
+        super().__init__(4, 4)
+        self._register_state_dict_hook(
+            lambda m, state, prefix, _: state.update({f"{prefix}w": state.pop(f"{prefix}weight")})
+        )
+
+    def _load_from_state_dict(self, state: dict[str, Any], prefix: str, *args: Any) -> None:
+        if f"{prefix}w" in state:
+            state[f"{prefix}weight"] = state.pop(f"{prefix}w")
+        super()._load_from_state_dict(state, prefix, *args)
+
+
+class Transposes(nn.Module):
+    """Reads its weights transposed and halved, in a pre-hook: they were saved by an older version."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(4, 6, generator=torch.Generator().manual_seed(2)))
+        self._register_load_state_dict_pre_hook(self._read_older)
+
+    def _read_older(self, state: dict[str, Any], prefix: str, *_: Any) -> None:
+        state[f"{prefix}weight"] = state[f"{prefix}weight"].flip(0) / 2
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x @ self.weight @ self.weight.t()
+
+
+class Queue(nn.Module):
+    """A buffer that grows."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("queue", torch.zeros(0, 4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.queue = torch.cat([self.queue, x.detach()])
+        return x + self.queue.mean(0)
+
+    def _load_from_state_dict(self, state: dict[str, Any], prefix: str, *args: Any) -> None:
+        self.queue = torch.empty_like(state[f"{prefix}queue"])
+        super()._load_from_state_dict(state, prefix, *args)
+
+
+class Metric(nn.Module):
+    """Keeps a metric whose states are saved with the weights."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.mean = torchmetrics.MeanMetric()
+        self.mean.persistent(True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.mean.update(x.mean().detach())
+        return x * (1 + self.mean.compute().to(x))
+
+
+class Normed(nn.Sequential):
+    """Adds its count of batches to checkpoints that lack it, by their version."""
+
+    def __init__(self) -> None:
+        super().__init__(nn.BatchNorm1d(4, momentum=None))
+
+
+class Net(pl.LightningModule):
+    def __init__(self, part: str) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first = nn.Linear(4, 4)
+        self.part = PARTS[part]()
+        self.losses: list[Tensor] = []
+        self.anchor: Tensor | None = None
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        loss = (self.part(self.first(batch[0])) - batch[0]).square().mean()
+        if self.anchor is not None:
+            loss = loss + (self.first.weight - self.anchor).square().sum()
+        self.losses.append(loss.detach().clone())
+        return loss
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.05)
+
+
+class Anchored(Net):
+    """Overrides `load_state_dict`, and reads its weights there."""
+
+    def load_state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        result = super().load_state_dict(*args, **kwargs)
+        self.anchor = self.first.weight.detach().clone()
+        return result
+
+
+PARTS = {each.__name__: each for each in (Counts, Cache, Renames, Transposes, Queue, Metric, Normed, nn.Identity)}
+OPTIONS: list[dict[str, Any]] = [
+    {"stage": 0, "checkpoint": "file"},
+    {"stage": 1, "checkpoint": "sharded"},
+    {"stage": 3, "checkpoint": "sharded"},
+    {"stage": 3, "checkpoint": "file", "offload": "cpu"},
+]
+
+
+def resumed(part: str, strategy: Any, devices: int, folder: str) -> Tensor:
+    """Train four steps, and four more from the checkpoint in a new module; every rank sees the same batches."""
+    make = Anchored if part == "Identity" else Net
+    data = TensorDataset(torch.randn(8, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(1)))
+
+    def fit(module: Net, steps: int, **resume: Any) -> pl.Trainer:
+        trainer = pl.Trainer(
+            accelerator="cpu", devices=devices, strategy=strategy(), precision="64-true", max_steps=steps,
+            max_epochs=-1, logger=False, use_distributed_sampler=False, enable_checkpointing=False,
+            enable_progress_bar=False, enable_model_summary=False,
+        )  # fmt: skip
+        trainer.fit(module.double(), DataLoader(data, batch_size=2), **resume)
+        return trainer
+
+    fit(make(part), 4).save_checkpoint(f"{folder}/{part}.ckpt")
+    module = make(part)
+    fit(module, 8, ckpt_path=f"{folder}/{part}.ckpt")
+    return torch.stack(module.losses)
+
+
+def runs(rank: int, world_size: int, folder: str) -> list[Tensor]:
+    quiet()
+    return [
+        resumed(part, lambda o=options: ZeROStrategy(**o), world_size, f"{folder}/{number}")
+        for number, options in enumerate(OPTIONS)
+        for part in PARTS
+    ]
+
+
+def test_what_a_module_does_when_it_is_loaded_is_done(tmp_path: Path):
+    warnings.filterwarnings("ignore")
+    expected = [resumed(part, lambda: "auto", 1, str(tmp_path / "auto")) for part in PARTS]
+    found = spawn(runs, 2, str(tmp_path), init_process_group=False, timeout_s=300)[0]
+    for number, losses in enumerate(found):
+        of = OPTIONS[number // len(PARTS)], list(PARTS)[number % len(PARTS)]
+        torch.testing.assert_close(
+            losses, expected[number % len(PARTS)], rtol=1e-12, atol=0, msg=lambda m, of=of: f"{of}: {m}"
+        )
+
+
+def test_the_names_that_do_not_fit_are_refused(tmp_path: Path):
+    def fit(part: str, **resume: Any) -> pl.Trainer:
+        trainer = pl.Trainer(
+            accelerator="cpu", devices=1, strategy="zero1", max_steps=1, logger=False, enable_checkpointing=False,
+            enable_progress_bar=False, enable_model_summary=False,
+        )  # fmt: skip
+        trainer.fit(Net(part), DataLoader(TensorDataset(torch.randn(8, 4)), batch_size=2), **resume)
+        return trainer
+
+    fit("Normed").save_checkpoint(tmp_path / "c.ckpt")
+    with pytest.raises(StateError, match=r"part\.weight"):
+        fit("Renames", ckpt_path=tmp_path / "c.ckpt")
