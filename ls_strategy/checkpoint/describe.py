@@ -1,4 +1,12 @@
-"""Describe and verify a checkpoint folder without reading tensors or building objects."""
+"""Describe and verify a checkpoint without reading tensors or building objects.
+
+::
+
+    folder of ours        manifest: step, what saved it, sizes, checksums; index: tensors
+    folder of DCP         the same index, as Lightning's FSDPStrategy and ModelParallelStrategy write it; no checksums
+    file of torch.save    the pickle of Lightning's dictionary; an archive's own checksums
+    anything else         `of_tensors`, by whoever reads it
+"""
 
 from __future__ import annotations
 
@@ -7,18 +15,26 @@ import math
 import os
 import posixpath
 import re
-from collections.abc import Callable
-from dataclasses import asdict, dataclass
+import zipfile
+from collections.abc import Callable, Iterable
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from ls_strategy.checkpoint.files import Reader
+from ls_strategy.checkpoint.inert import Described, read_inert, tensors_in, wrong_records
 from ls_strategy.checkpoint.manifest import Manifest, read_manifest, verify
 from ls_strategy.checkpoint.place import Place
-from ls_strategy.checkpoint.source import is_folder
-from ls_strategy.checkpoint.target import MANIFEST
+from ls_strategy.checkpoint.source import is_folder, open_folder
+from ls_strategy.checkpoint.target import MANIFEST, META, METADATA
+from ls_strategy.config.renamed import RENAMED
 from ls_strategy.errors import CheckpointError
 
 KINDS = ("weights", "optimizer states", "others")
+
+FOLDER, DCP, FILE = "folder", "folder of torch.distributed.checkpoint", "file of torch.save"
+
+_OPTIONS = {**RENAMED, "optimizer_tier": "offload.optimizer", "param_tier": "offload.parameters"}
+"""Names in the manifests of earlier versions, and the options' names of today."""
 
 
 @dataclass(frozen=True)
@@ -48,24 +64,31 @@ class Description:
     """What ``ls-strategy inspect`` prints."""
 
     path: str
-    step: int
-    epoch: int
-    saved_at: float
+    format: str
+    """What kind of folder or file it is."""
+
+    step: int | None
+    """None: unknown; so are ``epoch`` and ``saved_at``."""
+
+    epoch: int | None
+    saved_at: float | None
     """Seconds since 1970."""
-
-    layout: dict[str, Any]
-    """What saved it: world size, ZeRO stage, tiers, precision."""
-
-    left_out: list[str]
-    """Frozen parameters that were left out on purpose."""
 
     files: dict[str, int]
     """Bytes of each file."""
 
-    unknown: list[str]
+    entries: list[Entry]
+    layout: dict[str, Any] = field(default_factory=dict)
+    """What saved it: world size, and by their options' names stage, parallel sizes, tiers and precision."""
+
+    left_out: list[str] = field(default_factory=list)
+    """Frozen parameters that were left out on purpose."""
+
+    unknown: list[str] = field(default_factory=list)
     """Files in the folder that the manifest does not name and nothing reads."""
 
-    entries: list[Entry]
+    has_checksums: bool = False
+    """Whether `verify_all` can compare them."""
 
     def count(self, kind: str) -> tuple[int, int]:
         """Return the number of entries of a kind and their bytes. Tied entries count once."""
@@ -79,12 +102,12 @@ class Description:
 
     def to_text(self, *, tensors: bool = False) -> str:
         """Return it as text, with a line per tensor if ``tensors``."""
-        when = datetime.datetime.fromtimestamp(self.saved_at).astimezone().isoformat(sep=" ", timespec="seconds")
         rows = [
             ("path", self.path),
-            ("step", str(self.step)),
-            ("epoch", str(self.epoch)),
-            ("saved at", when),
+            ("format", self.format),
+            ("step", _or_unknown(self.step)),
+            ("epoch", _or_unknown(self.epoch)),
+            ("saved at", _or_unknown(None if self.saved_at is None else _date(self.saved_at))),
             ("saved from", ", ".join(f"{k} {v}" for k, v in self.layout.items()) or "unknown"),
         ]
         for kind in KINDS:
@@ -124,38 +147,145 @@ def _table(entries: list[Entry]) -> list[str]:
     return ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in cells]
 
 
+def _or_unknown(value: Any) -> str:
+    return "unknown" if value is None else str(value)
+
+
+def _date(seconds: float) -> str:
+    return datetime.datetime.fromtimestamp(seconds).astimezone().isoformat(sep=" ", timespec="seconds")
+
+
+# --- what there is ----------------------------------------------------------------------------------------------------
+
+
 def describe(path: str | os.PathLike[str]) -> Description:
-    """Describe a committed checkpoint folder.
+    """Describe a checkpoint folder, or a file of ``torch.save``.
 
     Raises:
-        CheckpointError: It is not committed, or a file is missing or has the wrong size.
+        CheckpointError: It is not committed, a file is missing or has the wrong size, or it is no checkpoint.
     """
-    manifest = _manifest(path)
-    reader = Reader(path, manifest)
+    if not is_folder(path):
+        return _of_file(Place(path))
+    reader, manifest = _open(path)
+    if manifest is None:
+        return _of_dcp(reader)
     return Description(
         path=str(Place(path)),
+        format=FOLDER,
         step=manifest.step,
         epoch=manifest.epoch,
         saved_at=manifest.saved_at,
-        layout=manifest.layout,
+        layout={_OPTIONS.get(name, name): value for name, value in manifest.layout.items()},
         left_out=manifest.left_out,
         files={name: record.bytes for name, record in sorted(manifest.files.items())},
         unknown=_unknown(path, manifest),
         entries=_entries(reader),
+        has_checksums=True,
     )
+
+
+def _open(path: str | os.PathLike[str]) -> tuple[Reader, Manifest | None]:
+    """Open a folder; of one without a manifest, name the checkpoints in it."""
+    place = Place(path)
+    if not place.exists(MANIFEST) and not place.exists(METADATA):
+        inside = [e for e in sorted(place.entries()) if e.endswith(".ckpt") or place.at(f"{e}/{MANIFEST}").exists()]
+        if inside:
+            shown = ", ".join(map(posixpath.basename, inside[:5])) + (" ..." if len(inside) > 5 else "")
+            raise CheckpointError(
+                f"Got {place}, but it is a folder of checkpoints. Give one of the {len(inside)} in it: {shown}."
+            )
+    return open_folder(path)
+
+
+def _of_dcp(reader: Reader) -> Description:
+    place = reader.place
+    ends: dict[str, int] = {METADATA: 0, META: 0}
+    for info in reader.metadata.storage_data.values():
+        ends[info.relative_path] = max(ends.get(info.relative_path, 0), info.offset + info.length)
+    sizes: dict[str, int] = {}
+    for name, end in sorted(ends.items()):
+        size = place.size(name)
+        if size is None or size < end:
+            found = "is missing" if size is None else f"has {size} bytes"
+            raise CheckpointError(
+                f"{place}/{name} {found}, but {METADATA} places tensors up to byte {end} of it. Copy it again, or "
+                "resume from another checkpoint."
+            )
+        sizes[name] = size
+    with place.open(META, "rb") as file:
+        meta = read_inert(file, f"{place}/{META}")
+    step, epoch = _progress(meta)
+    return Description(
+        path=str(place),
+        format=DCP,
+        step=step,
+        epoch=epoch,
+        saved_at=_written(place.at(f"{place.path}/{META}")),
+        files=sizes,
+        entries=_entries(reader),
+    )
+
+
+def _of_file(place: Place) -> Description:
+    with place.fs.open(place.path, "rb") as file:
+        found = read_inert(file, str(place))
+        zipped = zipfile.is_zipfile(file)
+    step, epoch = _progress(found)
+    size = int(place.fs.info(place.path)["size"])
+    return Description(
+        path=str(place),
+        format=FILE,
+        step=step,
+        epoch=epoch,
+        saved_at=_written(place),
+        files={place.name: size},
+        entries=of_tensors(tensors_in(found)),
+        has_checksums=zipped,
+    )
+
+
+def _progress(found: Any) -> tuple[int | None, int | None]:
+    """Return step and epoch of Lightning's dictionary."""
+    values = [found.get(name) if isinstance(found, dict) else None for name in ("global_step", "epoch")]
+    step, epoch = (value if isinstance(value, int) and not isinstance(value, bool) else None for value in values)
+    return step, epoch
+
+
+def _written(place: Place) -> float | None:
+    """Return when a file was last written. None if its file system does not say."""
+    try:
+        return float(place.fs.modified(place.path).timestamp())
+    except (OSError, NotImplementedError, KeyError, AttributeError, TypeError, ValueError):
+        return None
+
+
+def of_tensors(tensors: Iterable[tuple[tuple[str, ...], Any]]) -> list[Entry]:
+    """Return an entry for every tensor of a checkpoint that is one dictionary. Tensors are not read."""
+    entries: list[Entry] = []
+    first: dict[Any, str] = {}
+    for path, tensor in tensors:
+        name, shape = ".".join(path), tuple(tensor.shape)
+        place = None
+        if isinstance(tensor, Described) and tensor.storage is not None and math.prod(shape):
+            place = tensor.storage.key, tensor.first, shape
+        original = name if place is None else first.setdefault(place, name)
+        entries.append(
+            Entry(
+                name=name,
+                kind=_kind(path[0]),
+                shape=shape,
+                dtype=str(tensor.dtype).removeprefix("torch."),
+                bytes=math.prod(shape) * tensor.dtype.itemsize,
+                chunks=1,
+                same_as=None if original == name else original,
+            )
+        )
+    return entries
 
 
 def _unknown(path: str | os.PathLike[str], manifest: Manifest) -> list[str]:
     found = (posixpath.basename(entry) for entry in Place(path).entries())
     return sorted(name for name in found if name != MANIFEST and name not in manifest.files)
-
-
-def _manifest(path: str | os.PathLike[str]) -> Manifest:
-    if not is_folder(path):
-        raise CheckpointError(
-            f"{path} is a single file, which has no checksums. Give a checkpoint folder, or read it with torch.load."
-        )
-    return read_manifest(path)
 
 
 def _entries(reader: Reader) -> list[Entry]:
@@ -196,22 +326,33 @@ def _natural_order(name: str) -> list[tuple[int, str]]:
 
 
 def _kind(root: str) -> str:
-    if root == "model":
+    """Return the kind of what is under a key: of ours, of Lightning's, of Fabric's."""
+    if root in ("model", "state_dict", "module"):
         return "weights"
-    return "optimizer states" if re.fullmatch(r"optimizer_\d+", root) else "others"
+    return "optimizer states" if re.fullmatch(r"optimizers?(_\d+)?|optimizer_states?", root) else "others"
+
+
+# --- whether it is unharmed -------------------------------------------------------------------------------------------
 
 
 def verify_all(path: str | os.PathLike[str], progress: Callable[[str], None] | None = None) -> list[str]:
     """Read every file in full and compare its checksums. ``progress`` gets each file's name before it is read.
 
+    A folder of DCP and a file of torch before 1.6 have none: of them, nothing is read.
+
     Returns:
-        A message for each damaged file.
+        A message for each damaged file, or record of a file.
 
     Raises:
         CheckpointError: The folder is not committed, or a file is missing or has the wrong size.
     """
+    place = Place(path)
+    if not is_folder(path):
+        return _wrong_records(place, progress)
+    if not place.exists(MANIFEST) and place.exists(META) and place.exists(METADATA):
+        return []
     broken: list[str] = []
-    for name, record in sorted(_manifest(path).files.items()):
+    for name, record in sorted(read_manifest(path).files.items()):
         if progress is not None:
             progress(name)
         try:
@@ -219,5 +360,16 @@ def verify_all(path: str | os.PathLike[str], progress: Callable[[str], None] | N
         except CheckpointError as error:
             broken.append(str(error))
         except OSError as error:
-            broken.append(f"{Place(path)}/{name} cannot be read: {error}")
+            broken.append(f"{place}/{name} cannot be read: {error}")
     return broken
+
+
+def _wrong_records(place: Place, progress: Callable[[str], None] | None) -> list[str]:
+    if progress is not None:
+        progress(place.name)
+    with place.fs.open(place.path, "rb") as file:
+        return [
+            f"{place} is damaged: its record {record} does not match its checksum ({why}), unless it was saved with "
+            "torch.serialization.set_crc32_options(False). Resume from another checkpoint, and check the disk."
+            for record, why in wrong_records(file)
+        ]

@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import os
 import zlib
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -56,13 +57,48 @@ class Manifest:
         """Parse the text of `to_json`.
 
         Raises:
-            ValueError: The text is damaged.
+            ValueError: The text is damaged, or another program wrote it.
         """
-        raw = json.loads(text)
-        if raw.pop("crc32") != _crc_of(raw):
-            raise ValueError("its checksum differs")
-        files = {k: FileRecord(v["bytes"], [tuple(p) for p in v["parts"]]) for k, v in raw.pop("files").items()}
-        return cls(files=files, **raw)
+        try:
+            raw = json.loads(text)
+            if raw.pop("crc32") != _crc_of(raw):
+                raise ValueError("its checksum differs")
+            if isinstance(raw["format"], int) and raw["format"] > FORMAT:
+                return cls(0, 0, {}, {}, format=raw["format"])  # the rest may be of any form
+            files = {name: _record(each) for name, each in raw.pop("files").items()}
+            found = cls(files=files, **raw)
+            wrong = [name for name, is_right in _RIGHT.items() if not is_right(getattr(found, name))]
+        except (KeyError, TypeError, AttributeError, RecursionError) as error:
+            raise ValueError(f"{type(error).__name__}: {error}") from error
+        if wrong:
+            raise ValueError(f"{wrong[0]} is {getattr(found, wrong[0])!r:.40}")
+        return found
+
+
+_LATEST_S = 253402214400.0
+"""The last day that a calendar of Python has."""
+
+
+def _is_count(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= 0
+
+
+_RIGHT: dict[str, Callable[[Any], bool]] = {
+    "step": _is_count,
+    "epoch": _is_count,
+    "layout": lambda value: isinstance(value, dict),
+    "left_out": lambda value: isinstance(value, list) and all(isinstance(name, str) for name in value),
+    "saved_at": lambda value: isinstance(value, (int, float)) and 0 <= value < _LATEST_S,
+    "format": _is_count,
+}
+"""Whether a field has a value that a save writes."""
+
+
+def _record(raw: dict[str, Any]) -> FileRecord:
+    parts = [(offset, length, crc) for offset, length, crc in raw["parts"]]
+    if not _is_count(raw["bytes"]) or not all(_is_count(number) for part in parts for number in part):
+        raise ValueError(f"{raw!r:.60} is not the record of a file")
+    return FileRecord(raw["bytes"], parts)
 
 
 def _crc_of(fields: dict[str, Any]) -> int:
@@ -101,7 +137,7 @@ def read_manifest(path: str | os.PathLike[str]) -> Manifest:
             f"{place} is not a committed checkpoint: it has no {MANIFEST}, which is written last. The save was "
             "interrupted, or something else wrote the folder. Resume from another checkpoint."
         ) from None
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
+    except ValueError as error:
         raise CheckpointError(f"{place}/{MANIFEST} is damaged ({error}). Resume from another checkpoint.") from error
     if manifest.format > FORMAT:
         raise CheckpointError(

@@ -20,6 +20,7 @@ from typing_extensions import override
 
 from ls_strategy._compat import tree_map
 from ls_strategy.checkpoint.files import Reader
+from ls_strategy.checkpoint.inert import read_inert
 from ls_strategy.checkpoint.manifest import Manifest, read_manifest, verify
 from ls_strategy.checkpoint.place import Place
 from ls_strategy.checkpoint.reshard import SavedTensor, assemble
@@ -305,18 +306,41 @@ def _load_file(path: str | os.PathLike[str], **arguments: Any) -> dict[str, Any]
 def _load(name: str, file: Any, *, map_location: Any = "cpu", **arguments: Any) -> dict[str, Any]:
     try:
         found = torch.load(file, map_location=map_location, **arguments)
-    except pickle.UnpicklingError as error:
-        raise CheckpointError(
-            f"{name} has objects that torch does not consider safe: {error}. If you trust the checkpoint, read it with "
-            "weights_only=False, or pass their classes to torch.serialization.add_safe_globals."
-        ) from error
     except (ImportError, AttributeError) as error:
         raise CheckpointError(
             f"{name} has an object whose class cannot be imported here: {error}. Run where the training's modules "
             "can be imported (PYTHONPATH), or export only the weights: safetensors do not need them."
         ) from error
-    except (RuntimeError, EOFError, OSError) as error:
-        raise CheckpointError(f"{name} cannot be read: {error}") from error
+    except Exception as error:  # of any kind: a damaged pickle may do anything that a pickle can
+        refuse_damaged(name, file, error)
+        if isinstance(error, pickle.UnpicklingError):
+            raise CheckpointError(
+                f"{name} has objects that torch does not consider safe: {error}. If you trust the checkpoint, read it "
+                "with weights_only=False, or pass their classes to torch.serialization.add_safe_globals."
+            ) from error
+        raise CheckpointError(f"{name} cannot be read: {type(error).__name__}: {error}.") from error
     if not isinstance(found, dict):
         raise CheckpointError(f"{name} holds a {type(found).__name__}, but a Lightning checkpoint is a dictionary.")
     return found
+
+
+def refuse_damaged(name: str, file: Any, error: BaseException) -> None:
+    """Raise a clear error if what ``torch.load`` could not read is no file of ``torch.save`` at all.
+
+    Args:
+        name: for messages.
+        file: a path, or a file that can be sought.
+        error: of ``torch.load``.
+
+    Raises:
+        CheckpointError: ``torch.save`` did not write it, or it is damaged.
+    """
+    try:
+        if hasattr(file, "seek"):
+            file.seek(0)
+            read_inert(file, name)
+        else:
+            with Path(file).open("rb") as opened:
+                read_inert(opened, name)
+    except CheckpointError as damaged:
+        raise damaged from error

@@ -199,15 +199,15 @@ def _layout(engine: Engine) -> dict[str, Any]:
     optimizer, parameters = config.offload.tier_of("optimizer"), config.offload.tier_of("parameters")
     return {
         "world_size": engine.mesh.world.world_size,
-        "tensor_parallel_size": engine.mesh.shape.tensor,
-        "sequence_parallel_size": engine.mesh.shape.sequence,
-        "pipeline_parallel_size": engine.mesh.shape.pipeline,
-        "expert_parallel_size": engine.mesh.shape.expert,
+        "parallel.tensor.size": engine.mesh.shape.tensor,
+        "parallel.context": engine.mesh.shape.sequence,
+        "parallel.pipeline.size": engine.mesh.shape.pipeline,
+        "parallel.expert": engine.mesh.shape.expert,
         "stage": config.stage,
-        "optimizer_tier": optimizer.tier if optimizer else "device",
-        "param_tier": parameters.tier if parameters else "device",
+        "offload.optimizer": optimizer.tier if optimizer else "device",
+        "offload.parameters": parameters.tier if parameters else "device",
         "precision": engine.precision.name,
-        "moments": config.precision.moments,
+        "precision.moments": config.precision.moments,
     }
 
 

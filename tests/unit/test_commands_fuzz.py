@@ -6,12 +6,19 @@ Commands and arguments come from the parser, so that a new one is covered withou
 from __future__ import annotations
 
 import argparse
+import json
+import random
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 
+from ls_strategy.checkpoint.manifest import _crc_of
 from ls_strategy.cli import main, make_parser
+from tests.unit.checkpoint_folders import small_folder
 from tests.unit.test_options_fuzz import TooLongError, limit
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -20,7 +27,8 @@ WRONG = [
     "x", "", " ", "-1", "0", "1", "2.5", "nan", "inf", "-inf", "1e400", "1e18", "9" * 30, "0x10", "1_0", "True",
     "a\nb", "\udcff", "foo://bar", "s3://bar", "memory://none", "/dev/null", "/proc/1/mem", "/", "not there", ".", "--",
     "=", "a=b", "*", "~", "80GB", "-1GB", "nanGB", "1e300GB", "cuda", "cuda:7", "meta", "é", "utf8.txt", "bad.yaml",
-    "five.yaml", "list.yaml", "deep.yaml", "bytes.bin", "empty",
+    "five.yaml", "list.yaml", "deep.yaml", "bytes.bin", "empty", "garbage.ckpt", "cut.ckpt", "n" * 245, "n" * 256,
+    "bytes.safetensors", *(f"{number}.ckpt" for number in range(14)),
 ]  # fmt: skip
 
 
@@ -55,7 +63,43 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     (tmp_path / "bytes.bin").write_bytes(bytes(range(256)))
     (tmp_path / "utf8.txt").write_text("some text")
     (tmp_path / "empty").write_text("")
+    write_checkpoints(tmp_path)
     return tmp_path
+
+
+MANIFESTS: list[Any] = [
+    5,
+    [],
+    "x",
+    None,
+    {},
+    {"files": {}},
+    {"files": []},
+    {"files": {"a": 5}},
+    {"step": "x"},
+    {"saved_at": 1e300},
+    {"saved_at": None},
+    {"layout": []},
+    {"format": "x"},
+    {"left_out": 5, "other": 1},
+]
+"""What stands in place of a manifest, or of some of its entries; its checksum is right."""
+
+
+def write_checkpoints(folder: Path) -> None:
+    """Files that are no checkpoint, and folders whose manifest is not what a save writes."""
+    (folder / "garbage.ckpt").write_bytes(random.Random(0).randbytes(5000))
+    (folder / "bytes.safetensors").write_bytes(random.Random(0).randbytes(5000))
+    torch.save({"state_dict": {}}, folder / "whole.ckpt")
+    (folder / "cut.ckpt").write_bytes((folder / "whole.ckpt").read_bytes()[:-100])
+    small_folder(folder / "good")
+    fields = json.loads((folder / "good/manifest.json").read_text())
+    fields.pop("crc32")
+    for number, wrong in enumerate(MANIFESTS):
+        made = {**fields, **wrong} if isinstance(wrong, dict) and wrong else wrong
+        text = {**made, "crc32": _crc_of(made)} if isinstance(made, dict) else made
+        shutil.copytree(folder / "good", folder / f"{number}.ckpt")
+        (folder / f"{number}.ckpt/manifest.json").write_text(json.dumps(text))
 
 
 def complaint(argv: list[str], capsys: pytest.CaptureFixture[str], seconds: int = 20) -> str | None:
@@ -74,7 +118,7 @@ def complaint(argv: list[str], capsys: pytest.CaptureFixture[str], seconds: int 
     if status not in (0, 1, 2):
         return f"{argv} ended with {status!r}"
     lines = [line for line in told.splitlines() if "error: " in line]
-    if (status == 2 and len(lines) != 1) or "Traceback" in told:
+    if (status == 2 and len(lines) != 1) or (status == 1 and not lines) or "Traceback" in told:
         return f"{argv} ended with {status} and {told!r}"
     return None
 

@@ -1,19 +1,26 @@
-"""``ls-strategy inspect``: contents of a checkpoint folder, and whether it is unharmed."""
+"""``ls-strategy inspect``: contents of a checkpoint folder or file, and whether it is unharmed."""
 
 from __future__ import annotations
 
+import argparse
+import datetime
 import json
 import subprocess
 import sys
+from collections import Counter, OrderedDict
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
+from torch import nn
 
 from ls_strategy import cli
 from ls_strategy.checkpoint.describe import describe, verify_all
-from ls_strategy.errors import CheckpointError
+from ls_strategy.checkpoint.manifest import read_manifest
+from ls_strategy.checkpoint.safetensors import export_safetensors
+from ls_strategy.deepspeed.checkpoint import is_deepspeed
 from tests.unit.checkpoint_folders import damage, small_folder, uncommit
 
 
@@ -100,9 +107,157 @@ def test_folders_that_are_no_checkpoint(tmp_path: Path, capsys: Any) -> None:
     assert "is not a committed checkpoint: it has no manifest.json" in capsys.readouterr().err
     assert run(tmp_path / "typo") == 1
     assert "does not exist" in capsys.readouterr().err
-    torch.save({}, tmp_path / "one.ckpt")
-    with pytest.raises(CheckpointError, match="is a single file, which has no checksums"):
-        describe(tmp_path / "one.ckpt")
+    small_folder(tmp_path / "whole.ckpt")
+    assert run(tmp_path) == 1
+    assert "it is a folder of checkpoints. Give one of the 2 in it: whole.ckpt, x.ckpt." in capsys.readouterr().err
+
+
+def lightnings() -> dict[str, Any]:
+    """A dictionary of a Trainer, with tied weights, moments, and an object of a class that this file has."""
+    weight = torch.randn(4, 3)
+    moments = {"exp_avg": torch.zeros(4, 3), "step": torch.tensor(5.0)}
+    return {
+        "epoch": 1,
+        "global_step": 5,
+        "state_dict": {"a.weight": weight, "b.weight": weight, "c": nn.Parameter(torch.ones(2, dtype=torch.bfloat16))},
+        "optimizer_states": [{"state": {0: moments}, "param_groups": [{"lr": 0.1, "params": [0]}]}],
+        "callbacks": {"Own": Opens("opened")},
+    }
+
+
+class Opens:
+    """Creates a file when it is unpickled, as code in a checkpoint could."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+
+    def __reduce__(self) -> Any:
+        return Path.touch, (Path(self.name),)
+
+
+@pytest.mark.parametrize("archive", [True, False], ids=["archive", "before 1.6"])
+def test_a_file_is_described_without_building_its_objects(
+    tmp_path: Path, archive: bool, monkeypatch: pytest.MonkeyPatch, capsys: Any
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    torch.save(lightnings(), "one.ckpt", _use_new_zipfile_serialization=archive)
+    found = describe("one.ckpt")
+    entries = {e.name: e for e in found.entries}
+    assert (found.step, found.epoch, found.format) == (5, 1, "file of torch.save")
+    assert found.count("weights") == (2, 4 * 3 * 4 + 2 * 2)
+    assert found.count("optimizer states") == (2, 4 * 3 * 4 + 4)
+    assert entries["state_dict.b.weight"].same_as == "state_dict.a.weight"
+    assert (entries["state_dict.c"].dtype, entries["state_dict.c"].shape) == ("bfloat16", (2,))
+    assert run("one.ckpt", "--tensors", "--verify") == 0
+    out = capsys.readouterr().out
+    assert "optimizer_states.0.state.0.exp_avg" in out
+    assert ("every checksum is right" in out) is archive
+    assert ("has no checksums" in out) is not archive
+    assert not Path("opened").exists()
+
+
+def test_a_damaged_file_is_found(tmp_path: Path, capsys: Any) -> None:
+    file = tmp_path / "one.ckpt"
+    torch.save({"state_dict": {"a": torch.arange(1000.0)}}, file)
+    whole = file.read_bytes()
+    at = whole.index(torch.arange(1000.0).numpy().tobytes()) + 2000
+    file.write_bytes(whole[:at] + bytes([whole[at] ^ 1]) + whole[at + 1 :])
+    assert run(file) == 0
+    assert run(file, "--verify") == 1
+    assert "is damaged: its record one/data/0 does not match its checksum" in capsys.readouterr().err
+    for cut in (0, 1, 5, 40, len(whole) // 2, len(whole) - 1):
+        file.write_bytes(whole[:cut])
+        for verify in ([], ["--verify"]):
+            assert run(file, *verify) == 1
+            (line,) = [line for line in capsys.readouterr().err.splitlines() if "error: " in line]
+            assert "is not a file that torch.save wrote, or it is damaged" in line
+
+
+def test_odd_values_in_a_file(tmp_path: Path) -> None:
+    rows: list[Any] = []
+    rows.append(rows)  # holds itself
+    odd = {
+        "state_dict": OrderedDict(
+            sparse=torch.eye(3).to_sparse(), none=None, bits=torch.ones(2, dtype=torch.float8_e4m3fn),
+            unsigned=torch.ones(2, dtype=torch.uint16), away=torch.empty(5, device="meta"), empty=torch.empty(0, 4),
+        ),
+        "epoch": "two", "global_step": True, "rows": rows, "named": argparse.Namespace(a=torch.ones(1)),
+        "set": {1, 2}, "counted": Counter("aab"), "when": datetime.timedelta(1), "slots": Slots(), "of": Dict(a=1),
+    }  # fmt: skip
+    torch.save(odd, tmp_path / "odd.ckpt")
+    found = describe(tmp_path / "odd.ckpt")
+    assert (found.step, found.epoch) == (None, None)
+    shapes = {e.name: (e.shape, e.dtype) for e in found.entries}
+    assert shapes == {
+        "state_dict.sparse": ((3, 3), "float32"), "state_dict.bits": ((2,), "float8_e4m3fn"),
+        "state_dict.unsigned": ((2,), "uint16"), "state_dict.away": ((5,), "float32"),
+        "state_dict.empty": ((0, 4), "float32"),
+    }  # fmt: skip
+    torch.save([1, 2], tmp_path / "list.ckpt")
+    assert run(tmp_path / "list.ckpt") == 0
+
+
+class Slots:
+    __slots__ = ("a",)
+
+    def __init__(self) -> None:
+        self.a = 1
+
+
+class Dict(dict[str, int]):
+    pass
+
+
+def test_a_folder_of_another_strategy(tmp_path: Path, capsys: Any) -> None:
+    """As Lightning's FSDPStrategy and ModelParallelStrategy write it."""
+    state = {"model": {"w": torch.ones(4, 2)}, "optimizer_0": {"state": {"w": {"exp_avg": torch.ones(4, 2)}}}}
+    dcp.save(state, storage_writer=dcp.FileSystemWriter(tmp_path / "x.ckpt"), no_dist=True)
+    torch.save({"epoch": 3, "global_step": 9, "callbacks": {"Own": Opens("opened")}}, tmp_path / "x.ckpt/meta.pt")
+    assert run(tmp_path / "x.ckpt", "--verify") == 0
+    lines = dict(line.split(maxsplit=1) for line in capsys.readouterr().out.splitlines())
+    assert (lines["format"], lines["step"], lines["epoch"]) == ("folder of torch.distributed.checkpoint", "9", "3")
+    assert lines["weights"] == "1 (32 B)"
+    assert "no checksums" in lines["integrity"]
+    (part,) = (tmp_path / "x.ckpt").glob("*.distcp")
+    part.write_bytes(part.read_bytes()[:-1])
+    assert run(tmp_path / "x.ckpt") == 1
+    assert f"{part} has" in capsys.readouterr().err
+    part.unlink()
+    assert run(tmp_path / "x.ckpt") == 1
+    assert f"{part} is missing" in capsys.readouterr().err
+
+
+def test_safetensors(tmp_path: Path, capsys: Any) -> None:
+    for limit in (1 << 30, 100):
+        out = tmp_path / f"limit{limit}"
+        export_safetensors(small_folder(tmp_path / f"{limit}.ckpt"), out, max_shard_bytes=limit)
+        assert run(out, "--verify", "--json") == 0
+        found = json.loads(capsys.readouterr().out)
+        assert found["format"] == "safetensors"
+        assert found["totals"]["weights"] == {"count": 5, "bytes": 264 + 80 + 6 + 0 + 8}
+        assert not found["verified"]
+    assert run(tmp_path / f"limit{1 << 30}" / "model.safetensors") == 0
+
+
+def test_a_folder_of_deepspeed(tmp_path: Path, capsys: Any) -> None:
+    deepspeed_golden = Path(__file__).parents[1] / "golden" / "deepspeed"
+    found = [path for path in sorted(deepspeed_golden.iterdir()) if is_deepspeed(path)]
+    assert found
+    for path in found:
+        assert run(path) == 0
+        lines = dict(line.split(maxsplit=1) for line in capsys.readouterr().out.splitlines())
+        assert lines["format"] == "folder of DeepSpeed"
+        assert not lines["weights"].startswith("0 ")
+
+
+def test_names_of_removed_options_are_shown_as_they_are_called_now(tmp_path: Path, capsys: Any) -> None:
+    folder = small_folder(tmp_path / "x.ckpt")
+    manifest = read_manifest(folder)
+    manifest.layout = {"world_size": 2, "tensor_parallel_size": 2, "sequence_parallel_size": 1, "param_tier": "cpu"}
+    (folder / "manifest.json").write_text(manifest.to_json())
+    assert run(folder) == 0
+    text = "from        world_size 2, parallel.tensor.size 2, parallel.context 1, offload.parameters cpu"
+    assert text in capsys.readouterr().out
 
 
 @pytest.mark.wide
