@@ -33,6 +33,7 @@ from ls_strategy.checkpoint.claim import SUFFIX, Claim, claim, is_lock_file, req
 from ls_strategy.checkpoint.manifest import Manifest, is_committed, read_manifest
 from ls_strategy.checkpoint.place import Place, sync_file
 from ls_strategy.checkpoint.target import MANIFEST, check_replaceable
+from ls_strategy.checkpoint.web import is_web
 from ls_strategy.errors import CheckpointError
 
 _log = logging.getLogger(__name__)
@@ -278,6 +279,8 @@ def recover(path: str | os.PathLike[str]) -> None:
 
     Does nothing for other checkpoints, and nothing while another process saves to ``path``.
     """
+    if is_web(path):  # nothing is saved there
+        return
     place = Place(path)
     if not _lost(place):
         return

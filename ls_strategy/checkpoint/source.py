@@ -25,6 +25,7 @@ from ls_strategy.checkpoint.manifest import Manifest, read_manifest, verify
 from ls_strategy.checkpoint.place import Place
 from ls_strategy.checkpoint.reshard import SavedTensor, assemble
 from ls_strategy.checkpoint.target import MANIFEST, META, METADATA
+from ls_strategy.checkpoint.web import is_web, refuse_web_folder
 from ls_strategy.errors import CheckpointError
 from ls_strategy.zero.lazy import LazyTensor
 
@@ -144,8 +145,11 @@ def is_folder(path: str | os.PathLike[str]) -> bool:
     """Return whether a checkpoint is a folder.
 
     Raises:
-        CheckpointError: Nothing has this name.
+        CheckpointError: Nothing has this name, or it is a folder on a web server.
     """
+    if is_web(path):
+        refuse_web_folder(path)
+        return False
     place = Place(path)
     if not place.exists():
         raise CheckpointError(f"{place} does not exist. Give a checkpoint: a folder, or a .ckpt file.")

@@ -31,6 +31,7 @@ from ls_strategy.checkpoint.random import random_states
 from ls_strategy.checkpoint.reshard import Contents, Source, assemble, separate
 from ls_strategy.checkpoint.source import OURS, RANDOM
 from ls_strategy.checkpoint.target import MANIFEST, META, METADATA, check_replaceable
+from ls_strategy.checkpoint.web import is_web, refuse_web_folder
 from ls_strategy.deepspeed.checkpoint import is_deepspeed, read_deepspeed
 from ls_strategy.engine import Engine
 from ls_strategy.errors import CheckpointError
@@ -222,7 +223,14 @@ def _write_meta(checkpoint_io: CheckpointIO, rest: dict[str, Any], storage_optio
 
 
 def is_folder(path: Any) -> bool:
-    """Whether a checkpoint path is a folder, committed or not. Not collective."""
+    """Whether a checkpoint path is a folder, committed or not. Not collective.
+
+    Raises:
+        CheckpointError: it is a folder on a web server.
+    """
+    if is_web(path):
+        refuse_web_folder(path)
+        return False
     place = Place(path)
     return bool(place.fs.isdir(place.path))
 

@@ -7,7 +7,7 @@ and their errors. Imports neither torch nor Lightning, so that it costs nothing 
 
     Model.load_from_checkpoint(path)  ──┐
     Trainer(strategy="ddp").fit(...)  ──┼── cloud_io._load ── fails, and it is a folder of ours ── `source.read_full`
-    Fabric.load(path)                 ──┘
+    Fabric.load(path)                 ──┘       or it is one on a web server      ── an error with the cure
     TorchCheckpointIO.save_checkpoint ───── cloud_io._atomic_save, except over a folder of ours ── `save.run_file`
 
 These two private names are not in `_compat.py`, which imports torch.
@@ -57,9 +57,10 @@ def _reading(load: Callable[..., Any]) -> Callable[..., Any]:
     def load_any(*args: Any, **kwargs: Any) -> Any:
         try:
             return load(*args, **kwargs)
-        except Exception:
+        except Exception as error:
             path = args[0] if args else kwargs.get("path_or_url")
             if not _is_ours(path):
+                _refuse_web_folder(path, error)
                 raise
         options = parameters.bind(*args, **kwargs).arguments
         return _read(path, options.get("map_location"), options.get("weights_only"))
@@ -91,6 +92,17 @@ def _is_ours(path: Any) -> bool:
         return is_ours(os.fspath(path))
     except Exception:
         return False
+
+
+def _refuse_web_folder(path: Any, error: Exception) -> None:
+    from ls_strategy.checkpoint.web import is_web, refuse_web_folder
+    from ls_strategy.errors import CheckpointError
+
+    if is_web(path):
+        try:
+            refuse_web_folder(path)
+        except CheckpointError as refused:
+            raise refused from error
 
 
 def _read(path: Any, map_location: Any, weights_only: bool | None) -> dict[str, Any]:
