@@ -6,12 +6,15 @@ import contextlib
 import os
 import posixpath
 import shutil
+import stat
 import time
 from pathlib import Path
 from typing import IO, Any, cast
 
 from fsspec.core import url_to_fs
 from fsspec.implementations.local import LocalFileSystem
+
+from ls_strategy.errors import CheckpointError
 
 
 class Place:
@@ -48,10 +51,14 @@ class Place:
         return self.at(posixpath.join(posixpath.dirname(self.path), name))
 
     def open(self, name: str, mode: str) -> IO[Any]:
-        """Open a file in the folder."""
+        """Open a file in the folder.
+
+        Raises:
+            CheckpointError: What is to be read is not a file, but a pipe or a device.
+        """
         path = f"{self.path}/{name}"
         if self.local:
-            return Path(path).open(mode)
+            return open_file(path, mode) if mode.startswith("r") else Path(path).open(mode)
         return cast("IO[Any]", self.fs.open(path, mode))
 
     @property
@@ -129,6 +136,25 @@ class Place:
 
 _CANNOT_SYNC = (22, 95)
 """EINVAL and ENOTSUP: some network file systems cannot sync a folder."""
+
+
+def open_file(path: str | os.PathLike[str], mode: str = "rb", *, buffering: int = -1) -> IO[Any]:
+    """Open a local file to read it. A pipe without a writer is not waited for.
+
+    Raises:
+        CheckpointError: It is a pipe, a device or a socket.
+        OSError: As ``open`` does.
+    """
+
+    def not_waiting(name: str, flags: int) -> int:
+        descriptor = os.open(name, flags | os.O_NONBLOCK)
+        kind = os.fstat(descriptor).st_mode
+        if not stat.S_ISREG(kind) and not stat.S_ISDIR(kind):  # a folder is refused by `open` itself
+            os.close(descriptor)
+            raise CheckpointError(f"{name} is a pipe or a device, but only files are read. Copy its content to a file.")
+        return descriptor
+
+    return open(path, mode, buffering=buffering, opener=not_waiting)
 
 
 def sync_file(file: IO[Any]) -> None:

@@ -28,7 +28,7 @@ from ls_strategy._compat import persistent_buffer_names
 from ls_strategy.checkpoint.source import is_folder, read_checkpoint, read_weights
 from ls_strategy.errors import CheckpointError, PlanError
 from ls_strategy.layout import TensorPart
-from ls_strategy.pretrained.safetensors import read_safetensors
+from ls_strategy.pretrained.safetensors import is_index, read_safetensors
 from ls_strategy.zero.lazy import LazyTensor, parts_of
 from ls_strategy.zero.parts import part_of
 
@@ -42,7 +42,7 @@ def open_weights(path: str | os.PathLike[str]) -> dict[str, Tensor]:
         CheckpointError: the path does not exist, is incomplete, or has no weights.
     """
     place = Path(path)
-    if place.suffix == ".safetensors" or (place.is_dir() and any(place.glob("*.safetensors"))):
+    if place.suffix == ".safetensors" or is_index(place) or (place.is_dir() and _has_safetensors(place)):
         return read_safetensors(place)
     if is_folder(path):
         return {n: t for n, t in read_weights(path).state_dict().items() if isinstance(t, Tensor)}
@@ -52,6 +52,10 @@ def open_weights(path: str | os.PathLike[str]) -> dict[str, Tensor]:
     if not weights:
         raise CheckpointError(f"{path} has no weights: neither under 'state_dict', nor tensors by name.")
     return weights
+
+
+def _has_safetensors(folder: Path) -> bool:
+    return any(is_index(entry) or entry.suffix == ".safetensors" for entry in folder.iterdir())
 
 
 def needs_filling(model: nn.Module, source: str | os.PathLike[str] | None) -> bool:

@@ -2,7 +2,8 @@
 
 Where all ranks need the full model, each reads a part too, and they exchange the parts while the model is loaded.
 
-``safetensors.py``   ranges of files
+``header.py``        what the header of a file says, checked
+``safetensors.py``   ranges of files, and the index that says which file has which tensor
 ``recipe.py``        what was done to tensors of files (sliced, transposed, joined, cast), so that a range of the result
                      needs only ranges of the files
 ``together.py``      the parts of files that ranks read for each other

@@ -1,31 +1,26 @@
-"""Ranges of tensors in safetensors files, without the package and without mapping files into memory.
-
-Format (huggingface.co/docs/safetensors): 8 bytes with the header's length (little-endian); the header, JSON with
-dtype, shape and range of each tensor; the tensors' bytes.
-"""
+"""Ranges of tensors in safetensors files, without the package and without mapping files into memory."""
 
 from __future__ import annotations
 
-import json
 import math
 import os
+from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any
+from io import FileIO
+from pathlib import Path, PureWindowsPath
+from typing import cast
 
 import torch
 from torch import Tensor
 
-from ls_strategy.checkpoint.safetensors import DTYPES
+from ls_strategy.checkpoint.place import open_file
 from ls_strategy.checkpoint.source import as_bytes
 from ls_strategy.errors import CheckpointError
+from ls_strategy.pretrained.header import parse_json, read_header
 from ls_strategy.pretrained.recipe import RecipeTensor, RecordedTensor
 
-_BY_NAME = {name: dtype for dtype, name in DTYPES.items()}
 _INDEX = ".safetensors.index.json"
-_LARGEST_HEADER = 100_000_000
-"""Maximum bytes of a header, as the format defines it."""
 
 _SMALL_GAP = 64
 """Bytes between two runs that are always read along: a system call costs more. Wider gaps are, up to an eighth of a
@@ -108,7 +103,7 @@ def read_into(path: Path, first: int, target: memoryview, what: str) -> None:
         CheckpointError: the file cannot be read, or ends too early.
     """
     try:
-        with path.open("rb", buffering=0) as file:
+        with cast("FileIO", open_file(path, buffering=0)) as file:
             file.seek(first)
             done = 0
             while done < len(target):
@@ -126,75 +121,109 @@ def read_safetensors(
     """Return the tensors of a file, of several, or of all files of a folder, by name. Each is read when it is used.
 
     With ``recording``, what is done to them is recorded, and they are read when the result's values are needed. In a
-    folder with an index (``model.safetensors.index.json``), the files that it names count.
+    folder with an index (``model.safetensors.index.json``), every tensor is that of the file which the index names for
+    it, and tensors that it does not name are left out. Of a list, the last file that has a name counts.
 
     Raises:
-        CheckpointError: a file is missing, or is not a complete safetensors file.
+        CheckpointError: a file is missing or is not a complete safetensors file, an index names files outside its
+            folder or tensors that are not there, or two files of a folder without an index have a name.
     """
+    if not isinstance(path, (str, os.PathLike)):
+        listed: dict[str, Tensor] = {}
+        for each in path:
+            listed |= read_safetensors(each, recording=recording)
+        return listed
+    kind = RecordedTensor if recording else RecipeTensor
+    place = Path(path)
+    if is_index(place):
+        return _of_index(place, kind)
+    if not place.is_dir():
+        return _tensors_of(place, kind)
+    index = index_in(place)
+    return _of_folder(place, kind) if index is None else _of_index(index, kind)
+
+
+def is_index(path: Path) -> bool:
+    """Whether a path has the name of an index."""
+    return path.name.endswith(_INDEX)
+
+
+def index_in(folder: Path) -> Path | None:
+    """Return the index of a folder, if it has one.
+
+    Raises:
+        CheckpointError: it has several, or an index of the model and a file ``model.safetensors`` beside it.
+    """
+    model, alone = folder / f"model{_INDEX}", folder / "model.safetensors"
+    indexes = [model] if model.exists() else sorted(folder.glob(f"*{_INDEX}"))
+    if len(indexes) > 1:
+        raise CheckpointError(
+            f"{folder} has the indexes {', '.join(index.name for index in indexes)}. Give the path of one of them."
+        )
+    if model.exists() and alone.exists() and alone.name not in map(os.path.normpath, _map_of(model).values()):
+        raise CheckpointError(
+            f"{folder} has both {alone.name} and {model.name}, which does not name it, and programs differ in which of "
+            "them they read. Give the path of one of them."
+        )
+    return indexes[0] if indexes else None
+
+
+def _of_folder(folder: Path, kind: type[RecipeTensor]) -> dict[str, Tensor]:
     found: dict[str, Tensor] = {}
-    for file in files_of(path):
-        found |= _tensors_of(file, RecordedTensor if recording else RecipeTensor)
+    holders: dict[str, Path] = {}
+    files = sorted(folder.glob("*.safetensors"))
+    if not files:
+        raise CheckpointError(f"{folder} has no *.safetensors. Give a safetensors file, or a folder of them.")
+    for file in files:
+        for name, tensor in _tensors_of(file, kind).items():
+            if name in holders:
+                raise CheckpointError(
+                    f"{folder} has {name} in {holders[name].name} and in {file.name}, and no index that says which of "
+                    "them counts. Give the file that you mean, or a list of files, of which the last counts."
+                )
+            found[name], holders[name] = tensor, file
     return found
 
 
-def files_of(path: str | os.PathLike[str] | Sequence[str | os.PathLike[str]]) -> list[Path]:
-    """Return the safetensors files of a folder, of an index or of a list.
+def _of_index(index: Path, kind: type[RecipeTensor]) -> dict[str, Tensor]:
+    wanted: defaultdict[str, list[str]] = defaultdict(list)
+    for name, file in _map_of(index).items():
+        wanted[file].append(name)
+    found: dict[str, Tensor] = {}
+    for file in sorted(wanted):
+        tensors = _tensors_of(index.parent / file, kind)
+        missing = [name for name in wanted[file] if name not in tensors]
+        if missing:
+            raise CheckpointError(
+                f"{index} says that {missing[0]} is in {file}, but it is not. Copy both again, or give the files "
+                "themselves as a list."
+            )
+        here = set(wanted[file])
+        found |= {name: tensor for name, tensor in tensors.items() if name in here}
+    return found
 
-    Raises:
-        CheckpointError: an index cannot be read, or a folder has no such file.
-    """
-    if not isinstance(path, (str, os.PathLike)):
-        return [file for each in path for file in files_of(each)]
-    place = Path(path)
-    if place.name.endswith(_INDEX):
-        return _indexed(place)
-    if not place.is_dir():
-        return [place]
-    indexes = sorted(place.glob(f"*{_INDEX}"))
-    if indexes:
-        return _indexed(next((i for i in indexes if i.name == f"model{_INDEX}"), indexes[0]))
-    return sorted(place.glob("*.safetensors"))
 
-
-def _indexed(index: Path) -> list[Path]:
+def _map_of(index: Path) -> dict[str, str]:
+    """Return the file of each tensor as an index says it: a file in its folder, which may be a link to anywhere."""
     try:
-        files = set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())
-        return [index.parent / file for file in sorted(files)]
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        with open_file(index) as text:
+            files = parse_json(text.read())["weight_map"]
+        if not isinstance(files, dict) or not all(isinstance(file, str) and file for file in files.values()):
+            raise ValueError("its weight_map does not map names to files")
+    except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
         raise CheckpointError(f"{index} cannot be read: {error!r}. Copy it again.") from error
+    for file in set(files.values()):
+        parts = PureWindowsPath(file)  # of any system: the same files are read everywhere
+        if parts.drive or parts.root or ".." in parts.parts or "\0" in file:
+            raise CheckpointError(
+                f"{index} names the file {file!r}, which is not in its folder. Move the file there, and name it "
+                "without a path."
+            )
+    return files
 
 
 def _tensors_of(path: Path, kind: type[RecipeTensor]) -> dict[str, Tensor]:
-    header, begin_of_data, nbytes = _header_of(path)
-    found: dict[str, Tensor] = {}
-    for name, entry in header.items():
-        try:
-            dtype, shape, (begin, end) = _BY_NAME[entry["dtype"]], entry["shape"], entry["data_offsets"]
-            fits = end - begin == torch.Size(shape).numel() * dtype.itemsize
-        except (KeyError, TypeError, ValueError) as error:
-            raise CheckpointError(f"{path}: the header's entry of {name} cannot be read: {error!r}.") from error
-        if not fits or not 0 <= begin <= end <= nbytes:
-            raise CheckpointError(
-                f"{path} is damaged: its header puts {name} at bytes [{begin}, {end}) of {nbytes}. Copy it again."
-            )
-        found[name] = kind(Stored(path, name, dtype, tuple(shape), begin_of_data + begin))
-    return found
-
-
-def _header_of(path: Path) -> tuple[dict[str, Any], int, int]:
-    """Return a file's header, the offset of its data, and the bytes of data."""
-    try:
-        size = path.stat().st_size
-        with path.open("rb") as file:
-            length = int.from_bytes(file.read(8), "little")
-            header = json.loads(file.read(length)) if 0 < length <= min(size - 8, _LARGEST_HEADER) else None
-    except FileNotFoundError as error:
-        raise CheckpointError(f"{path} is missing. Give a safetensors file, or a folder of them.") from error
-    except OSError as error:
-        raise CheckpointError(f"{path} cannot be read: {error.strerror}.") from error
-    except ValueError as error:
-        raise CheckpointError(f"{path} is not a safetensors file, or is damaged: {error}.") from error
-    if not isinstance(header, dict):
-        raise CheckpointError(f"{path} is not a safetensors file, or is damaged: it has no header.")
-    header.pop("__metadata__", None)
-    return header, 8 + length, size - 8 - length
+    entries, begin = read_header(path)
+    return {
+        name: kind(Stored(path, name, entry.dtype, entry.shape, begin + entry.begin)) for name, entry in entries.items()
+    }

@@ -18,7 +18,7 @@ from ls_strategy.errors import CheckpointError
 from ls_strategy.layout import TensorPart
 from ls_strategy.pretrained import safetensors
 from ls_strategy.pretrained.recipe import Computed, RecordedTensor, recipe_of
-from ls_strategy.pretrained.safetensors import Stored, files_of, read_safetensors
+from ls_strategy.pretrained.safetensors import Stored, read_safetensors
 from ls_strategy.zero.lazy import LazyTensor, parts_of
 from ls_strategy.zero.parts import part_of
 
@@ -182,21 +182,6 @@ def test_chunks_of_a_range(tmp_path: Path) -> None:
     value = torch.randn(6, 8)
     tensor = stored(tmp_path, {"x": value})["x"].t()
     assert torch.equal(torch.cat([part for _, part in parts_of(tensor, 5, 41)]), value.t().reshape(-1)[5:41])
-
-
-def test_files_of_folders_indexes_and_lists(tmp_path: Path) -> None:
-    for name in ("b", "a"):
-        (tmp_path / f"{name}.safetensors").write_bytes(b"")
-    a, b = tmp_path / "a.safetensors", tmp_path / "b.safetensors"
-    assert files_of(tmp_path) == [a, b]
-    assert files_of(b) == [b]
-    assert files_of([str(b), a]) == [b, a]
-    index = tmp_path / "model.safetensors.index.json"
-    index.write_text('{"weight_map": {"x": "b.safetensors"}}')
-    assert files_of(tmp_path) == files_of(index) == [b]
-    index.write_text("{}")
-    with pytest.raises(CheckpointError, match="Copy it again"):
-        files_of(tmp_path)
 
 
 def test_a_file_that_ends_early(tmp_path: Path) -> None:

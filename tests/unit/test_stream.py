@@ -814,7 +814,7 @@ def test_files_that_are_not_whole_or_not_of_the_model_are_refused(tmp_path, driv
         (whole[:50], "not a safetensors file"),
         (b"", "not a safetensors file"),
         (whole[:8] + b"[" + whole[9:], "not a safetensors file"),
-        (whole.replace(b'"F32"', b'"F33"', 1), "cannot be read"),
+        (whole.replace(b'"F32"', b'"F33"', 1), "has the dtype 'F33'"),
         (whole.replace(b"blocks.1.linear.weight", b"blocks.9.linear.weight"), r"has no blocks\.1\.linear\.weight"),
     ):
         path.write_bytes(content)
