@@ -62,8 +62,11 @@ class PrecisionConfig(Group):
     the bytes in the 16-bit modes. gloo always sums in fp32."""
 
     fp32_modules: tuple[str, ...] = ()
-    """Class names of modules that stay in fp32 with ``bf16-true`` and ``16-true``, such as a router. Their inputs are
-    cast to fp32 and their outputs back. Batch norms always keep fp32 parameters and statistics."""
+    """What stays in fp32 with ``bf16-true`` and ``16-true``: classes of modules, such as ``"Router"``, and names, or
+    the ends of names, of modules, parameters and buffers, in which ``*`` matches anything, such as ``"layers.*.gate"``
+    or ``"e_score_correction_bias"``. A module stays with all that it contains; its inputs are cast to fp32 and its
+    outputs back. Around a single parameter or buffer, nothing is cast. Batch norms, and what transformers' models name
+    in ``_keep_in_fp32_modules_strict`` (with ``16-true`` also in ``_keep_in_fp32_modules``), stay in fp32 anyway."""
 
     loss_scale: LossScaleConfig | None = None
     """The loss scale of the fp16 precisions. None: a dynamic scale with the default options."""

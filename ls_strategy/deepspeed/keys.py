@@ -198,7 +198,10 @@ KEYS: Table = {
         "param_dtype": ignored("set by fp16 and bf16"),
         "buffer_dtype": refused("buffers keep their dtypes or follow the precision. Delete it"),
         "keep_in_fp32_modules": refused(
-            "patterns are not supported. Use class names: PrecisionConfig(fp32_modules=[...])", "auto", None, []
+            "the model's own lists are honored, in parameters too. For more, name buffers, parameters or modules: "
+            "PrecisionConfig(fp32_modules=['*bias']); for less, set model._keep_in_fp32_modules_strict=None",
+            "auto",
+            None,
         ),
     },
     "zero_optimization": _ZERO,

@@ -43,6 +43,7 @@ from ls_strategy.parallel.resolved_plan import Resolved, resolve
 from ls_strategy.parallel.styles import Plan, Row, Vocab
 from ls_strategy.parallel.tensor import TensorParallel, apply_tensor_parallel
 from ls_strategy.parallel.vocabulary import output_heads
+from ls_strategy.zero.setup.kept import named_by_authors
 
 log = logging.getLogger(__name__)
 
@@ -349,16 +350,22 @@ def _plan(model: nn.Module, given: Injection, size: int) -> ResolvedPlan | None:
 
 
 def _cast(model: nn.Module, dtype: torch.dtype) -> None:
-    """Cast parameters and saved buffers. Tables that the model computes by itself keep their dtype."""
+    """Cast parameters and saved buffers, but not what the model's author keeps in fp32.
+
+    Tables that the model computes by itself keep their dtype.
+    """
+    kept = named_by_authors(model, dtype)
     for parameter in model.parameters():
         if parameter.is_floating_point():
-            parameter.data = parameter.data.to(dtype)
+            parameter.data = parameter.data.to(torch.float32 if id(parameter) in kept else dtype)
     saved = persistent_buffer_names(model)
     for name, buffer in list(model.named_buffers()):
         if buffer.is_floating_point() and name in saved:
             owner, _, key = name.rpartition(".")
             # Not by setattr, which makes a parameter of a buffer that is an nn.Parameter.
-            model.get_submodule(owner)._buffers[key] = buffer.detach().to(dtype)
+            model.get_submodule(owner)._buffers[key] = buffer.detach().to(
+                torch.float32 if id(buffer) in kept else dtype
+            )
 
 
 def _make_stream(

@@ -47,6 +47,7 @@ from ls_strategy.planner.states import ModelStates
 from ls_strategy.planner.step import training_step
 from ls_strategy.planner.trace import Event, Kind, Trace, Tracer, condensed
 from ls_strategy.planner.traffic import StepTraffic, traffic
+from ls_strategy.zero.setup.kept import kept_in_fp32
 
 _CPU = torch.device("cpu")
 
@@ -363,7 +364,8 @@ def partitioned(
     """
     module = question.module
     stack = stack_of(module)
-    if stack is None or len(stack.blocks) <= short or not is_uniform(stack) or not _are_units(question):
+    alike = stack is not None and is_uniform(stack) and _round_alike(question, stack)
+    if stack is None or len(stack.blocks) <= short or not alike or not _are_units(question):
         short = 0
     with ExitStack() as exit:
         if short:
@@ -377,6 +379,15 @@ def partitioned(
             question, parallel, stack, fakes, axes, optimizers=optimizers, native=native, short=short,
             known=Known() if known is None else known,
         )  # fmt: skip
+
+
+def _round_alike(question: Question, stack: Stack) -> bool:
+    """Whether all blocks keep the same parameters in fp32, and no name in ``precision.fp32_modules`` has an index."""
+    names = question.run.config.precision.fp32_modules
+    if any(part.isdigit() for name in names for part in name.split(".")):
+        return False
+    kept = kept_in_fp32(question.module, names, question.precision.compute).params
+    return len({tuple(id(p) in kept for p in block.parameters()) for block in stack.blocks}) == 1
 
 
 def _are_units(question: Question) -> bool:

@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 from ls_strategy._compat import copy_of_optimizer, fake_tensors, tree_map
 from ls_strategy.planner.experts import balance_experts
 from ls_strategy.precision import PrecisionPolicy
-from ls_strategy.zero.setup.materialize import fp32_modules
+from ls_strategy.zero.setup.kept import KeptInFp32, kept_in_fp32
 
 
 @dataclass(frozen=True)
@@ -38,7 +38,7 @@ class Simulated:
 
 @contextmanager
 def simulated(
-    model: nn.Module, precision: PrecisionPolicy, fp32_classes: tuple[str, ...], device: torch.device
+    model: nn.Module, precision: PrecisionPolicy, fp32_names: tuple[str, ...], device: torch.device
 ) -> Generator[Simulated, None, None]:
     """Replace the model's parameters and buffers by fake tensors with the dtypes of training, until the exit.
 
@@ -49,20 +49,20 @@ def simulated(
     Args:
         model: on any device, also on meta.
         precision: dtypes of training.
-        fp32_classes: classes that stay in fp32 in the 16-bit modes.
+        fp32_names: classes and names that stay in fp32 in the 16-bit modes.
         device: the device that the fake tensors report.
 
     Yields:
         The mode in which new tensors are fake, and the fake tensors.
     """
     mode = fake_tensors()
-    kept = {id(m) for m in fp32_modules(model, fp32_classes)} if precision.rounds else set()
+    kept = kept_in_fp32(model, fp32_names, precision.compute) if precision.rounds else KeptInFp32()
     made: dict[int, Any] = {}
     for module in model.modules():
-        dtype = torch.float32 if id(module) in kept or precision.cast is None else precision.cast
-        below = (*module.parameters(), *module.buffers()) if id(module) in kept else ()
-        for tensor in (*below, *module.parameters(recurse=False), *module.buffers(recurse=False)):
-            if id(tensor) not in made:
+        for key, tensor in (*module._parameters.items(), *module._buffers.items()):
+            if tensor is not None and id(tensor) not in made:
+                stays = id(tensor) in kept.params or (id(module), key) in kept.buffers
+                dtype = torch.float32 if stays or precision.cast is None else precision.cast
                 made[id(tensor)] = _like(mode, tensor, dtype if _is_cast(tensor, precision) else tensor.dtype, device)
     before = [(module, dict(module.__dict__)) for module in model.modules()]
     contents = [(c, copy.copy(c)) for _, attributes in before for c in attributes.values() if _is_container(c)]

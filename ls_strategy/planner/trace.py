@@ -29,7 +29,8 @@ from ls_strategy.planner.simulated import simulated_batch
 from ls_strategy.precision import PrecisionPolicy
 from ls_strategy.zero.flat.units import Unit
 from ls_strategy.zero.passes.hooks import UnitHooks
-from ls_strategy.zero.setup.materialize import Fp32Boundary, fp32_modules
+from ls_strategy.zero.setup.kept import kept_in_fp32
+from ls_strategy.zero.setup.materialize import Fp32Boundary
 from ls_strategy.zero.setup.partition import UnitSpec
 
 Kind = Literal[
@@ -297,7 +298,7 @@ class Tracer:
 
     step: Step
     precision: PrecisionPolicy
-    fp32_classes: tuple[str, ...]
+    fp32_names: tuple[str, ...]
     device: torch.device
     mode: Any
     """From `simulated`."""
@@ -330,8 +331,8 @@ class Tracer:
         hooks = UnitHooks(units, recorder, recorder, sharded=True)
         boundaries = [
             Fp32Boundary(m, self.precision.compute)
-            for m in fp32_modules(self.model, self.fp32_classes)
-            if self.precision.rounds and type(m).__name__ in self.fp32_classes
+            for m in kept_in_fp32(self.model, self.fp32_names, self.precision.compute).bounded
+            if self.precision.rounds
         ]
         saving = _saving(watch, events)
         stop_at = 1 if first_block_only else -1

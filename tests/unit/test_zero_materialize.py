@@ -10,7 +10,7 @@ from ls_strategy.distributed.comm import Comm
 from ls_strategy.distributed.mesh import Mesh
 from ls_strategy.errors import PlanError
 from ls_strategy.layout import TensorPart
-from ls_strategy.zero.setup.materialize import Fp32Boundary, Materializer, fp32_modules, place_buffers
+from ls_strategy.zero.setup.materialize import Fp32Boundary, Materializer, place_buffers
 
 CPU = torch.device("cpu")
 
@@ -94,21 +94,11 @@ def test_absent_parameters_draw_their_numbers_and_take_no_memory() -> None:
     assert all(map(torch.equal, model[2].parameters(), plain[2].parameters()))
 
 
-def test_buffers_are_cast_but_those_of_kept_modules() -> None:
+def test_buffers_are_cast_but_those_that_are_kept() -> None:
     model = nn.Sequential(nn.BatchNorm1d(2), nn.BatchNorm1d(2))
-    place_buffers(model, CPU, torch.bfloat16, {id(model[1])})
+    place_buffers(model, CPU, torch.bfloat16, {(id(model[1]), "running_mean")})
     assert [m.running_mean.dtype for m in model] == [torch.bfloat16, torch.float32]  # type: ignore[union-attr]
     assert model[0].num_batches_tracked.dtype == torch.int64  # type: ignore[union-attr]
-
-
-def test_batch_norms_and_named_classes_stay_in_fp32() -> None:
-    model = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2), nn.LayerNorm(2))
-    assert fp32_modules(model, ("LayerNorm",)) == [model[1], model[2]]
-
-
-def test_a_class_that_the_model_lacks_is_refused() -> None:
-    with pytest.raises(PlanError, match=r"the model has no module of class Router among Linear\. Name some of these"):
-        fp32_modules(nn.Linear(2, 2), ("Router",))
 
 
 def test_a_boundary_casts_in_and_out_until_it_is_removed() -> None:

@@ -57,6 +57,31 @@ def test_a_module_in_fp32_gets_fp32_and_gives_16_bit() -> None:
     assert model.seen == [torch.float32]
 
 
+class Scaled(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale, self.shift = nn.Parameter(torch.ones(4)), nn.Parameter(torch.zeros(4))
+        self.register_buffer("count", torch.zeros(4))
+        self.register_buffer("other", torch.zeros(4))
+        self.seen: list[torch.dtype] = []
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.seen.append(x.dtype)
+        return x * self.scale.to(x.dtype) + self.shift
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+def test_single_tensors_in_fp32_have_no_casts_around_their_module(stage: int) -> None:
+    model = nn.Sequential(nn.Linear(4, 4), Scaled())
+    precision = PrecisionConfig(fp32_modules=("1.scale", "c*nt"))
+    engine = engine_on(model, [], stage=stage, trainer_precision="bf16-true", precision=precision)
+    engine.begin_step()
+    assert model(torch.randn(2, 4, dtype=torch.bfloat16)).dtype == torch.bfloat16
+    assert model[1].seen == [torch.bfloat16]
+    tensors = dict((*model.named_parameters(), *model.named_buffers()))
+    assert {n for n, t in tensors.items() if t.dtype == torch.float32} == {"1.scale", "1.count"}
+
+
 def test_a_detached_engine_leaves_no_casts() -> None:
     model = Normed()
     precision = PrecisionConfig(fp32_modules=("LayerNorm",))

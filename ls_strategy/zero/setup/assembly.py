@@ -27,6 +27,7 @@ from ls_strategy.zero.lazy import LazyTensor, source_of
 from ls_strategy.zero.setup import agreement
 from ls_strategy.zero.setup import materialize as materials
 from ls_strategy.zero.setup.frozen import adapter_params, quantized_params
+from ls_strategy.zero.setup.kept import KeptInFp32, kept_in_fp32
 from ls_strategy.zero.setup.partition import UnitSpec, partition
 from ls_strategy.zero.setup.share import Share
 from ls_strategy.zero.step.elementwise import is_elementwise, refuse_wrapper, require_one_pass
@@ -59,8 +60,8 @@ class Draft:
         self.precision = precision
         self.policy = policy
         self.specs: list[UnitSpec] = []
-        self.kept_fp32: list[nn.Module] = []
-        """Modules that stay in fp32 in the 16-bit modes."""
+        self.kept = KeptInFp32()
+        """What stays in fp32, in the 16-bit modes."""
         self._owners: dict[int, tuple[tuple[int, int], ...]] = {}
         self._replicated: set[int] = set()
         """``id`` of the parameters that every rank holds in full if they are frozen."""
@@ -78,10 +79,10 @@ class Draft:
         try:
             self.specs = partition(model, config.sharding.block_classes, config.sharding.min_unit_numel, share.absent)
             self._replicated = _parameters_below(model, config.sharding.replicated_modules)
-            kept = materials.fp32_modules(model, config.precision.fp32_modules)
-            self.kept_fp32 = kept if precision.rounds else []
+            kept = kept_in_fp32(model, config.precision.fp32_modules, precision.compute)
+            self.kept = kept if precision.rounds else self.kept
             self._owners = agreement.owners_of(model, optimizers)
-            self._quantized = quantized_params(model, config.precision, self._owners, kept, precision.cast)
+            self._quantized = quantized_params(model, config.precision, self._owners, kept.params, precision.cast)
             self._number_shared(len(optimizers), single=not parts and share.pipeline is None)
             materials.require_values(model, share.absent)
             for optimizer in optimizers:
@@ -138,10 +139,11 @@ class Draft:
 
     def _dtype_of(self, param: nn.Parameter) -> str:
         """Return the dtype, how it will be stored, and where this rank has the values from."""
+        rounds = ", stays in fp32" if id(param) in self.kept.params else ""
         stored = f", stored as {self.config.precision.frozen}" if id(param) in self._quantized else ""
         place = "" if source_of(param) is None else ", from a file"
         place = place if deferred_of(param) is None else ", set in configure_model"
-        return f"{param.dtype}{stored}{place}"
+        return f"{param.dtype}{rounds}{stored}{place}"
 
     def _full_shape(self, param: nn.Parameter) -> tuple[int, ...]:
         part = self._parts.get(id(param))
@@ -153,13 +155,12 @@ class Draft:
 
     def resolve(self, mesh: Mesh, held: dict[int, Flat], weights: Sequence[Fraction] = (), rank: int = 0) -> Plan:
         """Lay out the buffers. ``held`` is as in `setup.shard`, ``weights`` and ``rank`` as in `resolve_plan`."""
-        kept = {id(p) for m in self.kept_fp32 for p in m.parameters()}
         adapters = adapter_params(self.model)
 
         def facts(name: str, p: nn.Parameter) -> ParamFacts:
             dtype = held[id(p)].master_dtype if id(p) in held else p.dtype
             if p.is_floating_point() and self.precision.cast is not None:
-                dtype = torch.float32 if id(p) in kept else self.precision.cast
+                dtype = torch.float32 if id(p) in self.kept.params else self.precision.cast
             owners = self._owners.get(id(p), ((FROZEN, 0),))
             # What trained before is frozen for a while, for example by `toggle_optimizer`.
             trained = id(p) in self._begun or (

@@ -32,7 +32,7 @@ def quantized_params(
     model: nn.Module,
     options: PrecisionConfig,
     owned: Collection[int],
-    kept: Collection[nn.Module],
+    kept: Collection[int],
     cast: torch.dtype | None = None,
 ) -> set[int]:
     """Return ``id`` of the parameters that ``options.frozen`` quantizes.
@@ -41,7 +41,7 @@ def quantized_params(
         model: the full model.
         options: the group ``precision``.
         owned: ``id`` of parameters of optimizers.
-        kept: modules that stay in fp32.
+        kept: ``id`` of parameters that stay in fp32.
         cast: the dtype to which all other parameters are cast, if any.
 
     Raises:
@@ -50,7 +50,7 @@ def quantized_params(
     if options.frozen is None:
         return set()
     modules = {_plain(name): module for name, module in model.named_modules()}
-    skipped = list(kept)
+    skipped: list[nn.Module] = []
     for pattern in options.frozen_except:
         found = [m for name, m in modules.items() if fnmatch.fnmatchcase(f".{name}", f"*.{pattern}")]
         if not found:
@@ -69,6 +69,7 @@ def quantized_params(
         for p in _matrices(m)
         if not p.requires_grad
         and id(p) not in owned
+        and id(p) not in kept
         and owners[id(p)] == 1
         and p.is_floating_point()
         and (cast or p.dtype) in _DTYPES

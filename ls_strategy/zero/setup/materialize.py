@@ -13,6 +13,7 @@ from ls_strategy._compat import drop_references, renew_references, tree_map
 from ls_strategy.distributed.mesh import Mesh
 from ls_strategy.errors import PlanError
 from ls_strategy.layout import TensorPart
+from ls_strategy.precision import at_least_fp32
 from ls_strategy.zero.deferred import (
     Deferred,
     deferred_of,
@@ -23,8 +24,6 @@ from ls_strategy.zero.deferred import (
 )
 from ls_strategy.zero.lazy import LazyCast, LazyTensor, forget_owners, forget_source, source_of
 from ls_strategy.zero.parts import part_of
-
-_BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
 
 
 class Materializer:
@@ -270,30 +269,18 @@ def require_values(model: nn.Module, absent: Collection[int]) -> None:
                 raise PlanError(f"buffer {f'{prefix}.{key}' if prefix else key!r}: {problem}")
 
 
-def place_buffers(model: nn.Module, device: torch.device, dtype: torch.dtype | None, keep: set[int]) -> None:
-    """Move buffers to ``device``, and cast floating-point ones to ``dtype``, except those of modules in ``keep``."""
+def place_buffers(
+    model: nn.Module, device: torch.device, dtype: torch.dtype | None, kept: Collection[tuple[int, str]]
+) -> None:
+    """Move buffers to ``device``, and cast floating-point ones to ``dtype``; those in ``kept`` are at least fp32."""
     for module in model.modules():
         for key, buffer in list(module.named_buffers(recurse=False)):
             if buffer.is_meta:
                 continue  # in a block of another pipeline stage
-            to = dtype if dtype is not None and buffer.is_floating_point() and id(module) not in keep else buffer.dtype
+            to = dtype if dtype is not None and buffer.is_floating_point() else buffer.dtype
+            if (id(module), key) in kept and buffer.is_floating_point():
+                to = at_least_fp32(buffer.dtype)
             module._buffers[key] = buffer.to(device=device, dtype=to)  # one that is an nn.Parameter stays a buffer
-
-
-def fp32_modules(model: nn.Module, class_names: tuple[str, ...]) -> list[nn.Module]:
-    """Return the modules that keep fp32 parameters in 16-bit precisions: batch norms, and the named classes.
-
-    Raises:
-        PlanError: a name matches no module.
-    """
-    names = {type(m).__name__ for m in model.modules()}
-    missing = sorted(set(class_names) - names)
-    if missing:
-        raise PlanError(
-            f"Got precision.fp32_modules={list(class_names)}, but the model has no module of class "
-            f"{', '.join(missing)} among {', '.join(sorted(names))}. Name some of these."
-        )
-    return [m for m in model.modules() if isinstance(m, _BATCH_NORMS) or type(m).__name__ in class_names]
 
 
 class Fp32Boundary:

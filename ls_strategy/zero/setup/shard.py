@@ -13,7 +13,6 @@ from torch.optim import Optimizer
 from ls_strategy.config import ZeROConfig
 from ls_strategy.distributed.comm import Comm
 from ls_strategy.distributed.mesh import Mesh
-from ls_strategy.moe.router import RoutingAccounts
 from ls_strategy.plan import Plan
 from ls_strategy.zero.flat.parameters import unnoticed
 from ls_strategy.zero.flat.units import Flat, Unit
@@ -63,7 +62,7 @@ def shard(
     with unnoticed():
         units = draft.build(plan, mesh, device, held, offload)
     on_demand = OnDemandGather([f for u in units for f in u.flats], sharded=policy.parameters)
-    _place_buffers(draft, device)
+    materials.place_buffers(draft.model, device, draft.precision.cast, draft.kept.buffers)
     gatherer = Gatherer(units, sharded=policy.parameters, prefetch_units=config.sharding.prefetch_units)
     together = mesh.zero if mesh.shape.expert == 1 else mesh.stage
     reducer = Reducer(units, policy=policy, comm=together, reduce_in_fp32=draft.precision.reduce_in_fp32)
@@ -71,16 +70,9 @@ def shard(
     return ShardedModel(config, policy, mesh, draft.share, plan, units, offload, on_demand, gatherer, reducer)
 
 
-def _place_buffers(draft: Draft, device: torch.device) -> None:
-    routers = [m for m in draft.model.modules() if isinstance(m, RoutingAccounts)]  # biases change in small steps
-    kept = {id(m) for m in (*draft.kept_fp32, *routers)} if draft.precision.rounds else set()
-    materials.place_buffers(draft.model, device, draft.precision.cast, kept)
-
-
 def fp32_boundaries(draft: Draft) -> list[materials.Fp32Boundary]:
     """Cast the inputs and outputs of the modules that the options keep in fp32."""
-    kept = [m for m in draft.kept_fp32 if type(m).__name__ in draft.config.precision.fp32_modules]
-    return [materials.Fp32Boundary(m, draft.precision.compute) for m in kept]
+    return [materials.Fp32Boundary(m, draft.precision.compute) for m in draft.kept.bounded]
 
 
 def broadcast_buffers(model: nn.Module, comm: Comm, source: int = 0) -> None:
