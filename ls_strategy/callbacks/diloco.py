@@ -31,6 +31,10 @@ _COMPARED_BATCHES = 2
 """Batches of a run whose digests islands compare: equal ones mean equal data."""
 
 
+def _warn(text: str) -> None:
+    rank_zero_warn(text)
+
+
 class DiLoCo(ConnectedCallback):
     """Trains one model on several islands, which exchange only every ``every`` optimizer steps.
 
@@ -86,7 +90,8 @@ class DiLoCo(ConnectedCallback):
             outer_momentum: its Nesterov momentum.
             wire: ``exact``, or ``bf16``, ``int8`` or ``int4`` for fewer bytes with rounded pseudo-gradients.
             secret: file with the hub's secret, if it was started with one.
-            patience_s: how long to try to reach the hub. How long a round waits for islands is an option of the hub.
+            patience_s: how long to try to reach the hub, and how long it may be silent (20 s at least). How long a
+                round waits for islands is an option of the hub.
 
         Raises:
             ConfigError: a value is out of its range, or does not fit to another one.
@@ -163,8 +168,7 @@ class DiLoCo(ConnectedCallback):
         who = {"island": self.island, "rank": strategy.global_rank, "ranks": strategy.world_size}
         given = self.secret
         secret = "" if given is None else strategy.on_all_ranks(lambda: read_secret(given))
-        client = HubClient(self._address, secret, who, self.patience_s)
-        self._member = Member(client, outer, self.patience_s)
+        self._member = Member(HubClient(self._address, secret, who, self.patience_s, _warn), outer)
         self._load(pl_module, engine, list(outer.shards))
         self._follow(engine, pl_module)
         if self.island and strategy.virtual is None:
@@ -210,11 +214,11 @@ class DiLoCo(ConnectedCallback):
         self._join(trainer, pl_module)
         rank_zero_info(f"DiLoCo: island {self.island} is in, after {member.round} rounds")
 
-    def _join(self, trainer: pl.Trainer, module: pl.LightningModule) -> None:
+    def _join(self, trainer: pl.Trainer, module: pl.LightningModule, *, again: bool = False) -> None:
         strategy, member = zero_strategy(trainer, self), self._member
         assert member is not None
         own = buffers.read(module)
-        if strategy.on_all_ranks(lambda: member.join(own)):
+        if strategy.on_all_ranks(lambda: member.join(own, again=again)):
             self._take_over(trainer, module)
 
     def _take_over(self, trainer: pl.Trainer, module: pl.LightningModule) -> None:
@@ -332,7 +336,7 @@ class DiLoCo(ConnectedCallback):
                 f"DiLoCo: island {self.island} was not in round {member.round}: the others did not wait so long, or "
                 "have ended. It joins again, and continues from the global weights; its last steps are lost."
             )
-            self._join(trainer, module)
+            self._join(trainer, module, again=True)
 
     def _left_out(self, trainer: pl.Trainer, result: Result) -> bool:
         """Report the islands whose contribution did not count; return whether this one is among them. Collective."""

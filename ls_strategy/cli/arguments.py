@@ -45,6 +45,13 @@ def path(text: str) -> Path:
     return Path(text)
 
 
+def host(text: str) -> str:
+    """Return the name or address of a host."""
+    if not text or len(text) > 253 or not text.isascii() or not text.isprintable() or set(text) & set(" /@"):
+        raise argparse.ArgumentTypeError(f"{text!r} is not the name or address of a host")
+    return text.strip("[]")
+
+
 def location(text: str) -> str:
     """Return a checkpoint's path or address, if its protocol is available in fsspec."""
     if not text.strip():

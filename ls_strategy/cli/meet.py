@@ -6,6 +6,8 @@ import argparse
 
 from ls_strategy.checked import above
 from ls_strategy.cli import arguments
+from ls_strategy.distributed.requests import is_loopback
+from ls_strategy.errors import ConfigError
 
 
 def add(subcommands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -20,6 +22,12 @@ def add(subcommands: argparse._SubParsersAction[argparse.ArgumentParser]) -> Non
         "--islands", type=arguments.integer(most=1024), required=True, help="how many islands there are"
     )
     parser.add_argument("--port", type=arguments.integer(most=65535), required=True, help="port to listen on")
+    parser.add_argument(
+        "--host",
+        type=arguments.host,
+        help="address of this host to listen on, as the islands reach it (0.0.0.0: all of its addresses). Needs "
+        "--secret, unless it is this host's own (default: 127.0.0.1)",
+    )
     parser.add_argument(
         "--secret",
         type=arguments.path,
@@ -39,12 +47,33 @@ def add(subcommands: argparse._SubParsersAction[argparse.ArgumentParser]) -> Non
 def run(args: argparse.Namespace) -> int:
     """Serve."""
     from ls_strategy.islands.client import read_secret
-    from ls_strategy.islands.hub import Hub, HubServer
+    from ls_strategy.islands.hub import Hub
+    from ls_strategy.islands.server import HubServer
 
     secret = "" if args.secret is None else read_secret(args.secret)
-    host = "" if secret else "127.0.0.1"
+    host = _host(args.host, secret)
     server = HubServer(Hub(args.islands, args.patience), host=host, port=args.port, secret=secret)
-    who = "all hosts" if secret else "this host only, as no --secret is given"
-    print(f"hub for {args.islands} islands on port {server.port}, for {who}", flush=True)
+    who = "those who know the secret" if secret else "this host only, as no --secret is given"
+    print(f"hub for {args.islands} islands at {host}:{server.port}, for {who}", flush=True)
     server.serve()
     return 0
+
+
+def _host(given: str | None, secret: str) -> str:
+    """Return the address to listen on.
+
+    Raises:
+        ConfigError: other hosts would need a secret, or an address.
+    """
+    if given is None and secret:
+        raise ConfigError(
+            "Got --secret without --host, but the hub listens only at the address that islands use. Set --host to the "
+            "one in DiLoCo(meet=...); to 127.0.0.1 for islands on this host or behind a tunnel; or to 0.0.0.0 for all "
+            "addresses of this host."
+        )
+    if given is not None and not secret and not is_loopback(given):
+        raise ConfigError(
+            f"Got --host {given} without --secret, but then anybody who reaches it takes part. Make a secret (openssl "
+            "rand -hex 32 > secret), and give it by --secret here and in DiLoCo(secret=...)."
+        )
+    return given or "127.0.0.1"

@@ -7,10 +7,12 @@ from __future__ import annotations
 
 import contextlib
 import hmac
+import ipaddress
 import json
 import socket
 import socketserver
 import threading
+from collections.abc import Mapping
 from typing import IO, Any
 
 from typing_extensions import override
@@ -18,6 +20,10 @@ from typing_extensions import override
 LINE_BYTES = 64 * 1024
 """The longest line."""
 
+ALIVE_S = 5.0
+"""Seconds between two lines of one who has nothing to say yet, so that the other side knows that it is there."""
+
+_CHUNK_BYTES = 1 << 20
 
 _STRANGER_S = 10.0
 """Seconds in which a new connection has to send the secret."""
@@ -36,12 +42,14 @@ class RequestServer(socketserver.ThreadingTCPServer):
     block_on_close = False
     request_queue_size = 128  # ranks come all at once; beyond the queue, the kernel lets them try again after a second
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        """Listen; the arguments are those of the base class."""
+    def __init__(self, address: tuple[str, int], *args: Any, **kwargs: Any) -> None:
+        """Listen at host and port; the arguments are those of the base class."""
         self._strangers: dict[int, socket.socket] = {}
         """Connections that have not sent the secret, by id, the oldest first."""
         self._changing = threading.Lock()
-        super().__init__(*args, **kwargs)
+        if ":" in address[0]:
+            self.address_family = socket.AF_INET6
+        super().__init__(address, *args, **kwargs)
 
     @override
     def process_request(self, request: Any, client_address: Any) -> None:
@@ -82,8 +90,8 @@ class RequestHandler(socketserver.StreamRequestHandler):
     @override
     def handle(self) -> None:
         while line := self.rfile.readline(LINE_BYTES):
-            request = json.loads(line)
-            if not hmac.compare_digest(str(request.get("secret")).encode(), self.key.encode()):
+            request = _parsed(line)
+            if request is None or not hmac.compare_digest(str(request.pop("secret", None)).encode(), self.key.encode()):
                 return
             self.connection.settimeout(self.timeout)
             self.server.admit(self.request)  # type: ignore[attr-defined]
@@ -94,7 +102,11 @@ class RequestHandler(socketserver.StreamRequestHandler):
                 return  # bytes of the request may still be in the connection
 
     def answer(self, request: dict[str, Any]) -> None:
-        """Answer one request, by `reply`."""
+        """Answer one request, which no longer has the secret, by `reply`.
+
+        Raises:
+            OSError, ValueError: the connection is closed after the text of the error was sent.
+        """
         raise NotImplementedError
 
     def reply(self, answer: dict[str, Any]) -> None:
@@ -102,18 +114,58 @@ class RequestHandler(socketserver.StreamRequestHandler):
         self.wfile.write(json.dumps(answer).encode() + b"\n")
 
 
+def _parsed(line: bytes) -> dict[str, Any] | None:
+    """Return a request; None if it is none."""
+    try:
+        request = json.loads(line)
+    except (ValueError, RecursionError):
+        return None
+    return request if isinstance(request, dict) else None
+
+
+def whole_number(request: Mapping[str, Any], name: str, most: int) -> int:
+    """Return an entry of a request that is an integer from 0 to ``most``.
+
+    Raises:
+        ValueError: it is something else, or not there.
+    """
+    value = request.get(name)
+    if not isinstance(value, int) or isinstance(value, bool) or not 0 <= value <= most:
+        raise ValueError(f"{name} is not an integer from 0 to {most}")
+    return value
+
+
+def short_text(request: Mapping[str, Any], name: str, most: int = 255) -> str:
+    """Return an entry of a request that is a text of up to ``most`` characters.
+
+    Raises:
+        ValueError: it is something else, or not there.
+    """
+    value = request.get(name)
+    if not isinstance(value, str) or len(value) > most:
+        raise ValueError(f"{name} is not a text of up to {most} characters")
+    return value
+
+
 def copy_bytes(source: Any, target: IO[bytes], length: int) -> None:
-    """Copy ``length`` bytes from a connection.
+    """Copy ``length`` bytes from a connection. Memory is taken as bytes arrive, not as they are announced.
 
     Raises:
         OSError: it ended earlier.
     """
     while length:
-        data = source.read(min(length, 1 << 20))
+        data = source.read(min(length, _CHUNK_BYTES))
         if not data:
             raise OSError("the connection ended")
         target.write(data)
         length -= len(data)
+
+
+def send_bytes(connection: socket.socket, data: bytes | memoryview) -> None:
+    """Send all bytes; the time-out of the connection counts from piece to piece, not for all of them."""
+    rest = memoryview(data)
+    while rest:
+        rest = rest[connection.send(rest[:_CHUNK_BYTES]) :]
 
 
 def request_line(secret: str, request: dict[str, Any]) -> bytes:
@@ -131,6 +183,15 @@ def read_answer(file: IO[bytes]) -> dict[str, Any]:
     if not line:
         raise ConnectionError("the connection ended")
     return json.loads(line)
+
+
+def is_loopback(host: str) -> bool:
+    """Return whether an address, or what a name leads to, is reached from this host only."""
+    try:
+        found = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
+    except (OSError, UnicodeError):
+        return False
+    return all(ipaddress.ip_address(str(each[4][0]).split("%")[0]).is_loopback for each in found)
 
 
 def keep_alive(connection: socket.socket) -> None:

@@ -8,6 +8,9 @@ from typing import Any
 OWN = "own "
 """Begins the keys of what every island needs for itself."""
 
+_MOST_CHARACTERS = 300
+"""Of one value in a message, which all islands get."""
+
 
 def disagreement(prints: Mapping[int, Mapping[int, Mapping[str, Any]]]) -> str | None:
     """Return why islands do not fit together, or None.
@@ -30,19 +33,27 @@ def disagreement(prints: Mapping[int, Mapping[int, Mapping[str, Any]]]) -> str |
     return None
 
 
+def _short(value: Any) -> str:
+    text = str(value)
+    return text if len(text) <= _MOST_CHARACTERS else f"{text[:_MOST_CHARACTERS]}..."
+
+
 def _name(island: int) -> str:
     return "the running islands" if island < 0 else f"island {island}"
 
 
 def _message(key: str, one: int, ours: Any, other: int, theirs: Any) -> str:
     return (
-        f"Got islands that do not fit together: {key} is {ours} on {_name(one)} and {theirs} on {_name(other)}. Start "
+        f"Got islands that do not fit together: {_short(key)} is {_short(ours)} on {_name(one)} and "
+        f"{_short(theirs)} on {_name(other)}. Start "
         f"all islands with the same model, options of DiLoCo and number of ranks. {_CURES.get(key, '')}"
     ).rstrip()
 
 
 def _shared(key: str, one: int, other: int, value: Any) -> str:
-    return (f"Got the same {key} on {_name(one)} and {_name(other)}: {value}. {_CURES.get(key, '')}").rstrip()
+    return (
+        f"Got the same {_short(key)} on {_name(one)} and {_name(other)}: {_short(value)}. {_CURES.get(key, '')}"
+    ).rstrip()
 
 
 _CURES = {

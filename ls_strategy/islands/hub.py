@@ -16,19 +16,14 @@ The hub keeps no state that matters: if it is lost, islands join its successor, 
 from __future__ import annotations
 
 import secrets
-import socket
 import threading
 import time
 from collections.abc import Iterable
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, Generic, Protocol, TypeVar
 
-from typing_extensions import override
-
-from ls_strategy.distributed.rendezvous import listeners
-from ls_strategy.distributed.requests import RequestHandler, RequestServer, keep_alive
-from ls_strategy.errors import ConfigError
 from ls_strategy.islands.fingerprint import disagreement
+from ls_strategy.islands.messages import Exchange, Join, Request, State
 
 _SEAT_S = 40.0
 """Seconds that an island which is started again waits until the connections of its lost ranks have ended."""
@@ -42,13 +37,16 @@ class Reply:
     """What one rank gets: a line, and bytes."""
 
     line: dict[str, Any]
-    parts: list[bytes] = field(default_factory=list)
+    parts: list[bytes | memoryview] = field(default_factory=list)
+
+
+AnyRequest = TypeVar("AnyRequest", Exchange, State)
 
 
 @dataclass
-class _Message:
-    line: dict[str, Any]
-    data: bytes
+class _Message(Generic[AnyRequest]):
+    request: AnyRequest
+    data: bytes | memoryview
 
 
 @dataclass
@@ -56,20 +54,20 @@ class _Round:
     """A round that is decided."""
 
     number: int
-    messages: dict[int, dict[int, _Message]]
+    messages: dict[int, dict[int, _Message[Exchange]]]
     """By island and rank: of the islands that are in it."""
 
     joiners: list[int]
     problem: str | None
 
     def reply(self, island: int, rank: int) -> Reply:
-        """Return the messages of the other islands, and of all of them the lines."""
+        """Return the bytes of the other islands, and the steps of all of them: nothing else that they have sent."""
         if self.problem is not None:
             return Reply({"error": self.problem})
         islands = sorted(self.messages)
         line = {
             "what": "done",
-            "lines": [[i, self.messages[i][rank].line] for i in islands],
+            "islands": [[i, self.messages[i][rank].request.steps] for i in islands],
             "joiners": self.joiners if island == islands[0] else [],
         }
         others = [self.messages[i][rank].data for i in islands if i != island]
@@ -81,6 +79,10 @@ class Connection(Protocol):
 
     def ended(self) -> bool:
         """Whether the other side has gone."""
+        ...
+
+    def still_waiting(self) -> None:
+        """Let the other side know that its answer is not decided yet; called every second until it is."""
         ...
 
 
@@ -98,24 +100,30 @@ class Hub:
         self._members: set[int] = set()
         self._fingerprints: dict[int, Any] = {}
         """By rank: of the islands that are in."""
-        self._arrived: dict[int, dict[int, _Message]] = {}
+        self._arrived: dict[int, dict[int, _Message[Exchange]]] = {}
         self._deadline: float | None = None
         self._ends = False
         self._decided: _Round | None = None
-        self._joining: dict[int, dict[int, dict[str, Any]]] = {}
+        self._joining: dict[int, dict[int, Join]] = {}
         self._join_deadline: float | None = None
         self._outcomes: dict[tuple[int, int], Reply] = {}
         self._source = -1
         self._served: set[int] = set()
-        self._states: dict[int, _Message] = {}
+        self._states: dict[int, _Message[State]] = {}
 
     # coming and going ------------------------------------------------------------------------------------------------
 
-    def join(self, connection: Connection, line: dict[str, Any]) -> Reply:
-        """Let a rank come. It gets what its island starts from."""
-        seat = island, rank = line["island"], line["rank"]
+    def join(self, connection: Connection, request: Join) -> Reply:
+        """Let a rank come. It gets what its island starts from.
+
+        Raises:
+            ValueError: the connection has joined as another rank.
+        """
+        seat = island, rank = request.island, request.rank
         with self._changed:
-            if not 0 <= island < self._islands:
+            if any(holder is connection and other != seat for other, holder in self._seats.items()):
+                raise ValueError("this connection has joined as another rank")
+            if island >= self._islands:
                 problem = (
                     f"Got island={island}, but the hub was started for {self._islands} islands, numbered from 0. Set "
                     "DiLoCo(island=...), or `ls-strategy meet --islands`."
@@ -127,13 +135,38 @@ class Hub:
                     "island a number of its own: DiLoCo(island=...)."
                 )
                 return Reply({"error": problem})
+            there = self._joining.setdefault(island, {})
+            if any(other.ranks != request.ranks for other in there.values()):
+                problem = (
+                    f"Got ranks of island {island} that know of different numbers of them. Start all of them again."
+                )
+                return Reply({"error": problem})
             self._leave(island)
             self._outcomes.pop(seat, None)
-            self._joining.setdefault(island, {})[rank] = line
+            there[rank] = request
             self._changed.notify_all()
-            return self._wait_to_be_in(connection, seat)
+            return self._wait_to_be_in(connection, seat, request.ranks)
 
-    def _wait_to_be_in(self, connection: Connection, seat: tuple[int, int]) -> Reply:
+    def check_seat(self, connection: Connection, request: Request) -> None:
+        """Refuse what is asked by one who has not joined as this rank.
+
+        Raises:
+            ValueError: it has not.
+        """
+        with self._changed:
+            if self._seats.get((request.island, request.rank)) is not connection:
+                raise ValueError(f"this connection has not joined as rank {request.rank} of island {request.island}")
+
+    def _wait(self, connection: Connection) -> None:
+        """Wait for a change, without the lock; the one who waits hears that there is none yet."""
+        self._changed.wait(_LOOK_EVERY_S)
+        self._changed.release()
+        try:
+            connection.still_waiting()
+        finally:
+            self._changed.acquire()
+
+    def _wait_to_be_in(self, connection: Connection, seat: tuple[int, int], ranks: int) -> Reply:
         (island, rank), end = seat, time.monotonic() + self._patience_s
         while seat not in self._outcomes:
             self._admit_if_due()
@@ -142,7 +175,7 @@ class Hub:
             if self._seats.get(seat) is not connection:
                 return Reply({"error": f"rank {rank} of island {island} was lost."})
             there = self._joining.get(island, {})
-            if time.monotonic() > end and len(there) < there.get(rank, {"ranks": 0})["ranks"]:
+            if time.monotonic() > end and rank in there and len(there) < ranks:
                 self._joining.pop(island)
                 problem = (
                     f"Got {len(there)} of the ranks of island {island} in {self._patience_s:g} s, but all of them have "
@@ -152,7 +185,7 @@ class Hub:
                     self._outcomes[island, other] = Reply({"error": problem})
                 self._changed.notify_all()
                 break
-            self._changed.wait(_LOOK_EVERY_S)
+            self._wait(connection)
         return self._outcomes.pop(seat)
 
     def _take_seat(self, connection: Connection, seat: tuple[int, int]) -> bool:
@@ -163,7 +196,7 @@ class Hub:
             elif time.monotonic() > end:
                 return False
             else:
-                self._changed.wait(_LOOK_EVERY_S)
+                self._wait(connection)
         self._seats[seat] = connection
         return True
 
@@ -196,7 +229,7 @@ class Hub:
         for seat in [(i, rank) for i, ranks in self._joining.items() for rank in ranks]:
             if seat in self._seats and self._seats[seat].ended():
                 self.gone(self._seats[seat])
-        complete = (i for i, ranks in self._joining.items() if len(ranks) == next(iter(ranks.values()))["ranks"])
+        complete = (i for i, ranks in self._joining.items() if ranks and len(ranks) == next(iter(ranks.values())).ranks)
         return sorted(i for i in complete if i not in self._served)
 
     def _admit_if_due(self) -> None:
@@ -218,7 +251,7 @@ class Hub:
             self._found(joined)
 
     def _prints(self, island: int) -> dict[int, Any]:
-        return {rank: line["fingerprint"] for rank, line in self._joining[island].items()}
+        return {rank: request.fingerprint for rank, request in self._joining[island].items()}
 
     def _refuse(self, islands: Iterable[int], problem: str) -> None:
         for island in islands:
@@ -229,9 +262,9 @@ class Hub:
     def _found(self, islands: list[int]) -> None:
         """Start a run, or let one go on: from the newest state, or from the weights of the first island."""
         first = {i: self._joining[i][0] for i in islands}
-        known = {i: line["round"] for i, line in first.items() if line["run"] is not None}
+        known = {i: request.round for i, request in first.items() if request.run is not None}
         problem = disagreement({i: self._prints(i) for i in islands})
-        runs = {first[i]["run"] for i in known}
+        runs = {request.run for request in first.values() if request.run is not None}
         if problem is None and len(runs) > 1:
             problem = (
                 "Got islands that continue different runs. Start all of them from checkpoints of one run, or some "
@@ -260,12 +293,17 @@ class Hub:
     def _serve(self, source: int, joiners: list[int]) -> None:
         self._source, self._served, self._states = (source, set(joiners), {}) if joiners else (-1, set(), {})
 
-    def state(self, line: dict[str, Any], data: bytes) -> Reply:
-        """Take one rank's part of the state, and give it to the islands that wait for it when all parts are there."""
+    def state(self, connection: Connection, request: State, data: bytes | memoryview) -> Reply:
+        """Take one rank's part of the state, and give it to the islands that wait for it when all parts are there.
+
+        Raises:
+            ValueError: the connection has not joined as this rank.
+        """
         with self._changed:
-            if line["island"] == self._source and line["round"] == self._number:
-                self._states[line["rank"]] = _Message(line, data)
-                if len(self._states) == line["ranks"]:
+            self.check_seat(connection, request)
+            if request.island == self._source and request.round == self._number:
+                self._states[request.rank] = _Message(request, data)
+                if self._states.keys() == self._fingerprints.keys():
                     self._hand_out()
             self._changed.notify_all()
         return Reply({})
@@ -274,44 +312,57 @@ class Hub:
         for island in self._served & self._joining.keys():
             for rank in self._joining.pop(island):
                 state = self._states[rank]
-                line = {"what": "fetch", "state": state.line["state"], "lengths": [len(state.data)]}
+                line = {"what": "fetch", "buffers": state.request.buffers, "lengths": [len(state.data)]}
                 self._outcomes[island, rank] = Reply({**line, **self._position()}, [state.data])
         self._serve(-1, [])
 
     # rounds ----------------------------------------------------------------------------------------------------------
 
-    def exchange(self, line: dict[str, Any], data: bytes) -> Reply:
+    def exchange(self, connection: Connection, request: Exchange, data: bytes | memoryview) -> Reply:
         """Give a rank the bytes of the same rank of the other islands in the round.
 
         Returns:
             ``done``; or ``missed``: the island is out, and has to join; or ``ends``: another island has come to the end
             of its training, and all send everything now.
+
+        Raises:
+            ValueError: the connection has not joined as this rank.
         """
-        island, number = line["island"], line["round"]
+        island, number = request.island, request.round
         with self._changed:
+            self.check_seat(connection, request)
             if island not in self._members or number != self._number:
                 return Reply({"what": "missed"})
-            if line["ends"] and not self._ends:
+            self._check_island(request)
+            if request.ends and not self._ends:
                 self._ends, self._arrived, self._deadline = True, {}, None
-            elif self._ends and not line["ends"]:
+            elif self._ends and not request.ends:
                 return Reply({"what": "ends"})
-            self._arrived.setdefault(island, {})[line["rank"]] = _Message(line, data)
+            self._arrived.setdefault(island, {})[request.rank] = _Message(request, data)
             self._changed.notify_all()
             while True:
                 self._decide_if_due()
                 decided = self._decided
                 if decided is not None and decided.number == number:
                     taken = island in decided.messages
-                    return decided.reply(island, line["rank"]) if taken else Reply({"what": "missed"})
-                if self._ends and not line["ends"]:
+                    return decided.reply(island, request.rank) if taken else Reply({"what": "missed"})
+                if self._ends and not request.ends:
                     return Reply({"what": "ends"})
                 if island not in self._members and not self._is_complete(island):
                     return Reply({"what": "missed"})
-                self._changed.wait(_LOOK_EVERY_S)
+                self._wait(connection)
+
+    def _check_island(self, request: Exchange) -> None:
+        """Refuse what does not fit to the other ranks of the island."""
+        if request.ranks != len(self._fingerprints):
+            raise ValueError(f"ranks is {request.ranks}, but {len(self._fingerprints)} have joined")
+        for other in self._arrived.get(request.island, {}).values():
+            if other.request.steps != request.steps and other.request.ends == request.ends:
+                raise ValueError(f"steps is {request.steps} and {other.request.steps} on another rank of the island")
 
     def _is_complete(self, island: int) -> bool:
         there = self._arrived.get(island, {})
-        return bool(there) and len(there) == next(iter(there.values())).line["ranks"]
+        return bool(there) and len(there) == len(self._fingerprints)
 
     def _decide_if_due(self) -> None:
         complete = sorted(i for i in self._arrived if self._is_complete(i))
@@ -325,7 +376,7 @@ class Hub:
         messages = {i: self._arrived[i] for i in complete}
         # The first island has to be there still, to serve those that join.
         joiners = self._joined() if not self._ends and complete[0] in self._members else []
-        sent = {i: {rank: m.line["fingerprint"] for rank, m in messages[i].items()} for i in complete}
+        sent = {i: {rank: m.request.fingerprint for rank, m in messages[i].items()} for i in complete}
         self._decided = _Round(self._number, messages, joiners, disagreement(sent))
         self._number += 1
         self._members = (self._members & set(complete)) | set(joiners)
@@ -334,86 +385,3 @@ class Hub:
         if self._ends:
             self._members, self._ends, self._run = set(), False, None
         self._changed.notify_all()
-
-
-class HubServer:
-    """Serves a hub until it is closed."""
-
-    def __init__(self, hub: Hub, *, host: str, port: int, secret: str) -> None:
-        """Listen.
-
-        Raises:
-            ConfigError: the port is taken, with the process that holds it; or there is no such address here.
-        """
-
-        class Handler(_Handler):
-            served, key = hub, secret
-
-        try:
-            self._server = _Server((host, port), Handler)
-        except OSError as error:
-            who = " and ".join(f"process {pid} ({command})" for pid, command in listeners(port))
-            raise ConfigError(
-                f"Got --host {host or 'any'} --port {port}, but it cannot be listened on: {error.strerror}"
-                f"{f'; {who} does' if who else ''}. Give another port, or end that process; several runs need a hub "
-                "each."
-            ) from None
-        self.port = int(self._server.server_address[1])
-
-    def serve(self) -> None:
-        """Serve until `close`, or an interrupt."""
-        try:
-            self._server.serve_forever(0.1)
-        finally:
-            self._server.server_close()
-
-    def close(self) -> None:
-        """Stop serving. Call it from another thread than `serve`."""
-        self._server.shutdown()
-
-
-class _Server(RequestServer):
-    allow_reuse_address = True  # of connections that are closing; a listener is still an error
-
-
-class _Handler(RequestHandler):
-    served: Hub
-
-    @override
-    def setup(self) -> None:
-        super().setup()
-        keep_alive(self.connection)
-
-    def ended(self) -> bool:
-        """Whether the other side has closed the connection, or is lost."""
-        try:
-            return not self.connection.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT)
-        except BlockingIOError:
-            return False
-        except OSError:
-            return True
-
-    @override
-    def finish(self) -> None:
-        self.served.gone(self)
-        super().finish()
-
-    @override
-    def answer(self, request: dict[str, Any]) -> None:
-        data = self.rfile.read(request["length"])  # the secret fits: the length is that of an island
-        if len(data) != request["length"]:
-            raise OSError("the connection ended")
-        what = request["what"]
-        if what == "hello":
-            reply = Reply({})
-        elif what == "join":
-            reply = self.served.join(self, request)
-        elif what == "exchange":
-            reply = self.served.exchange(request, data)
-        elif what == "state":
-            reply = self.served.state(request, data)
-        else:
-            raise ValueError(f"unknown request {what!r}")
-        self.reply(reply.line)
-        for part in reply.parts:
-            self.connection.sendall(part)

@@ -20,7 +20,8 @@ from torch import Tensor
 
 from ls_strategy.errors import StateError
 from ls_strategy.islands import buffers, wire
-from ls_strategy.islands.client import HubClient, HubLostError
+from ls_strategy.islands.client import HubClient
+from ls_strategy.islands.link import HubLostError
 from ls_strategy.islands.outer import Outer, Place
 
 
@@ -65,9 +66,9 @@ class Result:
 class Member:
     """This rank's part in the rounds."""
 
-    def __init__(self, client: HubClient, outer: Outer, patience_s: float) -> None:
-        """``patience_s``: how long all ranks may take to find the successor of a hub that was lost."""
-        self.client, self.outer, self._patience_s = client, outer, patience_s
+    def __init__(self, client: HubClient, outer: Outer) -> None:
+        """Come to no hub yet."""
+        self.client, self.outer = client, outer
         self.fingerprint: dict[str, Any] = {}
         """What has to be equal on all islands when this one joins."""
         self.run: str | None = None
@@ -84,22 +85,22 @@ class Member:
 
         Args:
             own_buffers: of this island, for those that get its state.
-            again: after the hub was lost.
+            again: this process was in the run before: the hub was lost, or the others went on without this island.
 
         Returns:
             whether global weights and momentum are now those of another island.
 
         Raises:
             ConfigError: this island does not fit to the others.
-            StateError: there is no hub; or after one was lost, not all ranks have found its successor.
+            StateError: there is no hub, or it is lost before it has answered.
         """
-        self.client.connect(self._patience_s + 60.0 if again else None)
-        line = {"fingerprint": self.fingerprint, "run": self.run, "round": self.round}
+        self.client.connect()
+        line = {"fingerprint": self.fingerprint, "run": self.run, "round": self.round, "again": again}
         try:
             answer, parts = self.client.ask("join", line)
             fetched = answer["what"] == "fetch"
             if fetched:
-                self._take(answer["state"], parts[0])
+                self._take(answer["buffers"], parts[0])
             self.run, self.round = answer["run"], answer["round"]
             if answer.get("joiners"):
                 self._send_state(own_buffers)
@@ -108,19 +109,17 @@ class Member:
                 f"the hub was lost while islands joined ({error}). Start `ls-strategy meet` again, and the islands "
                 "from their last checkpoints."
             ) from None
-        self.client.be_patient()
         return fetched
 
     def _send_state(self, own_buffers: Tensor) -> None:
         there = self.buffers if self.buffers is not None else own_buffers
-        state = {"buffers": there.numel()}
         data = self.outer.packed() + wire.encode(there, "exact")
-        self.client.ask("state", {"round": self.round, "state": state}, data)
+        self.client.ask("state", {"round": self.round, "buffers": there.numel()}, data)
 
-    def _take(self, state: dict[str, Any], data: bytes) -> None:
-        end = len(data) - 8 * state["buffers"]
+    def _take(self, numel: int, data: bytes | bytearray) -> None:
+        end = len(data) - 8 * numel
         self.outer.unpack(data[:end])
-        self.buffers = wire.decode(data[end:], state["buffers"], "exact", buffers.DTYPE)
+        self.buffers = wire.decode(data[end:], numel, "exact", buffers.DTYPE)
 
     # rounds ----------------------------------------------------------------------------------------------------------
 
@@ -159,13 +158,14 @@ class Member:
         started = time.perf_counter()
         data = own.gradient + wire.encode(own.buffers, "exact") if own.steps else b""
         line = {"round": self.round, "ends": own.ends, "steps": own.steps, "fingerprint": own.about}
+        line["run"] = self.run
         try:
             answer, parts = self.client.ask("exchange", line, data)
         except HubLostError:
             if self.join(own.buffers, again=True):
                 return Result("fetch")
             try:
-                answer, parts = self.client.ask("exchange", {**line, "round": self.round}, data)
+                answer, parts = self.client.ask("exchange", {**line, "run": self.run, "round": self.round}, data)
             except HubLostError as error:
                 raise StateError(
                     f"the hub was lost twice in a round ({error}). Start `ls-strategy meet` again, and the islands "
@@ -176,15 +176,15 @@ class Member:
         return self._apply(own, data, answer, parts, started)
 
     def _apply(
-        self, own: Contribution, data: bytes, answer: dict[str, Any], parts: list[bytes], started: float
+        self, own: Contribution, data: bytes, answer: dict[str, Any], parts: list[bytearray], started: float
     ) -> Result:
-        lines = dict(answer["lines"])
+        steps = dict(answer["islands"])
         others = iter(parts)
-        of = {i: data if i == self.client.island else next(others) for i in sorted(lines)}
+        of = {i: data if i == self.client.island else next(others) for i in sorted(steps)}
         end = self.outer.nbytes(own.places)
         given, refused = [], []
         for i in sorted(of):
-            if lines[i]["steps"]:
+            if steps[i]:
                 why = self._problem(own, of[i], end)
                 refused += [(i, why)] if why else []
                 given += [] if why else [of[i]]
@@ -199,9 +199,9 @@ class Member:
         if answer["joiners"]:
             self._send_state(own.buffers)
         seconds = time.perf_counter() - started
-        return Result("done", tuple(sorted(lines)), square, means, tuple(refused), seconds)
+        return Result("done", tuple(sorted(steps)), square, means, tuple(refused), seconds)
 
-    def _problem(self, own: Contribution, data: bytes, end: int) -> str | None:
+    def _problem(self, own: Contribution, data: bytes | bytearray, end: int) -> str | None:
         """Return what is wrong with an island's contribution of ``end`` bytes and its buffers; None if nothing is."""
         expected = end + wire.nbytes(own.buffers.numel(), "exact", buffers.DTYPE)
         if len(data) != expected:

@@ -127,7 +127,7 @@ class Outer:
         deltas = [self.shards[place].weights - _local(flats[place]) for place in places]
         return wire.encode(torch.cat(deltas), self._form) if deltas else b""
 
-    def problem(self, places: Sequence[Place], data: bytes) -> str | None:
+    def problem(self, places: Sequence[Place], data: bytes | bytearray) -> str | None:
         """Return what is wrong with an island's pseudo-gradient, None if nothing is. Not collective; any thread.
 
         All islands have the same global weights and bytes, so all of them return the same.
@@ -145,7 +145,7 @@ class Outer:
             return f"a change of {float(largest):.3g}, but the largest weight is {weights:.3g}"
         return None
 
-    def step(self, places: Sequence[Place], received: Sequence[bytes]) -> float:
+    def step(self, places: Sequence[Place], received: Sequence[bytes | bytearray]) -> float:
         """Take the outer step with the pseudo-gradients of the islands, in their order. Not collective; any thread.
 
         Returns:
@@ -182,7 +182,7 @@ class Outer:
         """Return this rank's global weights and momentum as bytes."""
         return b"".join(wire.encode(t, "exact") for s in list(self.shards.values()) for t in (s.weights, s.momentum))
 
-    def unpack(self, data: bytes) -> None:
+    def unpack(self, data: bytes | bytearray) -> None:
         """Take them over."""
         mine = [t for s in self.shards.values() for t in (s.weights, s.momentum)]
         at = 0

@@ -48,7 +48,7 @@ def encode(values: Tensor, form: WireFormat) -> bytes:
     return values.contiguous().view(torch.uint8).numpy().tobytes()
 
 
-def decode(data: bytes, numel: int, form: WireFormat, dtype: torch.dtype = torch.float32) -> Tensor:
+def decode(data: bytes | bytearray, numel: int, form: WireFormat, dtype: torch.dtype = torch.float32) -> Tensor:
     """Return the numbers, ``(numel,)`` in ``dtype``."""
     if not numel:
         return torch.empty(0, dtype=dtype)

@@ -6,7 +6,10 @@ The secret of a request is one that only the ranks of the run know.
 from __future__ import annotations
 
 import contextlib
+import errno
+import ipaddress
 import os
+import shutil
 import socket
 import threading
 from collections.abc import Sequence
@@ -15,7 +18,16 @@ from typing import IO, Any
 
 from typing_extensions import override
 
-from ls_strategy.distributed.requests import RequestHandler, RequestServer, copy_bytes, read_answer, request_line
+from ls_strategy.distributed.requests import (
+    RequestHandler,
+    RequestServer,
+    copy_bytes,
+    is_loopback,
+    read_answer,
+    request_line,
+    short_text,
+    whole_number,
+)
 from ls_strategy.errors import CheckpointError
 from ls_strategy.snapshots.memory import Memory
 
@@ -23,18 +35,20 @@ _TIMEOUT_S = 60.0
 """Seconds without a byte after which a node counts as lost."""
 
 _CONNECT_S = 5.0
+_MOST_BYTES = 1 << 50
+"""Of a file."""
 
 
 class Server:
     """Serves one node's memory. One process per node."""
 
-    def __init__(self, memory: Memory, secret: str) -> None:
-        """Listen on a free port."""
+    def __init__(self, memory: Memory, secret: str, host: str = "127.0.0.1") -> None:
+        """Listen on a free port of the address ``host``; of all addresses if it is empty."""
 
         class Handler(_Handler):
             served, key = memory, secret
 
-        self._server = RequestServer(("", 0), Handler)
+        self._server = RequestServer((host, 0), Handler)
         self._thread = threading.Thread(target=self._server.serve_forever, args=(0.1,), daemon=True)
         self._thread.name = "ls_strategy_snapshots"
         self._thread.start()
@@ -57,15 +71,19 @@ class _Handler(RequestHandler):
 
     @override
     def answer(self, request: dict[str, Any]) -> None:
-        what = request["what"]
+        what = request.get("what")
         if what == "hello":
             self.reply({})
-        elif what == "read":
-            self._read(self.served.path(request["name"], request["file"]), request["offset"], request["length"])
-        elif what == "put":
-            self._put(request["name"], request["file"], request["length"])
+            return
+        if what not in ("read", "put"):
+            raise ValueError("an unknown request")
+        name, file = short_text(request, "name"), short_text(request, "file")
+        length = whole_number(request, "length", _MOST_BYTES)
+        path = self.served.path(name, file)
+        if what == "read":
+            self._read(path, whole_number(request, "offset", _MOST_BYTES), length)
         else:
-            raise ValueError(f"unknown request {what!r}")
+            self._put(name, path, length)
 
     def _read(self, path: Path, offset: int, length: int) -> None:
         with path.open("rb") as file:
@@ -75,13 +93,19 @@ class _Handler(RequestHandler):
             if length:
                 self.connection.sendfile(file, offset, length)
 
-    def _put(self, name: str, file: str, length: int) -> None:
+    def _put(self, name: str, path: Path, length: int) -> None:
+        free = shutil.disk_usage(self.served.folder).free
+        if length > free:
+            raise OSError(errno.ENOSPC, f"{length} bytes do not fit into {free}")
         self.served.begin(name)
-        path = self.served.path(name, file)
         new = path.with_name(f"{path.name}.tmp")
-        with new.open("wb") as target:
-            copy_bytes(self.rfile, target, length)
-        new.rename(path)
+        try:
+            with new.open("wb") as target:
+                copy_bytes(self.rfile, target, length)
+            new.rename(path)
+        except OSError:
+            new.unlink(missing_ok=True)
+            raise
         self.reply({})
 
 
@@ -172,13 +196,42 @@ def addresses(main_address: str | None) -> list[str]:
     """
     found: list[str] = []
     if main_address:
-        with contextlib.suppress(OSError):
-            family, kind, _, _, where = socket.getaddrinfo(main_address, 9, type=socket.SOCK_DGRAM)[0]
-            with socket.socket(family, kind) as probe:
-                probe.connect(where)  # sends nothing
-                found.append(str(probe.getsockname()[0]))
+        found += _towards(main_address)
     with contextlib.suppress(OSError):
         named = socket.getaddrinfo(socket.gethostname(), None, type=socket.SOCK_STREAM)
         found += [str(info[4][0]) for info in named]
     found.append(socket.gethostname())
     return list(dict.fromkeys(found))
+
+
+def one_address(own: Sequence[str] | None, of_nodes: Sequence[Sequence[str]]) -> str:
+    """Return the address at which other nodes reach this one; empty if it is not known.
+
+    Args:
+        own: of this node, the likeliest first.
+        of_nodes: of all nodes.
+    """
+    if not own:
+        return ""
+    if all(is_loopback(each[0]) for each in of_nodes):  # nodes of one host
+        return own[0]
+    # The main node's name often leads to itself: the way to another node is another interface.
+    others = [address for each in of_nodes for address in each if address not in own and not is_loopback(address)]
+    ways = (way for address in others for way in _towards(address))
+    return next((each for each in (own[0], *ways) if _is_address(each) and not is_loopback(each)), "")
+
+
+def _towards(address: str) -> list[str]:
+    """Return this node's address on the interface that leads to ``address``, if there is one. Sends nothing."""
+    with contextlib.suppress(OSError):
+        family, kind, _, _, where = socket.getaddrinfo(address, 9, type=socket.SOCK_DGRAM)[0]
+        with socket.socket(family, kind) as probe:
+            probe.connect(where)
+            return [str(probe.getsockname()[0])]
+    return []
+
+
+def _is_address(text: str) -> bool:
+    with contextlib.suppress(ValueError):
+        return bool(ipaddress.ip_address(text.split("%")[0]))
+    return False

@@ -7,7 +7,8 @@ import threading
 import time
 from pathlib import Path
 
-from ls_strategy.islands.hub import Hub, HubServer
+from ls_strategy.islands.hub import Hub
+from ls_strategy.islands.server import HubServer
 
 
 def address() -> str:

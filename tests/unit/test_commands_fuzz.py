@@ -54,7 +54,7 @@ BASE = {
 @pytest.fixture(autouse=True)
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("ls_strategy.islands.hub.HubServer.serve", lambda _: None)  # else it runs until an interrupt
+    monkeypatch.setattr("ls_strategy.islands.server.HubServer.serve", lambda _: None)  # else it runs until an interrupt
     (tmp_path / "good.yaml").write_text("trainer:\n  devices: 2\n")
     (tmp_path / "bad.yaml").write_bytes(b"trainer: \xff\xfe")
     (tmp_path / "five.yaml").write_text("trainer: 5\n")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import socket
 import threading
 import time
@@ -14,10 +15,13 @@ import torch
 
 from ls_strategy import ConfigError, DiLoCo, StateError
 from ls_strategy.cli import main
-from ls_strategy.islands import buffers, wire
-from ls_strategy.islands.client import HubClient, HubLostError, parse_address
+from ls_strategy.islands import buffers, messages, wire
+from ls_strategy.islands.client import HubClient, parse_address
 from ls_strategy.islands.fingerprint import disagreement
-from ls_strategy.islands.hub import Hub, HubServer, Reply
+from ls_strategy.islands.hub import Hub, Reply
+from ls_strategy.islands.link import HubLostError
+from ls_strategy.islands.server import HubServer
+from ls_strategy.testing import free_port
 
 
 class Rank:
@@ -27,23 +31,29 @@ class Rank:
 
     def __init__(self, hub: Hub, island: int, rank: int, ranks: int) -> None:
         self.hub, self.who = hub, {"island": island, "rank": rank, "ranks": ranks}
-        self.is_lost = False
+        self.is_lost, self.waits = False, 0
         self._thread = ThreadPoolExecutor(1)
         self.made.append(self)
 
     def ended(self) -> bool:
         return self.is_lost
 
-    def join(self, run: str | None = None, round: int = 0, **fingerprint: Any) -> Future[Reply]:
-        line = {**self.who, "fingerprint": fingerprint, "run": run, "round": round}
-        return self._thread.submit(self.hub.join, self, line)
+    def still_waiting(self) -> None:
+        self.waits += 1
 
-    def exchange(self, round: int, data: bytes, *, ends: bool = False, **fingerprint: Any) -> Future[Reply]:
-        line = {**self.who, "round": round, "ends": ends, "steps": 1, "fingerprint": fingerprint}
-        return self._thread.submit(self.hub.exchange, line, data)
+    def join(self, run: str | None = None, round: int = 0, *, again: bool = False, **fingerprint: Any) -> Future[Reply]:
+        line = {**self.who, "fingerprint": fingerprint, "run": run, "round": round, "again": again}
+        return self._thread.submit(self.hub.join, self, messages.join(line))
+
+    def exchange(
+        self, round: int, data: bytes, *, ends: bool = False, steps: int = 1, run: str | None = None, **fingerprint: Any
+    ) -> Future[Reply]:
+        line = {**self.who, "round": round, "run": run, "ends": ends, "steps": steps, "fingerprint": fingerprint}
+        return self._thread.submit(self.hub.exchange, self, messages.exchange(line), data)
 
     def state(self, round: int, data: bytes) -> Future[Reply]:
-        return self._thread.submit(self.hub.state, {**self.who, "round": round, "state": {}}, data)
+        line = {**self.who, "round": round, "buffers": 0}
+        return self._thread.submit(self.hub.state, self, messages.state(line), data)
 
     def lose(self) -> None:
         self.is_lost = True
@@ -94,7 +104,7 @@ def test_a_rank_gets_the_bytes_of_the_same_rank_of_the_other_islands_in_their_or
             reply = get(future)
             assert reply.line["what"] == "done"
             assert reply.parts == [b"%d%d" % (other, r) for other in range(3) if other != i]
-            assert [number for number, _ in reply.line["lines"]] == [0, 1, 2]
+            assert [number for number, _ in reply.line["islands"]] == [0, 1, 2]
 
 
 def test_an_island_that_is_lost_is_not_waited_for():
@@ -102,7 +112,7 @@ def test_an_island_that_is_lost_is_not_waited_for():
     asked = [rank.exchange(0, b"x") for rank in first]
     half = second[0].exchange(0, b"y")
     second[1].lose()
-    assert [number for number, _ in get(asked[0]).line["lines"]] == [0]
+    assert [number for number, _ in get(asked[0]).line["islands"]] == [0]
     assert get(half).line["what"] == "missed"
 
 
@@ -140,7 +150,7 @@ def test_an_island_that_comes_back_gets_the_state_after_the_next_round():
     get(first[1].state(1, b"s1"))
     assert [(get(f).line["round"], get(f).parts) for f in joins] == [(1, [b"s0"]), (1, [b"s1"])]
     asked = [rank.exchange(1, b"z") for rank in (*first, *again)]
-    assert all(len(get(future).line["lines"]) == 2 for future in asked)
+    assert all(len(get(future).line["islands"]) == 2 for future in asked)
 
 
 def test_if_the_island_that_sends_its_state_is_lost_another_one_does():
@@ -264,6 +274,10 @@ def server():
     thread.join()
 
 
+JOIN = {"fingerprint": {}, "run": None, "round": 0, "again": False}
+EXCHANGE = {"run": None, "round": 0, "ends": False, "steps": 1, "fingerprint": {}}
+
+
 def client(server: HubServer, secret: str = "right") -> HubClient:
     return HubClient(("127.0.0.1", server.port), secret, {"island": 0, "rank": 0, "ranks": 1}, 1.0)
 
@@ -271,8 +285,8 @@ def client(server: HubServer, secret: str = "right") -> HubClient:
 def test_bytes_pass_through_sockets(server: HubServer):
     one = client(server)
     one.connect()
-    assert one.ask("join", {"fingerprint": {}, "run": None, "round": 0})[0]["what"] == "own"
-    line, parts = one.ask("exchange", {"round": 0, "ends": False, "steps": 1, "fingerprint": {}}, b"x" * 100_000)
+    assert one.ask("join", JOIN)[0]["what"] == "own"
+    line, parts = one.ask("exchange", EXCHANGE, b"x" * 100_000)
     assert (line["what"], parts, one.sent_bytes) == ("done", [], 100_000)
     one.close()
 
@@ -280,13 +294,13 @@ def test_bytes_pass_through_sockets(server: HubServer):
 def test_a_closed_connection_is_an_island_that_is_lost(server: HubServer):
     one = client(server)
     one.connect()
-    one.ask("join", {"fingerprint": {}, "run": None, "round": 0})
+    one.ask("join", JOIN)
     one.close()
     with pytest.raises(HubLostError):
         one.ask("exchange", {})
     two = client(server)
     two.connect()
-    assert two.ask("join", {"fingerprint": {}, "run": None, "round": 0})[0]["what"] == "own"
+    assert two.ask("join", JOIN)[0]["what"] == "own"
     two.close()
 
 
@@ -315,6 +329,41 @@ def test_a_short_secret_is_refused(tmp_path: Any, capsys: pytest.CaptureFixture[
     (tmp_path / "secret").write_text("1234\n")
     assert main(["meet", "--islands=2", "--port=29400", f"--secret={tmp_path / 'secret'}"]) == 1
     assert "with 4 characters" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("given", "where", "text"),
+    [
+        ([], "127.0.0.1", ""),
+        (["--host=localhost"], "localhost", ""),
+        (["--host=127.0.0.1", "--secret"], "127.0.0.1", ""),
+        (["--host=0.0.0.0", "--secret"], "0.0.0.0", ""),
+        (["--secret"], None, "Got --secret without --host"),
+        (["--host=0.0.0.0"], None, "Got --host 0.0.0.0 without --secret"),
+        (["--host=192.0.2.1", "--secret"], None, "Got --host 192.0.2.1 --port [0-9]+, but it cannot be listened on"),
+    ],
+)
+def test_the_hub_listens_only_where_it_is_told(
+    given: list[str], where: str | None, text: str, tmp_path: Any, monkeypatch: Any, capsys: Any
+):
+    """All addresses of the host, if a secret was given, before there was --host."""
+    bound: list[str] = []
+
+    def serve(server: HubServer) -> None:
+        bound.append(server._server.server_address[0])
+        server._server.server_close()
+
+    monkeypatch.setattr(HubServer, "serve", serve)
+    (tmp_path / "secret").write_text("0123456789abcdef0123456789abcdef")
+    args = [f"--secret={tmp_path / 'secret'}" if each == "--secret" else each for each in given]
+    assert main(["meet", "--islands=2", f"--port={free_port()}", *args]) == (1 if where is None else 0)
+    said = capsys.readouterr()
+    if where is None:
+        assert re.search(text, said.err)
+        assert not bound
+    else:
+        assert bound == [socket.gethostbyname(where)]
+        assert f"at {where}:" in said.out
 
 
 # --- formats ---------------------------------------------------------------------------------------------------------

@@ -18,7 +18,6 @@ import torch
 from ls_strategy.callbacks.elastic import ElasticTraining, _run_of
 from ls_strategy.checkpoint.manifest import FileRecord, Manifest, read_manifest
 from ls_strategy.checkpoint.place import Place
-from ls_strategy.distributed import requests
 from ls_strategy.errors import CheckpointError, ConfigError, StateError
 from ls_strategy.snapshots import memory as memory_module
 from ls_strategy.snapshots import progress
@@ -262,36 +261,6 @@ def test_a_checkpoint_that_runs_a_command_is_not_continued_from(tmp_path: Path, 
 def test_the_variable_names_the_memory(tmp_path: Path):
     assert root({"LS_STRATEGY_MEMORY": str(tmp_path)}) == tmp_path
     assert node_id(tmp_path / "a") != node_id(tmp_path / "b")
-
-
-# --- strangers -------------------------------------------------------------------------------------------------------
-
-
-def test_connections_without_the_secret_take_few_descriptors(memory: Memory):
-    server = Server(memory, "secret")
-    before = len(list(Path("/proc/self/fd").iterdir()))
-    strangers = [socket.create_connection(("127.0.0.1", server.port)) for _ in range(200)]
-    try:
-        Peer(["127.0.0.1"], server.port, "secret").hello()  # a node is served nevertheless
-        deadline = time.monotonic() + 60
-        while (
-            served := len(list(Path("/proc/self/fd").iterdir())) - before - len(strangers)
-        ) > requests._MOST_STRANGERS + 2:
-            assert time.monotonic() < deadline, f"{served} descriptors"
-            time.sleep(0.05)
-    finally:
-        for stranger in strangers:
-            stranger.close()
-        server.close()
-
-
-def test_a_connection_that_says_nothing_is_closed(memory: Memory, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(requests, "_STRANGER_S", 0.2)
-    with serving(memory) as peer:
-        stranger = socket.create_connection(("127.0.0.1", peer._port), timeout=60)
-        assert stranger.recv(1) == b""
-        stranger.close()
-        peer.hello()
 
 
 # --- identity --------------------------------------------------------------------------------------------------------
