@@ -22,7 +22,7 @@ from ls_strategy.distributed.launcher import end_processes
 from ls_strategy.distributed.lockstep import Lockstep
 from ls_strategy.distributed.ray_worker import in_train_function
 from ls_strategy.engine import Engine
-from ls_strategy.errors import ConfigError, OutOfStepError, PlanError, RankFailedError, StateError
+from ls_strategy.errors import OutOfStepError, PlanError, RankFailedError, StateError
 from ls_strategy.host.pytorch import Accelerator, Callback, DDPStrategy, SIGTERMException, pl
 from ls_strategy.lightning.connection import Connection
 from ls_strategy.lightning.parallel import ModelParallel
@@ -196,9 +196,8 @@ class RankStrategy(Connection, DDPStrategy):
         if self._comm is None and self._start_method != "popen":
             end_processes(self._launcher.procs)  # type: ignore[union-attr]  (of the process that forked the ranks)
             return
-        together = isinstance(exception, SIGTERMException) and not self._stops_alone
-        if together or isinstance(exception, (ConfigError, PlanError)):
-            return  # raised on every rank: none of them waits
+        if isinstance(exception, SIGTERMException) and not self._stops_alone:
+            return  # the ranks have agreed on it
         if self._comm is None or not dist.is_initialized() or self._comm.world_size == 1:
             return
         waits = self._lockstep is not None and self._lockstep.in_flight

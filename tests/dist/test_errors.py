@@ -318,19 +318,59 @@ def test_a_rank_that_fails_stops_the_others_within_seconds(rank: int, world_size
     assert time.monotonic() - begin < 15
 
 
-class FailsEverywhere(Net):
+class RefusesOnRank1(Net):
+    """One rank refuses what is right on the others: a folder that one node lacks, a value it cannot read."""
+
+    def __init__(self, where: str, error: type[Exception]) -> None:
+        super().__init__()
+        self.where, self.error = where, error
+
+    def refuse(self, where: str) -> None:
+        if self.where == where and self.global_rank == 1:
+            raise self.error("Got no folder here. Create it.")
+
+    def configure_optimizers(self) -> Any:
+        self.refuse("setup")
+        return super().configure_optimizers()
+
     def training_step(self, batch: Any, i: int) -> Tensor:
         if i == 2:
-            raise ZeroDivisionError("user code failed")
+            self.refuse("step")
+        return super().training_step(batch, i)
+
+
+@pytest.mark.parametrize(
+    ("error", "where", "stage"),
+    [(PlanError, "step", 0), (ConfigError, "setup", 3), slow(PlanError, "setup", 1), slow(ConfigError, "step", 3)],
+)
+@on_ranks(2)
+def test_a_refusal_on_one_rank_stops_the_others_within_seconds(
+    rank: int, world_size: int, error: type[Exception], where: str, stage: int
+) -> None:
+    begin = time.monotonic()
+    expected: type[Exception] = error if rank == 1 else RankFailedError
+    with pytest.raises(expected, match=("" if rank else rf"rank 1: {error.__name__}: ") + r"Got no folder here"):
+        fit(stage, RefusesOnRank1(where, error))
+    assert time.monotonic() - begin < 15
+
+
+class FailsEverywhere(Net):
+    def __init__(self, error: type[Exception]) -> None:
+        super().__init__()
+        self.error = error
+
+    def training_step(self, batch: Any, i: int) -> Tensor:
+        if i == 2:
+            raise self.error("user code failed")
         return super().training_step(batch, i)
 
 
 @on_ranks(2)
 def test_a_failure_on_all_ranks_does_not_prevent_the_next_fit(rank: int, world_size: int) -> None:
     """A search over hyper-parameters prunes a trial by an exception and starts the next one."""
-    for stage in (1, 3):
-        with pytest.raises(ZeroDivisionError, match="user code failed"):
-            fit(stage, FailsEverywhere())
+    for stage, error in ((1, ZeroDivisionError), (3, ZeroDivisionError), (2, PlanError)):
+        with pytest.raises(error, match="user code failed"):
+            fit(stage, FailsEverywhere(error))
         module = Net()
         fit(stage, module)
         assert len(module.losses) == 8

@@ -264,22 +264,44 @@ def test_callbacks_and_logs_are_the_same_on_every_stage_as_on_one_process(tmp_pa
         torch.testing.assert_close(torch.tensor(ours), torch.tensor(theirs), rtol=1e-4, atol=1e-5)
 
 
-def fail(rank: int, world_size: int) -> tuple[str, float]:
+class ReadsBeforeTheBlocks(AlexNetLike):
+    """Reads a value that only the first stage has."""
+
+    def __init__(self, fail_at: int | None = None) -> None:
+        super().__init__(fail_at)
+        blocks = self._modules.pop("net")
+        self.first = nn.Conv2d(1, 1, 1)
+        self.net = blocks  # what is registered before the blocks is on the first stage
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        x = self.first(batch[0])
+        self.brightness = x.sum().item()
+        return super().training_step((x, batch[1]), batch_idx)
+
+
+def fail(rank: int, world_size: int, module: type[AlexNetLike]) -> tuple[str, float]:
     trainer = trainer_of(ZeROStrategy(1, parallel={"pipeline": {"size": 2, "micro_batches": 2}}), max_epochs=1)
     started = time.monotonic()
     try:
-        trainer.fit(AlexNetLike(fail_at=2), images())
+        trainer.fit(module(fail_at=2), images())
     except Exception as error:
         return f"{type(error).__name__}: {error}", time.monotonic() - started
     return "", 0.0
 
 
 def test_a_stage_that_raises_ends_the_run_on_all():
-    (first, seconds), (last, _) = spawn(fail, 2, init_process_group=False, timeout_s=60)
+    (first, seconds), (last, _) = spawn(fail, 2, AlexNetLike, init_process_group=False, timeout_s=60)
     assert last == "ValueError: this stage cannot go on"
     assert first.startswith("RankFailedError")
     assert "this stage cannot go on" in first
     assert seconds < 30
+
+
+def test_a_stage_that_refuses_the_step_ends_the_run_on_all():
+    (first, seconds), (last, _) = spawn(fail, 2, ReadsBeforeTheBlocks, init_process_group=False, timeout_s=60)
+    assert last.startswith("PlanError: ")
+    assert first == f"RankFailedError: this rank stops because another one failed: rank 1: {last}"
+    assert seconds < 15
 
 
 class Tied(pl.LightningModule):
