@@ -278,24 +278,59 @@ def logs_graph(logger: Any) -> bool:
     return bool(vars(logger).get("_log_graph"))  # by vars: the logger of fast_dev_run has every attribute
 
 
-def around_data_setup(trainer: Any, context: Callable[[], AbstractContextManager[None]]) -> None:
-    """Make the fit loop create its first iterator over the training data inside ``context()``."""
-    loop = trainer.fit_loop
-    before = vars(loop).get("setup_data")
+class _Once:
+    """Takes the place of a loop's method for one call: does something first, then calls the method."""
 
-    def setup_data() -> None:
-        if before is None:
-            del loop.setup_data  # only once
-        else:
-            loop.setup_data = before
+    def __init__(self, loop: Any, name: str, first: Callable[[], None]) -> None:
+        self._loop, self._name, self._first = loop, name, first
+        before = vars(loop).get(name)
+        self.own: Any = before.own if isinstance(before, _Once) else before  # of a fit that ended before it began
+        setattr(loop, name, self)
+
+    def __call__(self) -> None:
+        loop, name = self._loop, self._name
+        if vars(loop).get(name) is self:
+            delattr(loop, name)
+            if self.own is not None:
+                setattr(loop, name, self.own)
+        self._first()
+        getattr(type(loop), name)(loop) if self.own is None else self.own()
+
+
+def around_data_setup(
+    trainer: Any, context: Callable[[], AbstractContextManager[None]], go_on: Callable[[list[Any]], bool]
+) -> None:
+    """Make the fit loop create its training data, and the first iterator over them, inside ``context()``.
+
+    Code that asks for ``trainer.estimated_stepping_batches`` has created both earlier, before Lightning restored the
+    progress of a checkpoint and the states of loaders.
+
+    Args:
+        trainer: about to fit.
+        context: entered once, when the progress is restored.
+        go_on: gets loaders that were created earlier, inside the context. Returns whether new iterators are needed.
+    """
+    loop = trainer.fit_loop
+
+    def begin() -> None:
+        early = loop._combined_loader is not None and not loop._should_reload_train_dl
         with context():
             loop.setup_data()
+            if early and loop._data_fetcher is not None:
+                waits = "_load_combined_loader_states" in vars(loop)  # of `before_iterators`
+                waits |= loop.restarting and bool(loop._combined_loader_states_to_load)
+                if go_on(training_loaders(trainer)) | waits:
+                    loop._load_combined_loader_states()
+                    iter(loop._data_fetcher)
 
-    loop.setup_data = setup_data
+    _Once(loop, "run", begin)
 
 
 def before_iterators(trainer: Any, call: Callable[[], None]) -> None:
-    """Make the fit loop call ``call()`` when it has its training data, before it makes the first iterator over them."""
+    """Make the fit loop call ``call()`` when it has its training data, before it makes the first iterator over them.
+
+    An iterator that user code has caused earlier is replaced: see `around_data_setup`.
+    """
     loop = trainer.fit_loop
 
     def load_states() -> None:
@@ -304,6 +339,11 @@ def before_iterators(trainer: Any, call: Callable[[], None]) -> None:
         loop._load_combined_loader_states()
 
     loop._load_combined_loader_states = load_states
+
+
+def before_first_fetch(trainer: Any, call: Callable[[], None]) -> None:
+    """Make the fit loop call ``call()`` before it fetches the first batch, and again later in that epoch."""
+    _Once(trainer.fit_loop.epoch_loop, "_on_before_fetch", call)
 
 
 def around_fetches(trainer: Any, before: Callable[[], None], after: Callable[[], None]) -> Callable[[], None]:
@@ -439,6 +479,11 @@ def plain_checkpoint_io(checkpoint_io: Any) -> Any:
 def training_data(trainer: Any) -> Any:
     """Return a new result of ``train_dataloader`` for the fit that is about to begin."""
     return trainer.fit_loop._data_source.dataloader()
+
+
+def trains_on_given_data(trainer: Any) -> bool:
+    """Whether the fit's loaders were given to ``trainer.fit``, so that `training_data` returns the same objects."""
+    return not trainer.fit_loop._data_source.is_module()
 
 
 def training_loaders(trainer: Any) -> list[Any]:

@@ -71,13 +71,16 @@ def forget(loader: Any) -> None:
         batch_sampler.sampler = sampler.inner  # type: ignore[union-attr]
 
 
-def resume(trainer: pl.Trainer, loader: Any, saved: dict[str, Any]) -> None:
+def resume(trainer: pl.Trainer, loader: Any, saved: dict[str, Any]) -> bool:
     """Make ``loader`` start where ``saved`` was saved, if that was in the middle of an epoch.
 
     On another number of ranks, or with another batch size, the run continues after as many samples, in full batches.
+
+    Returns:
+        whether an iterator that exists already stands elsewhere.
     """
     if "world_size" not in saved or not order_is_known(loader):
-        return
+        return False
     epochs: Any = trainer.fit_loop.epoch_progress.current
     progress: Any = trainer.fit_loop.epoch_loop.batch_progress
     in_epoch = epochs.started > epochs.processed
@@ -86,17 +89,18 @@ def resume(trainer: pl.Trainer, loader: Any, saved: dict[str, Any]) -> None:
     if own is None:
         _convert(trainer, loader, saved, no_more=no_more)
     if not in_epoch:
-        return
+        return False
     sampler = loader.batch_sampler.sampler
     if hasattr(sampler, "set_epoch"):  # loaders with workers take their first indices before Lightning does this
         sampler.set_epoch(epochs.processed + no_more)
     done = progress.current.processed  # a batch that an exception ended is repeated
     if own and own[trainer.global_rank] < done:
-        return  # this rank has finished the epoch
+        return False  # this rank has finished the epoch
     if not no_more and done % len(loader):
         loader.batch_sampler.sampler = SkippingSampler(sampler, done % len(loader) * loader.batch_sampler.batch_size)
         rank_zero_info(f"ZeROStrategy: the training data continues after batch {done} of {len(loader)} of the epoch")
     warnings.filterwarnings("ignore", "You're resuming from a checkpoint that ended before the epoch ended")
+    return True
 
 
 def order_is_known(loader: Any) -> bool:

@@ -15,6 +15,7 @@ from torch.optim import Optimizer
 from ls_strategy._compat import is_mock_optimizer, unwrap_optimizer
 from ls_strategy.activations.storage import NVMeFolder
 from ls_strategy.checkpoint.full import StateDictHooks
+from ls_strategy.checkpoint.random import random_states, restore_random_states
 from ls_strategy.engine import Engine
 from ls_strategy.host.pytorch import rank_zero_info
 from ls_strategy.layout import TensorPart
@@ -75,16 +76,20 @@ class EngineSetup:
 
     def _question(self, trainer: pl.Trainer, module: pl.LightningModule) -> Question:
         engine = self._strategy.engine
-        return question_of_fit(
-            trainer,
-            module,
-            self._unsharded,
-            config=self._strategy.config,
-            precision=self._policy(),
-            recompute=self._strategy.config.activations.recompute,
-            updates_early=not guards.steps_by_itself(trainer, module, engine)
-            and not guards.has_hooks_before_step(trainer, module),
-        )
+        states = random_states()  # train_dataloader and datasets draw again when training begins
+        try:
+            return question_of_fit(
+                trainer,
+                module,
+                self._unsharded,
+                config=self._strategy.config,
+                precision=self._policy(),
+                recompute=self._strategy.config.activations.recompute,
+                updates_early=not guards.steps_by_itself(trainer, module, engine)
+                and not guards.has_hooks_before_step(trainer, module),
+            )
+        finally:
+            restore_random_states(states)
 
     @contextmanager
     def explaining_memory(self) -> Generator[None, None, None]:

@@ -8,18 +8,28 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ls_strategy._compat import end_restart, set_loader_states, unwrap_optimizer
+from ls_strategy._compat import (
+    around_data_setup,
+    before_first_fetch,
+    end_restart,
+    fetches_one_by_one,
+    set_loader_states,
+    unwrap_optimizer,
+)
 from ls_strategy.checkpoint.commit import recover
 from ls_strategy.checkpoint.full import load_full_state_dict
 from ls_strategy.checkpoint.random import random_states, restore_random_states
 from ls_strategy.engine import Engine
 from ls_strategy.errors import PlanError, StateError
 from ls_strategy.lightning import before_batch, checkpoints, data_position
+from ls_strategy.lightning.virtual_data import VirtualLoader
 from ls_strategy.lightning.virtual_random import VIRTUAL
 from ls_strategy.parallel.dtensor import has_dtensors
 from ls_strategy.zero.lazy import LazyTensor
 
 if TYPE_CHECKING:
+    import lightning.pytorch as pl
+
     from ls_strategy.lightning.strategy import ZeROStrategy
 
 
@@ -37,6 +47,12 @@ class Resume:
         """Random states that wait for the first batch."""
         self._between: dict[str, Any] | None = None
         """What a snapshot that was taken between two batches holds of this rank, in addition to a checkpoint."""
+
+    def forget(self) -> None:
+        """Forget what waits for a batch: an evaluation has loaded a checkpoint, or a fit had nothing left to do."""
+        self._position = self._random = self._between = None
+        if self._strategy.virtual is not None:
+            self._strategy.virtual.random.restore({})
 
     def load(
         self,
@@ -180,6 +196,29 @@ class Resume:
         if states is not None:
             restore_random_states(states)
 
+    def begin_fit(self, trainer: pl.Trainer) -> None:
+        """Take part when the fit begins with its training data, after Lightning has restored the progress."""
+        around_data_setup(trainer, partial(self._beginning, trainer), self._go_on)
+
+    @contextmanager
+    def _beginning(self, trainer: pl.Trainer) -> Generator[None, None, None]:
+        if self._strategy.virtual is not None:
+            self._strategy.virtual.begun = True
+        with self.making_iterators():
+            yield
+        done: Any = trainer.fit_loop.epoch_loop.batch_progress.current
+        if self.pending and done.ready == done.processed and fetches_one_by_one(trainer):
+            # The states are those before the next fetch, in which samplers and datasets may draw.
+            before_first_fetch(trainer, self.restore_random_states)
+
+    def _go_on(self, loaders: list[Any]) -> bool:
+        """Let loaders that were made before the progress was restored continue. Return whether iterators have to."""
+        virtual = self._strategy.virtual
+        moved = [
+            self.data(each) for one in loaders for each in (one.loaders if isinstance(one, VirtualLoader) else [one])
+        ]
+        return any(moved) or self.makes_iterators or self.between_batches or (virtual is not None and self.pending)
+
     @property
     def makes_iterators(self) -> bool:
         """Whether the first iterator over the training data draws its seeds from the saved random states."""
@@ -202,11 +241,12 @@ class Resume:
         yield
         self._random = random_states()  # undoes what hooks draw before the first batch
 
-    def data(self, dataloader: Any) -> None:
-        """Let the training data continue where the checkpoint was saved."""
+    def data(self, dataloader: Any) -> bool:
+        """Let the training data continue where the checkpoint was saved. Return whether iterators stand elsewhere."""
         module = self._strategy.lightning_module
         trainer = None if module is None else module._trainer
         data_position.forget(dataloader)
-        if self._position and trainer is not None and trainer.training and trainer.fit_loop.restarting:
-            self._strategy.uneven.resume(trainer, self._position)
-            data_position.resume(trainer, dataloader, self._position)
+        if not self._position or trainer is None or not trainer.training or not trainer.fit_loop.restarting:
+            return False
+        self._strategy.uneven.resume(trainer, self._position)
+        return data_position.resume(trainer, dataloader, self._position)

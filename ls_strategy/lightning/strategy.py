@@ -31,7 +31,7 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from ls_strategy import spans
-from ls_strategy._compat import around_data_setup, around_dumps, replace_links
+from ls_strategy._compat import around_dumps, replace_links
 from ls_strategy.checked import at_least, checked
 from ls_strategy.config import (
     ActivationsConfig,
@@ -209,6 +209,7 @@ class ZeROStrategy(EngineStrategy):  # its many public members are Lightning's h
     @override
     def connect(self, model: pl.LightningModule) -> None:
         super().connect(model)
+        self.resume.forget()
         if self._deepspeed is not None:
             self._deepspeed.connect(model)
 
@@ -253,8 +254,8 @@ class ZeROStrategy(EngineStrategy):  # its many public members are Lightning's h
         self.steps.begin_run(trainer)
         around_dumps(trainer, self.saves.collecting)
         replace_links(trainer, self.saves.link)
-        if fitting and self.resume.pending:
-            around_data_setup(trainer, self.resume.making_iterators)
+        if fitting:
+            self.resume.begin_fit(trainer)
         self.setup_precision_plugin()
         self.engine_setup.arm(trainer, module, fitting=fitting)
 

@@ -38,6 +38,8 @@ class VirtualRandom:
         """For the iterators of an epoch inside which the run continues."""
         self._goes_on = False
         """Whether the epoch is the first one of a run that continues."""
+        self._early: RandomStream | None = None
+        """While iterators are made before the run begins: where this process stood."""
         self.current: int | None = None
         """The virtual rank that draws now."""
         self.keeps: Callable[[], bool] | None = None
@@ -46,7 +48,6 @@ class VirtualRandom:
     def begin_run(self, *, fitting: bool) -> None:
         """Begin a fit or an evaluation without streams."""
         self._streams.clear()
-        self._at_epoch.clear()
         self._creating.clear()
         self.current = self._continued = None
         if not fitting:
@@ -55,7 +56,9 @@ class VirtualRandom:
     @contextmanager
     def as_rank(self, rank: int | None) -> Generator[None, None, None]:
         """Draw the random numbers of a virtual rank inside. None: none of them, and what is drawn does not count."""
-        if self.current is not None:  # hooks inside a step
+        if self._early is not None:
+            self._early.put()
+        if self._early is not None or self.current is not None:  # or hooks inside a step
             yield
             return
         outside = RandomStream()
@@ -102,12 +105,27 @@ class VirtualRandom:
         self._continued = {rank: RandomStream.of(state["now"]) for rank, state in states.items() if inside}
         self._creating = {rank: copy.copy(self._at_epoch[rank]) for rank in self._continued}
 
+    def make_early(self, ranks: Sequence[int], make: Callable[[], Any]) -> Any:
+        """Make iterators before the run begins, because user code asks for the number of batches.
+
+        There are no streams yet, so every virtual rank draws the same, and this process draws it once, as under DDP.
+        """
+        self._early = RandomStream()
+        self._at_epoch = {rank: copy.copy(self._early) for rank in ranks}
+        try:
+            return make()
+        finally:
+            self._early = None
+
     @contextmanager
     def creating(self, rank: int, *, stays: bool) -> Generator[None, None, None]:
         """Surround the creation of an iterator, which may be at the first batch that it is asked for.
 
         ``stays``: the unbroken run has made it in its first epoch, because its workers stay.
         """
+        if self._early is not None:
+            yield
+            return
         stream, outside = self._creating.get(rank), RandomStream()
         if stream is not None:
             stream.put()

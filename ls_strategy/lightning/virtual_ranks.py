@@ -61,6 +61,8 @@ class VirtualRanks:
         """The round of the next backward."""
         self._after_backward: Callable[[], None] | None = None
         """Ends a batch."""
+        self.begun = False
+        """Whether the fit loop runs. Before it does, user code may ask for the number of batches."""
 
     @classmethod
     def of(cls, strategy: ZeROStrategy) -> VirtualRanks | None:
@@ -125,6 +127,8 @@ class VirtualRanks:
 
     def _make_iterators(self, make: Callable[[], list[Iterator[Any]]]) -> list[Iterator[Any]]:
         """Make iterators over the training data, from the random states that the run had when it made them."""
+        if not self.begun:
+            return self.random.make_early(self.ranks, make)
         inside = self._strategy.resume.between_batches or self._batches_before() > 0
         self.random.begin_epoch(self.ranks, inside=inside)
         return make()
@@ -155,6 +159,7 @@ class VirtualRanks:
 
     def end_run(self) -> None:
         """Give the module its own methods back."""
+        self.begun = False
         if self._replaced is not None:
             self._replaced.remove()
             self._replaced = None
@@ -167,7 +172,7 @@ class VirtualRanks:
         """Whether batches are those of virtual ranks: predictions are made once per sample, on the real ranks."""
         return self._trainer.state.fn != TrainerFn.PREDICTING
 
-    def loader(self, loader: Any, continue_in: Callable[[Any], None]) -> VirtualLoader:
+    def loader(self, loader: Any, continue_in: Callable[[Any], object]) -> VirtualLoader:
         """Return the loader of all virtual ranks of this process.
 
         Args:

@@ -3,14 +3,21 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
 from torch.optim import Optimizer
 
-from ls_strategy._compat import copy_of_optimizer, is_mock_optimizer, training_data
+from ls_strategy._compat import (
+    copy_of_optimizer,
+    is_mock_optimizer,
+    training_data,
+    trains_on_given_data,
+    tree_iter,
+)
 from ls_strategy.config import RecomputeConfig, ZeROConfig
+from ls_strategy.errors import PlanError
 from ls_strategy.planner.choice import Question
 from ls_strategy.planner.forecast import Run
 from ls_strategy.planner.step import first_batch
@@ -52,7 +59,7 @@ def question_of_fit(
         updates_early: no user code may read gradients between backward and step.
 
     Raises:
-        PlanError: there is no training data.
+        PlanError: there is no training data, or none to spare for a plan.
     """
     path = config.offload.nvme_path or os.environ.get("LS_STRATEGY_NVME_PATH", "")
     run = Run(
@@ -61,5 +68,23 @@ def question_of_fit(
         clips=bool(trainer.gradient_clip_val) or not updates_early,
         recompute=recompute,
     )
-    batch = first_batch(training_data(trainer))
-    return Question(module, optimizers, precision, batch, run)
+    data = training_data(trainer)
+    if trains_on_given_data(trainer):
+        _check_spare(data)
+    return Question(module, optimizers, precision, first_batch(data), run)
+
+
+def _check_spare(data: Any) -> None:
+    """Raise if a batch that is taken now would be missing in training.
+
+    Raises:
+        PlanError: with the cure.
+    """
+    for loader in tree_iter(getattr(data, "iterables", data)):
+        for each in (loader, getattr(loader, "dataset", None)):
+            if isinstance(each, Iterator):
+                raise PlanError(
+                    f"Got stage='auto' with a {type(each).__name__} that gives every batch once, but a plan takes the "
+                    "first one, which would be missing in training. Set the stage yourself, or give the data a new "
+                    "iterator for every iter()."
+                )

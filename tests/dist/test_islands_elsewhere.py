@@ -46,14 +46,19 @@ class Augmented(Dataset[Any]):
 class Draws(Net):
     """Remembers what was drawn for its data, and draws in its steps and for the making of its data."""
 
-    def __init__(self, workers: int) -> None:
+    def __init__(self, workers: int, *, asks: bool) -> None:
         super().__init__()
-        self.workers = workers
+        self.workers, self.asks = workers, asks
         self.drawn: dict[str, list[list[float]]] = {"data": [], "steps": [], "split": []}
 
     def train_dataloader(self) -> DataLoader[Any]:
         self.drawn["split"].append(draws())
         return DataLoader(Augmented(), batch_size=2, num_workers=self.workers)
+
+    def configure_optimizers(self) -> Any:
+        """With ``asks``, the number of steps comes from loaders that Lightning makes here."""
+        assert not self.asks or self.trainer.estimated_stepping_batches
+        return super().configure_optimizers()
 
     def training_step(self, batch: Any, i: int) -> Any:
         self.drawn["data"] += batch[2].tolist()
@@ -61,18 +66,18 @@ class Draws(Net):
         return super().training_step(batch[:2], i)
 
 
-WORKERS = (0, 1)
+WAYS = [(workers, asks) for workers in (0, 1) for asks in (False, True)]
 
 
 def draw(island: int, rank: int, meet: str) -> list[list[Any]]:
-    """By number of workers; on island 0 also without `DiLoCo`."""
+    """By number of workers and whether it is asked for steps; on island 0 also without `DiLoCo`."""
     found: list[list[Any]] = []
-    for workers in WORKERS:
+    for workers, asks in WAYS:
         found.append([])
         for callbacks in ([diloco(meet, island, every=2)], *([[]] if island == 0 else [])):
             pl.seed_everything(3, workers=True, verbose=False)
-            module = Draws(workers)
-            trainer_of(1, callbacks=callbacks, max_steps=2, max_epochs=-1).fit(module)
+            module = Draws(workers, asks=asks)
+            trainer_of(1, callbacks=callbacks, max_steps=2, max_epochs=1).fit(module)
             found[-1].append(module.drawn)
     return found
 
@@ -80,14 +85,14 @@ def draw(island: int, rank: int, meet: str) -> list[list[Any]]:
 def test_islands_draw_other_random_numbers_and_the_first_one_those_of_a_run_alone() -> None:
     with hub() as meet:
         (first,), (second,) = on_islands(1, draw, meet, timeout_s=150)
-    for workers, (ours, alone), (theirs,) in zip(WORKERS, first, second, strict=True):
-        assert ours == alone, workers
+    for way, (ours, alone), (theirs,) in zip(WAYS, first, second, strict=True):
+        assert ours == alone, way
         assert theirs["split"] == ours["split"], "what makes the data is equal everywhere"
         for where in ("data", "steps"):
             assert len(theirs[where]) == len(ours[where]) > 0
             for generator, values in enumerate(zip(*theirs[where], strict=True)):
                 same = {row[generator] for row in ours[where]} & set(values)
-                assert not same, f"{workers} workers, {where}: generator {generator} draws as on island 0"
+                assert not same, f"{way} {where}: generator {generator} draws as on island 0"
 
 
 # --- other kinds of parallelism --------------------------------------------------------------------------------------

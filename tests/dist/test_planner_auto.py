@@ -10,6 +10,7 @@ import lightning.pytorch as pl
 import pytest
 import torch
 from torch import Tensor
+from torch.utils.data import DataLoader, IterableDataset
 
 from ls_strategy.config import nested
 from ls_strategy.distributed.comm import make_comm
@@ -135,6 +136,25 @@ def test_a_failed_allocation_names_what_takes_less() -> None:
 def test_what_auto_chooses_or_does_not_plan_is_refused(options: dict[str, Any]) -> None:
     with pytest.raises(ConfigError, match='stage="auto"'):
         ZeROStrategy("auto", **nested(options))
+
+
+class Stream(IterableDataset[Any]):
+    """Goes on where the last iterator over it has stopped."""
+
+    def __init__(self) -> None:
+        self._left = iter(torch.randn(8, 4))
+
+    def __iter__(self) -> Any:
+        return self
+
+    def __next__(self) -> Tensor:
+        return next(self._left)
+
+
+def test_data_that_give_every_batch_once_are_not_planned_with() -> None:
+    for data in (DataLoader(Stream(), batch_size=2), iter([torch.randn(2, 4)])):
+        with pytest.raises(PlanError, match=r"gives every batch once.*Set the stage"):
+            trainer(ZeROStrategy("auto"), 1).fit(PrivateNet(CASE), data)
 
 
 def test_the_alias() -> None:

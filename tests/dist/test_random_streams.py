@@ -38,6 +38,11 @@ class Watching(Net):
         state = (random.getstate(), numpy.random.get_state(legacy=True)[1].tobytes(), torch.get_rng_state().tolist())  # type: ignore[index, union-attr]
         self.seen.append((where, hashlib.sha256(pickle.dumps(state)).hexdigest()))
 
+    def train_dataloader(self) -> Any:
+        """Draws, as one does that splits the data."""
+        assert torch.rand(()) + numpy.random.rand() + random.random() >= 0
+        return batches(16)
+
     def on_train_start(self) -> None:
         self.note("on_train_start")
 
@@ -56,7 +61,7 @@ def seen(strategy: Any) -> list[tuple[str, str]]:
     model = Watching()
     trainer = trainer_of(strategy, devices=2, max_epochs=2)
     seed_everything(7, verbose=False)
-    trainer.fit(model, batches(16), batches(8))
+    trainer.fit(model, val_dataloaders=batches(8))
     return model.seen
 
 

@@ -52,6 +52,16 @@ class Seen(pl.LightningModule):
         return torch.optim.SGD(self.parameters(), lr=1e-3)
 
 
+class Asks(Seen):
+    """Makes a schedule of as many steps as there will be, so that loaders exist before the progress is restored."""
+
+    @override
+    def configure_optimizers(self) -> Any:
+        optimizer = super().configure_optimizers()
+        steps = int(self.trainer.estimated_stepping_batches)
+        return [optimizer], [torch.optim.lr_scheduler.LinearLR(optimizer, total_iters=steps)]
+
+
 class At(pl.Callback):
     """Does something once, when a hook is called for the ``count``-th time."""
 
@@ -103,14 +113,16 @@ def loader(workers: int = 0, batch_size: int = 10, replicas: int = 2) -> DataLoa
     )  # fmt: skip
 
 
-def train(strategy: Any, data: Any, options: Options, *callbacks: pl.Callback, **fit: Any) -> tuple[pl.Trainer, Any]:
-    module = Seen()
+def train(
+    strategy: Any, data: Any, options: Options, *callbacks: pl.Callback, kind: type[Seen] = Seen, **fit: Any
+) -> tuple[pl.Trainer, Any]:
+    module = kind()
     trainer = trainer_of(strategy, callbacks=list(callbacks), num_sanity_val_steps=0, **{"max_epochs": None, **options})
     trainer.fit(module, data, **fit)
     return trainer, module.seen
 
 
-def resumed(strategy: Any, moment: Moment, path: Path, replicas: int = 2) -> list[Batch]:
+def resumed(strategy: Any, moment: Moment, path: Path, replicas: int = 2, kind: type[Seen] = Seen) -> list[Batch]:
     """Batches of the second run."""
     callbacks: list[pl.Callback] = []
     validation = {"val_dataloaders": loader()} if moment.validate else {}
@@ -118,23 +130,25 @@ def resumed(strategy: Any, moment: Moment, path: Path, replicas: int = 2) -> lis
         callbacks.append(At(moment.hook, moment.count, lambda trainer: trainer.save_checkpoint(path)))
     if moment.stop_at:
         callbacks.append(At("on_train_batch_end", moment.stop_at, lambda t: setattr(t, "should_stop", True)))
-    trainer, _ = train(strategy, loader(moment.workers, 10, replicas), moment.first, *callbacks, **validation)
+    trainer, _ = train(
+        strategy, loader(moment.workers, 10, replicas), moment.first, *callbacks, kind=kind, **validation
+    )
     if not moment.hook:
         trainer.save_checkpoint(path)
     data = loader(moment.workers, moment.batch_size, replicas)
-    return train(strategy, data, moment.then, ckpt_path=path, **validation)[1]
+    return train(strategy, data, moment.then, ckpt_path=path, kind=kind, **validation)[1]
 
 
-def check(moments: dict[str, Moment], trusted: str, folder: Path, replicas: int = 2) -> None:
+def check(moments: dict[str, Moment], trusted: str, folder: Path, replicas: int = 2, kind: type[Seen] = Seen) -> None:
     """Compare all moments, and report all that differ."""
     problems = []
     for number, (name, moment) in enumerate(moments.items()):
-        ours = resumed(2, moment, folder / f"{number}-ours.ckpt", replicas)
+        ours = resumed(2, moment, folder / f"{number}-ours.ckpt", replicas, kind)
         if moment.done is None:
-            expected = resumed(trusted, moment, folder / f"{number}-trusted.ckpt", replicas)
+            expected = resumed(trusted, moment, folder / f"{number}-trusted.ckpt", replicas, kind)
         else:
             data = loader(moment.workers, moment.batch_size, replicas)
-            expected = train(trusted, data, moment.then)[1][moment.done * 10 // moment.batch_size :]
+            expected = train(trusted, data, moment.then, kind=kind)[1][moment.done * 10 // moment.batch_size :]
         if ours != expected:
             problems.append(f"{name}:\n  is   {ours}\n  must {expected}")
     assert not problems, "\n".join(problems)
@@ -234,14 +248,15 @@ MOMENTS = {
 }
 
 
+@pytest.mark.parametrize("kind", [Seen, Asks])
 @pytest.mark.parametrize(
     "where", [pytest.param(name, marks=[pytest.mark.slow] if name == "with workers" else []) for name in MOMENTS]
 )
 @on_ranks(1, timeout_s=120)
 def test_on_one_rank_as_a_plain_trainer_and_as_without_interruption(
-    rank: int, world_size: int, tmp_path: Path, where: str
+    rank: int, world_size: int, tmp_path: Path, where: str, kind: type[Seen]
 ) -> None:
-    check(MOMENTS[where], "auto", tmp_path)
+    check(MOMENTS[where], "auto", tmp_path, kind=kind)
 
 
 @on_ranks(2)
@@ -252,7 +267,8 @@ def test_on_two_ranks_as_ddp_and_as_without_interruption(rank: int, world_size: 
         "in": MOMENTS["in"]["by epochs"],
         "at the end": MOMENTS["at the end of"]["the last batch, limited"],
     }
-    check(chosen, "ddp", tmp_path, replicas=0)
+    for kind in (Seen, Asks):
+        check(chosen, "ddp", tmp_path / kind.__name__, replicas=0, kind=kind)
 
 
 @on_ranks(1)
