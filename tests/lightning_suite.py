@@ -19,7 +19,6 @@ import os
 import subprocess
 import sys
 import tempfile
-import threading
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -99,13 +98,6 @@ class Recorder:
         path = Path(self.folder)
         path.mkdir(parents=True, exist_ok=True)
         return path
-
-    @pytest.hookimpl(tryfirst=True)
-    def pytest_runtest_teardown(self) -> None:
-        """End the thread that explains waits: it lasts as long as the process group, and the tests count threads."""
-        for thread in threading.enumerate():
-            if thread.name == "ls_wait_report":
-                thread._target.__self__.stop()  # type: ignore[attr-defined]
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         """Keep the worst."""

@@ -11,6 +11,9 @@ The training thread keeps a journal of the collectives of every process group, a
 attributes. A second thread reads them. It asks and answers through the rendezvous store, on a separate connection, and
 uses no process group. One rank asks at a time, so that the load grows only linearly with the number of ranks.
 
+The thread lasts from the start of a run to its end. A rank that leaves the run leaves its answer in the store, for
+those that still wait for it; after a run, the thread is back for the time of a wait.
+
 The one invariant: a run is ended early only on proof, see `ls_strategy.distributed.deadlock.proof`.
 """
 
@@ -47,6 +50,9 @@ _ASKED = "ls_strategy/whereabouts/asked"
 _VERDICT = "ls_strategy/whereabouts/verdict"
 _LEFT = "ls_strategy/whereabouts/left"
 _ENDED = "ended"
+
+_ANY_QUESTION = 1 << 60
+"""Number of the question that a rank answers in advance when it ends a run."""
 
 
 class Entry:
@@ -111,9 +117,13 @@ class _Waiting:
         if self._entry is not None:
             self._entry.since = time.monotonic()
             self._where.waiting = self._entry
+            if self._where.resting is not None:
+                self._where.resting.start()
 
     def __exit__(self, *_: object) -> None:
         self._where.waiting = self._before
+        if self._where.resting is not None and self._before is None:
+            self._where.resting.rest()
 
 
 class Whereabouts:
@@ -134,6 +144,8 @@ class Whereabouts:
         self.verdict = ""
         """Why the waits of this run cannot end."""
         self._watch: _Watch | None = None
+        self.resting: _Watch | None = None
+        """The watch between two runs, when its thread lasts only as long as a wait."""
 
     def journal(self, name: str, ranks: Sequence[int]) -> Journal:
         """Return the journal of a process group, by a name that is the same on all its ranks."""
@@ -155,11 +167,14 @@ class Whereabouts:
             journal.recent.clear()
 
     def leave(self) -> None:
-        """Report that this rank has ended the run, for ranks that still wait for it."""
+        """Report that this rank has ended the run, for ranks that still wait for it, and end the thread."""
         self.left = True
         if self.world_size > 1 and world_group() is not None:
             with suppress(RuntimeError, OSError):  # the rank with the store has ended
                 default_store().set(f"{_LEFT}/{self.rank}", str(self.era))
+        self.resting = self._watch
+        if self._watch is not None:
+            self._watch.rest()
 
     def watch(self, after_s: float | None, device: torch.device, end: Callable[[], None]) -> None:
         """Explain waits of the calling thread that last longer than ``after_s``.
@@ -169,6 +184,7 @@ class Whereabouts:
             device: the device on which this rank trains.
             end: a method that makes every wait of this rank fail; its object is referenced weakly.
         """
+        self.resting = None
         if self._watch is not None and self._watch.goes_on(after_s, device, end):
             return
         if self._watch is not None:
@@ -176,6 +192,7 @@ class Whereabouts:
             self._watch = None
         if after_s is not None and self.world_size > 1:
             self._watch = _Watch(self, after_s, device, end)
+            self._watch.start()
 
     def read_verdict(self) -> str:
         """Return the verdict, from the store if this rank has not read it yet."""
@@ -221,32 +238,64 @@ class _Watch:
         self._progress = (-1, time.monotonic())
         self._suspected: object = None
         self._done = threading.Event()
-        _, self._number, _ = self._read_question()
-        self._thread = threading.Thread(target=self._run, name="ls_wait_report", daemon=True)
+        self._thread: threading.Thread | None = None
+        self._parted = False
+        """Whether the store has the answer that this rank left when it ended a run."""
+
+    def start(self) -> None:
+        """Start the thread, unless it runs, or has nothing to say any more. Does not use the store."""
+        if self._thread is not None or self._where.verdict or world_group() is not self._world():
+            return
+        self._done = threading.Event()
+        self._thread = threading.Thread(target=self._run, args=(self._done,), name="ls_wait_report", daemon=True)
         self._thread.start()
         atexit.register(self.stop)  # a thread inside the store when the interpreter ends aborts the process
 
     def goes_on(self, after_s: float | None, device: torch.device, end: Callable[[], None]) -> bool:
-        """Return whether this thread can serve the next run of this process, which has these arguments."""
+        """Return whether this watch can serve the next run of this process, which has these arguments; start it."""
         if (after_s, device, threading.get_ident()) != (self._after_s, self._device, self._trained_by):
             return False
         self._end = weakref.WeakMethod(end)
-        return self._thread.is_alive()
+        self.start()
+        return self._thread is not None and self._thread.is_alive()
 
     def stop(self) -> None:
         """End the thread."""
         atexit.unregister(self.stop)
         self._done.set()
-        if self._thread is not threading.current_thread():
+        if self._thread is not None and self._thread is not threading.current_thread():
             self._thread.join(2.0)
+            self._thread = None
 
-    def _run(self) -> None:
-        while not self._done.wait(self._look_every_s) and world_group() is self._world():
+    def rest(self) -> None:
+        """End the thread, and leave an answer to all questions in the store: this rank has ended the run."""
+        if self._thread is None:
+            return
+        self.stop()
+        if world_group() is self._world() and not self._parted:
+            answer = {**self._answer(), "number": _ANY_QUESTION, "late": False, "what": _what(None, "", None, 0.0)}
+            with suppress(RuntimeError, OSError):  # the rank with the store has ended
+                default_store().set(self._key(self._where.rank), json.dumps(answer))
+                self._parted = True
+
+    def _run(self, done: threading.Event) -> None:
+        begun = False
+        while not done.wait(self._look_every_s) and world_group() is self._world():
             try:
+                if not begun:
+                    self._begin()
+                    begun = True
                 self._look()
             except (RuntimeError, OSError):  # the rank with the store has ended
                 break
         atexit.unregister(self.stop)
+
+    def _begin(self) -> None:
+        """Take back the answer that was left, and pass over questions of the past."""
+        if self._parted:
+            self._parted = False
+            self._store.delete_key(self._key(self._where.rank))
+        _, self._number, _ = self._read_question()
 
     def _look(self) -> None:
         asked, number, incident = self._read_question()

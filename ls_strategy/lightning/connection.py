@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Generator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import torch
@@ -227,6 +227,16 @@ class Connection(_DDPStrategy):
         if comm is None or comm.world_size == 1 or not comm.is_alive():
             return nullcontext()
         return with_memory(comm, self.root_device)
+
+    @contextmanager
+    def _leaving(self) -> Generator[None, None, None]:
+        """Surround the end of a run: whatever happens, the threads that watch it end."""
+        try:
+            yield
+        finally:
+            self._watch.stop()
+            if self._comm is not None:
+                self._comm.where.leave()
 
     def _break_connections(self) -> None:
         """Make every wait of this rank, and every wait of others for it, fail."""

@@ -182,10 +182,13 @@ class EngineSetup:
         engine.gradients.local = True  # no step follows; Trainers call zero_grad() before they validate
         engine.on_demand.thread = None
         engine.on_demand.given.training = False
-        if engine.comm.world_size == 1 or dist.is_initialized():
-            engine.wait()
-            if self.state_dict_hooks is None:
-                engine.detach()
+        try:
+            if engine.comm.world_size == 1 or dist.is_initialized():
+                engine.wait()
+                if self.state_dict_hooks is None:
+                    engine.detach()
+        finally:
+            engine.offload.rest()
 
     def _policy(self) -> PrecisionPolicy:
         config = self._strategy.config.precision

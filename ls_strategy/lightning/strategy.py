@@ -431,21 +431,19 @@ class ZeROStrategy(EngineStrategy):  # its many public members are Lightning's h
     @override
     def teardown(self) -> None:
         module = self.lightning_module
-        self.engine_setup.detach()
-        if module is not None:
-            if self._deepspeed is not None:
-                self._deepspeed.disconnect(module)
-            guards.unwatch_methods(module)
-            self.activations.remove()
-            if self._layer_sync and module._trainer is not None and module._trainer.state.fn == TrainerFn.FITTING:
-                self.model = self._layer_sync.revert(module)
-        if self.cluster_environment is not None:
-            self.cluster_environment.teardown()
-        self.zero_precision().teardown()
-        self.saves.close(quietly=module is not None and module._trainer is not None and module._trainer.interrupted)
-        if self.accelerator is not None:
-            self.accelerator.teardown()
-        self.checkpoint_io.teardown()
-        self._watch.stop()
-        if self._comm is not None:
-            self._comm.where.leave()
+        with self._leaving():
+            self.engine_setup.detach()
+            if module is not None:
+                if self._deepspeed is not None:
+                    self._deepspeed.disconnect(module)
+                guards.unwatch_methods(module)
+                self.activations.remove()
+                if self._layer_sync and module._trainer is not None and module._trainer.state.fn == TrainerFn.FITTING:
+                    self.model = self._layer_sync.revert(module)
+            if self.cluster_environment is not None:
+                self.cluster_environment.teardown()
+            self.zero_precision().teardown()
+            self.saves.close(quietly=module is not None and module._trainer is not None and module._trainer.interrupted)
+            if self.accelerator is not None:
+                self.accelerator.teardown()
+            self.checkpoint_io.teardown()

@@ -105,12 +105,13 @@ class Stream:
             self._moved_at = time.monotonic()
             self._queue.extend((job, ticket) for job in jobs)
             self._queue.append((None, ticket))
+            self._closing = False
             self._wake.notify()
+            if self.threaded and self._thread is None:
+                self._thread = threading.Thread(target=self._run, name="ls_strategy-update", daemon=True)
+                self._thread.start()
         if not self.threaded:
             self._work_off()
-        elif self._thread is None:
-            self._thread = threading.Thread(target=self._run, name="ls_strategy-update", daemon=True)
-            self._thread.start()
         return ticket
 
     def raise_if_stalled(self) -> None:
@@ -126,15 +127,18 @@ class Stream:
                 "hangs: look for I/O errors in the kernel log (dmesg), or offload to the CPU instead."
             )
 
-    def close(self) -> None:
-        """Finish all jobs and end the thread. Idempotent."""
+    def close(self, patience_s: float = _STALLED_S) -> None:
+        """Finish all jobs and end the thread; the next `submit` starts another. Idempotent.
+
+        Args:
+            patience_s: seconds to wait for jobs. The thread ends after the last one, also if that takes longer.
+        """
         with self._wake:
             self._closing = True
             self._wake.notify()
-        if self._thread is not None and self._thread is not threading.current_thread():
-            self._thread.join(timeout=_STALLED_S)
-            self._thread = None
-        self._closing = False
+            thread = self._thread
+        if thread is not None and thread is not threading.current_thread():
+            thread.join(timeout=patience_s)
 
     def _run(self) -> None:
         if self._on_start is not None:
@@ -144,6 +148,7 @@ class Stream:
                 while not self._queue and not self._closing:
                     self._wake.wait()
                 if not self._queue:
+                    self._thread = None
                     return
             self._work_off()
 

@@ -13,6 +13,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from contextlib import nullcontext, suppress
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -213,20 +214,91 @@ def test_none_switches_it_off(rank: int, world_size: int) -> None:
     assert not [t for t in threading.enumerate() if t.name == "ls_wait_report"]
 
 
-@on_ranks(2)
-def test_the_thread_ends_with_the_process_group(rank: int, world_size: int) -> None:
-    def watches() -> list[threading.Thread]:
-        return [t for t in threading.enumerate() if t.name == "ls_wait_report"]
+def own_threads() -> list[str]:
+    return sorted(t.name for t in threading.enumerate() if t.name.startswith("ls_"))
 
-    for _ in range(2):
-        assert run(Net(), stage=3)[0] is None
-        assert len(watches()) == 1
-    torch.distributed.barrier()
-    torch.distributed.destroy_process_group()
-    deadline = time.monotonic() + 20
-    while watches() and time.monotonic() < deadline:
-        time.sleep(0.05)
-    assert not watches()
+
+class Fails(Net):
+    """On all ranks, or on one."""
+
+    def __init__(self, hook: str, error: type[BaseException], ranks: tuple[int, ...]) -> None:
+        super().__init__()
+        self.hook, self.error, self.ranks = hook, error, ranks
+
+    def fail(self, hook: str) -> None:
+        if hook == self.hook and torch.distributed.get_rank() in self.ranks:
+            raise self.error("on purpose")
+
+    def setup(self, stage: str) -> None:
+        self.fail("setup")
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        self.fail("on_train_batch_end")
+
+    def teardown(self, stage: str) -> None:
+        self.fail("teardown")
+
+
+@on_ranks(2)
+def test_the_threads_end_with_the_run(rank: int, world_size: int) -> None:
+    before = own_threads()
+    for stage in (0, 3):
+        module = Net()
+        assert run(module, stage=stage)[0] is None
+        assert own_threads() == before
+        trainer = module.trainer
+        trainer.validate(module, batches(), verbose=False)
+        assert own_threads() == before
+        module.state_dict()  # waits for the other rank
+        trainer.strategy.barrier()
+        assert own_threads() == before
+
+
+@pytest.mark.parametrize("ranks", [(0, 1), (1,)], ids=["all ranks", "one rank"])
+@pytest.mark.parametrize("hook", ["setup", "on_train_batch_end", "teardown"])
+@pytest.mark.parametrize("error", [ValueError, KeyboardInterrupt])
+@on_ranks(2)
+def test_the_threads_end_with_a_run_that_fails(
+    rank: int, world_size: int, error: type[BaseException], hook: str, ranks: tuple[int, ...]
+) -> None:
+    before = own_threads()
+    with suppress(BaseException):
+        run(Fails(hook, error, ranks), stage=3)
+    assert own_threads() == before
+
+
+@on_ranks(2)
+def test_a_rank_that_has_left_is_named_to_those_that_wait(rank: int, world_size: int) -> None:
+    """Rank 1 has ended the run, and its thread with it, when rank 0 begins to wait for it."""
+
+    class ReadsAtTheEnd(Net):
+        def on_validation_end(self) -> None:
+            if self.trainer.is_global_zero:
+                time.sleep(2.0)
+                self.state_dict()
+
+    started = time.monotonic()
+    trainer = trainer_of(ZeROStrategy(3, explain_waits_after=AFTER_S, sharding={"min_unit_numel": 0}))
+    with nullcontext() if rank == 1 else pytest.raises(OutOfStepError) as raised:
+        trainer.validate(ReadsAtTheEnd(), batches(), verbose=False)
+    assert not own_threads()
+    if rank == 1:
+        time.sleep(10 * AFTER_S)
+        return
+    assert "rank 1 is in no collective (after the run" in str(raised.value)
+    assert time.monotonic() - started < LIMIT_S
+
+
+@on_ranks(2)
+def test_waits_after_the_run_are_explained(rank: int, world_size: int) -> None:
+    """Ranks that wait for each other in different places, each after its run."""
+    module = Net()
+    assert run(module, stage=3)[0] is None
+    with pytest.raises((OutOfStepError, RuntimeError)) as raised:
+        module.state_dict() if rank == 0 else module.trainer.strategy.barrier()
+    assert isinstance(raised.value, OutOfStepError)
+    assert "none can continue" in str(raised.value)
+    assert not own_threads()
 
 
 def stops(rank: int, world_size: int, folder: str) -> str:

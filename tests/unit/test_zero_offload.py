@@ -5,9 +5,12 @@ from __future__ import annotations
 import threading
 from typing import Any
 
+import lightning.pytorch as pl
 import pytest
 import torch
+from lightning.pytorch.demos.boring_classes import BoringModel
 
+from ls_strategy import ZeROStrategy
 from ls_strategy.config import OffloadConfig, PrecisionConfig
 from ls_strategy.engine import Engine
 from ls_strategy.errors import PlanError
@@ -91,3 +94,30 @@ def test_the_log_says_how_much_is_written(shelves: list[ShelfTier]) -> None:
     assert text.startswith(
         "  NVMe (/mnt/nvme): up to 0.000 GB read per step and rank. Each step writes 0.0 GB per rank"
     )
+
+
+def test_the_thread_of_updates_ends_with_the_fit_where_the_module_is_kept() -> None:
+    module = BoringModel()
+    kept = [lambda: module]  # a closure, as a test or a notebook has one
+    module.configure_optimizers = lambda: torch.optim.AdamW(module.parameters())  # type: ignore[method-assign]
+    trainer = pl.Trainer(
+        accelerator="cpu", devices=1, strategy=ZeROStrategy(stage=2, offload="cpu"), max_steps=2, logger=False,
+        enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False, limit_val_batches=0,
+        callbacks=[OnBatch(lambda: names.append([t.name for t in threading.enumerate()]))],
+    )  # fmt: skip
+    names: list[list[str]] = []
+    for until in (2, 4):
+        trainer.fit_loop.epoch_loop.max_steps = until
+        trainer.fit(kept[0]())
+        assert not [t.name for t in threading.enumerate() if t.name.startswith("ls_strategy")]
+    assert trainer.global_step == 4
+    assert all("ls_strategy-update" in each for each in names)
+    assert len(names) == 4
+
+
+class OnBatch(pl.Callback):
+    def __init__(self, act: Any) -> None:
+        self.act = act
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        self.act()

@@ -105,6 +105,10 @@ def _refuse_without_kernel(optimizer: Optimizer, tier: TierName, config: ZeROCon
         )
 
 
+_PATIENCE_S = 10.0
+"""How long the end of a run waits for updates: after a failure, a drive may hang."""
+
+
 @dataclass
 class Offload:
     """Tiers and threads of one engine."""
@@ -210,6 +214,10 @@ class Offload:
                 tiers[name] = kind.open(sizes[name], self.config.offload, self.link.device, self.rank)
                 self.more_tiers.append(tiers[name])
         return {number: StateStorage(number, tiers, self.link, self.ring, self.worker, self.writes) for number in plans}
+
+    def rest(self) -> None:
+        """End the thread of updates, which the next update starts again. States stay where they are."""
+        self.stream.close(_PATIENCE_S)
 
     def close(self) -> None:
         """End the threads, and free memory and files. The states are lost."""
