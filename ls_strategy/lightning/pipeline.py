@@ -25,6 +25,7 @@ from torch.optim import Optimizer
 from ls_strategy._compat import batches_of, is_compiled_function, tree_iter, tree_map
 from ls_strategy.checkpoint.random import random_states, restore_random_states
 from ls_strategy.config import ParallelConfig
+from ls_strategy.device import host_backend
 from ls_strategy.distributed.comm import process_group
 from ls_strategy.distributed.mesh import Mesh
 from ls_strategy.engine import Engine
@@ -112,7 +113,7 @@ class Pipeline:
         self.random = PipelineRandom(device)
         stages.on_blocks = self.random.enter
         stages.on_end = lambda: self.random.enter(stages.last + 1)
-        self._tied_group = self._make_tied_group()
+        self._tied_group, self._tied_control = self._make_tied_groups()
         self._engine: Engine | None = None
         self._last = False
         self._shares: Shares | None = None
@@ -178,22 +179,25 @@ class Pipeline:
 
     # what the engine needs -------------------------------------------------------------------------------------------
 
-    def _make_tied_group(self) -> dist.ProcessGroup | None:
-        """Return the group of the ranks with tied parameters, None on other ranks. Collective over all ranks."""
+    def _make_tied_groups(self) -> tuple[dist.ProcessGroup | None, dist.ProcessGroup | None]:
+        """Return two groups of the ranks with tied parameters, the second one on the host. Collective over all ranks.
+
+        Other ranks get None.
+        """
         members = {tied.ranks for tied in self.cut.tied if len(tied.ranks) > 1}
         if len(members) > 1:
             raise PlanError(
                 f"Got parameters tied over different sets of stages: {sorted(members)}, but all must be tied over the "
                 "same stages. Set another parallel.pipeline.partition or size."
             )
-        mine = None
+        group, control = None, None
         for ranks in self.mesh.shape.groups("pipeline") if members else ():
-            group = process_group("tied", [ranks[i] for i in next(iter(members))])
-            if self.mesh.world.rank in ranks and self.mesh.pipeline.rank in next(iter(members)):
-                assert isinstance(group, dist.ProcessGroup)
-                mine = group
+            tied = [ranks[i] for i in next(iter(members))]
+            made = process_group("tied", tied), process_group("tied control", tied, backend=host_backend())
+            if self.mesh.world.rank in tied:
+                group, control = made
         self.mesh.world.own_open_sockets()
-        return mine
+        return group, control
 
     def share(self, module: nn.Module, optimizers: Sequence[Optimizer]) -> Share:
         """Return which parameters are on this rank, and remove the others from the optimizers' groups."""
@@ -218,6 +222,7 @@ class Pipeline:
             pipeline=self.mesh.pipeline,
             group_names=group_names,
             tied_group=self._tied_group,
+            tied_control=self._tied_control,
         )
 
     # training --------------------------------------------------------------------------------------------------------

@@ -450,7 +450,7 @@ def test_parameters_tied_over_different_stages_are_refused() -> None:
     tied = [Tied(("a",), (0, 1), (0, 1)), Tied(("b",), (0, 2), (0, 2))]
     one.cut = SimpleNamespace(tied=tied)  # type: ignore[assignment]
     with pytest.raises(PlanError, match=r"different sets of stages: \[\(0, 1\), \(0, 2\)\]"):
-        one._make_tied_group()
+        one._make_tied_groups()
 
 
 def test_a_batch_norm_is_a_warning() -> None:

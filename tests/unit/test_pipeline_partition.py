@@ -196,6 +196,44 @@ def test_a_dry_run_knows_better_than_the_order_of_registration() -> None:
     assert right.stages_of["stem.weight"] == (0,)
 
 
+class Beside(nn.Module):
+    """Its own parameters are the first ones, although they are assigned last."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Module()
+        self.inner.blocks = nn.ModuleList(nn.Linear(4, 4) for _ in range(4))
+        self.inner.token = nn.Parameter(torch.ones(4))
+        self.scale = nn.Parameter(torch.ones(4))
+        self.both = nn.Parameter(torch.ones(4))
+        self.never = nn.Parameter(torch.ones(4))
+        self.head = nn.Linear(4, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + self.inner.token * self.both
+        for block in self.inner.blocks:
+            x = block(x)
+        return self.head(x * self.scale + self.both)
+
+
+def test_parameters_beside_the_blocks_are_on_both_ends() -> None:
+    cut = make_cut(Beside(), (0, 1, 2))
+    names = ("scale", "both", "never", "inner.token")
+    assert {n: cut.stages_of[n] for n in names} == dict.fromkeys(names, (0, 2))
+    assert [(t.names, t.ranks) for t in cut.tied] == [((n,), (0, 2)) for n in names]
+    assert cut.stages_of["head.weight"] == (2,)
+    assert sum(cut.numel) == sum(p.numel() for p in Beside().parameters()) + 16
+
+
+def test_a_dry_run_says_on_which_end_they_are_used() -> None:
+    model = Beside()
+    usage = observe(model, find_row(model, 2), model, torch.zeros(3, 4), CPU)
+    cut = make_cut(model, (0, 1), usage=usage)
+    assert cut.stages_of["inner.token"] == (0,)
+    assert cut.stages_of["scale"] == (1,)
+    assert cut.stages_of["both"] == cut.stages_of["never"] == (0, 1)
+
+
 def test_a_stand_in_is_observed_and_the_model_stays_as_it_is() -> None:
     class Counting(nn.Module):
         def __init__(self) -> None:

@@ -149,6 +149,44 @@ def second_stage(model: nn.Module) -> StageRunner:
     return StageRunner(model, cut, CPU)
 
 
+class EarlyHead(Net):
+    """Registers the head before the blocks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        blocks = self.blocks
+        del self.blocks
+        self.blocks = blocks
+
+
+@pytest.mark.parametrize(
+    ("use", "words"),
+    [
+        (lambda y: y.sum(), "the result of step"),
+        (lambda y: y.sum().item(), r"the value that item\(\) needs"),
+        (lambda y: y[y > 0].sum(), r"the value that __getitem__\(\) needs"),
+    ],
+)
+def test_what_depends_on_a_parameter_of_another_stage_names_it(use: Any, words: str) -> None:
+    model = EarlyHead()
+    stages = second_stage(model)
+    cause = r"depends on the parameter 'head.weight', which is on another rank \(stage 0\).*partition='flops'"
+    with pytest.raises(PlanError, match=rf"{words} {cause}"):
+        stages.run(1, lambda x: use(model(x)), torch.ones(3, 2), StageTransfer({0: torch.ones(3, 4)}, 1))
+
+
+def test_a_value_of_an_earlier_stage_is_not_there_after_the_blocks() -> None:
+    model = Net()
+    stages = second_stage(model)
+
+    def step(x: Tensor) -> float:
+        before = model.stem(x).sum()
+        return model(x).sum() + before.item()
+
+    with pytest.raises(PlanError, match=r"item\(\) needs depends on a tensor that is computed on an earlier stage"):
+        stages.run(1, step, torch.ones(3, 2), StageTransfer({0: torch.ones(3, 4)}, 1))
+
+
 def test_user_code_cannot_swallow_the_end_of_a_stage() -> None:
     model = Net()
     cut = make_cut(model, (0, 1), method="uniform")
@@ -203,14 +241,14 @@ def test_what_skips_the_blocks_is_refused_by_name() -> None:
         stages.run(1, step, torch.ones(3, 2), StageTransfer({0: torch.ones(3, 4)}, 1))
 
 
-def test_a_parameter_on_the_wrong_stage_is_named() -> None:
+def test_a_parameter_beside_the_blocks_is_also_on_the_last_stage() -> None:
     model = Net()
-    model.late = nn.Parameter(torch.ones(4))  # bare parameters come before those of modules
+    model.late = nn.Parameter(torch.full((4,), 2.0))  # bare parameters come before those of modules
     stages = second_stage(model)
-    with pytest.raises(PlanError, match=r"the result of step depends on the parameter 'late'.*stages \(0,\)"):
-        stages.run(
-            1, lambda x: (model(x) * model.late).sum(), torch.ones(3, 2), StageTransfer({0: torch.ones(3, 4)}, 1)
-        )
+    received = StageTransfer({0: torch.ones(3, 4)}, 1)
+    loss = stages.run(1, lambda x: (model(x) * model.late).sum(), torch.ones(3, 2), received)
+    expected = model.head(model.blocks[3](model.blocks[2](torch.ones(3, 4)))).sum() * 8
+    torch.testing.assert_close(loss, expected)
 
 
 def test_hooks_of_absent_modules_do_not_run() -> None:

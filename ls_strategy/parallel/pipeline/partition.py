@@ -6,8 +6,11 @@
     └──── stage 0 ────────────┘ └─ 1 ─┘ └──── stage 2 ─────────┘
 
 Parameters outside of the blocks belong to the first stage if they are used before the blocks, and to the last stage if
-they are used after them. A parameter that several stages use (tied embeddings) exists on each of them:
-`StagePartition.tied` lists it, and its gradients must be summed over those ranks once per step.
+they are used after them. A module's own parameters come before those of its submodules, whatever the order in which
+they were assigned. So for a parameter beside the blocks (a class token, a logit scale) the order does not say where it
+is used: it belongs to both stages, unless a dry run has seen its use. A parameter that several stages use (also tied
+embeddings) exists on each of them: `StagePartition.tied` lists it, and its gradients must be summed over those ranks
+once per step.
 """
 
 from __future__ import annotations
@@ -264,8 +267,9 @@ def make_cut(
         rank_of: Rank of every stage, see `schedules.place`.
         method: See `weigh`.
         stack: See `find_row`.
-        usage: Result of a dry run (`trace.observe`). Without it, parameters registered before the blocks count as used
-            before them, and parameters registered after the blocks as used after them.
+        usage: Result of a dry run (`trace.observe`). Without it, parameters of modules registered before the blocks
+            count as used before them, those registered after the blocks as used after them, and parameters of modules
+            that contain the blocks as used before and after them.
 
     Raises:
         PlanError: The model cannot be partitioned this way.
@@ -275,7 +279,7 @@ def make_cut(
     _refuse_compiled(model, blocks)
     ends = _ends(model, blocks, usage)
     numel = {name: p.numel() for name, p in model.named_parameters()}
-    outside = tuple(float(sum(numel.get(name, 0) for name, end in ends.items() if end == e)) for e in (0, 1))
+    outside = tuple(float(sum(numel.get(name, 0) for name, end in ends.items() if e in end)) for e in (0, 1))
     weights = weigh(blocks, method, (outside[0], outside[1]), usage)
     bounds = balance(weights, stages)
     stages_of, tied = _stages_of(model, blocks, ends, bounds, rank_of)
@@ -285,12 +289,13 @@ def make_cut(
     )  # fmt: skip
 
 
-def _ends(model: nn.Module, blocks: Mapping[str, nn.Module], usage: Usage | None) -> dict[str, int]:
-    """Return for every parameter outside of the blocks 0 if it is used before them and 1 if after, by name."""
+def _ends(model: nn.Module, blocks: Mapping[str, nn.Module], usage: Usage | None) -> dict[str, frozenset[int]]:
+    """Return for every parameter outside of the blocks 0 if it is used before them, 1 if after, or both, by name."""
     in_blocks = {id(p) for block in blocks.values() for p in block.parameters()}
     prefixes = tuple(f"{name}." for name in blocks)
     in_or_after_blocks = False
-    result: dict[str, int] = {}
+    beside = {id(p) for name in names_above(blocks) for p in model.get_submodule(name).parameters(recurse=False)}
+    result: dict[str, frozenset[int]] = {}
     # Parameters are in the order of modules. Without parameters in the blocks, the order says nothing: all count as 0.
     order = list(model.named_parameters(remove_duplicate=False))
     has_any = any(name.startswith(prefixes) for name, _ in order)
@@ -298,16 +303,16 @@ def _ends(model: nn.Module, blocks: Mapping[str, nn.Module], usage: Usage | None
         in_or_after_blocks = in_or_after_blocks or name.startswith(prefixes)
         if id(parameter) in in_blocks and name.startswith(prefixes):
             continue
-        result[name] = int(in_or_after_blocks and has_any)
-        if usage is not None and (name in usage.before) != (name in usage.after):
-            result[name] = int(name in usage.after)
+        registered = frozenset((0, 1)) if id(parameter) in beside else frozenset((int(in_or_after_blocks and has_any),))
+        seen = usage and frozenset(end for end, names in enumerate((usage.before, usage.after)) if name in names)
+        result[name] = seen or registered
     return result
 
 
 def _stages_of(
     model: nn.Module,
     blocks: Mapping[str, nn.Module],
-    ends: Mapping[str, int],
+    ends: Mapping[str, frozenset[int]],
     bounds: Sequence[int],
     rank_of: Sequence[int],
 ) -> tuple[dict[str, tuple[int, ...]], tuple[Tied, ...]]:
@@ -319,7 +324,7 @@ def _stages_of(
         names.setdefault(id(parameter), []).append(name)
         mine = stages.setdefault(id(parameter), set())
         if name in ends:
-            mine.add(last if ends[name] else 0)
+            mine.update(last if end else 0 for end in ends[name])
         else:
             mine.add(next(s for block, s in stage_of_block.items() if name.startswith(f"{block}.")))
     by_name = {name: tuple(sorted(stages[key])) for key, group in names.items() for name in group}

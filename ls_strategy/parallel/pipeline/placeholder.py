@@ -35,10 +35,10 @@ _META = torch.device("meta")
 _FILLED = ("zeros_like", "ones_like", "full_like", "new_zeros", "new_ones", "new_full", "new_tensor")
 _MOVES = ("to", "cpu", "cuda", "pin_memory")
 _HOOKS = ("register_hook", "register_post_accumulate_grad_hook", "retain_grad")
-_READS = ("item", "tolist", "numpy", "equal", "allclose")
-_READS += ("__bool__", "__int__", "__float__", "__index__", "__complex__")
+READS = ("item", "tolist", "numpy", "equal", "allclose")
+READS += ("__bool__", "__int__", "__float__", "__index__", "__complex__")
 _SELECT = ("__getitem__", "masked_select")
-_NOT_REMEMBERED = frozenset((*_FILLED, *_MOVES, *_HOOKS, *_READS, *_SELECT, "linear_cross_entropy"))
+_NOT_REMEMBERED = frozenset((*_FILLED, *_MOVES, *_HOOKS, *READS, *_SELECT, "linear_cross_entropy"))
 _IN_PLACE = ("__setitem__", "__iadd__", "__isub__", "__imul__", "__itruediv__", "__iand__", "__ior__", "__ixor__")
 
 
@@ -53,6 +53,10 @@ class Placeholder(Tensor):
     ) -> Any:
         options = kwargs or {}
         return _on_meta(func, args, options, _device_among(args, options))
+
+
+def _no_explanation(_: str) -> None:
+    """Know no more."""
 
 
 class Absent(TorchFunctionMode):
@@ -83,6 +87,9 @@ class Absent(TorchFunctionMode):
 
         self.memory: dict[Any, Any] = {}
         """Placeholders for the results of functions, by the shapes of their arguments. Only with a record."""
+
+        self.explain: Callable[[str], PlanError | None] = _no_explanation
+        """Returns why this rank does not have what a function of that name needs, if more is known than the name."""
 
         self._stale: dict[int, Tensor] = {}
         """Real tensors that would hold values of the model if these were known, by id. Only with a record."""
@@ -116,7 +123,13 @@ class Absent(TorchFunctionMode):
         if any(self._is_absent(leaf) for leaf in tree_iter((args, kwargs))):
             if self.record is not None:
                 return self._run_recorded(self.record, func, args, kwargs)
-            return _on_meta(func, args, kwargs, self.device)
+            try:
+                return _on_meta(func, args, kwargs, self.device)
+            except PlanError:
+                explained = self.explain(_name_of(func))
+                if explained is None:
+                    raise
+                raise explained from None
         if any(leaf == _META for leaf in tree_iter((args, kwargs)) if isinstance(leaf, torch.device)):
             args = tree_map(self._real_device, args)
             kwargs = {name: tree_map(self._real_device, value) for name, value in kwargs.items()}
@@ -243,7 +256,7 @@ def _on_meta(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, 
         return _attribute(func, args, device)
     if name == "linear_cross_entropy":  # its layer may be here
         return placeholder(args[2].shape if kwargs.get("reduction") == "none" else (), torch.float32, device)
-    if name in _READS:
+    if name in READS:
         raise PlanError(
             f"{name}() asks for the value of a tensor that is computed on another rank of the pipeline. Before the "
             "model's blocks this rank knows only shapes. Read values after the blocks, or inside them."

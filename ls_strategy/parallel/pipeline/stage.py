@@ -40,7 +40,7 @@ from ls_strategy.errors import PlanError, StateError
 from ls_strategy.parallel.pipeline.counts import Mean
 from ls_strategy.parallel.pipeline.meta import MetaBlocks, meta_copy
 from ls_strategy.parallel.pipeline.partition import StagePartition, Step, names_above
-from ls_strategy.parallel.pipeline.placeholder import Absent, is_meta
+from ls_strategy.parallel.pipeline.placeholder import READS, Absent, is_meta
 from ls_strategy.parallel.pipeline.record import Record
 from ls_strategy.parallel.pipeline.transfer import SIDE, SideLoss, StageTransfer, add_side, alias, side_of
 from ls_strategy.parallel.pipeline.unchanged import unchanged
@@ -156,6 +156,7 @@ class StageRunner:
         """
         mode = Absent(self.device)
         mode.parameters = stage > 0
+        mode.explain = partial(self._why_unknown, mode)
         mode.known = received.known if received is not None else {}
         mode.means = [] if stage == self.last else None
         call = self._call = _Call(stage, self.cut.bounds[stage], self.cut.bounds[stage + 1], received, mode)
@@ -332,16 +333,26 @@ class StageRunner:
         self.on_received(pairs)
 
     def _refuse_placeholders(self, value: Any, where: str, mode: Absent) -> None:
-        if not any(isinstance(leaf, Tensor) and is_meta(leaf) for leaf in tree_iter(value)):
-            return
+        if any(isinstance(leaf, Tensor) and is_meta(leaf) for leaf in tree_iter(value)):
+            raise self._not_here(where, mode)
+
+    def _why_unknown(self, mode: Absent, name: str) -> PlanError | None:
+        """Return why a value is not here that code after the first blocks of the stage needs."""
+        if mode.parameters or (mode.missing is None and name not in READS):
+            return None
+        return self._not_here(f"the value that {name}() needs", mode)
+
+    def _not_here(self, where: str, mode: Absent) -> PlanError:
         absent = self._names.get(id(mode.missing))
         if absent is not None:
-            raise PlanError(
-                f"{where} depends on the parameter {absent!r}, which is on another rank (stages "
-                f"{self.cut.stages_of[absent]}). Register it before the blocks if it is used before them, and after "
-                "them otherwise, or let a dry run find out (usage=observe(...))."
+            stages = ", ".join(map(str, self.cut.stages_of[absent]))
+            return PlanError(
+                f"{where} depends on the parameter {absent!r}, which is on another rank (stage {stages}). Register its "
+                "module before the blocks if it is used before them, and after them if it is used after them, or set "
+                "parallel.pipeline.partition='flops', which looks where the step uses it. Give what is used between "
+                "blocks to the blocks."
             )
-        raise PlanError(
+        return PlanError(
             f"{where} depends on a tensor that is computed on an earlier stage and not passed from block to block. "
             "Pass it through the blocks (for example in a tuple as their first argument), or compute it from buffers."
         )

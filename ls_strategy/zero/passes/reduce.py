@@ -77,6 +77,8 @@ class Reducer:
         """Called with every buffer as soon as its averages are complete, before backward is over."""
         self.admit: Callable[[list[Flat]], None] = _admit_nothing
         """Begins to send the gradients of frozen buffers."""
+        self.agree_on_tied: Callable[[Tensor], None] = _agree_alone
+        """In a pipeline: sets flags that are set on any of the stages that hold the tied parameters."""
         self.rounding = Rounding()
         """With ``sharding.quantized_gradients``: what that changes, until it is asked for."""
         self._left_out: LeftOut | None = None
@@ -364,6 +366,7 @@ class Reducer:
             if not self.policy.gradients:
                 flat.local.mask = [grad_of(p) is not None for p in flat.params]
         used, sent, left = agree(flats, self.comm)
+        self._use_tied(flats, used)
         flags_of = iter(used)
         self.admit([f for f in flats if any([next(flags_of) for _ in f.params]) and f.is_frozen])
         for flat, dirty in zip(flats, left, strict=True):
@@ -378,6 +381,15 @@ class Reducer:
                 start = stop
         self.reset()
         return used
+
+    def _use_tied(self, flats: list[Flat], used: list[bool]) -> None:
+        """Count a parameter that several stages hold as used if one of them has a gradient: all of them step it."""
+        tied = [flat.plan.tied for flat in flats for _ in flat.params]
+        if any(tied):
+            flags = torch.tensor([u for u, t in zip(used, tied, strict=True) if t], dtype=torch.uint8)
+            self.agree_on_tied(flags)
+            found = iter(flags.bool().tolist())
+            used[:] = [next(found) if t else u for u, t in zip(used, tied, strict=True)]
 
     def zero_grad(self, flats: list[Flat], *, set_to_none: bool) -> None:
         """Drop or zero the gradients of ``flats`` (``optimizer.zero_grad()``)."""
@@ -410,6 +422,10 @@ class Reducer:
         self.loss_scale = 1.0
         self._left_out = None
         self.reset()
+
+
+def _agree_alone(_: Tensor) -> None:
+    """Change nothing: no other stage holds a parameter."""
 
 
 def _admit_nothing(_: list[Flat]) -> None:

@@ -60,7 +60,8 @@ class Materializer:
             if any(_is_unfilled(p) for p in module.parameters(recurse=False)) or any(_unknown_buffers(module))
         ]
         if not any(_is_unfilled(p) and id(p) not in absent for p in model.parameters()):
-            self._modules = [m for m in self._modules if not self._is_absent(*m)]
+            # Also a module of which another stage holds some parameters has all that this rank needs.
+            self._modules = [m for m in self._modules if any(_unknown_buffers(m[1])) and not self._is_absent(*m)]
         self._next = 0
         if any(p.is_meta for p in model.parameters()):
             drop_references(model)

@@ -39,6 +39,17 @@ class Share:
     tied_group: dist.ProcessGroup | None = None
     """The ranks that hold the tied parameters; None on the others."""
 
+    tied_control: dist.ProcessGroup | None = None
+    """The same ranks, for decisions on the host."""
+
+    def agree_on_tied(self, flags: Tensor) -> None:
+        """Set in place what is set on any of the stages that hold the tied parameters. Collective over them."""
+        if self.tied_control is not None:
+            assert self.pipeline is not None
+            self.pipeline.traffic.count("control", flags)
+            with self.pipeline.blocking("all_reduce", "tied", group=self.tied_control):
+                dist.all_reduce(flags, op=dist.ReduceOp.MAX, group=self.tied_control)
+
     def sum_tied(self, gradients: Tensor) -> None:
         """Sum in place over the stages that hold a tied parameter. Collective over them.
 
