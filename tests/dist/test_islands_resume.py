@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import signal
 import subprocess
 import sys
 import threading
 import time
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +18,7 @@ import torch
 from lightning.pytorch import Callback
 
 from ls_strategy import ElasticTraining, StateError, ZeROStrategy
+from ls_strategy.islands import client, link
 from ls_strategy.islands.hub import Hub
 from ls_strategy.islands.server import HubServer
 from ls_strategy.testing import free_port
@@ -127,6 +130,42 @@ def test_the_loss_of_the_hub_changes_nothing_if_it_is_started_again(tmp_path: Pa
         thread.join()
     for (now,), (before,) in zip(found, straight, strict=True):
         assert_equal(now, before, "weights")
+
+
+def in_vain(island: int, rank: int, meet: str, path: Path) -> tuple[str, list[str]]:
+    link._UNUSUAL_S, client._LEAST_SILENCE_S = 1.0, 0.0
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        try:
+            callback = diloco(meet, island, every=5, patience_s=6.0)
+            fit(1, Net(), batches(NUMEL, BATCH), max_steps=STEPS, max_epochs=-1, callbacks=[callback, Pause(7, path)])
+        except StateError as error:
+            return str(error), [str(each.message) for each in caught]
+    return "", []
+
+
+def test_a_hub_that_is_stopped_is_reported_and_ends_every_island_with_the_cure(tmp_path: Path) -> None:
+    """Its connections stand, and the kernel accepts new ones: they waited without a word and without end."""
+    port = free_port()
+    process = subprocess.Popen([sys.executable, "-m", "ls_strategy.cli", "meet", "--islands=2", f"--port={port}"])
+
+    def stop() -> None:
+        while len(list(tmp_path.glob("wait.*"))) < 2 and process.poll() is None:
+            time.sleep(0.05)
+        process.send_signal(signal.SIGSTOP)
+        (tmp_path / "wait").touch()
+
+    thread = threading.Thread(target=stop)
+    thread.start()
+    try:
+        found = on_islands(1, in_vain, f"127.0.0.1:{port}", tmp_path / "wait")
+    finally:
+        process.kill()
+        process.wait()
+        thread.join()
+    for ((error, said),) in found:
+        assert f"the hub at 127.0.0.1:{port} does not answer: it has said nothing for" in error
+        assert any(f"the hub at 127.0.0.1:{port} has said nothing for" in each for each in said)
 
 
 def touched(path: Path) -> Path:
