@@ -15,7 +15,8 @@ import signal
 import socket
 import stat
 import sys
-from collections import OrderedDict
+import threading
+from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from datetime import timedelta
@@ -200,6 +201,84 @@ def without_step_pre_hooks(optimizer: Optimizer, *, besides: Any) -> Generator[N
         yield
     finally:
         optimizer._optimizer_step_pre_hooks = hooks
+
+
+def has_own_state_dict(optimizer: Optimizer) -> bool:
+    """Whether the class or a hook of an optimizer adds to torch's ``state_dict`` or ``load_state_dict``."""
+    kind = type(optimizer)
+    methods = ("state_dict", "load_state_dict")
+    hooks = ("state_dict_pre", "state_dict_post", "load_state_dict_pre", "load_state_dict_post")
+    return (
+        any(getattr(kind, name) is not getattr(Optimizer, name) for name in methods)
+        or any(getattr(optimizer, f"_optimizer_{name}_hooks") for name in hooks)
+        or not kind.__setstate__.__module__.startswith(("torch.", "ls_strategy."))
+    )
+
+
+class OptimizerHooks:
+    """Calls an optimizer's hooks of ``state_dict`` and ``load_state_dict`` as torch's methods do."""
+
+    def __init__(self, optimizer: Optimizer) -> None:
+        self._optimizer = optimizer
+
+    def around_save(self, state: dict[str, Any]) -> dict[str, Any]:
+        """Return ``state`` as the hooks change it."""
+        for before in self._optimizer._optimizer_state_dict_pre_hooks.values():
+            before(self._optimizer)
+        for after in self._optimizer._optimizer_state_dict_post_hooks.values():
+            changed = after(self._optimizer, state)
+            state = state if changed is None else changed
+        return state
+
+    def around_load(self, state: dict[str, Any], load: Callable[[dict[str, Any]], None]) -> None:
+        """Call ``load`` with ``state`` as the hooks change it, then ``__setstate__`` of the user's class."""
+        optimizer = self._optimizer
+        state = state.copy()
+        for before in optimizer._optimizer_load_state_dict_pre_hooks.values():
+            changed = before(optimizer, state)
+            state = state if changed is None else changed
+        load(state)
+        if not type(optimizer).__setstate__.__module__.startswith(("torch.", "ls_strategy.")):
+            elsewhere = optimizer.state
+            optimizer.__setstate__({"state": defaultdict(dict), "param_groups": optimizer.param_groups})
+            optimizer.state = elsewhere
+        for after in optimizer._optimizer_load_state_dict_post_hooks.values():
+            after(optimizer)
+
+
+_STATE_METHODS = threading.RLock()
+
+
+@contextmanager
+def torch_state_methods(
+    optimizer: Optimizer,
+    *,
+    save: Callable[[], dict[str, Any]] | None = None,
+    load: Callable[[dict[str, Any]], None] | None = None,
+) -> Generator[None, None, None]:
+    """Replace torch's ``Optimizer.state_dict`` and ``load_state_dict`` for one optimizer, inside the context.
+
+    Subclasses reach them by ``super()``, past what is attached to the object.
+    """
+    _STATE_METHODS.acquire()
+    saves, loads = Optimizer.state_dict, Optimizer.load_state_dict
+
+    def state_dict(self: Optimizer) -> dict[str, Any]:
+        return save() if self is optimizer and save is not None else saves(self)
+
+    def load_state_dict(self: Optimizer, state_dict: dict[str, Any]) -> None:
+        if self is optimizer and load is not None:
+            load(state_dict)
+        else:
+            loads(self, state_dict)
+
+    torchs: Any = Optimizer
+    torchs.state_dict, torchs.load_state_dict = state_dict, load_state_dict
+    try:
+        yield
+    finally:
+        torchs.state_dict, torchs.load_state_dict = saves, loads
+        _STATE_METHODS.release()
 
 
 def persistent_buffer_names(model: nn.Module) -> set[str]:

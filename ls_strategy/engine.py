@@ -48,6 +48,7 @@ from ls_strategy.zero.step.one_step import require_one_step
 from ls_strategy.zero.step.phase import OptimizerStep
 from ls_strategy.zero.step.stepper import Stepper
 from ls_strategy.zero.user_code.copies import PlainCopies
+from ls_strategy.zero.user_code.optimizer_state import showing_no_states
 from ls_strategy.zero.user_code.unstepped import Unstepped
 from ls_strategy.zero_stages import policy_of
 
@@ -107,8 +108,11 @@ class Engine:
         """The ranks over which states are sharded and gradients averaged."""
         self.device = device
         self.policy = policy_of(config, comm.world_size)
-        draft = self._agree_on_draft(model, optimizers, parts or {})
         previous = Engine.holding(model)
+        if previous is not None:
+            previous.stepper.take_replaced_states()
+        with showing_no_states(optimizers):
+            draft = self._agree_on_draft(model, optimizers, parts or {})
         if previous is not None:
             previous.detach()
         held = {} if previous is None else {id(p): f for f in previous.flats for p in f.params}
@@ -116,7 +120,8 @@ class Engine:
         self._planned, self.units, self.offload = sharded.plan, sharded.units, sharded.offload
         self.on_demand, self.gatherer, self.reducer = sharded.on_demand, sharded.gatherer, sharded.reducer
         scaler = LossScaler(loss_scale or LossScaleConfig()) if precision.loss_scaling else None
-        self.stepper = Stepper(sharded, optimizers, scaler, None if previous is None else previous.stepper)
+        with showing_no_states(optimizers):
+            self.stepper = Stepper(sharded, optimizers, scaler, None if previous is None else previous.stepper)
         if previous is not None:
             previous.offload.close()
         self.away = Away(sharded.flats, self.stepper, self.gatherer, self.offload.link)

@@ -37,6 +37,7 @@ from ls_strategy.engine import Engine
 from ls_strategy.errors import CheckpointError
 from ls_strategy.host.fabric import CheckpointIO, TorchCheckpointIO
 from ls_strategy.host.pytorch import rank_zero_info
+from ls_strategy.zero.lazy import LazyTensor
 
 
 class Collection:
@@ -286,12 +287,17 @@ def load_optimizers(engine: Engine, indices: list[int | None], states: Sequence[
         for name in {name for group in own["param_groups"] for name in group["params"]} - own.get("state", {}).keys():
             by_name.pop(name, None)  # it had no state there, even if it had one elsewhere
         sharded = engine.optimizers[index].sharded
-        if not sharded.states.load_named_state(by_name, groups):
+        entries = {key: tree_map(_in_memory, v) for key, v in own.items() if key not in ("state", "param_groups")}
+        if not sharded.states.load_named_state(by_name, groups, entries):
             rank_zero_info(
                 f"ZeROStrategy: {type(sharded.optimizer).__name__} has other parameter groups than the checkpoint's "
                 "optimizers. States were loaded by parameter name; learning rates and other settings stay as "
                 "configure_optimizers set them."
             )
+
+
+def _in_memory(value: Any) -> Any:
+    return value.materialize() if isinstance(value, LazyTensor) else value
 
 
 def is_named(states: Sequence[Mapping[str, Any]]) -> bool:

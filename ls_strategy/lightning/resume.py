@@ -159,6 +159,8 @@ class Resume:
     def load_optimizer_states(self, states: Sequence[dict[str, Any]]) -> None:
         """Load optimizer states, by parameter name (folders) or by position (files). Collective.
 
+        A hook of the user's may have removed all states: then they start afresh, as under Lightning's strategies.
+
         Raises:
             StateError: states by position are not of as many optimizers as there are.
         """
@@ -167,12 +169,12 @@ class Resume:
         if checkpoints.is_named(states):
             self._strategy.on_all_ranks(partial(checkpoints.load_optimizers, engine, indices, states))
             return
-        if len(states) != len(optimizers):
+        if states and len(states) != len(optimizers):
             raise StateError(
                 f"the checkpoint holds the states of {len(states)} optimizers, configure_optimizers returned "
                 f"{len(optimizers)}. Return the same optimizers, in the same order."
             )
-        for index, state in zip(indices, states, strict=True):
+        for index, state in zip(indices, states, strict=False):
             if index is not None:
                 engine.optimizers[index].sharded.states.load_full_state_dict(state)
 

@@ -235,6 +235,7 @@ def copy_of(optimizer: Optimizer, settings: dict[str, Any], params: list[Tensor]
         settings["lr"] = 1e-2  # a warm-up may start at 0, which would change nothing
     fresh = copy_of_optimizer(optimizer, [{**settings, "params": params}])
     forget_step_hooks(fresh)
+    _own_attributes(fresh, optimizer)
     fresh.state = defaultdict(dict)
     early = next((s for s in optimizer.state.values() if s), {})
     for p in params:
@@ -244,3 +245,15 @@ def copy_of(optimizer: Optimizer, settings: dict[str, Any], params: list[Tensor]
             else:
                 fresh.state[p][k] = copy.deepcopy(v)
     return fresh
+
+
+def _own_attributes(fresh: Optimizer, optimizer: Optimizer) -> None:
+    """Copy what a copy of an optimizer shares with it and could change in place, such as a counter in a tensor."""
+    memo: dict[int, Any] = {id(p): p for group in optimizer.param_groups for p in group["params"]}
+    for name, value in list(vars(fresh).items()):
+        own = not name.startswith("_optimizer_") and name not in ("defaults", "param_groups", "state")  # not torch's
+        if own and isinstance(value, (Tensor, list, dict, set)):
+            try:
+                vars(fresh)[name] = copy.deepcopy(value, memo)
+            except Exception:  # it cannot be copied, like a process group: the class does not compute with it in place
+                continue

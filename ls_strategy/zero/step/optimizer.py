@@ -13,7 +13,7 @@ on the NVMe tier need a fused update, since ``step`` needs all states in memory 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from operator import is_
@@ -25,7 +25,7 @@ from torch.optim import Optimizer
 
 from ls_strategy.config import MomentFormat
 from ls_strategy.distributed.mesh import Mesh
-from ls_strategy.errors import PlanError, StateError
+from ls_strategy.errors import PlanError
 from ls_strategy.layout import round_up
 from ls_strategy.ops.update import native_available
 from ls_strategy.plan import MOMENT_BYTES
@@ -43,33 +43,7 @@ from ls_strategy.zero.step.states import FlatStates
 from ls_strategy.zero.step.update import Update, UpdatePart
 from ls_strategy.zero.step.whole_groups import steps_one_by_one, whole_groups
 from ls_strategy.zero.step.whole_tensors import WholeTensors, splits_tensors_of
-
-
-class _Elsewhere(defaultdict):
-    """An optimizer's ``state`` between steps: it is empty, and looking up a parameter raises an error."""
-
-    def __init__(self, name: str) -> None:
-        super().__init__(dict)
-        self._name = name
-
-    def __missing__(self, key: Any) -> Any:
-        raise _sharded_state(f"{self._name}.state[...]")
-
-    def __contains__(self, key: object) -> bool:
-        return self.__missing__(key)
-
-    def get(self, key: Any, default: Any = None) -> Any:
-        return self.__missing__(key)
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return (_Elsewhere, (self._name,))
-
-
-def _sharded_state(what: str) -> StateError:
-    return StateError(
-        f"{what} was asked for the state of parameters, which is sharded over the ranks. Call "
-        "trainer.strategy.optimizer_state(optimizer) on every rank: rank 0 gets the full state."
-    )
+from ls_strategy.zero.user_code.optimizer_state import ShardedState, replaced_states, sharded_state
 
 
 class ShardedOptimizer:
@@ -120,9 +94,46 @@ class ShardedOptimizer:
                     self.states.absorb(number, early_state[param])
                 if self.shows_pieces:
                     group["params"][j] = self.pieces[number]
-        optimizer.state = _Elsewhere(type(optimizer).__name__)
+        self.states.begun = bool(early_state)
+        optimizer.state = ShardedState(type(optimizer).__name__, self)
         self._members: list[list[Tensor]] = [list(group["params"]) for group in optimizer.param_groups]
         """The groups' parameters between two steps."""
+
+    # what user code does with ``optimizer.state`` --------------------------------------------------------------------
+
+    def has_state(self) -> bool:
+        """Whether any parameter may have a state, equal on every rank."""
+        return self.states.begun
+
+    def number_of(self, param: Any) -> int | None:
+        """Return the number of a parameter or piece, or None if this rank does not have it in the optimizer."""
+        for n, flat in enumerate(self.flats):
+            for i, own in enumerate(flat.params):
+                number = self.states.offsets[n] + i
+                if param is own or param is self.pieces[number]:
+                    return number
+        return None
+
+    def replace(self, states: Mapping[int, Mapping[str, Any]]) -> None:
+        """Replace the states of parameters, by number, by full ones; an empty one starts afresh. Collective."""
+        self.states.replace(states)
+
+    def reset(self) -> None:
+        """Remove all states. Collective."""
+        self.states.reset()
+
+    def take_replaced_state(self) -> None:
+        """Take what user code has assigned to ``optimizer.state`` since the last call. Collective if it has."""
+        given = self.optimizer.state
+        if isinstance(given, ShardedState):  # this one's, or that of an engine which has adopted the optimizer since
+            return
+        name = type(self.optimizer).__name__
+        self.optimizer.state = ShardedState(name, self)
+        states = replaced_states(given, self, name)
+        self.reset()
+        self.replace(states)
+
+    # tiers and kernels -----------------------------------------------------------------------------------------------
 
     def _takes_fused_update(self, flat: Flat) -> bool:
         """Whether a fused update steps this buffer: it is faster, or a tier or a format needs it."""
@@ -173,6 +184,7 @@ class ShardedOptimizer:
         return WholeTensors(self.optimizer, self.states, needed, fused, one_by_one=one_by_one)
 
     def _collect(self) -> None:
+        self.take_replaced_state()
         self._runs.dissolve()
         self.whole.states.collect()
 
@@ -320,6 +332,8 @@ class ShardedOptimizer:
             fused: begins the fused updates of the composed runs.
             stream: see `WholeTensors.begin`.
         """
+        self.take_replaced_state()
+        self.states.begun = True
         dropped = frozenset(self._dropped if shown else ())
         if self.whole and shown and self.shows_pieces:
             dropped = self.whole.agree(dropped)
@@ -433,7 +447,7 @@ class ShardedOptimizer:
         Raises:
             StateError: always.
         """
-        raise _sharded_state(f"{type(self.optimizer).__name__}.{what}")
+        raise sharded_state(f"{type(self.optimizer).__name__}.{what}")
 
     def state_tensors(self) -> list[Tensor]:
         """Return the optimizer's states in memory, without masters."""

@@ -32,6 +32,7 @@ from ls_strategy.zero.flat.units import Flat
 from ls_strategy.zero.lazy import parts_of
 from ls_strategy.zero.parts import full_of, part_of
 from ls_strategy.zero.step.states import FlatStates
+from ls_strategy.zero.user_code.optimizer_protocol import OptimizerProtocol
 
 ELEMENTWISE = "elementwise"
 """Placeholder for a state tensor with one element per parameter element, which is in the flat store."""
@@ -85,6 +86,11 @@ class OptimizerStates:
         """Number of steps so far, for states that do not count steps."""
         self.unfreeze: Callable[[list[Flat]], None] = _nothing_to_unfreeze
         """Gives frozen buffers states, which are to be loaded."""
+        self.protocol = OptimizerProtocol(optimizer)
+        self.others: dict[Any, Any] = {}
+        """States that the optimizer keeps under keys that are no parameters, as in ``self.state["global"]``."""
+        self.begun = False
+        """Whether there may be any state, equal on every rank."""
         self.collect: Callable[[], None] = _nothing_to_collect
         """Moves states that are in runs into `store` and `entries`."""
 
@@ -113,7 +119,8 @@ class OptimizerStates:
                 if self.mesh.zero.rank == 0:
                     packed[index] = value
         position = count()
-        return {"state": packed, "param_groups": self._groups([[next(position) for _ in g] for g in self._members])}
+        groups = self._groups([[next(position) for _ in g] for g in self._members])
+        return self.protocol.saved({"state": {**packed, **self.others}, "param_groups": groups})
 
     @property
     def _members(self) -> list[list[Tensor]]:
@@ -155,7 +162,8 @@ class OptimizerStates:
                 if kept and slot.name in number_of:
                     state = {k: _full_value(full.get(k), slot, v, flat.axis) for k, v in kept.items()}
                     self.absorb(number_of[slot.name], state)
-        self.steps_taken = before.steps_taken
+        self.steps_taken, self.begun = before.steps_taken, before.begun
+        self.others = dict(before.others)
 
     def _puts_together(self, flat: Flat) -> bool:
         """Whether this rank takes part in assembling full parameters from parts."""
@@ -197,7 +205,10 @@ class OptimizerStates:
                     kept[key] = value
             if kept:
                 state[flat.layout.slots[i].name] = kept
-        return {"state": state, "param_groups": self._groups(self.group_names)}
+        if self.mesh.world.rank == 0:
+            state.update(self.others)
+        names = self.group_names
+        return self.protocol.saved_by_name({"state": state, "param_groups": self._groups(names)}, names)
 
     def _saves_others(self, number: int) -> bool:
         """Whether this rank is the one that saves what a parameter has besides element-wise states."""
@@ -230,12 +241,18 @@ class OptimizerStates:
         places = [self.locate(number) for number in self.order]
         return [self.flats[n].layout.slots[i].name for n, i in places]
 
-    def load_named_state(self, states: Mapping[str, dict[str, Any]], groups: list[dict[str, Any]]) -> bool:
+    def load_named_state(
+        self,
+        states: Mapping[str, dict[str, Any]],
+        groups: list[dict[str, Any]],
+        entries: Mapping[str, Any] | None = None,
+    ) -> bool:
         """Load this rank's part of states by parameter name, saved from any optimizers and groups.
 
         Args:
             states: by parameter name. Parameters of other optimizers are ignored.
             groups: saved parameter groups of all optimizers, with names.
+            entries: what this optimizer's ``state_dict`` had besides.
 
         Returns:
             Whether the groups' settings (learning rates, ...) were loaded too, since the groups have equal members.
@@ -243,7 +260,21 @@ class OptimizerStates:
         by_members = {frozenset(group["params"]): group for group in groups}
         members = [frozenset(names) for names in self.group_names]
         same = all(m in by_members for m in members)
-        self._load(states, [by_members[m] for m in members] if same else [])
+        settings = [by_members[m] for m in members] if same else []
+        saved = {name for group in groups for name in group["params"]}
+        known = {name for names in self.group_names for name in names}
+        state = {
+            **(entries or {}),
+            "state": {k: v for k, v in states.items() if k in known or k not in saved},
+            "param_groups": settings or self._groups(self.group_names),
+        }
+
+        def load(given: Mapping[str, Any]) -> None:
+            found = given["state"]
+            others = {k: v for k, v in found.items() if k not in known}
+            self._load(found, given["param_groups"] if same else [], others)
+
+        self.protocol.load_by_name(state, self.group_names, load)
         return same
 
     def load_full_state_dict(self, state: dict[str, Any]) -> None:
@@ -252,6 +283,9 @@ class OptimizerStates:
         Raises:
             StateError: the state has different parameter groups.
         """
+        self.protocol.load(state, self._load_numbered)
+
+    def _load_numbered(self, state: Mapping[str, Any]) -> None:
         sizes = [len(names) for names in self.group_names]
         saved = [len(group["params"]) for group in state["param_groups"]]
         if sizes != saved:
@@ -262,16 +296,34 @@ class OptimizerStates:
             )
         names = iter(name for group in self.group_names for name in group)
         known = {i: next(names) for group in state["param_groups"] for i in group["params"]}
-        self._load({known[i]: v for i, v in state["state"].items() if i in known}, state["param_groups"])
+        others = {k: v for k, v in state["state"].items() if k not in known}
+        self._load({known[i]: v for i, v in state["state"].items() if i in known}, state["param_groups"], others)
 
     def reset(self) -> None:
         """Remove the states of all parameters. Collective."""
         self._load({}, [])
 
-    def _load(self, states: Mapping[str, dict[str, Any]], settings: Sequence[Mapping[str, Any]]) -> None:
-        """Load states, and settings of all groups or of none."""
+    def replace(self, states: Mapping[int, Mapping[str, Any]]) -> None:
+        """Replace the states of parameters, by number, by full ones; an empty one starts afresh. Collective."""
+        self.collect()
+        for number, state in states.items():
+            self.entries.pop(number, None)
+            if state:
+                self.begun = True
+                self.absorb(number, dict(state))
+            self._clear_rest(number)
+
+    def _load(
+        self,
+        states: Mapping[str, Any],
+        settings: Sequence[Mapping[str, Any]],
+        others: Mapping[Any, Any] | None = None,
+    ) -> None:
+        """Load states by name, settings of all groups or of none, and states under keys that are no parameters."""
         self.collect()
         self.entries.clear()
+        self.begun = bool(states)
+        self.others = dict(others or {})
         for group, saved in zip(self._optimizer.param_groups, settings, strict=False):
             group.update({k: v for k, v in copy.deepcopy(dict(saved)).items() if k != "params"})
         for name, number in zip(self.names, self.order, strict=True):

@@ -48,6 +48,8 @@ class OwnStep:
         self._submit = submit
         self._stream = stream
         self._while_stepping = ExitStack()
+        self._depth = 0
+        """Calls of ``step`` that are running: torch runs the hooks for each class that overrides it."""
 
     def begin(self, used: list[bool] | None = None) -> None:
         """Let the groups hold the runs that the optimizer steps, and submit the fused updates.
@@ -55,11 +57,19 @@ class OwnStep:
         Args:
             used: the parameters to step, if the user's pre-hooks may have changed them.
         """
+        self._depth += 1
         sharded, used = self.sharded, self._used if used is None else used
         if self._shown:
             sharded.take_edits(used)
         sharded.compose(used, shown=self._shown, fused=self._begin_fused, stream=self._stream)
         self._while_stepping.enter_context(sharded.showing_runs())
+
+    def nests(self) -> bool:
+        """Whether ``step`` is called by the ``step`` that is running, of a subclass; then only count the call."""
+        if self._depth == 0:
+            return False
+        self._depth += 1
+        return True
 
     def _begin_fused(self) -> None:
         updates = self.sharded.fused_updates(self._clip)
@@ -68,6 +78,9 @@ class OwnStep:
 
     def end(self) -> None:
         """Restore the groups, and send whole tensors back to their shards. Collective if there are any."""
+        self._depth -= 1
+        if self._depth > 0:
+            return
         self._while_stepping.close()
         self.sharded.end_whole()
 

@@ -123,6 +123,7 @@ class Runs:
                 continue
             r.tensor = r.flat.master.detach()[r.start : r.stop].view(self._shape_of(r)).requires_grad_()
             self._state[r.tensor] = self._state_of_run(r)
+        self._state.update(self._states.others)
         self.composed_for = key
 
     @contextmanager
@@ -229,6 +230,8 @@ class Runs:
                     self._states.entries[number][k] = (
                         ELEMENTWISE if elementwise else (v.clone().cpu() if isinstance(v, Tensor) else v)
                     )
+        if self.composed_for is not None:
+            self._states.others = {k: v for k, v in self._state.items() if not isinstance(k, Tensor)}
         self.all = []
         self._state = defaultdict(dict)
         self.composed_for = None

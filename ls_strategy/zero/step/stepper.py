@@ -141,9 +141,15 @@ class Stepper:
 
     # backward --------------------------------------------------------------------------------------------------------
 
+    def take_replaced_states(self) -> None:
+        """Take what user code has assigned to ``state`` of the optimizers. Collective if it has."""
+        for state in self.optimizers:
+            state.sharded.take_replaced_state()
+
     def begin_backward(self) -> None:
         """Let a backward pass add to the gradients, with the changes that user code has made."""
         self.unfreezing.follow()
+        self.take_replaced_states()
         for state in self.optimizers:
             self._unfold(state)
             state.reopen()
@@ -380,7 +386,7 @@ class Stepper:
                 f"{type(optimizer).__name__}.step() was called on the bare optimizer, which does not have the other "
                 "ranks' gradients. Call step() on what self.optimizers() or fabric.setup() returns."
             )
-        if step.sharded.optimizer is not optimizer:
+        if step.sharded.optimizer is not optimizer or step.nests():
             return
         used = None
         if has_step_hooks(optimizer, besides=self):  # they may have changed gradients, and weights
