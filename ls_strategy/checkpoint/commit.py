@@ -350,6 +350,6 @@ def _saved_at(place: Place) -> float | None:
 
 def _is_complete_file(place: Place) -> bool:
     """Return whether a single file is complete. A full disk leaves truncated files under other strategies."""
-    with place.fs.open(place.path, "rb") as file:
+    with place.open_itself() as file:
         head = file.read(4)
         return bool(head) and (head != b"PK\x03\x04" or zipfile.is_zipfile(file))

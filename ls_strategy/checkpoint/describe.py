@@ -227,7 +227,7 @@ def _of_dcp(reader: Reader) -> Description:
 
 
 def _of_file(place: Place) -> Description:
-    with place.fs.open(place.path, "rb") as file:
+    with place.open_itself() as file:
         found = read_inert(file, str(place))
         zipped = zipfile.is_zipfile(file)
     step, epoch = _progress(found)
@@ -367,7 +367,7 @@ def verify_all(path: str | os.PathLike[str], progress: Callable[[str], None] | N
 def _wrong_records(place: Place, progress: Callable[[str], None] | None) -> list[str]:
     if progress is not None:
         progress(place.name)
-    with place.fs.open(place.path, "rb") as file:
+    with place.open_itself() as file:
         return [
             f"{place} is damaged: its record {record} does not match its checksum ({why}), unless it was saved with "
             "torch.serialization.set_crc32_options(False). Resume from another checkpoint, and check the disk."

@@ -8,6 +8,7 @@ The rank records where each item is, and rank 0 merges the records: see `metadat
 from __future__ import annotations
 
 import io
+import pickle
 import zlib
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -166,7 +167,20 @@ class Reader:
         self._last = None
 
     def _load(self, index: MetadataIndex, *, weights_only: bool | None) -> Any:
-        return torch.load(io.BytesIO(self._bytes(index)), map_location="cpu", weights_only=weights_only)
+        data = io.BytesIO(self._bytes(index))
+        try:
+            return torch.load(data, map_location="cpu", weights_only=weights_only)
+        except pickle.UnpicklingError as error:
+            raise CheckpointError(
+                f"{self.place}: {index.fqn} is damaged, or has objects that torch does not consider safe: {error}. If "
+                "you trust the checkpoint, read it with weights_only=False, or pass their classes to "
+                "torch.serialization.add_safe_globals."
+            ) from error
+        except Exception as error:  # of any kind: a damaged pickle may do anything that a pickle can
+            raise CheckpointError(
+                f"{self.place}: {index.fqn} cannot be read: {type(error).__name__}: {error}. Resume from another "
+                "checkpoint."
+            ) from error
 
     def _bytes(self, index: MetadataIndex) -> bytes:
         info = self.metadata.storage_data.get(index)

@@ -61,6 +61,23 @@ class Place:
             return open_file(path, mode) if mode.startswith("r") else Path(path).open(mode)
         return cast("IO[Any]", self.fs.open(path, mode))
 
+    def refuse_devices(self) -> None:
+        """Raise an error if reading the path might wait for ever.
+
+        Raises:
+            CheckpointError: It is a pipe, a device or a socket.
+        """
+        if self.local and self.exists():
+            _refuse_devices(self.path, Path(self.path).stat().st_mode)
+
+    def open_itself(self) -> IO[Any]:
+        """Open the path, a file, to read it.
+
+        Raises:
+            CheckpointError: It is a pipe or a device.
+        """
+        return open_file(self.path) if self.local else cast("IO[Any]", self.fs.open(self.path, "rb"))
+
     @property
     def taken(self) -> bool:
         """Whether anything has this name, including a broken link."""
@@ -148,13 +165,19 @@ def open_file(path: str | os.PathLike[str], mode: str = "rb", *, buffering: int 
 
     def not_waiting(name: str, flags: int) -> int:
         descriptor = os.open(name, flags | os.O_NONBLOCK)
-        kind = os.fstat(descriptor).st_mode
-        if not stat.S_ISREG(kind) and not stat.S_ISDIR(kind):  # a folder is refused by `open` itself
+        try:
+            _refuse_devices(name, os.fstat(descriptor).st_mode)  # a folder is refused by `open` itself
+        except CheckpointError:
             os.close(descriptor)
-            raise CheckpointError(f"{name} is a pipe or a device, but only files are read. Copy its content to a file.")
+            raise
         return descriptor
 
     return open(path, mode, buffering=buffering, opener=not_waiting)
+
+
+def _refuse_devices(name: str, mode: int) -> None:
+    if not stat.S_ISREG(mode) and not stat.S_ISDIR(mode):
+        raise CheckpointError(f"{name} is a pipe or a device, but only files are read. Copy its content to a file.")
 
 
 def sync_file(file: IO[Any]) -> None:

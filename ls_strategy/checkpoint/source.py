@@ -11,7 +11,6 @@ import os
 import pickle
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -22,7 +21,7 @@ from ls_strategy._compat import tree_map
 from ls_strategy.checkpoint.files import Reader
 from ls_strategy.checkpoint.inert import read_inert
 from ls_strategy.checkpoint.manifest import Manifest, read_manifest, verify
-from ls_strategy.checkpoint.place import Place
+from ls_strategy.checkpoint.place import Place, open_file
 from ls_strategy.checkpoint.reshard import SavedTensor, assemble
 from ls_strategy.checkpoint.target import MANIFEST, META, METADATA
 from ls_strategy.checkpoint.web import is_web, refuse_web_folder
@@ -145,7 +144,7 @@ def is_folder(path: str | os.PathLike[str]) -> bool:
     """Return whether a checkpoint is a folder.
 
     Raises:
-        CheckpointError: Nothing has this name, or it is a folder on a web server.
+        CheckpointError: Nothing has this name, or it is a pipe, a device, or a folder on a web server.
     """
     if is_web(path):
         refuse_web_folder(path)
@@ -153,6 +152,7 @@ def is_folder(path: str | os.PathLike[str]) -> bool:
     place = Place(path)
     if not place.exists():
         raise CheckpointError(f"{place} does not exist. Give a checkpoint: a folder, or a .ckpt file.")
+    place.refuse_devices()
     return bool(place.fs.isdir(place.path))
 
 
@@ -299,10 +299,9 @@ def _load_meta(path: str | os.PathLike[str], manifest: Manifest | None, **argume
 
 def _load_file(path: str | os.PathLike[str], **arguments: Any) -> dict[str, Any]:
     place = Place(path)
-    if not place.local:
-        with place.fs.open(place.path, "rb") as file:
+    with place.open_itself() as file:
+        if not place.local:
             return _load(str(place), file, **arguments)
-    with Path(place.path).open("rb") as file:
         mappable = file.read(4) == b"PK\x03\x04"  # torch before 1.6 wrote no zip archives
     return _load(str(place), place.path, mmap=mappable, **arguments)
 
@@ -344,7 +343,7 @@ def refuse_damaged(name: str, file: Any, error: BaseException) -> None:
             file.seek(0)
             read_inert(file, name)
         else:
-            with Path(file).open("rb") as opened:
+            with open_file(file) as opened:
                 read_inert(opened, name)
     except CheckpointError as damaged:
         raise damaged from error

@@ -132,7 +132,7 @@ def _looks_ours(place: Place, names: set[str]) -> bool:
 
 
 def _of_file(place: Place) -> str | None:
-    with place.fs.open(place.path, "rb") as file:
+    with place.open_itself() as file:
         head = file.read(1024)
     if not head or head.startswith(_OLD_TORCH) or _is_torch_archive(head):
         return None

@@ -57,7 +57,7 @@ def _of_others(path: str) -> Description | None:
     from ls_strategy.checkpoint.describe import of_tensors
     from ls_strategy.checkpoint.inert import tensors_in
     from ls_strategy.deepspeed.checkpoint import is_deepspeed, read_deepspeed
-    from ls_strategy.pretrained.safetensors import files_of, read_safetensors
+    from ls_strategy.pretrained.safetensors import files_of, is_index, read_safetensors
 
     if "://" in path:
         return None
@@ -67,11 +67,7 @@ def _of_others(path: str) -> Description | None:
         files = [file for file in place.rglob("*.pt") if file.is_file()]
         step, epoch = int(saved["global_step"]), int(saved["epoch"])
         return _foreign(place, "folder of DeepSpeed", files, of_tensors(tensors_in(saved)), step, epoch)
-    if (
-        place.suffix == ".safetensors"
-        or place.name.endswith(".safetensors.index.json")
-        or any(place.glob("*.safetensors"))
-    ):
+    if place.suffix == ".safetensors" or is_index(place) or any(place.glob("*.safetensors")):
         tensors = read_safetensors(place).items()
         entries = of_tensors((("state_dict", name), tensor) for name, tensor in tensors)
         return _foreign(place, "safetensors", files_of(place), entries)

@@ -25,6 +25,7 @@ from typing import Any
 import torch
 from typing_extensions import override
 
+from ls_strategy.checkpoint.place import open_file
 from ls_strategy.checkpoint.target import MANIFEST
 from ls_strategy.errors import CheckpointError
 
@@ -135,7 +136,8 @@ class _Pickle:
 
 def _load(file: Path, *, weights_only: bool) -> dict[str, Any]:
     try:
-        mappable = zipfile.is_zipfile(file)
+        with open_file(file) as opened:
+            mappable = zipfile.is_zipfile(opened)
         if not weights_only:
             return torch.load(file, map_location="cpu", mmap=mappable, weights_only=False, pickle_module=_Pickle)
         names = torch.serialization.get_unsafe_globals_in_checkpoint(file) if mappable else []

@@ -243,7 +243,14 @@ def map_file(path: Any, checkpoint_io: CheckpointIO, weights_only: bool | None) 
         None if it cannot be mapped: a remote file, another format, a `CheckpointIO` of the user.
     """
     place = Place(path)
-    if not is_lightnings(checkpoint_io) or not place.local or not zipfile.is_zipfile(place.path):
+    if not is_lightnings(checkpoint_io) or not place.local:
+        return None
+    try:
+        with place.open_itself() as file:
+            mappable = zipfile.is_zipfile(file)
+    except OSError:  # Lightning's own error follows
+        return None
+    if not mappable:
         return None
     return torch.load(place.path, map_location="cpu", mmap=True, weights_only=weights_only)
 

@@ -143,6 +143,14 @@ def read_safetensors(
     return _of_folder(place, kind) if index is None else _of_index(index, kind)
 
 
+def files_of(path: Path) -> list[Path]:
+    """Return the files that are read of a file, an index or a folder."""
+    index = path if is_index(path) else index_in(path) if path.is_dir() else None
+    if index is not None:
+        return [index.parent / file for file in sorted(set(_map_of(index).values()))]
+    return sorted(path.glob("*.safetensors")) if path.is_dir() else [path]
+
+
 def is_index(path: Path) -> bool:
     """Whether a path has the name of an index."""
     return path.name.endswith(_INDEX)
@@ -171,7 +179,7 @@ def index_in(folder: Path) -> Path | None:
 def _of_folder(folder: Path, kind: type[RecipeTensor]) -> dict[str, Tensor]:
     found: dict[str, Tensor] = {}
     holders: dict[str, Path] = {}
-    files = sorted(folder.glob("*.safetensors"))
+    files = files_of(folder)
     if not files:
         raise CheckpointError(f"{folder} has no *.safetensors. Give a safetensors file, or a folder of them.")
     for file in files:

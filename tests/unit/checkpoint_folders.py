@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -131,3 +133,22 @@ def small_meta() -> dict[str, Any]:
         "lr_schedulers": [{"last_epoch": 7}],
         "ls_strategy": {"world_size": 3},
     }
+
+
+def in_time(action: Callable[[], Any]) -> BaseException | None:
+    """Run an action that may wait for ever. Return its error."""
+    errors: list[BaseException | None] = []
+
+    def run() -> None:
+        try:
+            action()
+        except BaseException as error:
+            errors.append(error)
+        else:
+            errors.append(None)
+
+    thread = threading.Thread(target=run, daemon=True)
+    thread.start()
+    thread.join(60)
+    assert errors, "it waits for ever"
+    return errors[0]

@@ -12,7 +12,7 @@ from torch import nn
 from ls_strategy import load_safetensors
 from ls_strategy.errors import CheckpointError
 from ls_strategy.inference.fill import Filler, open_weights
-from ls_strategy.pretrained.safetensors import read_safetensors
+from ls_strategy.pretrained.safetensors import files_of, read_safetensors
 from tests.unit.test_inference_fill import write
 
 INDEX = "model.safetensors.index.json"
@@ -51,6 +51,7 @@ def test_every_tensor_is_of_the_file_that_the_index_names(doubled: Path, a: str,
     index = index_of(doubled, {"a": f"{a}.safetensors", "b": f"{b}.safetensors"})
     expected = {"a": {"x": 1.0, "y": 3.0}[a], "b": {"x": 2.0, "y": 4.0}[b]}
     assert values(doubled) == values(index) == values([index]) == expected
+    assert files_of(doubled) == files_of(index) == [doubled / f"{name}.safetensors" for name in sorted({a, b})]
     model = Two()
     load_safetensors(model, doubled)
     assert {name: p.item() for name, p in model.named_parameters()} == expected

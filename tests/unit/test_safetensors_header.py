@@ -6,8 +6,6 @@ import copy
 import json
 import os
 import random
-import threading
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +18,7 @@ from ls_strategy.checkpoint.safetensors import DTYPES
 from ls_strategy.checkpoint.source import as_bytes
 from ls_strategy.errors import CheckpointError
 from ls_strategy.pretrained.safetensors import read_safetensors
+from tests.unit.checkpoint_folders import in_time
 
 Header = dict[str, Any]
 
@@ -118,25 +117,6 @@ def test_lengths_of_headers(tmp_path: Path, length: int) -> None:
 
 
 # --- what is no file -------------------------------------------------------------------------------------------------
-
-
-def in_time(action: Callable[[], Any]) -> BaseException | None:
-    """Run an action that may wait for ever. Return its error."""
-    errors: list[BaseException | None] = []
-
-    def run() -> None:
-        try:
-            action()
-        except BaseException as error:
-            errors.append(error)
-        else:
-            errors.append(None)
-
-    thread = threading.Thread(target=run, daemon=True)
-    thread.start()
-    thread.join(60)
-    assert errors, "it waits for ever"
-    return errors[0]
 
 
 @pytest.mark.parametrize("place", ["file", "index", "named by an index", "read later"])

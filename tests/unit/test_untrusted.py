@@ -16,6 +16,7 @@ from typing import Any
 import lightning.pytorch as pl
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 from lightning.fabric.plugins.io.torch_io import TorchCheckpointIO
 from torch import Tensor, nn
 from torch.distributed import TCPStore
@@ -29,7 +30,7 @@ from ls_strategy.checkpoint.source import read_checkpoint, read_weights
 from ls_strategy.errors import CheckpointError
 from ls_strategy.lightning import checkpoints as lightning_checkpoints
 from ls_strategy.lightning.loading import load_from_checkpoint
-from tests.unit.checkpoint_folders import small_folder
+from tests.unit.checkpoint_folders import in_time, small_folder
 
 
 class Runs:
@@ -167,6 +168,47 @@ def test_crafted_objects_and_small_things_run_nothing(tmp_path: Path, weights_on
         with pytest.raises((CheckpointError, pickle.UnpicklingError)):
             opens(in_meta)
         assert not marker.exists(), name
+
+
+@pytest.mark.parametrize("place", ["x.ckpt", "x.ckpt/meta.pt", "x.ckpt/manifest.json", "x.ckpt/index.json", "x.ckpt/*"])
+def test_pipes_are_not_waited_for(tmp_path: Path, place: str) -> None:
+    """Where a file or a part of a folder should be."""
+    folder = small_folder(tmp_path / "x.ckpt")
+    if place == "x.ckpt":
+        shutil.rmtree(folder)
+    names = [path.name for path in folder.glob("*.distcp")] if place.endswith("*") else [place.partition("/")[2]]
+    for name in names:
+        (folder / name).unlink(missing_ok=True)
+        os.mkfifo(folder / name)
+    openers = {name: opens for name, opens in OPENERS.items() if name not in BY_LIGHTNING}
+    for name, opens in {**openers, "map_file": lambda path: map_file(path)}.items():
+        if name == "map_file" and place != "x.ckpt":
+            continue
+        assert isinstance(in_time(lambda opens=opens: opens(folder)), CheckpointError), name
+    command = ["consolidate", str(folder), str(tmp_path / "w"), "--format", "safetensors"]
+    found: list[int] = []
+    assert in_time(lambda: found.append(cli.main(command))) is None
+    assert found == [1]
+
+
+def map_file(path: Path) -> Any:
+    return lightning_checkpoints.map_file(path, TorchCheckpointIO(), None)
+
+
+@pytest.mark.parametrize("crafted", ["objects", "garbage", "nothing"])
+def test_crafted_parts_of_a_foreign_folder_run_nothing_and_are_named(tmp_path: Path, crafted: str) -> None:
+    """Without a manifest there are no checksums."""
+    folder, marker = tmp_path / "x.ckpt", tmp_path / "marker"
+    dcp.save({"model": {"weight": torch.ones(1000)}}, checkpoint_id=folder, no_dist=True)
+    torch.save({}, folder / "meta.pt")
+    assert read_weights(folder).tensors["weight"].sum() == 1000
+    (part,) = folder.glob("*.distcp")
+    torch.save(Runs(marker), tmp_path / "evil", _use_new_zipfile_serialization=False)
+    data = {"objects": (tmp_path / "evil").read_bytes(), "garbage": b"\x80\x02c" * 9, "nothing": b""}[crafted]
+    part.write_bytes(data + part.read_bytes()[len(data) :] if data else b"")
+    with pytest.raises(CheckpointError, match=r"is damaged, or has objects|cannot be read"):
+        sum(tensor.sum() for tensor in read_weights(folder).tensors.values())
+    assert not marker.exists()
 
 
 def test_metadata_of_earlier_versions_is_read_as_it_was(tmp_path: Path) -> None:
