@@ -30,8 +30,11 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from ls_strategy.checkpoint.claim import SUFFIX, Claim, claim, is_lock_file, require_claim
+from ls_strategy.checkpoint.history import HISTORY, History, Saved, latest
+from ls_strategy.checkpoint.inert import read_inert
 from ls_strategy.checkpoint.manifest import Manifest, is_committed, read_manifest
 from ls_strategy.checkpoint.place import Place, sync_file
+from ls_strategy.checkpoint.source import OURS
 from ls_strategy.checkpoint.target import MANIFEST, check_replaceable
 from ls_strategy.checkpoint.web import is_web
 from ls_strategy.errors import CheckpointError
@@ -242,9 +245,9 @@ def _redirect_links(place: Place) -> None:
     for entry in map(Path, place.parent.entries()):
         if entry.is_symlink() and entry.resolve() == Path(place.path).resolve():
             others = [e for e in place.parent.entries() if not Path(e).is_symlink() and e != place.path]
-            ranked = [(saved_at, e) for e in others if (saved_at := _saved_at(place.at(e))) is not None]
-            if ranked:
-                link(max(ranked)[1], str(entry))
+            found = latest([saved for e in others if (saved := _saved(place.at(e), e)) is not None])
+            if found is not None:
+                link(found.path, str(entry))
 
 
 def link(path: str | os.PathLike[str], name: str | os.PathLike[str]) -> None:
@@ -294,44 +297,68 @@ def recover(path: str | os.PathLike[str]) -> None:
 
 
 def _lost(place: Place) -> list[Place]:
-    """Return the checkpoints of saves that ended between two renames: the new one and the one it was to replace."""
+    """Return the checkpoints of saves that ended between two renames: the new one, or the one it was to replace."""
     if place.taken and (place.local or not place.fs.isdir(place.path) or is_committed(str(place))):
         return []
     saves: dict[str, list[Place]] = {}
     for kind, save_id, found in _temporaries(place):
         if kind in ("partial", "link", "old"):
             saves.setdefault(save_id, []).append(found)
-    pairs = [found for pair in saves.values() if len(pair) == 2 for found in pair]
-    return [found for found in pairs if _saved_at(found) is not None]
+    pairs = [sorted(pair, key=lambda each: each.path.endswith(".old")) for pair in saves.values() if len(pair) == 2]
+    return [complete[0] for pair in pairs if (complete := [each for each in pair if _saved_at(each) is not None])]
 
 
 def _restore_name(place: Place, held: Claim) -> None:
     """Restore the name to the newest of the checkpoints that lost it."""
-    ranked = [(_saved_at(found) or 0.0, found.path) for found in _lost(place)]
-    if not ranked or (not held.certain and time.time() - max(ranked)[0] < _RENAMED_S):
+    found = latest([saved for each in _lost(place) if (saved := _saved(each, each.path)) is not None])
+    if found is None or (not held.certain and abs(time.time() - found.saved_at) < _RENAMED_S):
         return
     if place.taken:
         place.remove()  # an interrupted copy, on a file system that cannot rename
-    place.at(max(ranked)[1]).rename(place)
+    place.at(found.path).rename(place)
 
 
 def newest(folders: Iterable[str | os.PathLike[str]]) -> str | None:
     """Return the newest checkpoint in these folders: a committed folder or a ``.ckpt`` file. Call it on one rank.
 
-    Folders are ranked by the time in their manifest, files by their modification time. Checkpoints that other processes
-    are saving or have just removed do not count.
+    Those of one run are ranked by their steps, as `latest` describes. Between runs the time counts: of folders that in
+    the manifest, of files the modification time. Checkpoints that other processes are saving or have just removed do
+    not count.
     """
-    found: list[tuple[float, str]] = []
+    found: list[Saved] = []
     for folder in folders:
         place = Place(folder)
         for name in {leftover[1] for e in place.entries() if (leftover := _LEFTOVER.fullmatch(posixpath.basename(e)))}:
             recover(f"{place}/{name}")
         for entry in place.entries():
             child = place.at(entry)
-            saved_at = None if child.name.startswith(".") else _saved_at(child)
-            if saved_at is not None:
-                found.append((saved_at, str(child)))
-    return max(found)[1] if found else None
+            saved = None if child.name.startswith(".") else _saved(child, str(child))
+            if saved is not None:
+                found.append(saved)
+    last = latest(found)
+    return None if last is None else last.path
+
+
+def _saved(place: Place, path: str) -> Saved | None:
+    """Return when and where in its run a checkpoint was saved, under the name ``path``. None as for `_saved_at`."""
+    saved_at = _saved_at(place)
+    if saved_at is None:
+        return None
+    try:
+        if place.fs.isdir(place.path):
+            manifest = read_manifest(str(place))
+            return Saved(path, saved_at, manifest.step, History.of(manifest.layout.get(HISTORY)))
+        with place.fs.open(place.path, "rb") as file:
+            if file.read(4) != b"PK\x03\x04":
+                return Saved(path, saved_at)
+            file.seek(0)
+            contents = read_inert(file, path)
+        history = History.of(contents[OURS][HISTORY])
+        return Saved(path, saved_at, int(contents["global_step"]), history)
+    except FileNotFoundError:
+        return None
+    except (CheckpointError, KeyError, TypeError, ValueError, IndexError):
+        return Saved(path, saved_at)  # of another strategy, or something else
 
 
 def _saved_at(place: Place) -> float | None:

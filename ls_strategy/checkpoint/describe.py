@@ -21,6 +21,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from ls_strategy.checkpoint.files import Reader
+from ls_strategy.checkpoint.history import HISTORY
 from ls_strategy.checkpoint.inert import Described, read_inert, tensors_in, wrong_records
 from ls_strategy.checkpoint.manifest import Manifest, read_manifest, verify
 from ls_strategy.checkpoint.place import Place
@@ -175,7 +176,7 @@ def describe(path: str | os.PathLike[str]) -> Description:
         step=manifest.step,
         epoch=manifest.epoch,
         saved_at=manifest.saved_at,
-        layout={_OPTIONS.get(name, name): value for name, value in manifest.layout.items()},
+        layout={_OPTIONS.get(name, name): value for name, value in manifest.layout.items() if name != HISTORY},
         left_out=manifest.left_out,
         files={name: record.bytes for name, record in sorted(manifest.files.items())},
         unknown=_unknown(path, manifest),

@@ -25,6 +25,7 @@ from ls_strategy._compat import plain_checkpoint_io, tree_iter, tree_map
 from ls_strategy.checkpoint import save
 from ls_strategy.checkpoint.background import BackgroundSaver
 from ls_strategy.checkpoint.files import Reader
+from ls_strategy.checkpoint.history import HISTORY
 from ls_strategy.checkpoint.manifest import Manifest, read_manifest, verify
 from ls_strategy.checkpoint.place import Place
 from ls_strategy.checkpoint.random import random_states
@@ -94,6 +95,7 @@ def write(
     """
     engine = collection.engine
     entries, rest = separate(checkpoint, collection.contents)
+    layout = {**_layout(engine), HISTORY: checkpoint.get(OURS, {}).get(HISTORY)}
     job = save.Save(
         path=path,
         entries=entries,
@@ -101,7 +103,7 @@ def write(
         manifest=Manifest(
             step=int(checkpoint.get("global_step", 0)),
             epoch=int(checkpoint.get("epoch", 0)),
-            layout=_layout(engine),
+            layout={name: value for name, value in layout.items() if value is not None},
             files={},
             left_out=collection.left_out,
         ),

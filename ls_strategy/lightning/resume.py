@@ -18,6 +18,7 @@ from ls_strategy._compat import (
 )
 from ls_strategy.checkpoint.commit import recover
 from ls_strategy.checkpoint.full import load_full_state_dict
+from ls_strategy.checkpoint.history import HISTORY, History
 from ls_strategy.checkpoint.random import random_states, restore_random_states
 from ls_strategy.engine import Engine
 from ls_strategy.errors import PlanError, StateError
@@ -47,10 +48,14 @@ class Resume:
         """Random states that wait for the first batch."""
         self._between: dict[str, Any] | None = None
         """What a snapshot that was taken between two batches holds of this rank, in addition to a checkpoint."""
+        self._history: History | None = None
+        """Of the running fit, or of the last one."""
+        self._loaded: History | None = None
+        """Of the checkpoint that the run has loaded."""
 
     def forget(self) -> None:
         """Forget what waits for a batch: an evaluation has loaded a checkpoint, or a fit had nothing left to do."""
-        self._position = self._random = self._between = None
+        self._position = self._random = self._between = self._loaded = None
         if self._strategy.virtual is not None:
             self._strategy.virtual.random.restore({})
 
@@ -79,11 +84,13 @@ class Resume:
             mapped = checkpoints.map_file(path, strategy.checkpoint_io, weights_only)
             checkpoint = load_file(path, weights_only) if mapped is None else mapped
             self._ours = self._position = checkpoint.pop(checkpoints.OURS, {})
+            self._loaded = History.of(self._ours.get(HISTORY))
             self._take_random_states(self._ours)  # a file's top level is Lightning's and the user's
             return checkpoint
         read = partial(checkpoints.read, path, strategy.checkpoint_io, weights_only)
         checkpoint = strategy.on_all_ranks(read)
         self._ours = self._position = checkpoint.pop(checkpoints.OURS)
+        self._loaded = History.of(self._ours.get(HISTORY))
         self._take_random_states(checkpoint)
         if self._between is not None and self._between["loaders"]:
             set_loader_states(checkpoint, self._between["loaders"])
@@ -178,6 +185,10 @@ class Resume:
             if index is not None:
                 engine.optimizers[index].sharded.states.load_full_state_dict(state)
 
+    def history(self) -> dict[str, Any]:
+        """Return what a checkpoint needs so that its age can be compared with that of others of its run."""
+        return {} if self._history is None else {HISTORY: self._history.to_dict()}
+
     # random numbers and data -----------------------------------------------------------------------------------------
 
     @property
@@ -200,6 +211,8 @@ class Resume:
 
     def begin_fit(self, trainer: pl.Trainer) -> None:
         """Take part when the fit begins with its training data, after Lightning has restored the progress."""
+        before = self._loaded if self._position is not None or not trainer.global_step else self._history
+        self._history = History.begin() if before is None else before.goes_on()
         around_data_setup(trainer, partial(self._beginning, trainer), self._go_on)
 
     @contextmanager

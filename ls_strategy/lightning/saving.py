@@ -128,6 +128,7 @@ class Saves:
         module, checkpoint_io = strategy.lightning_module, strategy.checkpoint_io
         if module is not None:
             position = {**data_position.position(module.trainer), **self._strategy.uneven.position()}
+            position.update(strategy.resume.history())
             checkpoint = {**checkpoint, checkpoints.OURS: position}  # not in place: hooks keep the dictionary they got
         if strategy.engine is not None:
             checkpoint = checkpoints.with_full_modules(checkpoint, strategy.engine)
@@ -184,7 +185,7 @@ class Saves:
             self._snapshot = None
         collection, strategy.collection = strategy.collection, None
         assert collection is not None
-        position = {**data_position.position(module.trainer), before_batch.MARK: True}
+        position = {**data_position.position(module.trainer), **strategy.resume.history(), before_batch.MARK: True}
         checkpoint = checkpoints.with_full_modules({**checkpoint, checkpoints.OURS: position}, collection.engine)
         random = {**self._random(), before_batch.STATES: before_batch.states(module.trainer, module)}
         background = Background(self._background(), target, failed)

@@ -8,7 +8,7 @@ from typing import Any
 
 from ls_strategy.checkpoint.manifest import Manifest
 from ls_strategy.checkpoint.target import MANIFEST
-from ls_strategy.snapshots.memory import Memory, step_of
+from ls_strategy.snapshots.memory import Memory, age_of, step_of
 
 
 @dataclass(frozen=True)
@@ -54,7 +54,7 @@ def newest(listings: Mapping[str, Sequence[Mapping[str, Any]]]) -> Found | None:
         for entry in entries:
             if entry["wanted"] is not None and entry["name"] not in manifests:
                 manifests[entry["name"]] = entry["wanted"], entry["files"][MANIFEST], entry["world_size"]
-    for name in sorted(manifests, reverse=True):
+    for name in sorted(manifests, key=age_of, reverse=True):
         wanted, manifest_bytes, world_size = manifests[name]
         places: dict[str, tuple[int, list[str]]] = {}
         for file, size in {**wanted, MANIFEST: manifest_bytes}.items():

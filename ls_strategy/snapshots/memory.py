@@ -90,6 +90,11 @@ def step_of(name: str) -> int:
     return int(found[1])
 
 
+def age_of(name: str) -> tuple[int, str]:
+    """Return a key that sorts snapshots, the oldest first: in the alphabet, step 10^10 would come before 2 * 10^9."""
+    return step_of(name), name
+
+
 class Memory:
     """The memory that one run has on this node. Not collective."""
 
@@ -165,7 +170,8 @@ class Memory:
     def names(self) -> list[str]:
         """Return the names of snapshots, complete or not, oldest first."""
         with contextlib.suppress(FileNotFoundError):
-            return sorted(p.name for p in self.folder.iterdir() if _SNAPSHOT.fullmatch(p.name) and not p.is_symlink())
+            found = [p.name for p in self.folder.iterdir() if _SNAPSHOT.fullmatch(p.name) and not p.is_symlink()]
+            return sorted(found, key=age_of)
         return []
 
     def files(self, name: str) -> dict[str, int]:

@@ -78,6 +78,16 @@ def test_the_newest_complete_snapshot_counts(memory: Memory, other: Memory):
     assert found.files["__1_0.distcp"] == (5, ["n1"])
 
 
+def test_steps_are_compared_as_numbers(memory: Memory):
+    parts, names = {"__0_0.distcp": b"x"}, [name_of(999_999_999, "0000000a"), name_of(10**10, "0000000b")]
+    for name in names:
+        write(memory, name, parts, complete=parts)
+    assert memory.names() == names
+    found = newest({"n0": listing(memory)})
+    assert found is not None
+    assert found.step == 10**10
+
+
 @pytest.mark.parametrize("damage", ["manifest", "size", "no manifest"])
 def test_a_torn_snapshot_does_not_count(damage: str, memory: Memory):
     parts = {"__0_0.distcp": b"left"}
