@@ -1162,15 +1162,17 @@ def _do_nothing() -> None:
     """Replace a method of Lightning that must not run."""
 
 
-def resume_from(trainer: Any, path: str) -> None:
-    """Make the next restore use ``path`` unless the user gave another checkpoint."""
-    choose_checkpoint(trainer, lambda given: given or path)
+class Unnamed(str):
+    """The path of a file that nobody has named: no code in it may run, whatever the user allows for other files."""
+
+    __slots__ = ()
 
 
 def choose_checkpoint(trainer: Any, choose: Callable[[Any], Any]) -> None:
     """Make the next restore use ``choose(ckpt_path)``, which gets what the user gave, or None.
 
-    Of several choices the last one comes first, and gives its result to the one before it.
+    Of several choices the last one comes first, and gives its result to the one before it. What is `Unnamed` is loaded
+    with ``weights_only=True``.
     """
     connector: Any = trainer._checkpoint_connector
     before = vars(connector).get("resume_start")
@@ -1180,7 +1182,8 @@ def choose_checkpoint(trainer: Any, choose: Callable[[Any], Any]) -> None:
             vars(connector).pop("resume_start", None)
         else:
             connector.resume_start = before
-        connector.resume_start(choose(checkpoint_path), weights_only=weights_only)
+        chosen = choose(checkpoint_path)
+        connector.resume_start(chosen, weights_only=True if isinstance(chosen, Unnamed) else weights_only)
 
     connector.resume_start = resume_start
 

@@ -18,7 +18,7 @@ from ls_strategy import _compat as compat
 from ls_strategy import device as dev
 from ls_strategy.callbacks.preemption import PreemptionHandler
 from ls_strategy.checked import at_least, checked
-from ls_strategy.checkpoint.commit import newest as newest_on_disk
+from ls_strategy.checkpoint.continued import newest_readable
 from ls_strategy.checkpoint.target import META
 from ls_strategy.distributed.ray_worker import in_train_function
 from ls_strategy.errors import CheckpointError, ConfigError, StateError
@@ -226,7 +226,7 @@ class ElasticTraining(ConnectedCallback):
                 f"ElasticTraining: no complete snapshot of the run {self._run} is in memory, so it continues from "
                 f"{where}. Parts of a snapshot were lost with more nodes than one copy makes up for."
             )
-        return on_disk or given
+        return given if on_disk is None else compat.Unnamed(on_disk)
 
     def _report_snapshot(self, found: Found, nodes: Nodes) -> None:
         self._lost_steps = max(self._last_step - found.step, 0)
@@ -241,8 +241,15 @@ class ElasticTraining(ConnectedCallback):
         callbacks: list[Any] = trainer.callbacks  # type: ignore[attr-defined]
         if any(isinstance(c, PreemptionHandler) for c in callbacks):
             return None  # it looks there, and in its own folder
-        path = newest_on_disk(compat.checkpoint_folder(c, trainer) for c in callbacks if isinstance(c, ModelCheckpoint))
-        return path if path is not None and _run_of(path, self.state_key) == self._run else None
+        found = newest_readable(
+            compat.checkpoint_folder(c, trainer) for c in callbacks if isinstance(c, ModelCheckpoint)
+        )
+        if found.skipped:
+            rank_zero_warn(
+                f"ElasticTraining: the run does not continue from newer checkpoints that cannot be read. {found}. If "
+                "you trust one, start the run again with it as ckpt_path; or remove it."
+            )
+        return found.path if found.path is not None and _run_of(found.path, self.state_key) == self._run else None
 
     @override
     def state_dict(self) -> dict[str, Any]:

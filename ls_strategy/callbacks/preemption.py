@@ -20,7 +20,8 @@ from typing_extensions import override
 from ls_strategy import _compat as compat
 from ls_strategy import device as dev
 from ls_strategy.checked import at_least, checked
-from ls_strategy.checkpoint.commit import newest
+from ls_strategy.checkpoint.continued import Continued, newest_readable
+from ls_strategy.checkpoint.place import Place
 from ls_strategy.errors import CheckpointError, ConfigError
 from ls_strategy.host.pytorch import Callback, ModelCheckpoint, SIGTERMException, pl, rank_zero_info, rank_zero_warn
 from ls_strategy.lightning.strategy import ZeROStrategy
@@ -85,7 +86,8 @@ class PreemptionHandler(Callback):
                 quarters of its time; 0 stops only on signals.
             requeue: under SLURM, put the job back into the queue after the save.
             resume: start from the newest checkpoint in ``dirpath`` and the folders of every ``ModelCheckpoint``,
-                unless ``trainer.fit`` got a ``ckpt_path``.
+                unless ``trainer.fit`` got a ``ckpt_path``. Files that ``torch.load(weights_only=True)`` cannot read are
+                skipped with a warning, whatever ``trainer.fit`` got as ``weights_only``.
 
         Raises:
             ConfigError: a signal is unknown, or a time is negative.
@@ -136,19 +138,30 @@ class PreemptionHandler(Callback):
         self._make_group(trainer)
         self._folder = trainer.strategy.broadcast(self._choose_folder(trainer))
         fresh = trainer.global_step == 0 and not trainer.fast_dev_run  # type: ignore[attr-defined]
-        found: Any = None
+        mine: Any = None
         if trainer.is_global_zero:
-            path = newest([self._folder, *_checkpoint_folders(trainer)]) if self.resume and fresh else None
-            found = (_saved_in(self._folder), path)
-        self._older, self._resumed_from = trainer.strategy.broadcast(found)
+            search = self.resume and fresh
+            found = newest_readable([self._folder, *_checkpoint_folders(trainer)]) if search else Continued()
+            mine = ([path for path in _saved_in(self._folder) if str(Place(path)) not in found.skipped], found)
+        self._older, found = trainer.strategy.broadcast(mine)
+        self._resumed_from = found.path
         if self._resumed_from is not None or job.restarts(os.environ):
             compat.overwrite_saved_config(trainer)
-        if self._resumed_from is not None:
-            rank_zero_info(
-                f"PreemptionHandler: {self._resumed_from} is the newest checkpoint; training resumes from it unless "
-                "ckpt_path names another. With resume=False, or without the file, it starts from scratch."
+        self._report_found(found)
+        if self._resumed_from is not None or found.skipped:
+            compat.choose_checkpoint(trainer, lambda given: given or _continue_from(found))
+
+    def _report_found(self, found: Continued) -> None:
+        if found.skipped:
+            rank_zero_warn(
+                f"PreemptionHandler: training does not resume from newer checkpoints that cannot be read. {found}. If "
+                "you trust one, give it as ckpt_path, with weights_only=False if it needs that; or remove it."
             )
-            compat.resume_from(trainer, self._resumed_from)
+        if found.path is not None:
+            rank_zero_info(
+                f"PreemptionHandler: {found.path} is the newest checkpoint; training resumes from it unless ckpt_path "
+                "names another. With resume=False, or without the file, it starts from scratch."
+            )
 
     def _choose_folder(self, trainer: pl.Trainer) -> str:
         if self.dirpath is not None:
@@ -293,7 +306,7 @@ class PreemptionHandler(Callback):
         """Requeue only if this run has saved another checkpoint: otherwise the next run would fail here too."""
         if not trainer.is_global_zero:
             return
-        other = newest([self._folder, *_checkpoint_folders(trainer)])
+        other = newest_readable([self._folder, *_checkpoint_folders(trainer)]).path
         if other is None or other == self._resumed_from:
             next_step = "Nothing newer than the start of this run is on the disk, so the job is not requeued."
         else:
@@ -321,6 +334,20 @@ def _parse_signals(names: Sequence[str]) -> list[int]:
             f"Got PreemptionHandler(signals={list(names)!r}), but {error} is not a signal of this system. "
             'Set names such as "SIGTERM", "SIGUSR1" and "SIGUSR2".'
         ) from None
+
+
+def _continue_from(found: Continued) -> compat.Unnamed:
+    """Return the path to resume from, where the user gave none.
+
+    Raises:
+        CheckpointError: there are checkpoints, but none can be read.
+    """
+    if found.path is None:
+        raise CheckpointError(
+            f"PreemptionHandler found no checkpoint that can be resumed from, though there are some. {found}. Give the "
+            "one that you trust as ckpt_path, remove them, or set resume=False to start from scratch."
+        )
+    return compat.Unnamed(found.path)
 
 
 def _checkpoint_folders(trainer: pl.Trainer) -> list[str]:

@@ -10,6 +10,7 @@
 ``random.py``       states of the random number generators
 ``full.py``         full state dicts, gathered on rank 0 or on all ranks
 ``source.py``       any checkpoint, folder or file, read by one process
+``continued.py``    the newest checkpoint that can be read without running code in it
 ``consolidate.py``  a folder to one file; ``torch_file.py`` streams it to disk
 ``safetensors.py``  export of weights for Hugging Face
 ``output.py``       atomic output files of the command-line tools

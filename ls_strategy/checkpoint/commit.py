@@ -26,7 +26,7 @@ import re
 import time
 import uuid
 import zipfile
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 from ls_strategy.checkpoint.claim import SUFFIX, Claim, claim, is_lock_file, require_claim
@@ -319,7 +319,12 @@ def _restore_name(place: Place, held: Claim) -> None:
 
 
 def newest(folders: Iterable[str | os.PathLike[str]]) -> str | None:
-    """Return the newest checkpoint in these folders: a committed folder or a ``.ckpt`` file. Call it on one rank.
+    """Return the newest checkpoint in these folders, the first of `newest_first`. Call it on one rank."""
+    return next(newest_first(folders), None)
+
+
+def newest_first(folders: Iterable[str | os.PathLike[str]]) -> Iterator[str]:
+    """Yield the checkpoints in these folders: committed folders and ``.ckpt`` files. Call it on one rank.
 
     Those of one run are ranked by their steps, as `latest` describes. Between runs the time counts: of folders that in
     the manifest, of files the modification time. Checkpoints that other processes are saving or have just removed do
@@ -335,8 +340,9 @@ def newest(folders: Iterable[str | os.PathLike[str]]) -> str | None:
             saved = None if child.name.startswith(".") else _saved(child, str(child))
             if saved is not None:
                 found.append(saved)
-    last = latest(found)
-    return None if last is None else last.path
+    while (last := latest(found)) is not None:
+        found = [each for each in found if each.path != last.path]
+        yield last.path
 
 
 def _saved(place: Place, path: str) -> Saved | None:

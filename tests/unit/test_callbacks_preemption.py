@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from ls_strategy.callbacks import preemption as preemption_file
 from ls_strategy.callbacks.preemption import Preempted, PreemptionHandler
+from ls_strategy.checkpoint.continued import Continued
 from ls_strategy.errors import CheckpointError, ConfigError
 from ls_strategy.lightning.strategy import ZeROStrategy
 
@@ -45,7 +46,7 @@ class Strategy:
         self.removed: list[str] = []
 
     def broadcast(self, value: Any) -> Any:
-        return value if value is not None else ([], None)  # rank 0 has found nothing
+        return value if value is not None else ([], Continued())  # rank 0 has found nothing
 
     def remove_checkpoint(self, path: str) -> None:
         self.removed.append(Path(path).name)
@@ -73,7 +74,7 @@ class Sharded(ZeROStrategy):
         self.waited += 1
 
     def broadcast(self, obj: Any, src: int = 0) -> Any:
-        return obj if obj is not None else ([], None)
+        return obj if obj is not None else ([], Continued())
 
     def remove_checkpoint(self, filepath: Any) -> None:
         pass
@@ -84,9 +85,11 @@ class Connector:
 
     def __init__(self, resumed: list[str | None]) -> None:
         self._resumed = resumed
+        self.weights_only: list[bool | None] = []
 
     def resume_start(self, checkpoint_path: str | None = None, weights_only: bool | None = None) -> None:
         self._resumed.append(checkpoint_path)
+        self.weights_only.append(weights_only)
 
 
 class Trainer:
@@ -509,7 +512,9 @@ def test_other_files_of_the_folder_are_not_this_callbacks(clock: Clock, tmp_path
 def found(monkeypatch: pytest.MonkeyPatch) -> list[list[str]]:
     """The folders that were searched; ``new.ckpt`` is the newest checkpoint."""
     searched: list[list[str]] = []
-    monkeypatch.setattr(preemption_file, "newest", lambda folders: searched.append(folders) or "new.ckpt")
+    monkeypatch.setattr(
+        preemption_file, "newest_readable", lambda folders: searched.append(folders) or Continued("new.ckpt")
+    )
     return searched
 
 
@@ -525,6 +530,16 @@ def test_a_run_resumes_from_the_newest_checkpoint_of_all_folders(
 
 def test_the_users_checkpoint_comes_first(clock: Clock, tmp_path: Path, found: list[list[str]]) -> None:
     assert Run(clock, tmp_path).setup().trainer.restore("mine.ckpt") == ["mine.ckpt"]
+
+
+@pytest.mark.parametrize("given", [None, "mine.ckpt"])
+@pytest.mark.parametrize("weights_only", [None, False, True])
+def test_what_the_user_allows_holds_for_the_file_that_the_user_names(
+    clock: Clock, tmp_path: Path, found: list[list[str]], given: str | None, weights_only: bool | None
+) -> None:
+    connector = Run(clock, tmp_path).setup().trainer._checkpoint_connector
+    connector.resume_start(given, weights_only=weights_only)
+    assert connector.weights_only == [True if given is None else weights_only]
 
 
 def later(run: Run) -> None:
@@ -565,7 +580,7 @@ def test_a_job_is_requeued_after_a_failed_save_only_from_another_checkpoint(
     newest: str | None, requeued: int, words: str,
 ) -> None:  # fmt: skip
     answers = ["start.ckpt", newest]
-    monkeypatch.setattr(preemption_file, "newest", lambda _: answers.pop(0))
+    monkeypatch.setattr(preemption_file, "newest_readable", lambda _: Continued(answers.pop(0)))
     run = Run(clock, tmp_path).start()
 
     def fail(*_: Any, **__: Any) -> None:
