@@ -17,10 +17,12 @@ from torch.overrides import TorchFunctionMode
 from typing_extensions import override
 
 from ls_strategy._compat import persistent_buffer_names
+from ls_strategy.checkpoint.source import versions_of, with_versions
 from ls_strategy.distributed.mesh import Mesh
 from ls_strategy.errors import StateError
 from ls_strategy.transient import Transient
 from ls_strategy.zero.flat.parameters import unnoticed
+from ls_strategy.zero.flat.released import ShowingReleased
 from ls_strategy.zero.flat.units import Flat, Unit, places_of
 from ls_strategy.zero.lazy import parts_of
 from ls_strategy.zero.parts import full_of, part_of
@@ -66,7 +68,7 @@ def full_state_dict(
                     full = full_of(mine, slot.part, flat.axis)
                     copies[i] = full.to("cpu", dtype=None if master else flat.full.dtype, copy=True)
                 result[key] = copies[i]
-    return result if all_ranks or first else {}
+    return with_versions(result, versions_of(raw)) if all_ranks or first else {}
 
 
 def load_full_state_dict(
@@ -312,10 +314,12 @@ class StateDictHooks(Transient):
 
     @contextmanager
     def disabled(self) -> Any:
-        """Make ``state_dict()`` return what the module holds while the context is active."""
+        """Make ``state_dict()`` return stand-ins for parameters, which are gathered only for hooks that use them."""
         self._enabled = False
+        flats = [flat for unit in self._units for flat in unit.flats]
+        places = {id(p): (flat, i) for flat in flats for i, p in enumerate(flat.params)}
         try:
-            with unnoticed():
+            with unnoticed(), ShowingReleased(places):
                 yield
         finally:
             self._enabled = True

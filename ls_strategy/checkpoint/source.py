@@ -9,6 +9,7 @@ import io
 import math
 import os
 import pickle
+from collections import OrderedDict
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -35,6 +36,9 @@ RANDOM = "random_states"
 """Key of the ranks' random number generator states. In a single file it is below `OURS`."""
 
 
+VERSIONS = "versions"
+"""Key of the versions of modules in a folder, below `OURS`. A single file has them where torch has."""
+
 FABRIC = "fabric"
 """Key of what a Fabric saved besides its module and optimizers; below `OURS`, of the names of those two."""
 
@@ -46,6 +50,20 @@ def as_fabric(checkpoint: dict[str, Any]) -> dict[str, Any]:
         return checkpoint
     optimizers = dict(zip(names["optimizers"], checkpoint.get("optimizer_states", []), strict=True))
     return {names["module"]: checkpoint["state_dict"], **optimizers, **checkpoint.get(FABRIC, {})}
+
+
+def versions_of(state: Mapping[str, Any]) -> dict[str, Any] | None:
+    """Return the versions of modules in a state dict of torch, by module, for modules that read older ones."""
+    return getattr(state, "_metadata", None)
+
+
+def with_versions(state: Mapping[str, Any], versions: Mapping[str, Any] | None) -> dict[str, Any]:
+    """Return a state dict with the versions of modules where torch has and looks for them."""
+    if versions is None:
+        return dict(state)
+    result: Any = OrderedDict(state)
+    result._metadata = OrderedDict(versions)
+    return result
 
 
 @dataclass
@@ -215,11 +233,12 @@ def read_checkpoint(
     extra: dict[str, Any] = {RANDOM: checkpoint.pop(RANDOM)} if RANDOM in checkpoint else {}
     if manifest is not None and manifest.left_out:
         extra["left_out"] = manifest.left_out
+    versions = (checkpoint.get(OURS) or {}).pop(VERSIONS, None)
     if extra:
         checkpoint[OURS] = {**(checkpoint.get(OURS) or {}), **extra}
     for key in ("state_dict", "ema_state_dict"):
         if key in checkpoint:
-            checkpoint[key] = Weights.of(checkpoint[key]).state_dict()
+            checkpoint[key] = with_versions(Weights.of(checkpoint[key]).state_dict(), versions)
     if "optimizer_states" in checkpoint:
         checkpoint["optimizer_states"] = [numbered(s, str(reader.place)) for s in checkpoint["optimizer_states"]]
     _add_scaler_state(checkpoint)
@@ -244,7 +263,11 @@ def read_full(
             loaded[id(leaf)] = (leaf.materialize() if isinstance(leaf, LazyTensor) else leaf).to(device)
         return loaded[id(leaf)]
 
-    return tree_map(load, checkpoint)
+    result = tree_map(load, checkpoint)
+    for key in ("state_dict", "ema_state_dict"):
+        if isinstance(result.get(key), dict):
+            result[key] = with_versions(result[key], versions_of(checkpoint[key]))
+    return result
 
 
 def device_of(map_location: Any) -> torch.device:

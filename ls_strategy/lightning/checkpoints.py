@@ -30,7 +30,7 @@ from ls_strategy.checkpoint.manifest import Manifest, read_manifest, verify
 from ls_strategy.checkpoint.place import Place
 from ls_strategy.checkpoint.random import random_states
 from ls_strategy.checkpoint.reshard import Contents, Source, assemble, separate
-from ls_strategy.checkpoint.source import OURS, RANDOM
+from ls_strategy.checkpoint.source import OURS, RANDOM, VERSIONS, versions_of, with_versions
 from ls_strategy.checkpoint.target import MANIFEST, META, METADATA, check_replaceable
 from ls_strategy.checkpoint.web import is_web, refuse_web_folder
 from ls_strategy.deepspeed.checkpoint import is_deepspeed, read_deepspeed
@@ -51,12 +51,15 @@ class Collection:
             flat.wait_updated()
         self.contents = Contents()
         self.left_out: list[str] = []
+        self.versions: dict[str, Any] | None = None
+        """Of the modules whose weights were collected, as in torch's state dicts."""
         self._frozen = frozen
 
     def weights(self, raw: dict[str, Any], masters: list[Tensor] | None = None) -> dict[str, Any]:
         """Return stand-ins for the parameters in ``raw``, a ``module.state_dict()``; or for ``masters`` instead."""
         weights, left_out = self.contents.weights(raw, self.engine.units, masters=masters, frozen=self._frozen)
-        self.left_out = left_out if masters is None else self.left_out
+        if masters is None:
+            self.left_out, self.versions = left_out, versions_of(raw)
         return weights
 
     def optimizer_state(self, index: int) -> dict[str, Any]:
@@ -96,6 +99,8 @@ def write(
     engine = collection.engine
     entries, rest = separate(checkpoint, collection.contents)
     layout = {**_layout(engine), HISTORY: checkpoint.get(OURS, {}).get(HISTORY)}
+    if collection.versions is not None:
+        rest[OURS] = {**rest.get(OURS, {}), VERSIONS: {name: dict(own) for name, own in collection.versions.items()}}
     job = save.Save(
         path=path,
         entries=entries,
@@ -275,7 +280,9 @@ def read(path: Any, checkpoint_io: CheckpointIO, weights_only: bool | None) -> d
         read_manifest(path)  # raises: a folder of ours without a manifest
     reader = Reader(path, manifest)
     checkpoint = assemble(reader, meta, weights_only=True if weights_only is None else weights_only)
-    checkpoint.setdefault(OURS, {})["left_out"] = manifest.left_out if manifest is not None else []
+    ours = checkpoint.setdefault(OURS, {})
+    ours["left_out"] = manifest.left_out if manifest is not None else []
+    checkpoint["state_dict"] = with_versions(checkpoint["state_dict"], ours.pop(VERSIONS, None))
     return checkpoint
 
 

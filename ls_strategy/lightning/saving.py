@@ -22,6 +22,7 @@ from ls_strategy.checkpoint.commit import remove as remove_checkpoint
 from ls_strategy.checkpoint.full import full_state_dict
 from ls_strategy.checkpoint.random import random_states
 from ls_strategy.checkpoint.save import Target
+from ls_strategy.checkpoint.source import versions_of, with_versions
 from ls_strategy.checkpoint.target import check_replaceable
 from ls_strategy.errors import CheckpointError
 from ls_strategy.host.pytorch import TrainerFn, TrainerStatus, rank_zero_warn
@@ -89,9 +90,11 @@ class Saves:
         engine.check_complete()
         released = self.raw_weights()
         full = full_state_dict(released, engine.units, engine.mesh)
-        full = {k: v for part in engine.mesh.pipeline.exchange_objects(full) for k, v in part.items()}
-        full = {name: full[name] for name in released if name in full}
-        return full or ({} if strategy.engine_setup.state_dict_hooks is not None else released)
+        merged = {k: v for part in engine.mesh.pipeline.exchange_objects(full) for k, v in part.items()}
+        ordered = {name: merged[name] for name in released if name in merged}
+        if merged:
+            return with_versions({**ordered, **merged}, versions_of(released))
+        return {} if strategy.engine_setup.state_dict_hooks is not None else released
 
     def raw_weights(self) -> dict[str, Any]:
         """Return the module's own ``state_dict()``, at stage 3 with released parameters."""

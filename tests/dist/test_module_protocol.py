@@ -84,6 +84,29 @@ class Transposes(nn.Module):
         return x @ self.weight @ self.weight.t()
 
 
+class Doubles(nn.Linear):
+    """Saves more than its parameters, computed from them, and trains on what it reads; has a version."""
+
+    _version = 3
+
+    def __init__(self) -> None:
+        super().__init__(4, 4)
+        self._register_state_dict_hook(Doubles.add)
+        self.twice, self.norm = torch.ones(4, 4, dtype=torch.float64), torch.ones((), dtype=torch.float64)
+
+    def add(self, state: dict[str, Any], prefix: str, _: Any) -> None:
+        state[f"{prefix}twice"] = state[f"{prefix}weight"] * 2
+        state[f"{prefix}norm"] = self.weight.detach().norm()
+
+    def _load_from_state_dict(self, state: dict[str, Any], prefix: str, metadata: dict[str, Any], *args: Any) -> None:
+        assert metadata["version"] == 3
+        self.twice, self.norm = state.pop(f"{prefix}twice").clone(), state.pop(f"{prefix}norm").clone()
+        super()._load_from_state_dict(state, prefix, metadata, *args)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) @ self.twice / self.norm
+
+
 class Queue(nn.Module):
     """A buffer that grows."""
 
@@ -149,7 +172,9 @@ class Anchored(Net):
         return result
 
 
-PARTS = {each.__name__: each for each in (Counts, Cache, Renames, Transposes, Queue, Metric, Normed, nn.Identity)}
+PARTS = {
+    each.__name__: each for each in (Counts, Cache, Renames, Transposes, Doubles, Queue, Metric, Normed, nn.Identity)
+}
 OPTIONS: list[dict[str, Any]] = [
     {"stage": 0, "checkpoint": "file"},
     {"stage": 1, "checkpoint": "sharded"},

@@ -79,12 +79,13 @@ def test_an_engine_is_detached_only_where_every_rank_has_full_parameters() -> No
         wait=lambda: events.append("wait"),
         detach=lambda: events.append("detach"),
         away=SimpleNamespace(take_back=lambda: events.append("take back")),
+        offload=SimpleNamespace(rest=lambda: events.append("rest")),
     )
     setup = EngineSetup(SimpleNamespace(engine=engine, virtual=None))  # type: ignore[arg-type]
     setup.detach()
-    assert events == ["take back", "wait", "detach"]
+    assert events == ["take back", "wait", "detach", "rest"]
     assert engine.gradients.local
     assert (engine.on_demand.thread, engine.on_demand.given.training) == (None, False)
     setup.state_dict_hooks = object()  # type: ignore[assignment]
     setup.detach()
-    assert events == ["take back", "wait", "detach", "take back", "wait"]
+    assert events == ["take back", "wait", "detach", "rest", "take back", "wait", "rest"]

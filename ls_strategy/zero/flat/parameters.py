@@ -114,6 +114,10 @@ class Home(Protocol):
         """Whether a state dict is being collected, for which hooks fetch the values."""
         ...
 
+    def stand_in(self, param: nn.Parameter) -> Tensor:
+        """Return what stands for a released parameter in a state dict until hooks fetch the values."""
+        ...
+
 
 _HOMES: WeakIdKeyDictionary = WeakIdKeyDictionary()
 """Parameter -> weak reference to its home. An attribute of the parameter would go into pickles."""
@@ -211,6 +215,8 @@ class Absent(Present):
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Gather the values first, unless the function needs none."""
         kwargs = kwargs or {}
+        if func is _DETACH and (home := home_of(args[0])) is not None and home.is_collecting():
+            return home.stand_in(args[0])
         if _needs_no_values(func, args):
             with without_torch_function():
                 return func(*args, **kwargs)
@@ -241,9 +247,6 @@ def _is_called_by_torch(caller: FrameType) -> bool:
 
 def _needs_no_values(func: Any, args: Any) -> bool:
     """Whether torch can answer without the parameters' values."""
-    if func is _DETACH:
-        home = home_of(args[0])
-        return home is not None and home.is_collecting()
     if func is torch.equal and len(args) == 2:
         return args[0].shape != args[1].shape
     return func in NEED_NO_VALUES

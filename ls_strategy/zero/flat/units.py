@@ -34,6 +34,7 @@ from ls_strategy.zero.flat.buffer import FlatBuffer
 from ls_strategy.zero.flat.initial import full_values, shard_values
 from ls_strategy.zero.flat.local_gradients import LocalGradients
 from ls_strategy.zero.flat.parameters import Absent, Present, bind_home, grad_of, point, set_grad, unnoticed
+from ls_strategy.zero.flat.released import Released
 from ls_strategy.zero.flat.writes import UserWrites
 
 
@@ -256,6 +257,10 @@ class Flat(FlatBuffer):
         """Whether a state dict is being collected, for which hooks fetch the values."""
         return self.on_demand is not None and self.on_demand.is_collecting()
 
+    def stand_in(self, param: nn.Parameter) -> Tensor:
+        """Return what stands for a released parameter in a state dict until hooks fetch the values."""
+        return Released(self, self._index[id(param)], self.dtype)
+
     def saving(self) -> AbstractContextManager[Any]:
         """Wrap an operation between `touch` and `touched`."""
         return nullcontext() if self.on_demand is None else self.on_demand.saving()
@@ -443,7 +448,10 @@ def places_of(state: Mapping[str, Any], units: list[Unit]) -> dict[str, tuple[Fl
     Entries are recognized by address, whatever their key. A released parameter has a unique address too.
     """
     flats = [flat for unit in units for flat in unit.flats]
+    shown = {k: v for k, v in state.items() if isinstance(v, Tensor) and v.numel()}
+    stand_ins = {k: (v.flat, v.slot) for k, v in shown.items() if isinstance(v, Released) and v.held is None}
     with unnoticed():
         found = {p.data_ptr(): (flat, i) for flat in flats for i, p in enumerate(flat.params) if p.numel()}
-        tensors = {k: v.data_ptr() for k, v in state.items() if isinstance(v, Tensor) and v.numel()}
-    return {key: found[address] for key, address in tensors.items() if address in found}
+        tensors = {k: v.data_ptr() for k, v in shown.items() if not isinstance(v, Released)}
+    at = {key: found[address] for key, address in tensors.items() if address in found} | stand_ins
+    return {key: at[key] for key in shown if key in at}
