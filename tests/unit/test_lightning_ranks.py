@@ -106,12 +106,12 @@ def test_a_rank_that_another_one_has_failed_leaves_too(strategy: ZeROStrategy, m
     assert failed.events == ["announce", "break", "destroy"]
 
 
-def test_an_error_that_all_ranks_raise_is_not_announced(
+def test_a_refusal_on_one_rank_is_announced_like_any_failure(
     strategy: ZeROStrategy, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     failed = Failed(strategy, monkeypatch, all_failed=False)
-    strategy.on_exception(PlanError("on every rank"))
-    assert failed.events == []
+    strategy.on_exception(PlanError("of one pipeline stage"))
+    assert failed.events == ["announce", "abandon", "break", "destroy"]
 
 
 def test_an_interrupt_of_one_process_lets_it_save(strategy: ZeROStrategy) -> None:
