@@ -28,6 +28,7 @@ from functools import partial, wraps
 from typing import TYPE_CHECKING, Any, Protocol
 
 from ls_strategy import host
+from ls_strategy.distributed import launcher as _launcher  # noqa: F401  (it notes the parent of this process)
 from ls_strategy.lightning import files as lightning_files
 
 if TYPE_CHECKING:

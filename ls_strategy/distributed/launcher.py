@@ -1,4 +1,4 @@
-"""Ends the ranks that Lightning's launcher started when the launcher ends. Standard library only.
+"""Ends ranks when the process that started them ends: Lightning's launcher, or an agent of torchrun. Standard library.
 
 ::
 
@@ -6,7 +6,9 @@
         │ raises or is killed                                       the parent has changed
         └─ ends                                                     a grace period for messages, then SIGKILL
 
-Otherwise a rank that sleeps, or waits for a rank 0 that has ended, continues until its timeout.
+Otherwise a rank that sleeps, or waits for a rank 0 that has ended, continues until its timeout. An agent of torchrun
+does not write down its pid, so it is the process that was the parent when `torch` was imported. The ranks of SLURM and
+MPI are ended by these.
 """
 
 from __future__ import annotations
@@ -16,9 +18,12 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from contextlib import suppress
-from multiprocessing.process import BaseProcess
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from multiprocessing.process import BaseProcess
 
 VARIABLE = "LS_STRATEGY_LAUNCHER"
 """Environment variable with the pid of the process that starts the ranks of a run."""
@@ -26,7 +31,13 @@ VARIABLE = "LS_STRATEGY_LAUNCHER"
 _GRACE_S = 10.0
 """Seconds that a rank has for its own error message after the launcher has ended."""
 
+_GRACE_WHILE_STARTING_S = 1.0
+"""The same before it has met the others: there is no error yet that it could tell."""
+
 _LOOK_EVERY_S = 0.5
+
+_FIRST_PARENT = os.getpid(), os.getppid()
+"""This process, and its parent when this module was imported, which the entry point of ``import torch`` does."""
 
 
 class LauncherWatch:
@@ -34,20 +45,24 @@ class LauncherWatch:
 
     def __init__(self) -> None:
         """Watch nothing yet; the object can be pickled for a spawned rank."""
+        self.starting = True
+        """Whether this rank has yet to meet the others."""
         self._thread: threading.Thread | None = None
         self._done: threading.Event | None = None
 
-    def start(self) -> None:
-        """Watch the launcher that the environment names, if there is one and it is the parent of this process."""
-        launcher = os.environ.get(VARIABLE, "")
-        if self._thread is not None or not launcher.isdecimal():
+    def start(self, *, by_lightning: bool) -> None:
+        """Watch the process that started this one, if it is known.
+
+        Args:
+            by_lightning: whether Lightning's launcher has started this process as a script of its own.
+        """
+        launcher = _launcher(by_lightning)
+        if self._thread is not None or launcher is None:
             return
-        pid = int(launcher)
-        if pid == os.getpid() or (os.getppid() != pid and _is_running(pid)):
-            return
+        self.starting = True
         self._done = threading.Event()
-        arguments = (pid, self._done)
-        self._thread = threading.Thread(target=_watch, args=arguments, name="ls_launcher_watch", daemon=True)
+        arguments = (*launcher, self._done)
+        self._thread = threading.Thread(target=self._watch, args=arguments, name="ls_launcher_watch", daemon=True)
         self._thread.start()
 
     def stop(self) -> None:
@@ -57,15 +72,33 @@ class LauncherWatch:
             self._thread.join()
         self._thread = self._done = None
 
+    def _watch(self, launcher: int, is_there: Callable[[], bool], done: threading.Event) -> None:
+        while is_there():
+            if done.wait(_LOOK_EVERY_S):
+                return
+        if not done.wait(_GRACE_WHILE_STARTING_S if self.starting else _GRACE_S):
+            sys.stderr.write(
+                f"ls_strategy: the process {launcher} that started this rank has ended, so it ends, too.\n"
+            )
+            sys.stderr.flush()
+            os.kill(os.getpid(), signal.SIGKILL)  # ends every wait
 
-def _watch(launcher: int, done: threading.Event) -> None:
-    while os.getppid() == launcher:
-        if done.wait(_LOOK_EVERY_S):
-            return
-    if not done.wait(_GRACE_S):
-        sys.stderr.write(f"ls_strategy: the process {launcher} that started this rank has ended, so it ends, too.\n")
-        sys.stderr.flush()
-        os.kill(os.getpid(), signal.SIGKILL)  # ends every wait
+
+def _launcher(by_lightning: bool) -> tuple[int, Callable[[], bool]] | None:
+    """Return the pid of the process that has started this rank, and whether it is there. None if it is not known."""
+    named = os.environ.get(VARIABLE, "")
+    module = sys.modules.get("multiprocessing.process")  # imported by every process that was forked or spawned
+    starter = None if module is None else module.parent_process()
+    if starter is not None and named == str(starter.pid):
+        parent = os.getppid() if _is_running(starter.pid) else starter.pid  # of a fork server's children: the server
+        return starter.pid, lambda: os.getppid() == parent and starter.is_alive()
+    if by_lightning and named.isdecimal() and int(named) != os.getpid():
+        if os.getppid() != int(named) and _is_running(int(named)):
+            return None  # this process has inherited the variable from a run that has started it
+        return int(named), lambda: os.getppid() == int(named)
+    if "TORCHELASTIC_RUN_ID" in os.environ and _FIRST_PARENT[0] == os.getpid():
+        return _FIRST_PARENT[1], lambda: os.getppid() == _FIRST_PARENT[1]
+    return None
 
 
 def end_processes(processes: Iterable[BaseProcess]) -> None:

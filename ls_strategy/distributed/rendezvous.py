@@ -127,6 +127,30 @@ def check_port(address: str, port: int, rank: int) -> None:
     )
 
 
+def check_agent(address: str, port: int) -> None:
+    """Raise if ranks meet at an agent of ``torchrun``, and it has ended: they would wait for it until their timeout.
+
+    It listens before it starts ranks, so a refused connection means that it has ended.
+
+    Raises:
+        StateError: on every rank.
+    """
+    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
+        return
+    for pause_s in (0.5, 1.0, 0.0):  # a full queue of connections refuses some, too
+        try:
+            socket.create_connection((address, port), timeout=5.0).close()
+            return
+        except ConnectionRefusedError:
+            time.sleep(pause_s)
+        except OSError:  # torch explains what else prevents a connection
+            return
+    raise StateError(
+        f"Got no answer at {address}:{port}, where the agent of torchrun listens while it runs, so it has ended, and "
+        "ranks cannot meet. See its output for the reason, and start the run again."
+    )
+
+
 def listeners(port: int) -> list[tuple[int, str]]:
     """Return the processes of this host that listen on a TCP port, as ``(pid, command line)``.
 

@@ -105,14 +105,15 @@ class Connection(_DDPStrategy):
         before = None if dist.is_initialized() else open_sockets()
         self._check_size()
         environment = self.cluster_environment
-        if is_started_by_lightning(environment):
-            self._watch.start()
+        self._watch.start(by_lightning=is_started_by_lightning(environment))
         if not dist.is_initialized() and environment is not None:
             self._check_launcher()
             rendezvous.check_left(environment.main_address, environment.main_port)
             self._take_ranks()  # a forked rank only has its local rank so far
             rendezvous.check_port(environment.main_address, environment.main_port, environment.global_rank())
+            rendezvous.check_agent(environment.main_address, environment.main_port)
         super().setup_environment()
+        self._watch.starting = False
         expected = self.num_nodes * self.num_processes
         if dist.get_world_size() != expected and not self._takes_any_size:
             raise PlanError(

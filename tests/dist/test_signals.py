@@ -183,10 +183,13 @@ def test_sigterm_during_a_long_validation(start: Callable[..., Run], stage: str,
 
 @pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL], ids=["SIGTERM", "SIGKILL"])
+@pytest.mark.parametrize("torchrun", [False, True])
 @pytest.mark.parametrize("delay_s", [0.0, 1.0, 3.0])
-def test_the_launcher_ends_before_the_fit(start: Callable[..., Run], number: int, delay_s: float) -> None:
+def test_the_launcher_ends_before_the_fit(
+    start: Callable[..., Run], number: int, delay_s: float, torchrun: bool
+) -> None:
     """During imports, the rendezvous or the set-up."""
-    run = start("2", "plain")
+    run = start("2", "plain", torchrun=torchrun)
     run.wait_for("pid")
     time.sleep(delay_s)
     strike(run, "launcher", number)

@@ -7,6 +7,7 @@ import random
 import socket
 import subprocess
 import sys
+import time
 
 import pytest
 from lightning.fabric.plugins.environments import LightningEnvironment, SLURMEnvironment
@@ -14,7 +15,7 @@ from lightning.fabric.plugins.environments import LightningEnvironment, SLURMEnv
 from ls_strategy._compat import free_main_port
 from ls_strategy.distributed import rendezvous
 from ls_strategy.distributed.rendezvous import PORTS, check_port, free_port, listeners
-from ls_strategy.errors import PlanError
+from ls_strategy.errors import PlanError, StateError
 
 LISTEN = """
 import socket, sys, time
@@ -57,6 +58,22 @@ def test_only_rank_0_looks_and_not_under_torchrun(other, monkeypatch):
     check_port("node7", port, 1)
     monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "True")
     check_port("node7", port, 0)
+
+
+def test_ranks_of_an_agent_that_has_ended_do_not_wait_for_it(other, monkeypatch):
+    process, port = other
+    address = "::1" if process.args[-1] == "::" else "127.0.0.1"
+    rendezvous.check_agent(address, port)
+    monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "True")
+    rendezvous.check_agent(address, port)
+    process.kill()
+    process.wait()
+    began = time.monotonic()
+    with pytest.raises(StateError, match=rf"{port}.*torchrun.*has ended.*start the run again"):
+        rendezvous.check_agent(address, port)
+    assert time.monotonic() - began < 10
+    monkeypatch.delenv("TORCHELASTIC_USE_AGENT_STORE")
+    rendezvous.check_agent(address, port)
 
 
 def test_a_job_of_slurm_learns_why(other, monkeypatch):
