@@ -1101,7 +1101,7 @@ def defer_signals(trainer: Any, note: Callable[[int], None], agreed: Callable[[]
 
     Lightning's handler of SIGTERM broadcasts, and that of SLURM's signal saves, wherever the signal arrives: for
     example between two collectives of a backward, where they would be matched with other ranks' collectives. Does
-    nothing after `take_signals_over`.
+    nothing after `take_signals_over`. A SIGTERM that no batch has served when the run is over has its default effect.
 
     Args:
         trainer: about to run.
@@ -1133,9 +1133,22 @@ def defer_signals(trainer: Any, note: Callable[[int], None], agreed: Callable[[]
             type(connector)._slurm_sigusr_handler_fn(connector, signal.SIGUSR1, None)
 
     connector._sigterm_notifier_fn = on_sigterm
+    _deliver_afterwards(trainer, connector, forwarded)
     trainer.fit_loop.epoch_loop._broadcast_sigterm_tensor = before_batch
     if trainer.world_size > 1:  # Lightning does not call before_batch in a single process
         connector._slurm_sigusr_handler_fn = on_requeue
+
+
+def _deliver_afterwards(trainer: Any, connector: Any, received: list[int]) -> None:
+    """When a run that no exception has ended gives the handlers back, let the process end if there was a SIGTERM."""
+
+    def teardown() -> None:
+        vars(connector).pop("teardown", None)
+        connector.teardown()
+        if received and not trainer.interrupted:
+            deliver_sigterm()
+
+    connector.teardown = teardown
 
 
 def raise_sigterm(trainer: Any) -> None:
@@ -1146,6 +1159,14 @@ def raise_sigterm(trainer: Any) -> None:
     """
     trainer._signal_connector.received_sigterm = True
     raise host.import_part("pytorch.utilities.exceptions").SIGTERMException()
+
+
+def deliver_sigterm() -> None:
+    """Let a SIGTERM that came to a run which is over end this process. A handler of the user has got it already."""
+    if signal.getsignal(signal.SIGTERM) == signal.SIG_DFL:
+        sys.stderr.write("ls_strategy: SIGTERM came when the run was about to end, so this process ends after it.\n")
+        sys.stderr.flush()
+        os.kill(os.getpid(), signal.SIGTERM)
 
 
 def give_signals_back(trainer: Any) -> None:

@@ -201,6 +201,8 @@ class PreemptionHandler(Callback):
             announced = in_job and before == signal.SIG_DFL and number != signal.SIGTERM
             signal.signal(number, signal.SIG_IGN if announced else before)
         self._old_handlers.clear()
+        if self._received == signal.SIGTERM and not trainer.interrupted:
+            compat.deliver_sigterm()
 
     @override
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
@@ -234,7 +236,17 @@ class PreemptionHandler(Callback):
             return
         stop, out_of_time = self._agree(trainer)
         if stop or out_of_time:
-            self._stop(trainer, stop >> _RANK_BITS, stop & ((1 << _RANK_BITS) - 1))
+            self._stop(trainer, *_parts(stop))
+
+    @override
+    def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Save and end the process if SIGTERM came to any rank after the last agreement. Collective.
+
+        Other signals announce the end of the job's time, which may suffice for what comes after the training.
+        """
+        received = int(self._max(trainer, torch.tensor([self._mine(trainer)])))
+        if received >> _RANK_BITS == signal.SIGTERM:
+            self._stop(trainer, *_parts(received))
 
     @override
     def on_validation_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
@@ -248,15 +260,18 @@ class PreemptionHandler(Callback):
         """
         now = time.perf_counter()
         step_us = int(1e6 * (now - self._since) / self._steps)
-        mine = self._received << _RANK_BITS | trainer.global_rank if self._received else 0
         late = self._stop_at is not None and time.time() >= self._stop_at
-        values = self._max(trainer, torch.tensor([mine, int(late), step_us], dtype=torch.int64))
+        values = self._max(trainer, torch.tensor([self._mine(trainer), int(late), step_us], dtype=torch.int64))
         received, out_of_time, step_us = (int(v) for v in values.tolist())
         due = int(self.check_every_s * 1e6 / max(step_us, 1))
         self._next_check = min(max(due, 1), _MAX_STEPS_BETWEEN_CHECKS)
         self._steps = 0
         self._since = time.perf_counter()
         return received, bool(out_of_time)
+
+    def _mine(self, trainer: pl.Trainer) -> int:
+        """Return what this rank has received, such that the maximum over ranks is one of them."""
+        return self._received << _RANK_BITS | trainer.global_rank if self._received else 0
 
     def _max(self, trainer: pl.Trainer, values: Tensor) -> Tensor:
         if isinstance(trainer.strategy, ZeROStrategy):
@@ -324,6 +339,11 @@ class PreemptionHandler(Callback):
             for older in self._older:
                 trainer.strategy.remove_checkpoint(older)
             self._older = []
+
+
+def _parts(received: int) -> tuple[int, int]:
+    """Return the signal and the rank that received it."""
+    return received >> _RANK_BITS, received & ((1 << _RANK_BITS) - 1)
 
 
 def _parse_signals(names: Sequence[str]) -> list[int]:

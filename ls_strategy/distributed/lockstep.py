@@ -256,6 +256,15 @@ class Lockstep:
         """What a signal has requested of this rank."""
         return STOP if self._stop else REQUEUE if self._requeue else 0
 
+    def asked_of_any(self) -> int:
+        """Return what a signal has requested of any rank. Collective, at the end of a run."""
+        if self._comm.world_size == 1:
+            return self.asked
+        asked = torch.tensor([self.asked])
+        with self._waiting("end of a run"):
+            dist.all_reduce(asked, dist.ReduceOp.MAX, group=self._group)
+        return int(asked)
+
     def agree(self) -> int:
         """Return what a signal has requested of any rank, about twice a second, and 0 in between. Collective.
 

@@ -133,6 +133,12 @@ class Steps:
             raise_sigterm(trainer)
         lockstep.ask(asked)  # any other request waits for the next training batch
 
+    def end_fit(self) -> None:
+        """Wait for all ranks, and stop as before a batch if SIGTERM came to any of them since. Collective."""
+        self._strategy.barrier("ZeROStrategy.on_train_end")  # rank 0 may still remove or link checkpoints
+        if self._lockstep.asked_of_any() == STOP:
+            raise_sigterm(self._module.trainer)
+
     @contextmanager
     def around_backward(self, module: pl.LightningModule) -> Generator[bool, None, None]:
         """Surround the backward that `Strategy.backward` runs between its hooks; yield whether it is still to run."""

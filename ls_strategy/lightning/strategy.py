@@ -328,7 +328,7 @@ class ZeROStrategy(EngineStrategy):  # its many public members are Lightning's h
     @override
     def on_train_end(self) -> None:
         self._wait_for_weights()
-        self.barrier("ZeROStrategy.on_train_end")  # rank 0 may still remove or link checkpoints
+        self.steps.end_fit()
 
     # data ------------------------------------------------------------------------------------------------------------
 

@@ -160,6 +160,22 @@ def test_a_signal_in_validation_waits_for_one_more_step(rank, world_size, tmp_pa
 
 @pytest.mark.parametrize("strategy", [slow("ddp"), 2])
 @on_ranks(2)
+def test_sigterm_after_the_last_agreement_is_not_lost(rank, world_size, tmp_path, strategy):
+    """The training is complete, and the next run goes on with what comes after it."""
+    late = At(1, STEPS, send(signal.SIGTERM))
+    trainer, module, status = run(strategy, tmp_path, rank, world_size, handler(check_every_s=1000), late)
+    assert (trainer.global_step, status) == (STEPS, 128 + signal.SIGTERM)
+    expected = weights(module)
+    trainer, module, status = run(strategy, tmp_path, rank, world_size, handler())
+    assert (trainer.global_step, status, len(module.losses)) == (STEPS, None, 0)
+    assert_close(weights(module), expected, "weights", 0)
+    warning = At(1, STEPS, send(signal.SIGUSR1))  # of the end of the job: there is time for what comes after the fit
+    trainer, _, status = run(strategy, tmp_path / "b", rank, world_size, handler(check_every_s=1000), warning)
+    assert (trainer.global_step, status) == (STEPS, None)
+
+
+@pytest.mark.parametrize("strategy", [slow("ddp"), 2])
+@on_ranks(2)
 def test_the_last_step_of_an_epoch(rank, world_size, tmp_path, strategy):
     """Two epochs of eight steps: the run that follows starts with the second."""
     _, whole, _ = run(strategy, tmp_path / "whole", rank, world_size, max_epochs=2)

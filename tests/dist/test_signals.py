@@ -10,9 +10,13 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
+from lightning.pytorch.utilities.exceptions import SIGTERMException
 
+from ls_strategy.testing import RankDiedError, spawn
+from tests.dist.ranks import Net, batches, quiet, trainer_of
 from tests.marks import slow
 from tests.processes import is_running
 
@@ -144,6 +148,66 @@ def test_sigterm_ends_all_processes(start: Callable[..., Run], target: str) -> N
     run.wait_for("trains")
     strike(run, target, signal.SIGTERM)
     run.ends_within(20)
+
+
+class Struck(Net):
+    """Rank 1 alone gets SIGTERM where no training batch follows."""
+
+    def __init__(self, where: str) -> None:
+        super().__init__()
+        self.where = where
+
+    def strike(self, where: str) -> None:
+        if self.where == where and self.global_rank == 1:
+            self.where = ""
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    def training_step(self, batch: Any, i: int) -> Any:
+        if self.trainer.global_step == 3:
+            self.strike("last step")
+        return super().training_step(batch, i)
+
+    def on_train_epoch_end(self) -> None:
+        self.strike("end of the epoch")
+
+    def test_step(self, batch: Any, i: int) -> None:
+        if i == 3:
+            self.strike("last test")
+        super().validation_step(batch, i)
+
+
+def struck(rank: int, world_size: int, stage: int, where: str) -> str:
+    quiet()
+    trainer, module = trainer_of(stage, max_epochs=1), Struck(where)
+    try:
+        if where == "last test":
+            trainer.test(module, batches())
+        else:
+            trainer.fit(module, batches())
+    except SIGTERMException:
+        return f"SIGTERM after step {trainer.global_step}"
+    return "not ended"
+
+
+@pytest.mark.sample(1)
+@pytest.mark.parametrize(
+    ("stage", "where"),
+    [
+        (1, "end of the epoch"),
+        (3, "last step"),
+        slow(0, "last step"),
+        slow(2, "last step"),
+        slow(3, "end of the epoch"),
+    ],
+)
+def test_sigterm_to_one_rank_at_the_end_of_a_fit_ends_all(stage: int, where: str) -> None:
+    assert spawn(struck, 2, stage, where, init_process_group=False, timeout_s=60) == ["SIGTERM after step 4"] * 2
+
+
+@pytest.mark.parametrize("stage", [slow(0), 3])
+def test_sigterm_at_the_end_of_an_evaluation_has_its_default_effect(stage: int) -> None:
+    with pytest.raises(RankDiedError, match=r"rank 1 ended with signal 15 \(SIGTERM\)"):
+        spawn(struck, 2, stage, "last test", init_process_group=False, timeout_s=60)
 
 
 @pytest.mark.slow
