@@ -23,7 +23,6 @@ import os
 import platform
 import shlex
 import shutil
-import signal
 import subprocess
 import sys
 import tempfile
@@ -36,6 +35,7 @@ from pathlib import Path
 import torch
 
 from ls_strategy.errors import ConfigError
+from ls_strategy.ops import _session
 from ls_strategy.ops._trust import make_private, reason_against
 
 _log = logging.getLogger("ls_strategy.ops")
@@ -279,13 +279,13 @@ def _ninja_file(commands: list[list[str]], objects: list[str], link: list[str], 
 
 
 def _run(command: list[str], folder: Path, deadline: float) -> None:
-    """Run a command; kill it and all its children at the deadline."""
+    """Run a command; kill it and all its children at the deadline, and when this process ends."""
     with tempfile.TemporaryFile("w+", dir=folder) as output:
-        process = subprocess.Popen(command, cwd=folder, stdout=output, stderr=output, start_new_session=True)
+        process = _session.start(command, folder, output)
         try:
             code = process.wait(max(0.0, deadline - time.monotonic()))
         except BaseException as e:
-            _kill_session(process.pid)
+            _session.kill_session(process.pid)
             process.wait()
             if isinstance(e, subprocess.TimeoutExpired):
                 raise BuildError(f"compiling took more than {TIME_LIMIT_S:.0f} s") from None
@@ -293,33 +293,6 @@ def _run(command: list[str], folder: Path, deadline: float) -> None:
         if code:
             output.seek(0)
             raise BuildError(f"{Path(command[0]).name} failed ({code}): {_first_line(output.read())}")
-
-
-def _kill_session(leader: int) -> None:
-    """Kill all processes of a session: ninja starts each compiler in a separate process group."""
-    with contextlib.suppress(ProcessLookupError):
-        os.killpg(leader, signal.SIGKILL)  # kill ninja first, which would start more
-    for _ in range(100):
-        left = _session(leader)
-        if not left:
-            return
-        for pid in left:
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)
-        time.sleep(0.01)
-
-
-def _session(leader: int) -> list[int]:
-    """Return the running processes of a session; empty on other systems than Linux."""
-    found: list[int] = []
-    for path in Path("/proc").glob("[0-9]*/stat"):
-        try:
-            state, _, _, session = path.read_text().rpartition(")")[2].split()[:4]
-        except (OSError, ValueError):  # it has just ended
-            continue
-        if session == str(leader) and state not in "ZX":
-            found.append(int(path.parent.name))
-    return found
 
 
 def _first_line(text: str) -> str:

@@ -7,10 +7,13 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
+from ls_strategy.ops._session import _session as processes_of
+from ls_strategy.ops._session import start as start_session
 from tests.marks import slow
 from tests.processes import is_running
 
@@ -155,9 +158,8 @@ sleep 300
 """
 
 
-@pytest.mark.parametrize("ninja", [True, slow(False)])
-def test_ctrl_c_leaves_no_compiler_running(tmp_path, ninja):
-    """ninja gives every compiler a process group of its own, which the end of ninja's does not reach."""
+def compiling(tmp_path: Path, *, ninja: bool) -> tuple[subprocess.Popen, Callable[[], list[str]]]:
+    """A process that waits for slow compilers, and a function that returns those that run."""
     if ninja and shutil.which("ninja") is None:
         pytest.skip("no ninja here")
     pids, compiler = tmp_path / "pids", tmp_path / "c++"
@@ -173,13 +175,48 @@ def test_ctrl_c_leaves_no_compiler_running(tmp_path, ninja):
         assert process.poll() is None, process.communicate()
         assert time.monotonic() < deadline
         time.sleep(0.05)
+    return process, lambda: [pid for pid in pids.read_text().split() if is_running(pid)]
+
+
+@pytest.mark.parametrize("ninja", [True, slow(False)])
+def test_ctrl_c_leaves_no_compiler_running(tmp_path, ninja):
+    """ninja gives every compiler a process group of its own, which the end of ninja's does not reach."""
+    process, running = compiling(tmp_path, ninja=ninja)
     process.send_signal(signal.SIGINT)
     assert "KeyboardInterrupt" in process.communicate(timeout=30)[1]
     deadline = time.monotonic() + 5
-    while left := [pid for pid in pids.read_text().split() if is_running(pid)]:
+    while left := running():
         assert time.monotonic() < deadline, f"compilers still run: {left}"
         time.sleep(0.05)
     assert not list((tmp_path / "cache").glob("*.build-*"))
+
+
+@pytest.mark.parametrize("ninja", [True, slow(False)])
+def test_kill_leaves_no_compiler_running(tmp_path, ninja):
+    """Nothing in the killed process can end them."""
+    process, running = compiling(tmp_path, ninja=ninja)
+    session = os.getsid(int(running()[0]))
+    assert session != os.getsid(process.pid)
+    process.kill()
+    process.communicate(timeout=30)
+    deadline = time.monotonic() + 10
+    while left := processes_of(session):
+        assert time.monotonic() < deadline, f"compilers still run: {left}"
+        time.sleep(0.05)
+    assert not running()
+
+
+def test_the_status_and_the_words_of_a_command_arrive(tmp_path):
+    for command, code, words in (
+        (["sh", "-c", "echo bad >&2; exit 3"], 3, "bad"),
+        (["sh", "-c", "kill -9 $$"], 137, ""),
+        (["no such compiler"], 127, "No such file"),
+        (["true"], 0, ""),
+    ):
+        with (tmp_path / "output").open("w+") as output:
+            assert start_session(command, tmp_path, output).wait(30) == code
+            output.seek(0)
+            assert words in output.read()
 
 
 def test_off(tmp_path):
