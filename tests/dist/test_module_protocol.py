@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,8 @@ import torchmetrics
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from ls_strategy import StateError, ZeROStrategy
+from ls_strategy import StateError, ZeROFabricStrategy, ZeROStrategy
+from ls_strategy.checkpoint.source import read_full
 from ls_strategy.testing import spawn
 from tests.dist.models import quiet
 
@@ -235,3 +237,84 @@ def test_the_names_that_do_not_fit_are_refused(tmp_path: Path):
     fit("Normed").save_checkpoint(tmp_path / "c.ckpt")
     with pytest.raises(StateError, match=r"part\.weight"):
         fit("Renames", ckpt_path=tmp_path / "c.ckpt")
+
+
+def of_fabric(rank: int, world_size: int, strategy: Any, folder: str) -> list[Tensor]:
+    """Train two steps, load that into new modules, and train two more."""
+    from lightning.fabric import Fabric
+
+    quiet()
+    fabric = Fabric(accelerator="cpu", devices=world_size, strategy=strategy() if strategy else "auto")
+    fabric.launch()
+    data = torch.randn(4, 2, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+    losses: list[Tensor] = []
+    for part in ("Counts", "Doubles", "Queue"):
+        for resume in (False, True):
+            torch.manual_seed(0)
+            net = nn.Sequential(nn.Linear(4, 4), PARTS[part]()).double()
+            model, optimizer = fabric.setup(net, torch.optim.SGD(net.parameters(), lr=0.05))
+            path = f"{folder}/{part}"
+            if resume:
+                fabric.load(path, {"model": model, "optimizer": optimizer})
+            for x in data[2:] if resume else data[:2]:
+                loss = (model(x) - x).square().mean()
+                fabric.backward(loss)
+                optimizer.step()
+                optimizer.zero_grad()
+                losses.append(loss.detach().clone())
+            if not resume:
+                fabric.save(path, {"model": model, "optimizer": optimizer})
+    return losses
+
+
+@pytest.mark.parametrize(("stage", "kind"), [(1, "sharded"), (3, "sharded"), (3, "file")])
+def test_fabric_loads_by_the_same_code(stage: int, kind: str, tmp_path: Path):
+    (tmp_path / "plain").mkdir()
+    expected = of_fabric(0, 1, None, str(tmp_path / "plain"))
+    strategy = partial(ZeROFabricStrategy, stage=stage, checkpoint=kind)
+    for losses in spawn(of_fabric, 2, strategy, str(tmp_path), init_process_group=False):
+        torch.testing.assert_close(losses, expected, rtol=1e-12, atol=0)
+
+
+class Halves(pl.LightningModule):
+    """A layer that tensor parallelism splits, of which a hook saves what it computes from the full weights."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.up, self.down = nn.Linear(4, 8), nn.Linear(8, 4)
+        self.up._register_state_dict_hook(
+            lambda m, state, prefix, _: state.update({f"{prefix}norm": state[f"{prefix}weight"].norm()})
+        )
+        self.double()
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        return (self.down(torch.tanh(self.up(batch[0]))) - batch[0]).square().mean()
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.05)
+
+
+def saved_by(rank: int, world_size: int, strategy: Any, folder: str) -> None:
+    quiet()
+    data = torch.randn(8, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+    trainer = pl.Trainer(
+        accelerator="cpu", devices=world_size, strategy=strategy() if strategy else "auto", precision="64-true",
+        max_epochs=1, logger=False, use_distributed_sampler=False, enable_checkpointing=False,
+        enable_progress_bar=False, enable_model_summary=False,
+    )  # fmt: skip
+    trainer.fit(Halves(), DataLoader(TensorDataset(data), batch_size=2))
+    trainer.save_checkpoint(f"{folder}/c.ckpt")
+
+
+@pytest.mark.parametrize("kind", ["file", "sharded"])
+def test_hooks_see_full_weights_where_layers_are_split(kind: str, tmp_path: Path):
+    parallel = {"tensor": {"size": 2, "plan": {"up": "column", "down": "row"}}}
+    strategy = partial(ZeROStrategy, stage=1, checkpoint=kind, parallel=parallel)
+    saved_by(0, 1, None, str(tmp_path / "plain"))
+    spawn(saved_by, 2, strategy, str(tmp_path), init_process_group=False)
+    expected = torch.load(tmp_path / "plain" / "c.ckpt")["state_dict"]
+    found = read_full(tmp_path / "c.ckpt")["state_dict"]
+    assert found.keys() == expected.keys()
+    for name, value in expected.items():
+        torch.testing.assert_close(found[name], value, rtol=1e-12, atol=1e-14)
