@@ -47,17 +47,17 @@ class Fourier(pl.LightningModule):
         return OPTIMIZERS[self.optimizer](self.parameters())
 
 
-def fit(optimizer: str, clip: float | None, strategy: Any, devices: int) -> Tensor:
-    """Every rank sees the same batches."""
+def fit(rank: int, world_size: int, optimizer: str, clip: float | None, strategy: Any) -> list[Tensor]:
+    """Return losses and final weights. Every rank sees batches of its own."""
     module = Fourier(optimizer)
-    data = torch.randn(32, 8, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+    data = torch.randn(32, 8, dtype=torch.float64, generator=torch.Generator().manual_seed(1 + rank))
     trainer = pl.Trainer(
-        accelerator="cpu", devices=devices, strategy=strategy, precision="64-true", max_epochs=1, logger=False,
+        accelerator="cpu", devices=world_size, strategy=strategy, precision="64-true", max_epochs=1, logger=False,
         gradient_clip_val=clip, use_distributed_sampler=False, enable_checkpointing=False,
         enable_progress_bar=False, enable_model_summary=False,
     )  # fmt: skip
     trainer.fit(module, DataLoader(TensorDataset(data), batch_size=4))
-    return torch.stack(module.losses)
+    return [torch.stack(module.losses), *(v.detach().clone() for v in module.state_dict().values())]
 
 
 CASES = [("adamw", None), ("adamw", 0.1), ("momentum", None), ("momentum", 0.1), ("rmsprop", None)]
@@ -68,17 +68,23 @@ STRATEGIES: list[dict[str, Any]] = [
 ]
 
 
-def curves(rank: int, world_size: int) -> list[list[Tensor]]:
+def curves(rank: int, world_size: int) -> list[tuple[str, list[Tensor], list[Tensor]]]:
+    """Return what was run, its results, and those of DDP."""
     quiet()
-    return [
-        [fit(*case, ZeROStrategy(**options), world_size) for case in CASES] for options in STRATEGIES
-    ]  # fmt: skip
+    found = []
+    for case in CASES:
+        expected = fit(rank, world_size, *case, "ddp")
+        found += [
+            (f"{options} {case}", fit(rank, world_size, *case, ZeROStrategy(**options)), expected)
+            for options in STRATEGIES
+        ]
+    return found
 
 
-def test_complex_parameters_train_as_without_a_strategy():
-    trusted = [fit(*case, "auto", 1) for case in CASES]
-    for options, found in zip(STRATEGIES, spawn(curves, 2, init_process_group=False, timeout_s=240)[0], strict=True):
-        for case, losses, expected in zip(CASES, found, trusted, strict=True):
-            torch.testing.assert_close(
-                losses, expected, rtol=1e-10, atol=0, msg=lambda m, c=(options, case): f"{c}: {m}"
-            )
+def test_complex_parameters_train_as_under_ddp():
+    ranks = spawn(curves, 2, init_process_group=False, timeout_s=240)
+    assert not torch.equal(ranks[0][0][2][0], ranks[1][0][2][0])  # batches differ
+    for rank in ranks:
+        for where, found, expected in rank:
+            for ours, theirs in zip(found, expected, strict=True):
+                torch.testing.assert_close(ours, theirs, rtol=1e-10, atol=1e-14, msg=lambda m, w=where: f"{w}: {m}")

@@ -1,13 +1,15 @@
-"""Gradients of `nn.Embedding(sparse=True)`: trained as without a strategy."""
+"""Gradients of `nn.Embedding(sparse=True)`: trained as by DDP, by optimizers that torch allows on them."""
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import lightning.pytorch as pl
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn import functional
 from torch.utils.data import DataLoader, TensorDataset
 
 from ls_strategy import PlanError, ZeROStrategy
@@ -16,26 +18,49 @@ from tests.dist.models import quiet
 
 pytestmark = pytest.mark.dist
 
-OPTIMIZERS = {
+
+class LazyAdagrad(torch.optim.Adagrad):
+    """Decays the weights of the rows in a sparse gradient, and all weights for a dense one."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        result = super().step(closure)
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is not None:
+                    rows = p.grad.coalesce().indices()[0] if p.grad.is_sparse else slice(None)
+                    p[rows] *= 0.9
+        return result
+
+
+OPTIMIZERS: dict[str, Any] = {
     "sgd": lambda params: torch.optim.SGD(params, 0.1),
     "momentum": lambda params: torch.optim.SGD(params, 0.1, momentum=0.9),
     "adagrad": lambda params: torch.optim.Adagrad(params, 0.1),
-    "sparse_adam": lambda params: torch.optim.SparseAdam(params, 0.1),
+    "lazy": lambda params: LazyAdagrad(params, 0.1),
+    "adamw": lambda params: torch.optim.AdamW(params, 0.1),
+    "decay": lambda params: torch.optim.SGD(params, 0.1, weight_decay=0.1),
 }
 
 
 class Sparse(pl.LightningModule):
+    functional = False
+    """Whether only the call says that gradients are sparse."""
+
     def __init__(self, optimizer: str) -> None:
         super().__init__()
         torch.manual_seed(0)
         self.optimizer = optimizer
-        self.table = nn.Embedding(16, 4, sparse=True)
+        self.table = nn.Embedding(16, 4, sparse=not self.functional)
         self.last = nn.Linear(4, 4)
         self.double()
         self.losses: list[Tensor] = []
 
+    def rows(self, tokens: Tensor) -> Tensor:
+        return functional.embedding(tokens, self.table.weight, sparse=True) if self.functional else self.table(tokens)
+
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        loss = (self.last(self.table(batch[0])).sin() - 0.5).square().mean()
+        loss = (self.last(self.rows(batch[0])).sin() - 0.5).square().mean()
         self.losses.append(loss.detach().clone())
         return loss
 
@@ -43,37 +68,115 @@ class Sparse(pl.LightningModule):
         return OPTIMIZERS[self.optimizer](self.parameters())
 
 
-def fit(optimizer: str, accumulate: int, strategy: Any, devices: int) -> Tensor:
-    """Every rank sees the same batches."""
-    module = Sparse(optimizer)
-    data = torch.randint(16, (64,), generator=torch.Generator().manual_seed(1))
+class Functional(Sparse):
+    functional = True
+
+
+class Rows(Sparse):
+    """SparseAdam for the table, AdamW for the rest, and rows whose gradients are zero."""
+
+    def __init__(self, accumulate: int) -> None:
+        super().__init__("sparse_adam")
+        self.accumulate = accumulate
+        self.automatic_optimization = False
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        loss = super().training_step(batch, batch_idx) + 0.0 * self.table(15 - batch[0]).sum()
+        optimizers: Any = self.optimizers()
+        self.manual_backward(loss)
+        if (batch_idx + 1) % self.accumulate == 0:
+            for optimizer in optimizers:
+                optimizer.step()
+                optimizer.zero_grad()
+        return loss
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SparseAdam(self.table.parameters(), 0.1), torch.optim.AdamW(self.last.parameters(), 0.1)
+
+
+def fit(module: Sparse, strategy: Any, rank: int, devices: int, accumulate: int = 1, **options: Any) -> list[Tensor]:
+    """Return losses and final weights. Every rank sees batches of its own, with few rows of the table."""
+    generator = torch.Generator().manual_seed(1 + rank)
+    data = torch.randint(16, (48,), generator=generator)
     trainer = pl.Trainer(
         accelerator="cpu", devices=devices, strategy=strategy, precision="64-true", max_epochs=1, logger=False,
         accumulate_grad_batches=accumulate, use_distributed_sampler=False, enable_checkpointing=False,
-        enable_progress_bar=False, enable_model_summary=False,
+        enable_progress_bar=False, enable_model_summary=False, **options,
     )  # fmt: skip
-    trainer.fit(module, DataLoader(TensorDataset(data), batch_size=4))
-    return torch.stack(module.losses)
+    trainer.fit(module, DataLoader(TensorDataset(data), batch_size=3))
+    return [torch.stack(module.losses), *(p.detach().clone() for p in module.state_dict().values())]
 
 
-CASES = [(name, accumulate) for name in ("sgd", "momentum", "adagrad") for accumulate in (1, 3)]
+def build(name: str, accumulate: int) -> Sparse:
+    return Rows(accumulate) if name == "rows" else Functional("momentum") if name == "functional" else Sparse(name)
+
+
+def run(strategy: Any, rank: int, world_size: int, name: str, accumulate: int) -> list[Tensor]:
+    return fit(build(name, accumulate), strategy, rank, world_size, 1 if name == "rows" else accumulate)
+
+
+CASES = [(name, accumulate) for name in ("sgd", "momentum", "adagrad", "functional") for accumulate in (1, 3)]
+BY_ROWS = [(name, accumulate) for name in ("rows", "lazy") for accumulate in (1, 2)]
 STRATEGIES: list[dict[str, Any]] = [*({"stage": s} for s in (0, 1, 2, 3)), {"stage": 3, "offload": "cpu"}]
 
 
-def curves(rank: int, world_size: int) -> list[list[Tensor]]:
+def curves(rank: int, world_size: int) -> list[tuple[str, list[Tensor], list[Tensor]]]:
+    """Return what was run, its results, and those of DDP."""
     quiet()
-    return [[fit(*case, ZeROStrategy(**options), world_size) for case in CASES] for options in STRATEGIES]
+    found = []
+    for case in CASES:
+        name = "momentum" if case[0] == "functional" else case[0]  # DDP knows only layers
+        expected = run("ddp", rank, world_size, name, case[1])
+        found += [
+            (f"{options} {case}", run(ZeROStrategy(**options), rank, world_size, *case), expected)
+            for options in STRATEGIES
+        ]
+    for case in BY_ROWS:
+        expected = run("ddp", rank, world_size, *case)
+        found.append((f"stage 0 {case}", run(ZeROStrategy(stage=0), rank, world_size, *case), expected))
+    return found
 
 
-def test_sparse_gradients_train_as_without_a_strategy():
-    trusted = [fit(*case, "auto", 1) for case in CASES]
-    for options, found in zip(STRATEGIES, spawn(curves, 2, init_process_group=False, timeout_s=240)[0], strict=True):
-        for case, losses, expected in zip(CASES, found, trusted, strict=True):
-            where = f"{options} {case}"
-            torch.testing.assert_close(losses, expected, rtol=1e-10, atol=0, msg=lambda text, at=where: f"{at}: {text}")
+def test_sparse_gradients_train_as_under_ddp():
+    ranks = spawn(curves, 2, init_process_group=False, timeout_s=300)
+    assert not torch.equal(ranks[0][0][2][0], ranks[1][0][2][0])  # batches differ
+    for rank in ranks:
+        for where, found, expected in rank:
+            for ours, theirs in zip(found, expected, strict=True):
+                torch.testing.assert_close(ours, theirs, rtol=1e-10, atol=1e-14, msg=lambda m, w=where: f"{w}: {m}")
+
+
+def refusals(rank: int, world_size: int) -> list[str]:
+    quiet()
+    found = []
+    for name in ("adamw", "decay"):
+        for strategy in ("ddp", ZeROStrategy(stage=0), ZeROStrategy(stage=2)):
+            with pytest.raises((RuntimeError, PlanError)) as error:
+                fit(Sparse(name), strategy, rank, world_size)
+            found.append(str(error.value))
+    for name, stages in (("rows", (1, 2, 3)), ("lazy", (1, 3))):
+        for stage in stages:
+            with pytest.raises(PlanError) as refused:
+                fit(build(name, 1), ZeROStrategy(stage=stage), rank, world_size)
+            found.append(str(refused.value))
+    return found
+
+
+def test_what_dense_gradients_would_change_is_refused():
+    for found in spawn(refusals, 2, init_process_group=False, timeout_s=200):
+        for ddp, *ours in (found[:3], found[3:6]):
+            for message in ours:
+                assert re.search(
+                    r"Got (AdamW|SGD) for 'table.weight', whose gradients are sparse.*sparse=False", message
+                )
+                assert ddp.splitlines()[0] in message
+        for message in found[6:]:
+            assert re.search(
+                r"(SparseAdam|LazyAdagrad) for 'table.weight': it updates only rows .*Use stage 0", message
+            )
 
 
 @pytest.mark.parametrize("stage", [0, 2])
-def test_an_optimizer_that_updates_rows_is_refused(stage: int):
-    with pytest.raises(PlanError, match=r"SparseAdam.*Use torch.optim.Adam"):
-        fit("sparse_adam", 1, ZeROStrategy(stage=stage), 1)
+def test_a_call_that_nobody_knew_of_is_refused_too(stage: int):
+    with pytest.raises(PlanError, match=r"LazyAdagrad for 'table.weight': it updates only rows.*at stage 0"):
+        fit(Functional("lazy"), ZeROStrategy(stage=stage), 0, 1)

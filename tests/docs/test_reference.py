@@ -15,6 +15,7 @@ from lightning.fabric import Fabric
 from lightning.pytorch import Trainer
 from lightning.pytorch.callbacks import ModelPruning
 from lightning.pytorch.loggers import TensorBoardLogger
+from torch.nn import Embedding
 from torch.optim import AdamW
 
 import ls_strategy
@@ -72,6 +73,7 @@ def taken() -> dict[str, list[Any]]:
     makers = [
         Trainer,
         AdamW,
+        Embedding,
         Trainer.fit,
         Fabric.init_module,
         Fabric,

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from ls_strategy._compat import storage_key
 from ls_strategy.distributed.buffer_pool import BufferPool
+from ls_strategy.distributed.comm import Comm
 from ls_strategy.distributed.pending import PendingGather, PendingReduce
 from ls_strategy.distributed.rounds import Round
 from ls_strategy.layout import FlatLayout
@@ -68,6 +69,9 @@ class LocalGradients:
         """Stage 0: the all-gather of averages into the buffer in flight."""
         self._adopted: dict[int, Tensor] = {}
         """Stage 0: tensors that user code assigned to ``p.grad``, by parameter; they use the memory of the slot."""
+        self.rows: dict[int, Tensor] = {}
+        """Stage 0, of parameters whose optimizer gets sparse gradients: whether one was dense, and whether each row was
+        in a sparse one, ``(1 + rows,)`` uint8; of this rank, and since `agree_on_rows` of all."""
         self.forget()
 
     def forget(self) -> None:
@@ -81,6 +85,31 @@ class LocalGradients:
         """Which parameters got a gradient on this rank since the last `zero_grad`."""
         self.dirty = False
         """Whether there are gradients that were not sent yet."""
+        for rows in self.rows.values():
+            rows.zero_()
+
+    def note_rows(self, index: int, grad: Tensor) -> None:
+        """Note the rows of a gradient, if `rows` has the parameter."""
+        if not grad.is_sparse:
+            self.rows[index][0] = 1
+        else:
+            self.rows[index][1:].index_fill_(0, grad._indices()[0], 1)
+
+    def agree_on_rows(self, comm: Comm) -> None:
+        """Let `rows` be those of all ranks. Collective if there are any."""
+        if self.rows:
+            noted = list(self.rows.values())
+            agreed = comm.agree(torch.cat(noted).cpu())
+            for rows, found in zip(noted, agreed.split([len(rows) for rows in noted]), strict=True):
+                rows.copy_(found)
+
+    def as_stepped(self, index: int, grad: Tensor) -> Tensor:
+        """Return a parameter's averaged gradient as its optimizer expects it: sparse, if all ranks' were."""
+        noted = self.rows.get(index)
+        if noted is None or noted[0]:
+            return grad
+        rows = noted[1:].nonzero().squeeze(1)
+        return torch.sparse_coo_tensor(rows.unsqueeze(0), grad[rows], grad.shape, is_coalesced=True)
 
     def allocate(self, dtype: torch.dtype) -> None:
         """Allocate the buffer if there is none, with zeros between the slots."""

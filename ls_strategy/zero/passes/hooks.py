@@ -114,6 +114,20 @@ class _GradHook:
             hooks.on_grad(unit, flat, self.index, param)  # type: ignore[arg-type]
 
 
+@dataclass
+class _RowHook:
+    """The hook of a gradient that autograd is about to add to a parameter's. See `_GradHook`."""
+
+    reducer: weakref.ref[Reducer]
+    flat: weakref.ref[Flat]
+    index: int
+
+    def __call__(self, grad: Tensor) -> None:
+        reducer, flat = self.reducer(), self.flat()
+        if reducer is not None and flat is not None:
+            reducer.on_rows(flat, self.index, grad)
+
+
 class UnitHooks:
     """Connects modules and parameters to the gatherer and the reducer."""
 
@@ -130,6 +144,16 @@ class UnitHooks:
             for flat in (f for f in unit.flats if f.has_optimizer):
                 for i, param in enumerate(flat.params):
                     self._attach_param(param, _GradHook(weakref.ref(self), weakref.ref(unit), weakref.ref(flat), i))
+
+    def watch_rows(self, flats: list[Flat]) -> None:
+        """Note the rows of sparse gradients for the optimizers that need them."""
+        for flat in flats:
+            for index in flat.local.rows:
+                param = flat.params[index]
+                required = param.requires_grad
+                param.requires_grad_(True)
+                self._handles.append(param.register_hook(_RowHook(weakref.ref(self.reducer), weakref.ref(flat), index)))
+                param.requires_grad_(required)
 
     def detach(self) -> None:
         """Remove every hook."""

@@ -79,6 +79,8 @@ class Reducer:
         """Begins to send the gradients of frozen buffers."""
         self.agree_on_tied: Callable[[Tensor], None] = _agree_alone
         """In a pipeline: sets flags that are set on any of the stages that hold the tied parameters."""
+        self.check_sparse: Callable[[nn.Parameter], None] = _check_nothing
+        """Refuses a parameter whose optimizer must not get a dense gradient in place of a sparse one."""
         self.rounding = Rounding()
         """With ``sharding.quantized_gradients``: what that changes, until it is asked for."""
         self._left_out: LeftOut | None = None
@@ -134,6 +136,7 @@ class Reducer:
         if grad is None:
             return
         if grad.is_sparse:  # of nn.Embedding(sparse=True): shards and collectives are dense
+            self.check_sparse(param)
             grad = grad.to_dense()
             set_grad(param, grad)
         if self._left_out is not None:
@@ -147,6 +150,11 @@ class Reducer:
             spans.at_unit(unit.name)
             if self.eager:
                 self._advance()
+
+    def on_rows(self, flat: Flat, index: int, grad: Tensor) -> None:
+        """Note the rows of a gradient that autograd is about to add to ``param.grad``."""
+        if self._left_out is None:
+            flat.local.note_rows(index, grad)
 
     def _take(self, unit: Unit, flat: Flat, index: int, grad: Tensor) -> None:
         flat.require_here("gradients")
@@ -426,6 +434,10 @@ class Reducer:
 
 def _agree_alone(_: Tensor) -> None:
     """Change nothing: no other stage holds a parameter."""
+
+
+def _check_nothing(_: nn.Parameter) -> None:
+    """Allow everything."""
 
 
 def _admit_nothing(_: list[Flat]) -> None:

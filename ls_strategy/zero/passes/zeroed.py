@@ -20,6 +20,8 @@ def zero_flats(flats: list[Flat], *, set_to_none: bool, transient: bool) -> None
                 flat.local.free()
         else:
             flat.averages.zero()
+            for rows in flat.local.rows.values():
+                rows[1:].zero_()
         for param in flat.params:
             grad = grad_of(param)
             if grad is None:

@@ -32,6 +32,7 @@ from ls_strategy.zero.setup.partition import UnitSpec, partition
 from ls_strategy.zero.setup.share import Share
 from ls_strategy.zero.step.elementwise import is_elementwise, refuse_wrapper, require_one_pass
 from ls_strategy.zero.step.offload import Offload
+from ls_strategy.zero.step.sparse import SparseGradients
 from ls_strategy.zero.step.whole_groups import check_whole_groups
 from ls_strategy.zero_stages import StagePolicy
 
@@ -76,6 +77,8 @@ class Draft:
         kinds = [type(optimizer).__name__ for optimizer in optimizers if share.pipeline is None]
         self._options = repr((config.stage, config.sharding, config.precision, config.offload, precision, kinds))
         self._error: PlanError | None = None
+        self.sparse: SparseGradients | None = None
+        """Who needs the rows of sparse gradients. None after an error."""
         try:
             self.specs = partition(model, config.sharding.block_classes, config.sharding.min_unit_numel, share.absent)
             self._replicated = _parameters_below(model, config.sharding.replicated_modules)
@@ -87,6 +90,9 @@ class Draft:
             materials.require_values(model, share.absent)
             for optimizer in optimizers:
                 refuse_wrapper(optimizer)
+            replicated = not policy.optimizer and not parts and share.pipeline is None
+            self.sparse = SparseGradients(model, optimizers, by_rows=replicated)
+            for optimizer in optimizers:
                 require_one_pass(optimizer)
                 if policy.optimizer or parts:
                     names = {id(p): n for n, p in model.named_parameters()}

@@ -41,6 +41,8 @@ class ShardedModel:
     on_demand: OnDemandGather
     gatherer: Gatherer
     reducer: Reducer
+    rows: frozenset[int]
+    """``id`` of parameters of which the optimizer gets sparse gradients, with the rows of all ranks."""
 
     @property
     def flats(self) -> list[Flat]:
@@ -68,7 +70,9 @@ def shard(
     reducer = Reducer(units, policy=policy, comm=together, reduce_in_fp32=draft.precision.reduce_in_fp32)
     reducer.selective = len(optimizers) > 1
     reducer.agree_on_tied = draft.share.agree_on_tied
-    return ShardedModel(config, policy, mesh, draft.share, plan, units, offload, on_demand, gatherer, reducer)
+    assert draft.sparse is not None
+    reducer.check_sparse, rows = draft.sparse.check, draft.sparse.needing_rows
+    return ShardedModel(config, policy, mesh, draft.share, plan, units, offload, on_demand, gatherer, reducer, rows)
 
 
 def fp32_boundaries(draft: Draft) -> list[materials.Fp32Boundary]:

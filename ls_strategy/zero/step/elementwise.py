@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import inspect
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -23,6 +23,8 @@ def is_elementwise(optimizer: Optimizer) -> bool:
     Raises:
         PlanError: the optimizer cannot step without a closure (LBFGS).
     """
+    if isinstance(optimizer, torch.optim.SparseAdam):  # probes are dense
+        return False
     return all(splits_tensors(optimizer, group) for group in optimizer.param_groups)
 
 
@@ -36,7 +38,7 @@ def splits_tensors(optimizer: Optimizer, group: dict[str, Any]) -> bool:
         PlanError: the optimizer cannot step without a closure (LBFGS).
     """
     settings = {k: v for k, v in group.items() if k != "params"}
-    known = _known_of(optimizer, settings, *probed_shapes(group["params"]))
+    known = known_of(optimizer, settings, *probed_shapes(group["params"]))
     if known not in _SPLITS:
         found = _halves_agree(optimizer, settings, group["params"])
         if known is None:
@@ -46,13 +48,13 @@ def splits_tensors(optimizer: Optimizer, group: dict[str, Any]) -> bool:
 
 
 _SPLITS: dict[Any, bool] = {}
-"""What probes of torch's optimizers have found, by `_known_of`: a search for a plan asks thousands of times."""
+"""What probes of torch's optimizers have found, by `known_of`: a search for a plan asks thousands of times."""
 
 _TAKE_ONE_PASS: set[Any] = set()
 """Torch's optimizers that need one pass."""
 
 
-def _known_of(optimizer: Optimizer, settings: dict[str, Any], *more: Any) -> Any:
+def known_of(optimizer: Optimizer, settings: dict[str, Any], *more: Any) -> Any:
     """Return what a probe depends on, for one of torch's own classes; None for others, and with a state."""
     kind = type(optimizer)
     if not kind.__module__.startswith("torch.optim.") or optimizer.state:
@@ -124,17 +126,12 @@ def require_one_pass(optimizer: Optimizer) -> None:
     Raises:
         PlanError: the optimizer needs more than one pass, or the loss.
     """
-    if isinstance(optimizer, torch.optim.SparseAdam):
-        raise PlanError(
-            "Got SparseAdam, which updates only rows that have a gradient, but gradients are dense once they are "
-            "averaged and sharded. Use torch.optim.Adam, which updates all rows, or train with strategy='ddp'."
-        )
-    if not takes_closure(optimizer):
+    if not takes_closure(optimizer) or isinstance(optimizer, torch.optim.SparseAdam):  # probes are dense
         return
     name = type(optimizer).__name__
     for group in optimizer.param_groups:
         settings = {k: v for k, v in group.items() if k != "params"}
-        known = _known_of(optimizer, settings)
+        known = known_of(optimizer, settings)
         if known in _TAKE_ONE_PASS:
             continue
         with on_gradients_alone(optimizer):
@@ -226,8 +223,19 @@ def probe(
     return [p.detach() for p in params]
 
 
-def copy_of(optimizer: Optimizer, settings: dict[str, Any], params: list[Tensor]) -> Optimizer:
-    """Return a copy with one parameter group, and with the state that the constructor creates."""
+def early_state(optimizer: Optimizer) -> dict[str, Any]:
+    """Return a state that the constructor creates, such as Adagrad's accumulators, with one value of every tensor."""
+    found = next((s for s in optimizer.state.values() if s), {})
+    return {k: v.flatten()[:1].clone() if isinstance(v, Tensor) and v.numel() > 1 else v for k, v in found.items()}
+
+
+def copy_of(
+    optimizer: Optimizer, settings: dict[str, Any], params: list[Tensor], early: Mapping[str, Any] | None = None
+) -> Optimizer:
+    """Return a copy with one parameter group, and with the state that the constructor creates.
+
+    ``early``: this state. None: it is still the optimizer's.
+    """
     settings = {k: (v.detach().cpu() if isinstance(v, Tensor) and not v.is_meta else v) for k, v in settings.items()}
     if settings.get("capturable"):  # only on a GPU
         settings["capturable"] = False
@@ -237,9 +245,9 @@ def copy_of(optimizer: Optimizer, settings: dict[str, Any], params: list[Tensor]
     forget_step_hooks(fresh)
     _own_attributes(fresh, optimizer)
     fresh.state = defaultdict(dict)
-    early = next((s for s in optimizer.state.values() if s), {})
+    early = early_state(optimizer) if early is None else early
     for p in params:
-        for k, v in early.items():  # state from the constructor, such as Adagrad's accumulators
+        for k, v in early.items():
             if isinstance(v, Tensor) and k != "step" and v.numel():
                 fresh.state[p][k] = torch.full_like(p, float(v.flatten()[0]))
             else:

@@ -72,7 +72,8 @@ class ShardedOptimizer:
         self._fused_flats = [self._takes_fused_update(flat) for flat in flats]
         for flat, fused in zip(flats, self._fused_flats, strict=True):
             flat.averages.folds_factors = fused and not self.is_mixed
-        self._cuts = any(map(splits_tensors_of, flats)) or is_elementwise(optimizer)
+        by_rows = any(flat.local.rows for flat in flats)
+        self._cuts = not by_rows and (any(map(splits_tensors_of, flats)) or is_elementwise(optimizer))
         """Whether parameters may be split and joined. Otherwise (stage 0) the optimizer gets each one unchanged."""
         store = [self._states_of(n, flat) for n, flat in enumerate(flats)]
         self.states = OptimizerStates(optimizer, store, mesh, group_names)

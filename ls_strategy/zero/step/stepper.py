@@ -85,6 +85,12 @@ class Stepper:
         """Adopt an optimizer, with its states if an earlier engine has them."""
         model = self._model
         flats = [f for f in model.flats if index in f.plan.owners]
+        for flat in flats:
+            flat.local.rows = {
+                i: torch.zeros(1 + len(p), dtype=torch.uint8, device=flat.full.device)
+                for i, p in enumerate(flat.params)
+                if id(p) in model.rows
+            }
         names = model.share.group_names[index] if model.share.group_names else None
         sharded = ShardedOptimizer(optimizer, flats, model.mesh, model.config.precision.moments, names)
         self.unfreezing.add(sharded)
@@ -241,6 +247,7 @@ class Stepper:
             if state.kinds == [kind]:
                 state.used = self._used[kind]
         for flat in flats:
+            flat.local.agree_on_rows(self._model.mesh.zero)
             if flat.plan.tied and flat.averages.hold_values and kind in self._tied_due:
                 flat.averages.change(self._model.share.sum_tied)
         self._tied_due.discard(kind)
