@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import argparse
-import os
+import secrets
 from pathlib import Path
 
 from ls_strategy.cli import arguments
@@ -74,9 +74,10 @@ def _check(output: Path) -> None:
 
 def _write(output: Path, content: str) -> None:
     """Write the file completely or not at all."""
-    partial = output.with_name(f".{output.name}.{os.getpid()}")
+    partial = output.with_name(f".{output.name}.{secrets.token_hex(4)}")
     try:
-        partial.write_text(content, encoding="utf-8", errors="replace")
+        with partial.open("x", encoding="utf-8", errors="replace") as file:
+            file.write(content)
         partial.replace(output)
     finally:
         partial.unlink(missing_ok=True)

@@ -177,14 +177,29 @@ def run(args: argparse.Namespace) -> int:
         return 0
     if shutil.which("sbatch") is None:
         raise StateError("sbatch is not on the PATH. Submit from a login node of the cluster, or use --dry-run.")
-    script.parent.mkdir(exist_ok=True)
-    script.write_text(text)
+    write_new(script, text)
     job_id = submit(script)
     log = f"{FOLDER}/{name}-{job_id}_*" if args.array else f"{FOLDER}/{name}-{job_id}"
     print(f"submitted {script} as job {job_id}\n")
     first = "rank-0.log" if args.elastic is None else "node-0.log"
     _say_how_to_watch(job_id, f"{log}.log {log}/{first}", log_folder(trainer))
     return 0
+
+
+def write_new(path: Path, text: str) -> None:
+    """Write the file of a job, which may not exist: a job that is waiting could get another one's command.
+
+    Raises:
+        StateError: it exists.
+    """
+    path.parent.mkdir(exist_ok=True)
+    try:
+        with path.open("x", encoding="utf-8") as file:
+            file.write(text)
+    except FileExistsError:
+        raise StateError(
+            f"{path} exists: another job of this name was made in this second. Repeat the command, or give --name."
+        ) from None
 
 
 def _say_how_to_watch(job_id: str, log: str, curves: str | Path) -> None:

@@ -85,8 +85,7 @@ def run(args: argparse.Namespace) -> int:
     if args.dry_run:
         print(text, end="")
         return 0
-    path.parent.mkdir(exist_ok=True)
-    path.write_text(text, encoding="utf-8")
+    submit.write_new(path, text)
     print(f"wrote {path}\n")
     for what, command in _next_steps(args, name, shlex.quote(str(path))).items():
         print(f"  {what:<11} {command}")

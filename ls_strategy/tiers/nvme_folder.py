@@ -10,6 +10,7 @@ import re
 import secrets
 import shutil
 import socket
+import stat
 from pathlib import Path
 from typing import NamedTuple
 
@@ -23,6 +24,9 @@ _RATED_BYTES = 600e12
 """Rated writes of a 1 TB consumer NVMe device (600 TBW). Server devices are rated for 2 to 30 times as much."""
 
 _SUFFIX = ".ls_strategy"
+_NAME = re.compile(r"rank\d+-[^-]+-\d+-[0-9a-f]{8}\.ls_strategy", re.ASCII)
+"""What `_create` names a file."""
+
 _IN_MEMORY = ("tmpfs", "ramfs", "rootfs", "hugetlbfs")
 _KEEPS_NO_NAMELESS = ("nfs", "nfs4", "cifs", "smb3", "smbfs", "9p")
 """File systems that rename (NFS, FUSE) or refuse (SMB) the deletion of an open file, so the file keeps its name."""
@@ -174,12 +178,18 @@ def remove_stale(directory: Path) -> list[Path]:
         except OSError:  # already deleted, another user's, or a link
             continue
         try:
-            if _is_stale(fd, path):
+            if _is_own(fd, path) and _is_stale(fd, path):
                 path.unlink(missing_ok=True)
                 removed.append(path)
         finally:
             os.close(fd)
     return removed
+
+
+def _is_own(fd: int, path: Path) -> bool:
+    """Whether it is a file as `_create` makes it, of this user."""
+    found = os.fstat(fd)
+    return bool(_NAME.fullmatch(path.name)) and stat.S_ISREG(found.st_mode) and found.st_uid == os.geteuid()
 
 
 def _is_stale(fd: int, path: Path) -> bool:

@@ -3,7 +3,8 @@
 ``python -m recipes.cifar.accuracy --data_dir data --strategies ddp zero1 zero2 zero3 --seeds 1 --record record.json``
 
 Reports the accuracy after the last epoch, since choosing the best epoch would use the test images. Existing runs of the
-record are kept if command, machine and versions are the same, and new runs are added.
+record are kept, and new runs are added, if command, machine and versions are the same. A file that holds something else
+is refused.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ from recipes.cifar.main import main as run_recipe
 
 CONFIGS = Path(__file__).parent / "configs"
 RANKS = 2
+UNLIKE = "no record of the same command, machine and versions"
 STRATEGIES = ("ddp", "zero0", "zero1", "zero2", "zero3")
 
 
@@ -76,6 +78,15 @@ def _commit() -> str:
     return result.stdout.strip()
 
 
+def _earlier(path: Path) -> dict[str, Any] | None:
+    """Return a record, or None if the file is something else."""
+    try:
+        found = json.loads(path.read_text())
+    except (OSError, ValueError, RecursionError):
+        return None
+    return found if isinstance(found, dict) else None
+
+
 def spread(results: dict[str, dict[str, float]]) -> dict[str, Any]:
     """Return what is known about the variation of accuracies, and the seeds."""
     seeds = sorted({seed for by_seed in results.values() for seed in by_seed}, key=int)
@@ -120,9 +131,12 @@ def main() -> None:
         "seconds": {},
     }
     if given.record.exists():
-        before = json.loads(given.record.read_text())
-        if all(before.get(key) == record[key] for key in ("command", "versions", "cpu", "cores", "ranks")):
-            record |= {key: before[key] for key in ("results", "seconds")}
+        before = _earlier(given.record)
+        same = ("benchmark", "command", "versions", "cpu", "cores", "ranks")
+        differs = ["another file"] if before is None else [key for key in same if before.get(key) != record[key]]
+        if before is None or differs:
+            parser.error(f"Got --record {given.record}, which is {UNLIKE}: {', '.join(differs)}. Give a new file.")
+        record |= {key: before[key] for key in ("results", "seconds")}
     given.record.parent.mkdir(parents=True, exist_ok=True)
     for seed in given.seeds:
         for strategy in given.strategies:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import doctest
+import json
 import pickle
 import sys
 from pathlib import Path
@@ -358,3 +359,41 @@ def test_two_stages_of_a_pipeline_train_as_one_process(data_dir: Path, tmp_path:
 @pytest.mark.skipif(not (REAL_DATA / FOLDER).is_dir(), reason=f"no real images in {FOLDER} beside the repository")
 def test_the_strong_network_learns_real_images() -> None:
     assert accuracy.measure("zero3", 1, str(REAL_DATA), QUIET, timeout_s=3500) >= 0.76
+
+
+# --- records --------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def recorded(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Any:
+    """Records what `accuracy.measure` would return, which is 0.5."""
+    monkeypatch.setattr(accuracy, "measure", lambda *_, **__: 0.5)
+
+    def record(path: Path, *words: str) -> None:
+        arguments = ["--strategies", "ddp", "--record", str(path), *words]
+        monkeypatch.setattr("sys.argv", ["accuracy", *arguments])
+        accuracy.main()
+
+    return record
+
+
+@pytest.mark.parametrize("text", ["", "notes", "[1]", '{"name": "a package"}', "[" * 100_000])
+def test_a_file_that_is_no_record_is_kept(recorded: Any, tmp_path: Path, text: str) -> None:
+    path = tmp_path / "package.json"
+    path.write_text(text)
+    with pytest.raises(SystemExit):
+        recorded(path)
+    assert path.read_text() == text
+
+
+def test_results_are_added_and_those_of_another_machine_kept(recorded: Any, tmp_path: Path) -> None:
+    path = tmp_path / "record.json"
+    recorded(path, "--seeds", "1")
+    recorded(path, "--seeds", "2")
+    found = json.loads(path.read_text())
+    assert found["results"] == {"ddp": {"1": 0.5, "2": 0.5}}
+    path.write_text(json.dumps({**found, "cpu": "another"}))
+    before = path.read_text()
+    with pytest.raises(SystemExit):
+        recorded(path, "--seeds", "3")
+    assert path.read_text() == before

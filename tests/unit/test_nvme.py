@@ -428,20 +428,31 @@ class TestFile:
             raise OSError(errno.ENOLCK, "No locks available")
 
         monkeypatch.setattr(drive.fcntl, "flock", no_locks)
-        alive = tmp_path / f"rank0-{drive._host()}-{os.getpid()}-0{drive._SUFFIX}"
-        dead = tmp_path / f"rank0-{drive._host()}-99999999-0{drive._SUFFIX}"
-        elsewhere = tmp_path / f"rank0-elsewhere-99999999-0{drive._SUFFIX}"
+        alive = tmp_path / f"rank0-{drive._host()}-{os.getpid()}-00000000{drive._SUFFIX}"
+        dead = tmp_path / f"rank0-{drive._host()}-99999999-00000000{drive._SUFFIX}"
+        elsewhere = tmp_path / f"rank0-elsewhere-99999999-00000000{drive._SUFFIX}"
         for path in (alive, dead, elsewhere, tmp_path / f"rank0{drive._SUFFIX}"):
             path.touch()
         assert drive.remove_stale(tmp_path) == [dead]
 
     def test_links_and_pipes_in_the_folder_are_left_alone(self, tmp_path):
         """Somebody else's, where several users share a drive."""
-        victim, link = tmp_path / "victim", tmp_path / f"rank0-{drive._host()}-99999999-0{drive._SUFFIX}"
+        victim, link = tmp_path / "victim", tmp_path / f"rank0-{drive._host()}-99999999-00000000{drive._SUFFIX}"
         victim.touch()
         link.symlink_to(victim)
         assert drive.remove_stale(tmp_path) == []
         assert link.is_symlink()
+
+    def test_files_that_only_look_alike_are_left_alone(self, tmp_path):
+        """The folder may be one that holds other things, too."""
+        stale = tmp_path / f"rank3-{drive._host()}-99999999-00c0ffee{drive._SUFFIX}"
+        others = [
+            tmp_path / f"rank{name}{drive._SUFFIX}" for name in ("ings", "0-notes", "0-a-1-00c0ffee0", "0-a-b-00")
+        ]
+        for path in (stale, *others):
+            path.touch()
+        assert drive.remove_stale(tmp_path) == [stale]
+        assert all(path.exists() for path in others)
 
     def test_the_folder_is_made_for_this_user_alone(self, tmp_path):
         drive.check_path(tmp_path / "nvme", 0, allow_tmpfs=True)

@@ -153,6 +153,15 @@ def test_too_many_runs_are_an_error(tmp_path: Path, capsys: pytest.CaptureFixtur
     assert "at most" in capsys.readouterr().err
 
 
+def test_a_file_under_a_name_that_can_be_guessed_is_not_written_through(tmp_path: Path) -> None:
+    csv_log(tmp_path, {"loss": [1.0]})
+    (tmp_path / "thesis").write_text("three years")
+    (tmp_path / f".report.html.{os.getpid()}").symlink_to("thesis")
+    assert cli.main(["report", str(tmp_path)]) == 0
+    assert (tmp_path / "thesis").read_text() == "three years"
+    assert (tmp_path / f".report.html.{os.getpid()}").is_symlink()
+
+
 def test_only_a_report_is_overwritten(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     csv_log(tmp_path, {"loss": [1.0]})
     assert cli.main(["report", str(tmp_path)]) == 0

@@ -268,6 +268,19 @@ def test_the_script_is_submitted_and_the_user_told_where_to_look(program, monkey
         assert part in said
 
 
+@pytest.mark.parametrize("to", ["slurm", "torchrun"])
+def test_a_script_of_another_job_is_not_replaced(program, monkeypatch, to):
+    """Jobs of one name may be submitted in one second, and the first may still be waiting to be read."""
+    fake_sbatch(program, monkeypatch, "echo 41")
+    monkeypatch.setattr(submit.time, "strftime", lambda _: "20260101-000000")
+    assert cli(BASE, "--name=run1", "--to", to, "--", "--trainer.max_steps=1") == 0
+    (script,) = (program / to).glob("run1-20260101-000000.*")
+    before = script.read_text()
+    with pytest.raises(StateError, match=r"run1-20260101-000000.* exists: another job of this name was made in this"):
+        cli(BASE, "--name=run1", "--to", to, "--", "--trainer.max_steps=2")
+    assert script.read_text() == before
+
+
 def test_what_sbatch_says_is_handed_on(program, monkeypatch):
     fake_sbatch(program, monkeypatch, "echo invalid partition >&2; exit 1")
     with pytest.raises(StateError, match="invalid partition"):
