@@ -2,7 +2,8 @@
 
 A save captures the state at the time of the call. States on the device are copied to host memory at once. Offloaded
 states are not copied until an optimizer step is about to change them. That step finds a `Hold` on the flat buffer. It
-first copies what the save has not read yet (host memory), or waits until the save has read it (NVMe).
+first copies what the save has not read yet (host memory), or waits until the save has read it (NVMe). What goes into a
+single file has been gathered on rank 0, and is copied there.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from typing_extensions import override
 from ls_strategy import device as dev
 from ls_strategy._compat import default_store
 from ls_strategy.checkpoint.reshard import Entry, Source
-from ls_strategy.checkpoint.save import Save, run
+from ls_strategy.checkpoint.save import FileSave, Save, run
 from ls_strategy.errors import CheckpointError
 from ls_strategy.tiers.link import host_empty
 from ls_strategy.zero.flat.units import Flat
@@ -58,7 +59,7 @@ class BackgroundSaver:
 
     def submit(
         self,
-        save: Save,
+        save: Save | FileSave,
         done: Callable[[int, float], None],
         failed: Callable[[CheckpointError], None] | None = None,
     ) -> None:
@@ -74,8 +75,12 @@ class BackgroundSaver:
             CheckpointError: The previous save failed.
         """
         self.wait()
-        holds = self._keep(save)
-        save = replace(save, write_meta=_deep_copied(save.write_meta))
+        holds: list[Hold] = []
+        if isinstance(save, FileSave):
+            save = replace(save, value=copy.deepcopy(save.value) if self._rank == 0 else {})
+        else:
+            holds = self._keep(save)
+            save = replace(save, write_meta=_deep_copied(save.write_meta))
         exchange = StoreExchange(f"ls_strategy/save/{next(_NUMBERS)}", self._rank, self._world_size, self._abandoned)
         before, self._exchange = self._exchange, exchange
         if failed is None:

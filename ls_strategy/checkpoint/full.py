@@ -71,6 +71,20 @@ def full_state_dict(
     return with_versions(result, versions_of(raw)) if all_ranks or first else {}
 
 
+def stand_ins(raw: Mapping[str, Any], units: list[Unit]) -> dict[str, Any]:
+    """Return the module's state dict with parameters on meta, of full shapes: for hooks on ranks without the values."""
+    result: dict[str, Any] = {}
+    places = places_of(raw, units)
+    for key, value in raw.items():
+        place = places.get(key)
+        if place is not None:
+            flat, i = place
+            result[key] = torch.empty(flat.layout.slots[i].full_shape, dtype=flat.master_dtype, device="meta")
+        else:
+            result[key] = value
+    return with_versions(result, versions_of(raw))
+
+
 def load_full_state_dict(
     model: nn.Module,
     state: Mapping[str, Any],

@@ -27,7 +27,7 @@ from ls_strategy.errors import CheckpointError
 class Exchange(Protocol):
     """Gives every rank's value to all ranks, in rank order. Collective."""
 
-    def __call__(self, value: dict[str, Any]) -> list[dict[str, Any]]:
+    def __call__(self, value: dict[str, Any], /) -> list[dict[str, Any]]:
         """Exchange ``value``, which consists of JSON types: data from other processes is never unpickled."""
         ...
 
@@ -81,6 +81,18 @@ class Save:
 
 
 @dataclass
+class FileSave:
+    """One file, which rank 0 writes. All ranks have contributed to it already."""
+
+    path: str
+    value: dict[str, Any]
+    """What is written. Rank 0's is used."""
+
+    write: Callable[[dict[str, Any]], int]
+    """Writes it and returns its bytes. Called on rank 0."""
+
+
+@dataclass
 class _Report:
     """What a rank reports to the others."""
 
@@ -130,7 +142,7 @@ def _exchanged(exchange: Exchange, report: _Report) -> list[_Report]:
     return [_Report.from_plain(plain) for plain in exchange(report.to_plain())]
 
 
-def run(save: Save, rank: int, exchange: Exchange) -> tuple[int, float]:
+def run(save: Save | FileSave, rank: int, exchange: Exchange) -> tuple[int, float]:
     """Write and commit. Collective.
 
     Returns:
@@ -141,6 +153,8 @@ def run(save: Save, rank: int, exchange: Exchange) -> tuple[int, float]:
             checkpoint of the same name is intact.
     """
     started = time.perf_counter()
+    if isinstance(save, FileSave):
+        return _run_one(save, rank, exchange), time.perf_counter() - started
     with ExitStack() as claims:
         total = _run(save, rank, claims, exchange)
     return total, time.perf_counter() - started
@@ -172,8 +186,24 @@ def _run(save: Save, rank: int, claims: ExitStack, exchange: Exchange) -> int:
     return sum(r.record.bytes for r in reports if r.record is not None)
 
 
+def _run_one(save: FileSave, rank: int, exchange: Exchange) -> int:
+    error: Exception | None = None
+    total = 0
+    if rank == 0:
+        try:
+            total = save.write(save.value)
+        except Exception as raised:
+            error = raised
+    told = exchange({"error": None if error is None else described(error), "bytes": total})[0]
+    if told["error"] is not None:
+        raise CheckpointError(
+            f"saving {save.path} failed: rank 0: {told['error']}. Earlier checkpoints are untouched."
+        ) from error
+    return int(told["bytes"])
+
+
 def run_file(path: str, value: Any) -> None:
-    """Write one local file in the format of ``torch.save``, atomically. One rank only.
+    """Write one file in the format of ``torch.save``, atomically on a local disk. One rank only.
 
     Raises:
         CheckpointError: The name belongs to something other than a checkpoint.

@@ -21,11 +21,13 @@ from ls_strategy.checkpoint.commit import recover
 from ls_strategy.checkpoint.full import full_state_dict, load_full_state_dict
 from ls_strategy.checkpoint.source import FABRIC, OURS, RANDOM, as_fabric
 from ls_strategy.errors import PlanError
-from ls_strategy.host.fabric import DDPStrategy
+from ls_strategy.host.fabric import DDPStrategy, rank_zero_info
 from ls_strategy.lightning import checkpoints
+from ls_strategy.lightning.checkpoint_kind import kind_of
 from ls_strategy.lightning.checkpoints import Collection
 
 if TYPE_CHECKING:
+    from ls_strategy.fabric.model import Model
     from ls_strategy.fabric.strategy import ZeROFabricStrategy
 
 __all__ = ["Collection", "load", "load_weights", "optimizer_state_of", "save", "weights_of"]
@@ -96,8 +98,9 @@ def save(
     """Write ``state``, a folder or a file. Collective."""
     modules = [key for key, value in state.items() if isinstance(value, nn.Module) and strategy.model_of(value)]
     optimizers = [key for key, value in state.items() if isinstance(value, Optimizer) and strategy.model_of(value)]
-    models = {id(strategy.model_of(state[key])) for key in (*modules, *optimizers)}
-    if strategy.config.checkpoint.format == "file" or not models:
+    found = (strategy.model_of(state[key]) for key in (*modules, *optimizers))
+    models = list({id(model): model for model in found if model is not None}.values())
+    if not models or _is_file(strategy, models):
         _save_file(strategy, path, state, storage_options, filters)
         return
     if len(models) > 1 or len(modules) != 1:
@@ -106,8 +109,7 @@ def save(
             "holds one module that was set up, with its optimizers. Save each module into a folder of its own, or set "
             'checkpoint="file" on the strategy.'
         )
-    model = strategy.model_of(state[modules[0]])
-    assert model is not None
+    model = models[0]
     model.engine.check_complete()
     model.engine.wait()
     strategy.collection = Collection(model.engine, frozen=strategy.config.checkpoint.frozen)
@@ -125,14 +127,25 @@ def save(
     checkpoints.write(collection, checkpoint, path, strategy.checkpoint_io, storage_options)
 
 
+def _is_file(strategy: ZeROFabricStrategy, models: list[Model]) -> bool:
+    """Whether the next checkpoint is a file. The log says so, the first time and whenever it changes. Collective."""
+    comm = strategy._comm
+    assert comm is not None
+    first, *others = (model.engine for model in models)
+    kind, before = kind_of(first, comm.exchange_objects, others=others), strategy.checkpoint_kind
+    strategy.checkpoint_kind = kind
+    if kind.why and (before is None or before.is_file != kind.is_file):
+        rank_zero_info(str(kind))
+    return kind.is_file
+
+
 def _save_file(
     strategy: ZeROFabricStrategy, path: str, state: dict[str, Any], storage_options: Any, filters: dict[str, Any]
 ) -> None:
     comm = strategy._comm
     assert comm is not None
     converted = DDPStrategy._convert_stateful_objects_in_state(strategy, state, filter=filters)
-    io, rank = strategy.checkpoint_io, strategy.global_rank
-    checkpoints.write_file(converted, path, io, storage_options, rank, comm.exchange_objects)
+    checkpoints.write_file(converted, path, strategy.checkpoint_io, storage_options, comm)
 
 
 # --- loading ---------------------------------------------------------------------------------------------------------
@@ -192,6 +205,8 @@ def _read(
     if not checkpoints.is_folder(path):
         mapped = checkpoints.map_file(path, io, weights_only)
         checkpoint = io.load_checkpoint(path, weights_only=weights_only) if mapped is None else mapped
+        check = partial(checkpoints.verify_file, path, checkpoint)
+        strategy.on_all_ranks(check if strategy.is_global_zero else lambda: None)
         if isinstance(checkpoint, dict):
             checkpoint.pop(OURS, None)
         return checkpoint, None

@@ -49,6 +49,7 @@ from ls_strategy.fabric.precision import ZeROFabricPrecision
 from ls_strategy.host.fabric import Accelerator, CheckpointIO, ClusterEnvironment, DDPStrategy, Precision
 from ls_strategy.host.pytorch import Accelerator as TrainerAccelerator
 from ls_strategy.lightning import guards, module_state
+from ls_strategy.lightning.checkpoint_kind import Kind
 from ls_strategy.lightning.connection import Connection
 from ls_strategy.lightning.engine_setup import NVME_PATH
 from ls_strategy.lightning.module_state import MetricsOnHost
@@ -76,7 +77,8 @@ class ZeROFabricStrategy(Connection, DDPStrategy):  # pyright: ignore[reportInco
         offload: ``"cpu"`` or ``"nvme"``: optimizer states, and at stage 3 the parameters, are stored and updated there.
         activations: ``"full"`` or ``"selective"``: blocks are recomputed in backward. ``ActivationsConfig(...)``
             stores activations in host memory or on NVMe.
-        checkpoint: ``"sharded"`` (``fabric.save`` writes a folder, every rank its part) or ``"file"``.
+        checkpoint: ``"sharded"`` (``fabric.save`` writes a folder, every rank its part), ``"file"``, or ``"auto"``: a
+            file up to 2 GiB of weights and optimizer states, a folder beyond.
         accelerator: set by Fabric.
         parallel_devices: set by Fabric.
         cluster_environment: set by Fabric.
@@ -102,7 +104,7 @@ class ZeROFabricStrategy(Connection, DDPStrategy):  # pyright: ignore[reportInco
         precision: PrecisionConfig | Mapping[str, Any] = PrecisionConfig(),
         offload: Literal["cpu", "nvme"] | OffloadConfig | Mapping[str, Any] | None = OffloadConfig(),
         activations: Literal["full", "selective"] | ActivationsConfig | Mapping[str, Any] | None = ActivationsConfig(),
-        checkpoint: Literal["sharded", "file"] | CheckpointConfig | Mapping[str, Any] = CheckpointConfig(),
+        checkpoint: Literal["auto", "sharded", "file"] | CheckpointConfig | Mapping[str, Any] = CheckpointConfig(),
         accelerator: Accelerator | None = None,
         parallel_devices: list[torch.device] | None = None,
         cluster_environment: ClusterEnvironment | None = None,
@@ -131,6 +133,8 @@ class ZeROFabricStrategy(Connection, DDPStrategy):  # pyright: ignore[reportInco
         """The modules that were set up, in this order."""
         self.collection: checkpoints.Collection | None = None
         """The contents of a checkpoint folder while ``fabric.save`` collects them."""
+        self.checkpoint_kind: Kind | None = None
+        """The kind of the last checkpoint."""
         self._connect_later(ModelParallel(ParallelConfig(), self.config.sharding), explain_waits_after)
         DDPStrategy.__init__(
             self,

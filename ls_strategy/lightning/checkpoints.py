@@ -20,10 +20,12 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.serialization import get_crc32_options
 
 from ls_strategy._compat import plain_checkpoint_io, tree_iter, tree_map
 from ls_strategy.checkpoint import save
 from ls_strategy.checkpoint.background import BackgroundSaver
+from ls_strategy.checkpoint.describe import verify_all
 from ls_strategy.checkpoint.files import Reader
 from ls_strategy.checkpoint.history import HISTORY
 from ls_strategy.checkpoint.manifest import Manifest, read_manifest, verify
@@ -34,11 +36,15 @@ from ls_strategy.checkpoint.source import OURS, RANDOM, VERSIONS, versions_of, w
 from ls_strategy.checkpoint.target import MANIFEST, META, METADATA, check_replaceable
 from ls_strategy.checkpoint.web import is_web, refuse_web_folder
 from ls_strategy.deepspeed.checkpoint import is_deepspeed, read_deepspeed
+from ls_strategy.distributed.comm import Comm
 from ls_strategy.engine import Engine
 from ls_strategy.errors import CheckpointError
 from ls_strategy.host.fabric import CheckpointIO, TorchCheckpointIO
 from ls_strategy.host.pytorch import rank_zero_info
 from ls_strategy.zero.lazy import LazyTensor
+
+CHECKSUMS = "checksums"
+"""Whether a file has checksums of its records; below `OURS`."""
 
 
 class Collection:
@@ -117,16 +123,21 @@ def write(
         write_meta=partial(_write_meta, plain_checkpoint_io(checkpoint_io), rest, storage_options),
         target=save.Target() if background is None else background.target,
     )
+    _run(job, engine.mesh.world.rank, engine.mesh.world.exchange_objects, background)
+
+
+def _run(job: save.Save | save.FileSave, rank: int, exchange: save.Exchange, background: Background | None) -> None:
+    """Run a save, or begin it in the background, and report its end. Collective."""
     started = time.perf_counter()
 
     def done(total: int, seconds: float) -> None:
         if background is not None and background.failed is not None:
             return  # whoever handles failures reports
         stalled = f", {stall:.1f} s of it blocked training" if background is not None else ""
-        rank_zero_info(f"ZeROStrategy: saved {path} ({total / 2**20:,.1f} MiB in {seconds:.1f} s{stalled})")
+        rank_zero_info(f"ZeROStrategy: saved {job.path} ({total / 2**20:,.1f} MiB in {seconds:.1f} s{stalled})")
 
     if background is None:
-        done(*save.run(job, engine.mesh.world.rank, engine.mesh.world.exchange_objects))
+        done(*save.run(job, rank, exchange))
         return
     stall = 0.0
     background.saver.submit(job, done, background.failed)
@@ -159,36 +170,44 @@ def write_file(
     path: str,
     checkpoint_io: CheckpointIO,
     storage_options: Any,
-    rank: int,
-    exchange: Callable[[Any], list[Any]],
+    comm: Comm | None,
     random: dict[str, Any] | None = None,
+    background: Background | None = None,
 ) -> None:
     """Write what was gathered on rank 0, and every rank's random states, to one file. Collective.
 
-    With Lightning's own `CheckpointIO` on a file system, the file gets its name when it is on the disk.
+    With Lightning's own `CheckpointIO` on a file system, the file gets its name when it is on the disk. With
+    ``background``, return when training can no longer change what is written.
 
     Raises:
-        CheckpointError: on every rank, if rank 0 could not write it; earlier checkpoints are untouched.
+        CheckpointError: on every rank, if rank 0 could not write it; earlier checkpoints are untouched. With
+            ``background``, if the save before this one failed.
     """
+    rank, exchange = (0, _alone) if comm is None else (comm.rank, comm.exchange_objects)
     states = exchange(random_states() if random is None else random)
-    error: Exception | None = None
-    if rank == 0:
-        if "optimizer_states" in checkpoint:  # otherwise it cannot be resumed from
-            ours = checkpoint.setdefault(OURS, {})
-            ours[RANDOM] = {f"rank_{number}": state for number, state in enumerate(states)}
-        try:
-            if not is_lightnings(checkpoint_io) or storage_options is not None:
-                checkpoint_io.save_checkpoint(checkpoint, path, storage_options=storage_options)  # type: ignore[call-arg]
-            elif Place(path).local:
-                save.run_file(path, checkpoint)
-            else:
-                check_replaceable(path)
-                checkpoint_io.save_checkpoint(checkpoint, path)
-        except Exception as raised:
-            error = raised
-    message = exchange(None if error is None else save.described(error))[0]
-    if message is not None:
-        raise CheckpointError(f"saving {path} failed: rank 0: {message}. Earlier checkpoints are untouched.") from error
+    if rank == 0 and "optimizer_states" in checkpoint:  # otherwise it cannot be resumed from
+        ours = checkpoint.setdefault(OURS, {})
+        ours[RANDOM] = {f"rank_{number}": state for number, state in enumerate(states)}
+        ours[CHECKSUMS] = is_lightnings(checkpoint_io) and get_crc32_options()
+    job = save.FileSave(path, checkpoint, partial(_write_one, path, checkpoint_io, storage_options))
+    _run(job, rank, exchange, background)
+
+
+def _alone(value: Any) -> list[Any]:
+    return [value]
+
+
+def _write_one(path: str, checkpoint_io: CheckpointIO, storage_options: Any, checkpoint: dict[str, Any]) -> int:
+    """Write one file and return its bytes. One rank only."""
+    place = Place(path)
+    if not is_lightnings(checkpoint_io) or storage_options is not None:
+        checkpoint_io.save_checkpoint(checkpoint, path, storage_options=storage_options)  # type: ignore[call-arg]
+    elif place.local or place.fs.isdir(place.path):  # a folder has this name, which the file must not lie beside
+        save.run_file(path, checkpoint)
+    else:
+        check_replaceable(path)
+        checkpoint_io.save_checkpoint(checkpoint, path)
+    return place.parent.size(place.name) or 0
 
 
 def is_lightnings(checkpoint_io: CheckpointIO) -> bool:
@@ -260,6 +279,18 @@ def map_file(path: Any, checkpoint_io: CheckpointIO, weights_only: bool | None) 
     if not mappable:
         return None
     return torch.load(place.path, map_location="cpu", mmap=True, weights_only=weights_only)
+
+
+def verify_file(path: Any, checkpoint: dict[str, Any]) -> None:
+    """Compare a file of this package with its checksums, which torch does not. Reads it in full. One rank only.
+
+    Raises:
+        CheckpointError: it is damaged.
+    """
+    if isinstance(checkpoint, dict) and (checkpoint.get(OURS) or {}).get(CHECKSUMS) and Place(path).local:
+        broken = verify_all(path)
+        if broken:
+            raise CheckpointError(broken[0])
 
 
 def read(path: Any, checkpoint_io: CheckpointIO, weights_only: bool | None) -> dict[str, Any]:

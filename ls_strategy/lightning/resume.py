@@ -83,6 +83,8 @@ class Resume:
         if not checkpoints.is_folder(path):
             mapped = checkpoints.map_file(path, strategy.checkpoint_io, weights_only)
             checkpoint = load_file(path, weights_only) if mapped is None else mapped
+            check = partial(checkpoints.verify_file, path, checkpoint)
+            strategy.on_all_ranks(check if strategy.is_global_zero else lambda: None)
             self._ours = self._position = checkpoint.pop(checkpoints.OURS, {})
             self._loaded = History.of(self._ours.get(HISTORY))
             self._take_random_states(self._ours)  # a file's top level is Lightning's and the user's

@@ -19,14 +19,15 @@ from ls_strategy._compat import dump_for_resume, unwrap_optimizer
 from ls_strategy.checkpoint.background import BackgroundSaver
 from ls_strategy.checkpoint.commit import link as link_checkpoint
 from ls_strategy.checkpoint.commit import remove as remove_checkpoint
-from ls_strategy.checkpoint.full import full_state_dict
+from ls_strategy.checkpoint.full import full_state_dict, stand_ins
 from ls_strategy.checkpoint.random import random_states
 from ls_strategy.checkpoint.save import Target
 from ls_strategy.checkpoint.source import versions_of, with_versions
 from ls_strategy.checkpoint.target import check_replaceable
 from ls_strategy.errors import CheckpointError
-from ls_strategy.host.pytorch import TrainerFn, TrainerStatus, rank_zero_warn
+from ls_strategy.host.pytorch import TrainerFn, TrainerStatus, rank_zero_info, rank_zero_warn
 from ls_strategy.lightning import before_batch, checkpoints, data_position
+from ls_strategy.lightning.checkpoint_kind import Kind, gets_checkpoints, kind_of
 from ls_strategy.lightning.checkpoints import Background, Collection
 from ls_strategy.lightning.virtual_random import VIRTUAL
 from ls_strategy.zero.flat.parameters import unnoticed
@@ -34,6 +35,7 @@ from ls_strategy.zero.flat.parameters import unnoticed
 if TYPE_CHECKING:
     import lightning.pytorch as pl
 
+    from ls_strategy.engine import Engine
     from ls_strategy.lightning.strategy import ZeROStrategy
 
 _FITTING = (TrainerFn.FITTING, TrainerStatus.RUNNING)
@@ -54,6 +56,10 @@ class Saves:
         self._saver: BackgroundSaver | None = None
         self._snapshot: Target | None = None
         """Where the checkpoint that is being collected goes, if that is not a path of the user's."""
+        self._kind = Kind(is_file=True, why="")
+        """The kind of the checkpoint that is being collected, or was collected last."""
+        self._dumping = False
+        """Whether what goes into a file is being gathered for a checkpoint."""
 
     @contextmanager
     def collecting(self) -> Generator[bool, None, None]:
@@ -67,8 +73,12 @@ class Saves:
         state = None if module is None else module.trainer.state
         if engine is not None and state is not None and (state.fn, state.status) == _FITTING:
             engine = strategy.engine_setup.follow_optimizers()
-        if engine is None or (strategy.config.checkpoint.format == "file" and self._snapshot is None):
-            yield True
+        if engine is None or (self._snapshot is None and self._decide(engine).is_file):
+            self._dumping = engine is not None
+            try:
+                yield True
+            finally:
+                self._dumping = False
             return
         engine.check_complete()
         engine.wait()
@@ -78,6 +88,15 @@ class Saves:
         except BaseException:
             strategy.collection = None
             raise
+
+    def _decide(self, engine: Engine) -> Kind:
+        """Return the kind of the next checkpoint, and log it if it is another than before. Collective."""
+        before, module = self._kind, self._strategy.lightning_module
+        hooks = module is not None and gets_checkpoints(module)
+        self._kind = kind_of(engine, engine.mesh.world.exchange_objects, hooks=hooks)
+        if self._kind.why and (not before.why or before.is_file != self._kind.is_file):
+            rank_zero_info(str(self._kind))
+        return self._kind
 
     def weights(self) -> dict[str, Any]:
         """Return full weights on the CPU of rank 0, or stand-ins while a folder is collected. Collective without it."""
@@ -89,12 +108,15 @@ class Saves:
             return strategy.collection.weights(self.raw_weights())
         engine.check_complete()
         released = self.raw_weights()
-        full = full_state_dict(released, engine.units, engine.mesh)
+        everywhere = self._dumping and self._kind.everywhere
+        full = full_state_dict(released, engine.units, engine.mesh, all_ranks=everywhere)
         merged = {k: v for part in engine.mesh.pipeline.exchange_objects(full) for k, v in part.items()}
         ordered = {name: merged[name] for name in released if name in merged}
         if merged:
             return with_versions({**ordered, **merged}, versions_of(released))
-        return {} if strategy.engine_setup.state_dict_hooks is not None else released
+        if strategy.engine_setup.state_dict_hooks is None:
+            return released
+        return stand_ins(released, engine.units) if self._dumping else {}
 
     def raw_weights(self) -> dict[str, Any]:
         """Return the module's own ``state_dict()``, at stage 3 with released parameters."""
@@ -135,14 +157,9 @@ class Saves:
             checkpoint = {**checkpoint, checkpoints.OURS: position}  # not in place: hooks keep the dictionary they got
         if strategy.engine is not None:
             checkpoint = checkpoints.with_full_modules(checkpoint, strategy.engine)
-        if collection is None:
-            comm, rank = strategy._comm, strategy.global_rank
-            exchange = comm.exchange_objects if comm is not None else lambda value: [value]
-            with self.tolerating():
-                checkpoints.write_file(checkpoint, path, checkpoint_io, storage_options, rank, exchange, self._random())
-            return
-        assert module is not None
-        fitting = module.trainer.training  # a save after the fit is complete when the call returns
+        comm = strategy._comm
+        # A save after the fit is complete when the call returns.
+        fitting = module is not None and comm is not None and module.trainer.training
         with self.tolerating():
             self.wait()
         with self.tolerating():
@@ -150,7 +167,11 @@ class Saves:
             if saver is not None:  # a wrong path is an error now, not at the next save
                 strategy.on_all_ranks(partial(check_replaceable, path) if strategy.is_global_zero else lambda: None)
             background = None if saver is None else Background(saver)
-            checkpoints.write(collection, checkpoint, path, checkpoint_io, storage_options, background, self._random())
+            to = (checkpoint, path, checkpoint_io, storage_options)
+            if collection is not None:
+                checkpoints.write(collection, *to, background, self._random())
+                return
+            checkpoints.write_file(*to, comm, self._random(), background)
 
     @property
     def in_flight(self) -> bool:
@@ -259,10 +280,10 @@ class Saves:
 
     def _remove(self, path: str | Path) -> None:
         checkpoint_io = self._strategy.checkpoint_io
-        if self._strategy.config.checkpoint.format == "file" and not checkpoints.is_lightnings(checkpoint_io):
-            checkpoint_io.remove_checkpoint(path)
-            return
         try:
+            if not checkpoints.is_lightnings(checkpoint_io) and not checkpoints.is_folder(path):
+                checkpoint_io.remove_checkpoint(path)  # wrote it
+                return
             remove_checkpoint(path)
         except CheckpointError as error:
             rank_zero_warn(f"A checkpoint was not removed. {error}")

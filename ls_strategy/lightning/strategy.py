@@ -86,7 +86,8 @@ class ZeROStrategy(EngineStrategy):  # its many public members are Lightning's h
             stores activations in host memory or on NVMe, or partitions them.
         parallel: ranks that work on one model replica together: ``{"tensor": 2}``, ``{"pipeline": 2}``,
             ``{"context": 2}``, ``{"expert": 2}``, or a ``ParallelConfig``.
-        checkpoint: ``"sharded"`` (folders) or ``"file"``; ``CheckpointConfig(...)`` writes in the background.
+        checkpoint: ``"file"``, ``"sharded"`` (folders), or ``"auto"``: a file up to 2 GiB, a folder beyond;
+            ``CheckpointConfig(...)`` writes in the background.
         deepspeed_config: a DeepSpeed configuration, as a JSON file or a dictionary. It sets the options above, what the
             Trainer leaves at its default (precision, clipping, accumulation), and optimizer and schedule where the
             module has none. A contradiction, or a key without a counterpart here, is an error; the log shows every key.
@@ -117,7 +118,7 @@ class ZeROStrategy(EngineStrategy):  # its many public members are Lightning's h
         offload: Literal["cpu", "nvme"] | OffloadConfig | Mapping[str, Any] | None = OffloadConfig(),
         activations: Literal["full", "selective"] | ActivationsConfig | Mapping[str, Any] | None = ActivationsConfig(),
         parallel: ParallelConfig | Mapping[str, Any] = ParallelConfig(),
-        checkpoint: Literal["sharded", "file"] | CheckpointConfig | Mapping[str, Any] = CheckpointConfig(),
+        checkpoint: Literal["auto", "sharded", "file"] | CheckpointConfig | Mapping[str, Any] = CheckpointConfig(),
         deepspeed_config: str | Path | dict[str, Any] | None = None,
         accelerator: Accelerator | None = None,
         parallel_devices: list[torch.device] | None = None,

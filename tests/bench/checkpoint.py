@@ -72,7 +72,7 @@ def trained(width: int, layers: int, ranks: int, folder: Path, **options: Any) -
     """Two steps, so that every state exists; the strategy then still holds the shards."""
     trainer = pl.Trainer(
         accelerator="cpu", devices=ranks, max_steps=2,
-        strategy=ZeROStrategy(3, **nested({"sharding.min_unit_numel": 0, **options})),
+        strategy=ZeROStrategy(3, **nested({"sharding.min_unit_numel": 0, "checkpoint.format": "sharded", **options})),
         logger=False, enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
         default_root_dir=folder,
     )  # fmt: skip

@@ -20,7 +20,8 @@ OPTIONS: dict[str, Any] = {
     "zero2": "zero2",
     "zero3": "zero3",
     "zero3_offload": "zero3_offload",
-    "zero3, small units": {"stage": 3, "sharding": {"min_unit_numel": 0}},
+    "zero3, small units": {"stage": 3, "sharding": {"min_unit_numel": 0}, "checkpoint": "sharded"},
+    "zero2, folder": {"stage": 2, "checkpoint": "sharded"},
     "zero2, file": {"stage": 2, "checkpoint": "file"},
     "zero3, recompute": {"stage": 3, "sharding": {"min_unit_numel": 0}, "activations": "full"},
 }
@@ -336,7 +337,7 @@ def refusals(rank: int, world_size: int) -> dict[str, str]:
     attempt("fabric's", lambda: Trainer(strategy=ZeROFabricStrategy(), **options))  # type: ignore[arg-type]
     attempt("misspelt", lambda: Fabric(strategy="zero_3", **options))
     attempt("parallel", lambda: ZeROFabricStrategy(parallel={"tensor": 2}))  # type: ignore[call-arg]
-    fabric = make_fabric("zero2", world_size)
+    fabric = make_fabric("zero2, folder", world_size)
     model, optimizer = begin(fabric, 1)
     bare = optimizer.optimizer
     other = nn.Linear(2, 2)

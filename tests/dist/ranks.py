@@ -13,6 +13,7 @@ import logging
 import os
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
@@ -207,6 +208,11 @@ def trainer_of(strategy: str | int | ZeROStrategy, *, save_as: Any = "sharded", 
     return pl.Trainer(strategy=strategy, **{**defaults, **options})
 
 
+def folders(stage: Any, **checkpoint: Any) -> ZeROStrategy:
+    """A strategy whose checkpoints are folders, with every block as a unit."""
+    return ZeROStrategy(stage, sharding={"min_unit_numel": 0}, checkpoint={"format": "sharded", **checkpoint})
+
+
 def fit(
     strategy: str | int | ZeROStrategy, module: Net, data: Any = None, ckpt: Any = None, **options: Any
 ) -> pl.Trainer:
@@ -217,7 +223,9 @@ def fit(
 
 
 def saved(path: Any) -> dict[str, Any]:
-    """A checkpoint folder with its weights and averages in memory."""
+    """A checkpoint, folder or file, with its weights and averages in memory."""
+    if Path(path).is_file():
+        return torch.load(path, weights_only=True)
     checkpoint = lightning_checkpoints.read(path, TorchCheckpointIO(), True)
     for value in list(checkpoint.values()):
         if isinstance(value, dict):

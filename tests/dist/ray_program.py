@@ -180,7 +180,8 @@ def epochs(config: dict[str, Any], **arguments: Any) -> dict[str, Any]:
     models.quiet()
     random.seed(0)
     ray = config["ray"]
-    options = dict(config.get("options", {"stage": 3, "sharding": {"min_unit_numel": 0}}))
+    folders = {"stage": 3, "sharding": {"min_unit_numel": 0}, "checkpoint": "sharded"}
+    options = dict(config.get("options", folders))
     module = Steps(Case(stage=3), config)
     if ray:
         from ray.train.lightning import prepare_trainer

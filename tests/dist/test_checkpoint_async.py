@@ -25,10 +25,10 @@ from ls_strategy.checkpoint import commit
 from ls_strategy.checkpoint.background import BackgroundSaver
 from ls_strategy.checkpoint.files import RankFile
 from ls_strategy.checkpoint.manifest import is_committed, read_manifest
-from ls_strategy.errors import CheckpointError, ConfigError
+from ls_strategy.errors import CheckpointError
 from ls_strategy.testing import free_port, spawn, torchrun_env
 from tests.dist.models import Case, PrivateNet, loader, quiet, trainer_of
-from tests.dist.ranks import Net, fit, on_ranks, saved
+from tests.dist.ranks import Net, fit, folders, on_ranks, saved
 from tests.dist.test_offload import TIERS
 from tests.marks import slow
 
@@ -91,6 +91,7 @@ def every_place(rank: int, world_size: int, places: list[Any]) -> list[str]:
         options = {
             "offload.nvme_path": str(root / "nvme"),
             "precision.moments": moments,
+            "checkpoint.format": "sharded",
             **({} if tier is None else TIERS[tier]),
         }
         traits = ("private", "tied", "frozen", "buffers", "uneven")
@@ -131,7 +132,7 @@ def test_a_save_in_the_background_is_there_after_the_fit(rank: int, world_size: 
     module = SavesTwice()
     with slow_writes(0.01):
         trainer = fit(
-            ZeROStrategy(3, sharding={"min_unit_numel": 0}, checkpoint={"background": True}),
+            folders(3, background=True),
             module,
             default_root_dir=tmp_path,
         )
@@ -166,7 +167,7 @@ def test_an_error_in_the_background_is_raised_by_the_next_save(rank: int, world_
         pytest.raises(CheckpointError, match=r"1\.ckpt failed: rank 1: OSError: .*No space left"),
     ):
         fit(
-            ZeROStrategy(3, sharding={"min_unit_numel": 0}, checkpoint={"background": True}),
+            folders(3, background=True),
             module,
             default_root_dir=tmp_path,
         )
@@ -179,7 +180,7 @@ def test_an_error_in_the_background_is_raised_at_the_end(rank: int, world_size: 
     module = SavesTwice()
     with one_rank_fails(rank, "3.ckpt"), pytest.raises(CheckpointError, match=r"3\.ckpt failed: rank 1"):
         fit(
-            ZeROStrategy(3, sharding={"min_unit_numel": 0}, checkpoint={"background": True}),
+            folders(3, background=True),
             module,
             default_root_dir=tmp_path,
         )
@@ -193,7 +194,9 @@ def test_training_goes_on_and_the_last_checkpoint_stays(
     rank: int, world_size: int, background: bool, tmp_path: Path
 ) -> None:
     strategy = ZeROStrategy(
-        2, sharding={"min_unit_numel": 0}, checkpoint={"background": background, "on_error": "continue"}
+        2,
+        sharding={"min_unit_numel": 0},
+        checkpoint={"format": "sharded", "background": background, "on_error": "continue"},
     )
     save = ModelCheckpoint(tmp_path, filename="{step}", every_n_train_steps=2)
     with one_rank_fails(rank, "step=4"):
@@ -222,7 +225,7 @@ def test_the_link_to_the_last_one_is_never_broken(
     watch("ls_strategy.checkpoint.commit", "commit", commit.commit)
     watch("ls_strategy.lightning.saving", "link_checkpoint", commit.link)
     watch("ls_strategy.lightning.saving", "remove_checkpoint", commit.remove)
-    strategy = ZeROStrategy(2, sharding={"min_unit_numel": 0}, checkpoint={"background": background})
+    strategy = folders(2, background=background)
     save = ModelCheckpoint(tmp_path, filename="{step}", every_n_train_steps=1, save_last="link")
     with slow_writes(0.002):
         fit(strategy, Net(), callbacks=[save], enable_checkpointing=True)
@@ -233,11 +236,6 @@ def test_the_link_to_the_last_one_is_never_broken(
     resumed = Net()
     fit(2, resumed, ckpt="last", callbacks=[ModelCheckpoint(tmp_path)], enable_checkpointing=True, max_epochs=3)
     assert len(resumed.losses) == 4
-
-
-def test_a_file_is_not_written_in_the_background() -> None:
-    with pytest.raises(ConfigError, match=r"checkpoint\.background"):
-        ZeROStrategy(2, checkpoint={"background": True, "format": "file"})
 
 
 @on_ranks(2)
@@ -254,7 +252,7 @@ def test_copies_wait_for_nobody(rank: int, world_size: int, tmp_path: Path, monk
     begin = commit.begin
     monkeypatch.setattr(commit, "begin", lambda *args: (time.sleep(0.5), begin(*args))[1])
     fit(
-        ZeROStrategy(3, sharding={"min_unit_numel": 0}, checkpoint={"background": True}),
+        folders(3, background=True),
         SavesTwice(),
         default_root_dir=tmp_path,
     )
@@ -282,7 +280,7 @@ class Waits(Net):
             self.trainer.strategy.wait_for_saves()
         return super().training_step(batch, i)
 
-fit(ZeROStrategy(2, checkpoint={"background": True}), Waits(), default_root_dir=sys.argv[1])
+fit(ZeROStrategy(2, checkpoint={"format": "sharded", "background": True}), Waits(), default_root_dir=sys.argv[1])
 """
 
 

@@ -25,7 +25,7 @@ from ls_strategy.checkpoint.consolidate import consolidate
 from ls_strategy.checkpoint.safetensors import export_safetensors
 from ls_strategy.errors import CheckpointError
 from ls_strategy.testing import spawn
-from tests.dist.ranks import Net, assert_equal, batches, fit, on_ranks, quiet, trainer_of, weights
+from tests.dist.ranks import Net, assert_equal, batches, fit, folders, on_ranks, quiet, trainer_of, weights
 from tests.dist.test_checkpoint_crash import Wide, files_of_at_most
 from tests.dist.test_checkpoint_folder import TEN, TEN_STEPS, Dropped, DroppedAgain, moments, seeded
 from tests.dist.test_preemption import Resumable
@@ -97,7 +97,10 @@ def test_a_background_save_is_refused_at_the_call(rank: int, world_size: int, tm
     module = SavesToAFolder()
     module.where = tmp_path
     with pytest.raises(CheckpointError, match=r"something other than a checkpoint: notes\.txt"):
-        fit(ZeROStrategy(2, sharding={"min_unit_numel": 0}, checkpoint={"background": True}), module)
+        fit(
+            folders(2, background=True),
+            module,
+        )
     assert tree(tmp_path) == {"notes.txt": b"mine"}
 
 
@@ -116,7 +119,7 @@ def test_the_best_that_are_no_checkpoints_any_more_are_kept(
                 (tmp_path / "step=1.ckpt" / "notes.txt").write_text("mine")
 
     saves = ModelCheckpoint(tmp_path, "{step}", every_n_train_steps=1, save_top_k=1)
-    strategy = ZeROStrategy(2, sharding={"min_unit_numel": 0}, checkpoint={"background": background})
+    strategy = folders(2, background=background)
     trainer = fit(strategy, Keeper(), callbacks=[saves], enable_checkpointing=True)
     dist.barrier()
     assert trainer.global_step == 8
@@ -139,7 +142,7 @@ def test_a_link_that_would_take_a_users_folder_is_an_error_on_all_ranks(
 
     saves = ModelCheckpoint(tmp_path, "{step}", every_n_train_steps=1, save_last="link", save_top_k=-1)
     with pytest.raises(CheckpointError, match=r"something other than a checkpoint: notes\.txt"):
-        fit(ZeROStrategy(2, sharding={"min_unit_numel": 0}), Maker(), callbacks=[saves], enable_checkpointing=True)
+        fit(2, Maker(), callbacks=[saves], enable_checkpointing=True)
     assert tree(tmp_path / "last.ckpt") == {"notes.txt": b"mine"}
 
 

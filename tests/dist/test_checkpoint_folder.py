@@ -38,6 +38,7 @@ from tests.dist.ranks import (
     assert_equal,
     batches,
     fit,
+    folders,
     global_batches,
     mean_over_ranks,
     on_ranks,
@@ -254,6 +255,7 @@ def seeded(stage: Any, precision: str, **options: Any) -> tuple[ZeROStrategy, di
             precision_plugin=plugin,
             **nested({"sharding.min_unit_numel": 0, "precision.loss_scale": scale, **options}),
         ), {}
+    options = {"checkpoint.format": "sharded", **options}
     return ZeROStrategy(stage, **nested({"sharding.min_unit_numel": 0, **options})), {"precision": precision}
 
 
@@ -777,7 +779,7 @@ def test_only_the_best_and_the_last_remain(
 
     for stage in (1, 3):
         callback = saves()
-        strategy = ZeROStrategy(stage, sharding={"min_unit_numel": 0}, checkpoint={"background": background})
+        strategy = folders(stage, background=background)
         module = Monitored()
         trainer = fit(strategy, module, callbacks=[callback], enable_checkpointing=True)
         dist.barrier()
@@ -922,7 +924,7 @@ def test_an_error_on_one_rank_is_raised_on_all(
     rank: int, world_size: int, where: str, background: bool, tmp_path: Path, monkeypatch: Any
 ) -> None:
     module = Net()
-    strategy = ZeROStrategy(3, sharding={"min_unit_numel": 0}, checkpoint={"background": background})
+    strategy = folders(3, background=background)
     trainer = fit(strategy, module, max_epochs=1)
     trainer.save_checkpoint(tmp_path / "x.ckpt")
     before = saved(tmp_path / "x.ckpt")["state_dict"]
@@ -968,7 +970,7 @@ class FailTogether(FailsAlone):
 def test_an_exception_on_one_rank_does_not_hang_in_its_checkpoint(
     rank: int, world_size: int, stage: int, background: bool, tmp_path: Path
 ) -> None:
-    strategy = ZeROStrategy(stage, sharding={"min_unit_numel": 0}, checkpoint={"background": background})
+    strategy = folders(stage, background=background)
     callback = OnExceptionCheckpoint(tmp_path, "exception")
     started = time.monotonic()
     with pytest.raises((ValueError, RankFailedError), match="this rank has enough"):

@@ -228,8 +228,8 @@ def test_what_a_module_does_when_it_is_loaded_is_done(tmp_path: Path):
 def test_the_names_that_do_not_fit_are_refused(tmp_path: Path):
     def fit(part: str, **resume: Any) -> pl.Trainer:
         trainer = pl.Trainer(
-            accelerator="cpu", devices=1, strategy="zero1", max_steps=1, logger=False, enable_checkpointing=False,
-            enable_progress_bar=False, enable_model_summary=False,
+            accelerator="cpu", devices=1, strategy=ZeROStrategy(1, checkpoint="sharded"), max_steps=1, logger=False,
+            enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
         )  # fmt: skip
         trainer.fit(Net(part), DataLoader(TensorDataset(torch.randn(8, 4)), batch_size=2), **resume)
         return trainer

@@ -182,9 +182,10 @@ def test_hyperparameters_that_are_modules_are_saved(rank: int, world_size: int, 
     Loggers see them, too: this one writes them as YAML with every line.
     """
     for name, options in {
-        "folder": {},
+        "folder": {"checkpoint.format": "sharded"},
         "file": {"checkpoint.format": "file"},
-        "beside": {"checkpoint.background": True},
+        "beside": {"checkpoint.format": "sharded", "checkpoint.background": True},
+        "file beside": {"checkpoint.format": "file", "checkpoint.background": True},
     }.items():
         strategy = ZeROStrategy(stage, **nested({"sharding.min_unit_numel": 0, **options}))  # type: ignore[arg-type]
         module = Given(Weighted(), Block())
