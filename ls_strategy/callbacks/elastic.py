@@ -3,25 +3,22 @@
 from __future__ import annotations
 
 import os
-import pickle
 import time
-import zipfile
 from pathlib import Path
 from typing import Any, Literal
 
 import torch
-from fsspec.core import url_to_fs
 from torch import Tensor
 from typing_extensions import override
 
 from ls_strategy import _compat as compat
 from ls_strategy import device as dev
+from ls_strategy.callbacks.elastic_disk import newest_of_run
+from ls_strategy.callbacks.elastic_disk import run_of as _run_of
 from ls_strategy.callbacks.preemption import PreemptionHandler
 from ls_strategy.checked import at_least, checked
-from ls_strategy.checkpoint.continued import newest_readable
-from ls_strategy.checkpoint.target import META
 from ls_strategy.distributed.ray_worker import in_train_function
-from ls_strategy.errors import CheckpointError, ConfigError, StateError
+from ls_strategy.errors import CheckpointError, ConfigError
 from ls_strategy.host.pytorch import ModelCheckpoint, pl, rank_zero_info, rank_zero_warn
 from ls_strategy.lightning.data_position import order_is_known
 from ls_strategy.lightning.ranks import ConnectedCallback
@@ -29,11 +26,12 @@ from ls_strategy.lightning.strategy import ZeROStrategy
 from ls_strategy.lightning.virtual_data import VirtualLoader
 from ls_strategy.slurm import job
 from ls_strategy.snapshots import progress
-from ls_strategy.snapshots.find import Found, listing, newest
+from ls_strategy.snapshots.find import Found, listing
 from ls_strategy.snapshots.identity import agent_store_is_shared, run_name
 from ls_strategy.snapshots.memory import Memory, root
 from ls_strategy.snapshots.nodes import Nodes
 from ls_strategy.snapshots.remote import close_snapshots, open_snapshot
+from ls_strategy.snapshots.verify import Damage, newest_whole
 from ls_strategy.snapshots.write import InMemory
 
 _COST = 0.01
@@ -41,6 +39,8 @@ _COST = 0.01
 
 _MOST_STEPS = 1000
 """Limits ``"auto"`` where steps are short."""
+
+_LOST = "Parts of a snapshot were lost with more nodes than one copy makes up for."
 
 
 class ElasticTraining(ConnectedCallback):
@@ -100,6 +100,7 @@ class ElasticTraining(ConnectedCallback):
         self._progress: progress.Progress | None = None
         self._undo: Any = None
         self._found: Found | None = None
+        self._left_out: list[Damage] = []
         self._lost_at = 0.0
         self._last_step = -1
         self._lost_steps = 0
@@ -188,12 +189,14 @@ class ElasticTraining(ConnectedCallback):
             folder = nodes.memory.folder
             mine = nodes.own.id, listing(nodes.memory), progress.last(folder), progress.members(folder)
         found = [each for each in exchange(mine) if each is not None]
-        self._found = newest({node: snapshots for node, snapshots, _, _ in found})
+        self._found, self._left_out = newest_whole({node: each for node, each, _, _ in found}, nodes, exchange)
         self._last_step, self._lost_at = max(last for _, _, last, _ in found)
         before = max((members for _, _, _, members in found), key=lambda each: (len(each), str(each)))
         members = exchange({"rank": nodes.rank, "host": os.uname().nodename, "node": nodes.own.id})
         if self._last_step >= 0:
-            rank_zero_info(f"ElasticTraining: {_change(before, members)}")
+            rank_zero_info(f"ElasticTraining: {progress.change(before, members)}")
+        for damage in self._left_out:
+            rank_zero_info(f"ElasticTraining: {damage.described(members, self._found)}")
         if nodes.is_lead:
             progress.note_members(nodes.memory.folder, members)
             self._progress = progress.Progress(nodes.memory.folder)
@@ -224,7 +227,7 @@ class ElasticTraining(ConnectedCallback):
             where = f"{on_disk} on disk" if on_disk else (given or "the beginning")
             rank_zero_warn(
                 f"ElasticTraining: no complete snapshot of the run {self._run} is in memory, so it continues from "
-                f"{where}. Parts of a snapshot were lost with more nodes than one copy makes up for."
+                f"{where}. " + ("All that there were are damaged." if self._left_out else _LOST)
             )
         return given if on_disk is None else compat.Unnamed(on_disk)
 
@@ -241,15 +244,14 @@ class ElasticTraining(ConnectedCallback):
         callbacks: list[Any] = trainer.callbacks  # type: ignore[attr-defined]
         if any(isinstance(c, PreemptionHandler) for c in callbacks):
             return None  # it looks there, and in its own folder
-        found = newest_readable(
-            compat.checkpoint_folder(c, trainer) for c in callbacks if isinstance(c, ModelCheckpoint)
-        )
+        folders = [compat.checkpoint_folder(c, trainer) for c in callbacks if isinstance(c, ModelCheckpoint)]
+        found = newest_of_run(folders, lambda path: _run_of(path, self.state_key) == self._run)
         if found.skipped:
             rank_zero_warn(
-                f"ElasticTraining: the run does not continue from newer checkpoints that cannot be read. {found}. If "
-                "you trust one, start the run again with it as ckpt_path; or remove it."
+                "ElasticTraining: the run does not continue from newer checkpoints that are damaged or cannot be read. "
+                f"{found}. If you trust one, start the run again with it as ckpt_path; or remove it."
             )
-        return found.path if found.path is not None and _run_of(found.path, self.state_key) == self._run else None
+        return found.path
 
     @override
     def state_dict(self) -> dict[str, Any]:
@@ -420,45 +422,3 @@ def _check_loaders(trainer: pl.Trainer) -> None:
 def _is_restarted(environ: Any) -> bool:
     """Whether the launcher has started this run before."""
     return environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0" or bool(job.restarts(environ))
-
-
-def _change(before: list[dict[str, Any]], now: list[dict[str, Any]]) -> str:
-    """Describe which nodes have left and come."""
-    old, new = ({each["node"]: each["host"] for each in members} for members in (before, now))
-    ranks = {node: [m["rank"] for m in before if m["node"] == node] for node in old}
-    lost = [f"{host} (ranks {', '.join(map(str, ranks[node]))})" for node, host in old.items() if node not in new]
-    came = [host for node, host in new.items() if node not in old]
-    text = f"started again on {len(now)} ranks of {len(new)} nodes, after {len(before)} ranks of {len(old)}"
-    text += f"; lost {', '.join(lost)}" if lost else ""
-    return text + (f"; new {', '.join(came)}" if came else "")
-
-
-class _Unbuilt:
-    """Takes the place of an object in a file that nobody has named: building the object could run code."""
-
-    def __init__(self, *_: Any) -> None:
-        """Accept any arguments."""
-
-
-def _run_of(path: str, key: str) -> str | None:
-    """Return the run that a checkpoint on disk belongs to, or None. Builds none of its objects."""
-    fs, bare = url_to_fs(path)
-    with fs.open(f"{bare}/{META}" if fs.isdir(bare) else bare, "rb") as file:
-        try:
-            names = []
-            if zipfile.is_zipfile(file):
-                file.seek(0)
-                names = torch.serialization.get_unsafe_globals_in_checkpoint(file)
-            file.seek(0)
-            with torch.serialization.safe_globals([(_Unbuilt, name) for name in names]):
-                saved = torch.load(file, map_location="cpu", weights_only=True)
-        except pickle.UnpicklingError:
-            rank_zero_warn(
-                f"ElasticTraining: {path} is not continued from, since it cannot be read without running code in it. "
-                "If you trust it, give it as ckpt_path."
-            )
-            return None
-        except Exception as error:
-            raise StateError(f"{path} cannot be read: {error}. Remove it, or give another ckpt_path.") from error
-    run = saved.get("callbacks", {}).get(key, {}).get("run") if isinstance(saved, dict) else None
-    return run if isinstance(run, str) else None

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 import pickle
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
 import torch
@@ -33,10 +33,16 @@ class Continued:
         return "; ".join(f"{path}: {why}" for path, why in self.skipped.items())
 
 
-def newest_readable(folders: Iterable[str | os.PathLike[str]]) -> Continued:
+def newest_readable(
+    folders: Iterable[str | os.PathLike[str]], damage: Callable[[str], str] = lambda _: ""
+) -> Continued:
     """Find the newest checkpoint in these folders that a run can be resumed from. Call it on one rank.
 
     What holds only weights does not count. The values of tensors are not read, so they may still be damaged.
+
+    Args:
+        folders: where to look.
+        damage: gets the path of one that can be read; returns why it does not count, or nothing.
     """
     found = Continued()
     for path in newest_first(folders):
@@ -45,9 +51,13 @@ def newest_readable(folders: Iterable[str | os.PathLike[str]]) -> Continued:
         except (CheckpointError, OSError) as error:
             found.skipped[path] = _why(path, error)
             continue
-        if "optimizer_states" in checkpoint or "lr_schedulers" in checkpoint:
+        if "optimizer_states" not in checkpoint and "lr_schedulers" not in checkpoint:
+            continue
+        why = damage(path)
+        if not why:
             found.path = path
             break
+        found.skipped[path] = why
     return found
 
 

@@ -43,7 +43,7 @@ class Target:
         """Return the folder that this rank writes to."""
         return commit.staging(path, save_id)
 
-    def written(self, path: str, save_id: str, file: str) -> None:
+    def written(self, path: str, save_id: str, file: str, record: FileRecord) -> None:
         """Follow the end of this rank's file. On every rank."""
 
     def commit(self, path: str, save_id: str, manifest: Manifest) -> None:
@@ -253,7 +253,7 @@ def _write(report: _Report, save: Save, rank: int, begun: _Report) -> None:
         file.abandon()
         raise
     report.file, report.items = file.name, file.items
-    save.target.written(begun.path, begun.save_id, file.name)
+    save.target.written(begun.path, begun.save_id, file.name, report.record)
 
 
 def _commit(save: Save, begun: _Report, reports: list[_Report]) -> None:

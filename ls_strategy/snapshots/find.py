@@ -39,6 +39,7 @@ def listing(memory: Memory) -> list[dict[str, Any]]:
             size = int(manifest.layout.get("world_size", 1))
         except (OSError, ValueError, KeyError, TypeError, AttributeError):
             wanted, size = None, 0
+            files.pop(MANIFEST, None)  # another node may have a good one
         found.append({"name": name, "files": files, "wanted": wanted, "world_size": size})
     return found
 

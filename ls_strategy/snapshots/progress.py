@@ -55,3 +55,14 @@ def members(folder: Path) -> list[dict[str, Any]]:
     with contextlib.suppress(OSError, ValueError):
         return list(json.loads((folder / "members").read_text()))
     return []
+
+
+def change(before: list[dict[str, Any]], now: list[dict[str, Any]]) -> str:
+    """Describe which nodes have left and come."""
+    old, new = ({each["node"]: each["host"] for each in members} for members in (before, now))
+    ranks = {node: [m["rank"] for m in before if m["node"] == node] for node in old}
+    lost = [f"{host} (ranks {', '.join(map(str, ranks[node]))})" for node, host in old.items() if node not in new]
+    came = [host for node, host in new.items() if node not in old]
+    text = f"started again on {len(now)} ranks of {len(new)} nodes, after {len(before)} ranks of {len(old)}"
+    text += f"; lost {', '.join(lost)}" if lost else ""
+    return text + (f"; new {', '.join(came)}" if came else "")

@@ -2,11 +2,12 @@
 
 ::
 
-    every rank    its file into its node's memory, then a copy to the buddy
+    every rank    its file into its node's memory, reads it back, then a copy to the buddy
     rank 0        index, small data and manifest, into every node's memory; the manifest last
     every node    removes the snapshot before
 
-A node that is lost at any moment leaves either the previous snapshot complete, or this one.
+A node that is lost at any moment leaves either the previous snapshot complete, or this one. The previous one is removed
+only when every rank has read its file of this one back.
 """
 
 from __future__ import annotations
@@ -16,12 +17,13 @@ from contextlib import AbstractContextManager, nullcontext
 
 from typing_extensions import override
 
-from ls_strategy.checkpoint.manifest import Manifest
+from ls_strategy.checkpoint.manifest import FileRecord, Manifest
 from ls_strategy.checkpoint.place import Place
 from ls_strategy.checkpoint.save import Target
 from ls_strategy.checkpoint.target import MANIFEST
 from ls_strategy.snapshots.memory import name_of
 from ls_strategy.snapshots.nodes import Nodes
+from ls_strategy.snapshots.verify import require_written
 
 
 class InMemory(Target):
@@ -44,8 +46,9 @@ class InMemory(Target):
         return Place(self._nodes.memory.path(self._name(save_id)))
 
     @override
-    def written(self, path: str, save_id: str, file: str) -> None:
+    def written(self, path: str, save_id: str, file: str, record: FileRecord) -> None:
         name, buddy = self._name(save_id), self._nodes.buddy
+        require_written(self._nodes.memory.path(name, file), record)
         if buddy is not None:
             buddy.put(name, self._nodes.memory.path(name, file))
 
@@ -54,6 +57,8 @@ class InMemory(Target):
         name, memory = self._name(save_id), self._nodes.memory
         manifest.saved_at = time.time()
         small = [file for file in manifest.files if not file.endswith(".distcp")]
+        for file in small:
+            require_written(memory.path(name, file), manifest.files[file])
         new = memory.path(name, f"{MANIFEST}.tmp")
         new.write_text(manifest.to_json())
         new.rename(memory.path(name, MANIFEST))

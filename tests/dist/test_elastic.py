@@ -99,6 +99,21 @@ def test_loaders_with_a_state_continue_on_every_rank(tmp_path: Path, memory: Pat
 
 
 @pytest.mark.wide
+@pytest.mark.parametrize("part", ["__1_0.distcp", "meta.pt", ".metadata"])
+def test_a_flipped_bit_costs_one_start_and_not_all(tmp_path: Path, memory: Path, part: str):
+    """The only snapshot is damaged: the next start leaves it out."""
+    kills = [[7, 1, "train"]]
+    assert fit(2, tmp_path / "lossy", memory, kills=kills) is None
+    (path,) = memory.glob(f"*/step-*/{part}")
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2] ^= 1
+    path.write_bytes(data)
+    result = fit(2, tmp_path / "lossy", memory, kills=kills)
+    assert result == fit(1, tmp_path / "unbroken", memory, run="unbroken")  # from the beginning
+    assert list(memory.glob("*")) == []
+
+
+@pytest.mark.wide
 def test_a_torn_snapshot_and_one_of_another_run_do_not_count(tmp_path: Path, memory: Path):
     kills = [[7, 1, "train"]]
     assert fit(2, tmp_path / "lossy", memory, kills=kills) is None
