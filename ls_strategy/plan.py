@@ -417,6 +417,9 @@ class Plan:
         frozen = sum(f.layout.param_numel for f in flats if f.unfrozen is not None)
         if frozen:
             lines.append(f"  {frozen:,} frozen parameters in optimizers have no gradients and states until unfrozen")
+        kept = sum(f.layout.param_numel for f in flats if f.dtype == torch.float32)
+        if kept and any(f.dtype.itemsize == 2 for f in flats):
+            lines.append(f"  {kept:,} parameters stay in fp32 (batch norms, fp32_modules, the author's lists)")
         quantized = [f for f in flats if f.quantized is not None]
         if quantized:
             numel = sum(f.layout.param_numel for f in quantized)

@@ -246,6 +246,26 @@ def question_of(planned: Planned) -> Question:
     )  # fmt: skip
 
 
+@pytest.mark.parametrize(
+    ("names", "short"),
+    [
+        ((), True),
+        (("blocks.*.attention_norm",), True),
+        (("blocks.7.attention_norm",), False),
+        (tuple(f"blocks.{i}.attention_norm" for i in range(8)), False),
+        (("head.weight",), True),
+    ],
+)
+def test_one_block_stands_for_all_only_if_all_stay_in_fp32_alike(names: tuple[str, ...], short: bool) -> None:
+    planned = Planned(Parallelism(tensor=2), Candidate(1), precision="bf16-true", shape={"num_layers": 8}, ranks=2)
+    plain = question_of(planned)
+    config = ZeROConfig.of(1, precision={"fp32_modules": names})
+    question = replace(plain, run=PlannedRun(config=replace(plain.run.config, precision=config.precision)))
+    with partitioned(question, planned.parallel, native=False) as model:
+        assert bool(model.short) == short
+        assert model.peaks(planned.job, range(1))[0].device > 0
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("index", range(len(RUNS)), ids=map(str, RUNS))

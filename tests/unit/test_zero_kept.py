@@ -8,8 +8,9 @@ import pytest
 import torch
 from torch import nn
 
-from ls_strategy import PlanError
+from ls_strategy import PlanError, PrecisionConfig
 from ls_strategy.zero.setup.kept import KeptInFp32, kept_in_fp32
+from tests.unit.one_rank import engine_on
 
 
 class Router(nn.Module):
@@ -74,6 +75,15 @@ def test_names_of_parameters_and_buffers_have_no_boundary() -> None:
     result = kept(model, "gate.weight", "layers.*.gate.bias")
     assert found(model, result) == [f"layers.{i}.gate.{n}" for n in ("weight", "bias") for i in (0, 1)]
     assert result.bounded == ()
+
+
+def test_the_plan_says_how_many_parameters_stay() -> None:
+    def described(*names: str) -> str:
+        options = PrecisionConfig(fp32_modules=names)
+        return engine_on(Model().layers, [], stage=0, trainer_precision="bf16-true", precision=options).describe()
+
+    assert "  8 parameters stay in fp32" in described("gate.weight")
+    assert "stay in fp32" not in described()
 
 
 def test_names_of_modules_have_one_boundary_on_the_outside() -> None:
