@@ -6,6 +6,7 @@ jsonargparse finds classes by name. With these, ``strategy: zero0`` in a file ca
 
 from __future__ import annotations
 
+import ast
 import inspect
 import re
 from collections.abc import Mapping
@@ -13,9 +14,12 @@ from dataclasses import replace
 from functools import wraps
 from typing import Any
 
+import yaml
+
 from ls_strategy.autoload import ALIASES
 from ls_strategy.config import OffloadConfig, ZeROConfig
-from ls_strategy.config.renamed import RENAMED, in_new_words, refuse_unknown
+from ls_strategy.config.renamed import RENAMED, in_new_words, nested, refuse_unknown
+from ls_strategy.errors import NOTED, ConfigError, LSError
 from ls_strategy.lightning.strategy import ZeROStrategy
 
 _SIGNATURE = inspect.signature(ZeROStrategy.__init__)
@@ -42,21 +46,115 @@ def _make(name: str, defaults: Mapping[str, Any]) -> type[ZeROStrategy]:
     return type(name, (ZeROStrategy,), members)
 
 
-def explain_old_names(parser: Any) -> None:
-    """Make a parser class of jsonargparse give the new name when it refuses an option of version 0.1."""
+# --- mistakes in options ----------------------------------------------------------------------------------------------
+
+
+def explain_mistakes(parser: Any) -> None:
+    """Make a parser class of jsonargparse say what this package says of a mistake in its options, and only that.
+
+    Alone, jsonargparse lists what each member of a union of types has against the whole value, level by level.
+    """
     if parser is None or "error" in vars(parser):
         return  # jsonargparse is missing, or this was called before
-    error = parser.error
+    method = "instantiate" if hasattr(parser, "instantiate") else "instantiate_classes"  # before jsonargparse 4.49
+    error, build = parser.error, getattr(parser, method)
 
     @wraps(error)
     def explained(self: Any, message: str, *args: Any, **kwargs: Any) -> Any:
-        found = re.findall(r"(?:Option|Key|key) ['\"](?:[\w.]*\.)?(\w+)['\"]", str(message))
-        old = {name: Ellipsis for name in found if name in RENAMED}
-        if old and self.exit_on_error:  # not where the text becomes part of an outer parser's message
-            message = f"{in_new_words(old)}\n{message}"
+        if self.exit_on_error:  # not where the text becomes part of an outer parser's message
+            message = _sentence(str(message)) or message
         return error(self, message, *args, **kwargs)
 
+    @wraps(build)
+    def building(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if NOTED.get() is not None:
+            return build(self, *args, **kwargs)  # a part of another parser
+        made: list[LSError] = []
+        token = NOTED.set(made)
+        try:
+            return build(self, *args, **kwargs)
+        except Exception as failure:
+            if isinstance(failure, LSError):
+                raise
+            found = next((error for error in made if _tells(failure, error)), None)
+            sentence = None if found is not None else _refused_in(args[0] if args else None)
+            if found is None and sentence is None:
+                raise
+            raise (found.with_traceback(None) if found is not None else ConfigError(sentence)) from None
+        finally:
+            NOTED.reset(token)
+
     parser.error = explained
+    setattr(parser, method, building)
+
+
+def _tells(failure: Exception, error: LSError) -> bool:
+    """Whether the text of ``failure`` contains that of ``error``, which jsonargparse indents."""
+    return " ".join(str(error).split()) in " ".join(str(failure).split())
+
+
+def _refused_in(config: Any, depth: int = 0) -> str | None:
+    """Return why a strategy of this package in a parsed configuration refuses its options."""
+    found = vars(config) if hasattr(config, "as_dict") else config
+    if not isinstance(found, Mapping) or depth > 3:
+        return None
+    if "class_path" in found:
+        options: Any = found.get("init_args") or {}
+        return _refusal(found["class_path"], options.as_dict() if hasattr(options, "as_dict") else options)
+    return next((why for each in found.values() if (why := _refused_in(each, depth + 1))), None)
+
+
+def _sentence(message: str) -> str | None:
+    """Return this package's own words for an option that jsonargparse refuses; None if it has none."""
+    names = re.findall(r"(?:Option|[Kk]ey) ['\"]([\w.]+)['\"]", message)
+    old = {name: Ellipsis for name in (name.rpartition(".")[2] for name in names) if name in RENAMED}
+    if old:
+        return in_new_words(old)
+    class_path = re.search(r"Problem with given class_path '([\w.]+)'", message)
+    options = _given(message)
+    for name in reversed(names):
+        option = next((each for each in options if each.partition(".")[0] == name.partition(".")[0]), None)
+        if option == "timeout":
+            return (
+                f"Got timeout={options[option]!r}, but here timeout must be a text of the form 'h:m:s'. "
+                "Set timeout='0:30:00'."
+            )
+        if option is not None and class_path is not None:
+            return _refusal(class_path[1], {option: options[option]})
+    return None
+
+
+def _given(message: str) -> dict[str, Any]:
+    """Return the options of the value that jsonargparse refuses, from the end of its message."""
+    value = re.search(r"^ *Given value: (\{'class_path'.*\})\s*\Z", message, re.MULTILINE | re.DOTALL)
+    one = re.search(r"^ *Given value: NestedArg\(key='([\w.]+)', val=(.*)\)\s*\Z", message, re.MULTILINE | re.DOTALL)
+    try:
+        if one is None:
+            return dict(ast.literal_eval(value[1])["init_args"]) if value else {}
+        found = ast.literal_eval(one[2])
+        return {one[1]: yaml.safe_load(found) if isinstance(found, str) else found}
+    except (ValueError, SyntaxError, TypeError, KeyError, RecursionError, yaml.YAMLError):
+        return {}
+
+
+def _refusal(class_path: Any, options: Mapping[str, Any]) -> str | None:
+    """Return why a strategy of this package refuses options; None if it does not, or is not of this package."""
+    kind = _kind_of(class_path) if isinstance(class_path, str) else None
+    if kind is None:
+        return None
+    try:
+        kind(**nested(options))
+    except LSError as error:
+        return str(error)
+    except Exception:
+        return None
+    return None
+
+
+def _kind_of(class_path: str) -> type[ZeROStrategy] | None:
+    name = class_path.rpartition(".")[2]
+    found = ZeROStrategy if name == ZeROStrategy.__name__ else globals().get(name)
+    return found if isinstance(found, type) and issubclass(found, ZeROStrategy) else None
 
 
 def _completed(given: Any, preset: OffloadConfig) -> Any:

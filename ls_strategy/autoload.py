@@ -207,7 +207,7 @@ def _load_aliases(package: str, module: ModuleType) -> None:
                 host.bind(package)
                 from importlib import import_module
 
-                import_module("ls_strategy.aliases").explain_old_names(parser)
+                import_module("ls_strategy.aliases").explain_mistakes(parser)
         init(self, *args, **kwargs)
 
     init_with_aliases.__ls_strategy__ = True  # type: ignore[attr-defined]

@@ -2,9 +2,21 @@
 
 from __future__ import annotations
 
+from contextvars import ContextVar
+from typing import Any
+
+NOTED: ContextVar[list[LSError] | None] = ContextVar("NOTED", default=None)
+"""Gets every error that is made while a parser builds objects, for the parser buries it in a text of its own."""
+
 
 class LSError(Exception):
     """Base class of every error that this package raises on purpose."""
+
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        noted = NOTED.get()
+        if noted is not None:
+            noted.append(self)
 
 
 class ConfigError(LSError, ValueError):

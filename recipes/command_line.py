@@ -17,6 +17,19 @@ set_parsing_settings(docstring_parse_attribute_docstrings=True)
 CLI = TypeVar("CLI", bound=LightningCLI)
 
 
+class _WithoutProgress(LightningCLI):
+    """``--trainer.enable_progress_bar=false`` also leaves out the progress bars of the YAML files."""
+
+    def before_instantiate_classes(self) -> None:
+        super().before_instantiate_classes()
+        config = self.config[self.subcommand] if self.subcommand else self.config
+        trainer = config.get("trainer")
+        if trainer is not None and trainer.get("enable_progress_bar") is False:
+            trainer["callbacks"] = [
+                each for each in trainer.get("callbacks") or [] if not each.class_path.endswith("ProgressBar")
+            ]
+
+
 def run_cli(kind: type[CLI], *classes: type, prog: str, run: bool, **options: Any) -> CLI:
     """Return ``kind(*classes, ...)``. With ``run`` it runs a subcommand; a wrong option ends the process with one line.
 
@@ -27,7 +40,7 @@ def run_cli(kind: type[CLI], *classes: type, prog: str, run: bool, **options: An
         run: False only builds the objects, and raises errors.
         options: options of ``kind``.
     """
-    make: Any = kind
+    make: Any = type(kind.__name__, (_WithoutProgress, kind), {})
     try:
         return make(*classes, run=run, seed_everything_default=1, parser_kwargs={"prog": prog}, **options)
     except (LSError, ValueError) as error:

@@ -65,6 +65,7 @@ def begin(path: str | os.PathLike[str], save_id: str, *, folder: bool = True) ->
         CheckpointError: The name belongs to something other than a checkpoint, or another process is saving to it.
     """
     place = Place(path)
+    _check_name(place)
     check_replaceable(path)
     place.parent.make()
     held = require_claim(place)
@@ -78,6 +79,24 @@ def begin(path: str | os.PathLike[str], save_id: str, *, folder: bool = True) ->
         held.release()
         raise
     return held
+
+
+def _check_name(place: Place) -> None:
+    """Refuse a name that leaves no room for the names of a save in progress.
+
+    Raises:
+        CheckpointError: It is too long.
+    """
+    if not place.local:
+        return
+    folder = Path(place.parent.path)
+    most = (os.pathconf(folder, "PC_NAME_MAX") if folder.is_dir() else 255) - len(f"..{new_save_id()}.partial")
+    size = len(os.fsencode(place.name))
+    if size > most:
+        raise CheckpointError(
+            f"Got a checkpoint name of {size} bytes, {place.name[:40]!r}..., but it can have at most {most}: while it "
+            "is saved, it has a longer name. Give a shorter one (filename of ModelCheckpoint)."
+        )
 
 
 def clean(place: Place, held: Claim) -> None:
@@ -257,6 +276,7 @@ def link(path: str | os.PathLike[str], name: str | os.PathLike[str]) -> None:
         CheckpointError: ``name`` belongs to something other than a checkpoint, or another process is saving to it.
     """
     target = Path(Place(name).path)
+    _check_name(Place(target))
     check_replaceable(name)
     with require_claim(Place(target)) as held:
         clean(Place(target), held)

@@ -204,7 +204,8 @@ def read_weights(path: str | os.PathLike[str], *, average: bool = False) -> Weig
         tensors = [p for p in paths if reader.tensor_metadata(p) is not None]
         weights = Weights.of({".".join(p[1:]): SavedTensor(reader, p) for p in tensors})
     else:
-        weights = Weights.of(_load_file(path, weights_only=True).get(key, {}))
+        found = _load_file(path, weights_only=True).get(key)
+        weights = Weights.of(found if isinstance(found, Mapping) else {})
     if not weights.tensors:
         cure = "Train with the ShardedEMA callback to have an average." if average else "Give a Lightning checkpoint."
         raise CheckpointError(f"{path} has no tensors under {key!r}. {cure}")

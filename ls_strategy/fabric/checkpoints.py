@@ -203,8 +203,8 @@ def _read(
     """Return a checkpoint under Fabric's keys, and the names of weights it was saved without; None for a file."""
     io = strategy.checkpoint_io
     if not checkpoints.is_folder(path):
-        mapped = checkpoints.map_file(path, io, weights_only)
-        checkpoint = io.load_checkpoint(path, weights_only=weights_only) if mapped is None else mapped
+        load = partial(io.load_checkpoint, path, weights_only=weights_only)
+        checkpoint = checkpoints.read_file(path, io, weights_only, load)
         check = partial(checkpoints.verify_file, path, checkpoint)
         strategy.on_all_ranks(check if strategy.is_global_zero else lambda: None)
         if isinstance(checkpoint, dict):

@@ -32,13 +32,13 @@ from ls_strategy.checkpoint.manifest import Manifest, read_manifest, verify
 from ls_strategy.checkpoint.place import Place
 from ls_strategy.checkpoint.random import random_states
 from ls_strategy.checkpoint.reshard import Contents, Source, assemble, separate
-from ls_strategy.checkpoint.source import OURS, RANDOM, VERSIONS, versions_of, with_versions
+from ls_strategy.checkpoint.source import OURS, RANDOM, VERSIONS, refuse_damaged, versions_of, with_versions
 from ls_strategy.checkpoint.target import MANIFEST, META, METADATA, check_replaceable
 from ls_strategy.checkpoint.web import is_web, refuse_web_folder
 from ls_strategy.deepspeed.checkpoint import is_deepspeed, read_deepspeed
 from ls_strategy.distributed.comm import Comm
 from ls_strategy.engine import Engine
-from ls_strategy.errors import CheckpointError
+from ls_strategy.errors import CheckpointError, LSError
 from ls_strategy.host.fabric import CheckpointIO, TorchCheckpointIO
 from ls_strategy.host.pytorch import rank_zero_info
 from ls_strategy.zero.lazy import LazyTensor
@@ -260,6 +260,26 @@ def is_folder(path: Any) -> bool:
         return False
     place = Place(path)
     return bool(place.fs.isdir(place.path))
+
+
+def read_file(
+    path: Any, checkpoint_io: CheckpointIO, weights_only: bool | None, load: Callable[[], Any], *, mapped: bool = True
+) -> Any:
+    """Read a single-file checkpoint, mapped if it can be, else by ``load``. Not collective.
+
+    Raises:
+        CheckpointError: ``torch.save`` did not write the file, or it is damaged.
+    """
+    try:
+        found = map_file(path, checkpoint_io, weights_only) if mapped else None
+        return load() if found is None else found
+    except LSError:
+        raise
+    except Exception as error:  # of any kind: a damaged pickle may do anything that a pickle can
+        place = Place(path)
+        if is_lightnings(checkpoint_io) and place.local and place.exists():
+            refuse_damaged(str(place), place.path, error)
+        raise
 
 
 def map_file(path: Any, checkpoint_io: CheckpointIO, weights_only: bool | None) -> dict[str, Any] | None:

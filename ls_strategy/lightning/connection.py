@@ -26,7 +26,7 @@ from ls_strategy.distributed import rendezvous
 from ls_strategy.distributed.comm import Comm, make_comm
 from ls_strategy.distributed.launcher import VARIABLE as LAUNCHER
 from ls_strategy.distributed.launcher import LauncherWatch
-from ls_strategy.errors import CheckpointError, PlanError
+from ls_strategy.errors import CheckpointError, ConfigError, PlanError
 from ls_strategy.lightning.parallel import ModelParallel
 from ls_strategy.pretrained.huggingface import with_memory
 from ls_strategy.slurm import preflight
@@ -107,6 +107,7 @@ class Connection(_DDPStrategy):
         environment = self.cluster_environment
         self._watch.start(by_lightning=is_started_by_lightning(environment))
         if not dist.is_initialized() and environment is not None:
+            self._check_backend()
             self._check_launcher()
             rendezvous.check_left(environment.main_address, environment.main_port)
             self._take_ranks()  # a forked rank only has its local rank so far
@@ -143,6 +144,21 @@ class Connection(_DDPStrategy):
                 f"torchrun started {ranks} ranks, {here} on this node, but the Trainer has "
                 f"devices={self.num_processes} and num_nodes={self.num_nodes}. Set devices={here} and "
                 f"num_nodes={max(ranks // here, 1)}, or start as many ranks."
+            )
+
+    def _check_backend(self) -> None:
+        """Refuse a backend that torch does not know; libraries may have registered theirs by now.
+
+        Raises:
+            ConfigError: on every rank.
+        """
+        given = self._process_group_backend
+        known = [name for name in dist.Backend.backend_list if name not in ("undefined", "fake")]
+        parts = [part.rpartition(":")[2].strip().lower() for part in (given or "").split(",")]
+        if given and not {*parts} <= {*dist.Backend.backend_list}:
+            raise ConfigError(
+                f"Got process_group_backend={given!r}, but torch knows {', '.join(map(repr, known))}, and texts like "
+                "'cpu:gloo,cuda:nccl'. Leave it out: nccl is the default on GPUs, and gloo on CPUs."
             )
 
     def _check_launcher(self) -> None:

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import os
 import warnings
+from functools import partial
 from typing import Any, TypeVar, cast
 
 from ls_strategy._compat import load_state, migrate_checkpoint
 from ls_strategy.checked import checked
 from ls_strategy.checkpoint.source import device_of, is_folder, open_folder, read_checkpoint
 from ls_strategy.errors import CheckpointError
+from ls_strategy.host.fabric import TorchCheckpointIO
 from ls_strategy.host.pytorch import pl
+from ls_strategy.lightning.checkpoints import read_file
 
 Module = TypeVar("Module", bound=pl.LightningModule)
 
@@ -43,9 +46,11 @@ def load_from_checkpoint(
         CheckpointError: the checkpoint is incomplete or damaged, or does not fit the module.
     """
     if not is_folder(path):
-        return module_class.load_from_checkpoint(
-            os.fspath(path), map_location=map_location, strict=strict, weights_only=weights_only, **kwargs
-        )
+        load = partial(
+            module_class.load_from_checkpoint,
+            os.fspath(path), map_location=map_location, strict=strict, weights_only=weights_only, **kwargs,
+        )  # fmt: skip
+        return cast("Module", read_file(path, TorchCheckpointIO(), weights_only, load, mapped=False))
     checkpoint = read_checkpoint(path, weights_only=weights_only)
     _, manifest = open_folder(path)
     left_out = set(manifest.left_out if manifest is not None else [])

@@ -21,7 +21,7 @@ from ls_strategy.checkpoint.full import load_full_state_dict
 from ls_strategy.checkpoint.history import HISTORY, History
 from ls_strategy.checkpoint.random import random_states, restore_random_states
 from ls_strategy.engine import Engine
-from ls_strategy.errors import PlanError, StateError
+from ls_strategy.errors import CheckpointError, PlanError, StateError
 from ls_strategy.lightning import before_batch, checkpoints, data_position
 from ls_strategy.lightning.virtual_data import VirtualLoader
 from ls_strategy.lightning.virtual_random import VIRTUAL
@@ -81,8 +81,13 @@ class Resume:
             recover(path)
         strategy.barrier("ZeROStrategy.load_checkpoint")
         if not checkpoints.is_folder(path):
-            mapped = checkpoints.map_file(path, strategy.checkpoint_io, weights_only)
-            checkpoint = load_file(path, weights_only) if mapped is None else mapped
+            load = partial(load_file, path, weights_only)
+            checkpoint = checkpoints.read_file(path, strategy.checkpoint_io, weights_only, load)
+            if not isinstance(checkpoint, dict):
+                raise CheckpointError(
+                    f"Got {path}, but it holds a {type(checkpoint).__name__}, and a Lightning checkpoint is a "
+                    "dictionary. Give one that a Trainer saved."
+                )
             check = partial(checkpoints.verify_file, path, checkpoint)
             strategy.on_all_ranks(check if strategy.is_global_zero else lambda: None)
             self._ours = self._position = checkpoint.pop(checkpoints.OURS, {})

@@ -89,7 +89,7 @@ class Recipe:
 
 def cpu_recipe() -> Recipe:
     """Return the recipe of the CPU operations, with kernels for each instruction set."""
-    compiler = shlex.split(os.environ.get("CXX", "")) or [shutil.which("g++") or shutil.which("c++") or "g++"]
+    compiler = _chosen_compiler() or [shutil.which("g++") or shutil.which("c++") or "g++"]
     version = _version(compiler)
     x86 = platform.machine().lower() in ("x86_64", "amd64")
     common = ("-std=c++20", "-fPIC", "-O2", f"-DTORCH_TARGET_VERSION={_STABLE_ABI}", *(("-DLS_X86",) if x86 else ()))
@@ -108,6 +108,17 @@ def cpu_recipe() -> Recipe:
         units.append(CompileUnit(f"kernels_{name.lower()}", command))
     link = (*compiler, "-shared", f"-L{_torch_folder() / 'lib'}", "-ltorch", "-ltorch_cpu", "-lc10")
     return Recipe("cpu", tuple(units[::-1]), link, version)
+
+
+def _chosen_compiler() -> list[str]:
+    """Return the command in CXX; empty if there is none."""
+    chosen = os.environ.get("CXX", "")
+    try:
+        return shlex.split(chosen)
+    except ValueError as error:
+        raise BuildError(
+            f"Got CXX={chosen!r}, but it is no command line: {str(error).lower()}. Set CXX to a compiler, such as g++"
+        ) from None
 
 
 def cuda_recipe(capabilities: tuple[tuple[int, int], ...]) -> Recipe:

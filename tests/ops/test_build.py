@@ -140,6 +140,12 @@ def test_no_compiler(tmp_path, env):
     assert result["status"]["cpu"].startswith("reference: no compiler")
 
 
+def test_a_compiler_that_is_no_command_line(tmp_path):
+    result = finish(start(tmp_path, CXX='g++ "'))
+    (line,) = warnings(result)
+    assert """Got CXX='g++ "', but it is no command line: no closing quotation. Set CXX to a compiler""" in line
+
+
 def test_a_compiler_that_fails(tmp_path):
     compiler = tmp_path / "cxx"
     compiler.write_text(

@@ -95,6 +95,13 @@ def test_a_misspelt_option_is_refused(cli: GPTCLI, capsys: pytest.CaptureFixture
     assert "layers" in capsys.readouterr().err
 
 
+def test_no_progress_bar_needs_no_other_change(tmp_path: Path) -> None:
+    """The base file has one in its callbacks, which Lightning refuses beside the option."""
+    cli = build([*config_args(CONFIGS / "base.yaml"), "--trainer.enable_progress_bar=false"], tmp_path)
+    assert cli.trainer.progress_bar_callback is None
+    assert len(cli.trainer.callbacks) > 2
+
+
 def test_print_config_is_the_manual(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "argv", ["recipes.gpt"])
     with pytest.raises(SystemExit) as end:

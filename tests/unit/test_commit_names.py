@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -397,3 +398,12 @@ def test_the_beginning_of_a_file_is_no_checkpoint(tmp_path: Path) -> None:
     assert commit.newest([tmp_path]) == str(tmp_path / "a.ckpt")
     os.truncate(tmp_path / "b.ckpt", 0)
     assert commit.newest([tmp_path]) == str(tmp_path / "a.ckpt")
+
+
+@pytest.mark.parametrize("name", ["n" * 245, "é" * 123, "n" * 255, "n" * 300], ids=["245", "bytes", "255", "300"])
+def test_a_name_that_leaves_no_room_for_a_save_in_progress(tmp_path: Path, name: str) -> None:
+    save(tmp_path / ("n" * 237), 1)  # the longest
+    for start in (partial(commit.begin, save_id=commit.new_save_id()), partial(commit.link, tmp_path / ("n" * 237))):
+        with pytest.raises(CheckpointError, match=r"Got a checkpoint name of \d+ bytes, .* at most 237: .*shorter"):
+            start(tmp_path / name)
+    assert names_in(tmp_path) == ["n" * 237]

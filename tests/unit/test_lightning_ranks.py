@@ -5,11 +5,13 @@ from __future__ import annotations
 from types import SimpleNamespace
 from typing import Any
 
+import lightning.pytorch as pl
 import pytest
 import torch
 import torch.distributed as dist
+from lightning.pytorch.demos.boring_classes import BoringModel
 
-from ls_strategy.errors import CheckpointError, PlanError, RankFailedError
+from ls_strategy.errors import CheckpointError, ConfigError, PlanError, RankFailedError
 from ls_strategy.lightning.strategy import ZeROStrategy
 
 
@@ -123,3 +125,13 @@ def test_an_interrupt_after_another_ranks_failure_does_not_save(strategy: ZeROSt
     strategy._comm = comm(failures=SimpleNamespace(stopped=True))
     assert not strategy.all_interrupted()
     assert strategy._alone
+
+
+def test_a_backend_that_torch_does_not_know() -> None:
+    for name in ("x", "cuda:x", "cpu:gloo,cuda:ncl"):
+        trainer = pl.Trainer(
+            accelerator="cpu", devices=1, strategy=ZeROStrategy(2, process_group_backend=name), logger=False,
+            enable_checkpointing=False, max_steps=1, enable_progress_bar=False, enable_model_summary=False,
+        )  # fmt: skip
+        with pytest.raises(ConfigError, match=f"Got process_group_backend='{name}', but torch knows 'gloo', 'nccl'"):
+            trainer.fit(BoringModel())

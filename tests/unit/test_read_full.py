@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import pickle
 import warnings
 from pathlib import Path
 from typing import Any
 
+import lightning.pytorch as pl
 import pytest
 import torch
 from lightning.fabric.plugins.io.torch_io import TorchCheckpointIO
+from lightning.pytorch.demos.boring_classes import BoringModel
 
 import ls_strategy.autoload
+from ls_strategy import ZeROStrategy, load_from_checkpoint
 from ls_strategy.checkpoint.consolidate import consolidate
-from ls_strategy.checkpoint.source import read_full
+from ls_strategy.checkpoint.source import read_full, read_weights
 from ls_strategy.errors import CheckpointError
 from ls_strategy.zero.lazy import LazyTensor
 from tests.unit.checkpoint_folders import damage, small_folder, small_meta, small_objects, small_tensors, write_folder
@@ -85,6 +89,38 @@ def test_harmed_folders_are_refused(tmp_path: Path) -> None:
         (folder / name).unlink()
         with pytest.raises((CheckpointError, IsADirectoryError)):
             IO.load_checkpoint(folder)
+
+
+GARBAGE = {
+    "bytes": bytes(range(256)) * 20, "empty": b"", "text": b"hello", "archive": b"PK\x03\x04" + bytes(300),
+    "pickle": pickle.dumps({"epoch": 1}), "page": b"<!doctype html>",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("weights_only", [None, False])
+@pytest.mark.parametrize("name", GARBAGE)
+def test_a_file_that_is_no_checkpoint_is_named(tmp_path: Path, name: str, weights_only: bool | None) -> None:
+    """By every reader of this package."""
+    path = tmp_path / "x.ckpt"
+    path.write_bytes(GARBAGE[name])
+    trainer = pl.Trainer(
+        accelerator="cpu", devices=1, strategy=ZeROStrategy(2), logger=False, enable_checkpointing=False, max_steps=1,
+        enable_progress_bar=False, enable_model_summary=False,
+    )  # fmt: skip
+    readers = (
+        lambda: trainer.fit(BoringModel(), ckpt_path=path, weights_only=weights_only),
+        lambda: trainer.test(BoringModel(), ckpt_path=path, weights_only=weights_only, verbose=False),
+        lambda: load_from_checkpoint(BoringModel, path, weights_only=weights_only),
+        lambda: read_full(path, weights_only=weights_only),
+        lambda: read_weights(path),
+    )
+    for read in readers:
+        with pytest.raises(CheckpointError, match=r"Got .*x\.ckpt, but it is not a file that torch\.save wrote"):
+            read()
+    torch.save([1], path)
+    for read in (readers[0], readers[3]):
+        with pytest.raises(CheckpointError, match=r"holds a list, (and|but) a Lightning checkpoint is a dictionary"):
+            read()
 
 
 def test_a_file_replaces_a_folder_in_full_or_not_at_all(tmp_path: Path) -> None:
