@@ -13,7 +13,7 @@ from torch import Tensor
 from typing_extensions import override
 
 from ls_strategy._compat import before_iterators
-from ls_strategy.callbacks import island_data, outer_state
+from ls_strategy.callbacks import island_data, island_report, outer_state
 from ls_strategy.callbacks.sharded import zero_strategy
 from ls_strategy.checked import above, at_least, between, checked
 from ls_strategy.engine import Engine
@@ -26,6 +26,9 @@ from ls_strategy.islands.outer import Outer, Place, flats_of
 from ls_strategy.islands.wire import WireFormat
 from ls_strategy.lightning.ranks import ConnectedCallback
 from ls_strategy.lightning.strategy import ZeROStrategy
+
+_MOST_ATTEMPTS = 5
+"""To take part in the last round."""
 
 _COMPARED_BATCHES = 2
 """Batches of a run whose digests islands compare: equal ones mean equal data."""
@@ -212,6 +215,7 @@ class DiLoCo(ConnectedCallback):
             self._merge = None if saved["merge"] is None else (saved["merge"][0], [tuple(p) for p in saved["merge"][1]])
         rank_zero_info(f"DiLoCo: island {self.island} of {self.islands} joins the others at the hub {self.meet}")
         self._join(trainer, pl_module)
+        member.present = set(range(self.islands))
         rank_zero_info(f"DiLoCo: island {self.island} is in, after {member.round} rounds")
 
     def _join(self, trainer: pl.Trainer, module: pl.LightningModule, *, again: bool = False) -> None:
@@ -225,7 +229,8 @@ class DiLoCo(ConnectedCallback):
         """Continue from the global weights. Collective."""
         member = self._member
         assert member is not None
-        self._begun, self._merge, self._buffers_change = trainer.global_step, None, None
+        self._begun = self._first = trainer.global_step
+        self._merge, self._buffers_change = None, None
         member.outer.merge(zero_strategy(trainer, self).require_engine(), list(member.outer.shards), 0.0)
         if member.buffers is not None:
             buffers.write(module, member.buffers)
@@ -322,56 +327,35 @@ class DiLoCo(ConnectedCallback):
         self._sent = None
         if result.what == "done":
             self._merge = self._begun + self.delay, sent.places
-            self._buffers_change = None if result.buffers is None else result.buffers - sent.buffers
-            self._log(trainer, result, waited)
-            if self._left_out(trainer, result):
+            self._buffers_change = None if result.buffers is None else buffers.change(sent.buffers, result.buffers)
+            world = strategy.require_engine().mesh.world
+            island_report.log(trainer, world, member, result, waited)
+            if self.island in island_report.refused(world, member, result):
                 self._start_afresh(trainer, module)
         elif result.what == "ends":
             self._end(trainer, module)
             trainer.should_stop = True
-        elif result.what == "fetch":
-            self._take_over(trainer, module)
         else:
-            rank_zero_warn(
-                f"DiLoCo: island {self.island} was not in round {member.round}: the others did not wait so long, or "
-                "have ended. It joins again, and continues from the global weights; its last steps are lost."
-            )
-            self._join(trainer, module, again=True)
+            self._come_back(trainer, module, result)
 
-    def _left_out(self, trainer: pl.Trainer, result: Result) -> bool:
-        """Report the islands whose contribution did not count; return whether this one is among them. Collective."""
-        world = zero_strategy(trainer, self).require_engine().mesh.world
-        refused = dict(pair for each in world.exchange_objects(result.refused) for pair in each)
+    def _come_back(self, trainer: pl.Trainer, module: pl.LightningModule, result: Result) -> None:
+        """Continue after a round in which this island was not. Collective."""
         member = self._member
         assert member is not None
-        for island, why in sorted(refused.items()):
-            rank_zero_warn(
-                f"DiLoCo: round {member.round} went on without the contribution of island {island}, which has sent "
-                f"{why}. Look for a divergence there: its learning rate, its data, its hardware."
-            )
-        return self.island in refused
+        rank_zero_warn(
+            f"DiLoCo: island {self.island} was not in round {member.round}: the others did not wait so long, or its "
+            "connection was lost. It continues from the global weights; its last steps are lost."
+        )
+        if result.what == "fetch":
+            self._take_over(trainer, module)
+        else:
+            self._join(trainer, module, again=True)
 
     def _start_afresh(self, trainer: pl.Trainer, module: pl.LightningModule) -> None:
         """Continue from the global weights without optimizer states, which may not be finite either. Collective."""
         self._take_over(trainer, module)
         for state in zero_strategy(trainer, self).require_engine().stepper.optimizers:
             state.sharded.states.reset()
-
-    def _log(self, trainer: pl.Trainer, result: Result, waited: float) -> None:
-        member = self._member
-        assert member is not None
-        world = zero_strategy(trainer, self).require_engine().mesh.world
-        square, longest = (list(each) for each in zip(*world.exchange_objects((result.square, waited)), strict=True))
-        values = {
-            "diloco/outer_norm": sum(square) ** 0.5,
-            "diloco/islands": float(len(result.islands)),
-            "diloco/wait_s": max(longest),
-            "diloco/round_s": result.seconds,
-            "diloco/round": float(member.round),
-            "diloco/sent_mib": member.client.sent_bytes / 2**20,
-        }
-        for logger in trainer.loggers:
-            logger.log_metrics(values, step=trainer.global_step)
 
     # end -------------------------------------------------------------------------------------------------------------
 
@@ -393,22 +377,41 @@ class DiLoCo(ConnectedCallback):
             due, self._merge = self._merge[1], None
             member.outer.merge(strategy.require_engine(), due, self.mixing)
             self._write_buffers(module)
-        self._begin(trainer, module, ends=True)
-        self._sent = None
-        result = strategy.on_all_ranks(member.settle)
+        result = self._last_round(trainer, module)
         self._ended = True
-        if result.what != "done":
+        if self.island not in result.islands:
             rank_zero_warn(
-                f"DiLoCo: island {self.island} was not in the last round, so its weights are its own, and not "
-                "those of the other islands."
+                f"DiLoCo: island {self.island} was too late for the last round. It ends with the global weights; its "
+                "last steps are lost."
             )
-            return
         member.outer.merge(strategy.require_engine(), list(member.outer.shards), 0.0)
         if result.buffers is not None:
             buffers.write(module, result.buffers)
         self._begun = trainer.global_step
-        self._log(trainer, result, 0.0)
-        self._left_out(trainer, result)
+        world = strategy.require_engine().mesh.world
+        island_report.log(trainer, world, member, result, 0.0)
+        island_report.refused(world, member, result)
+
+    def _last_round(self, trainer: pl.Trainer, module: pl.LightningModule) -> Result:
+        """Exchange everything; come back and repeat it if the others were faster. Collective.
+
+        Raises:
+            StateError: this island cannot end with the weights of the others.
+        """
+        strategy, member = zero_strategy(trainer, self), self._member
+        assert member is not None
+        for _ in range(_MOST_ATTEMPTS):
+            self._begin(trainer, module, ends=True)
+            self._sent = None
+            result = strategy.on_all_ranks(member.settle)
+            if result.what == "done":
+                return result
+            self._come_back(trainer, module, result)
+        raise StateError(
+            f"island {self.island} was not in the last round, in {_MOST_ATTEMPTS} attempts, so its weights are not "
+            "those of the other islands. Give `ls-strategy meet` a longer --patience, and start all islands from their "
+            "last checkpoints."
+        )
 
     @override
     def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
@@ -440,7 +443,7 @@ class DiLoCo(ConnectedCallback):
         merge, change = self._merge, self._buffers_change
         if self._sent is not None and member.peek().what == "done":
             merge, means = (self._begun + self.delay, self._sent.places), member.peek().buffers
-            change = None if means is None else means - self._sent.buffers
+            change = None if means is None else buffers.change(self._sent.buffers, means)
         checkpoint["diloco"] = {
             "run": member.run, "round": member.round, "begun": self._begun, "merge": merge, "buffers_change": change,
         }  # fmt: skip

@@ -48,7 +48,7 @@ class HubClient:
             warn: is called from any thread.
         """
         self._address, self._secret, self._who, self._connect_s = address, secret, who, connect_s
-        self.island = who["island"]
+        self.island, self.ranks = who["island"], who["ranks"]
         self._warn = warn
         self._link: Link | None = None
         self._busy = threading.Lock()

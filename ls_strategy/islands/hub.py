@@ -5,10 +5,14 @@
     join       every rank of an island comes and says what it trains. The first time, all islands wait for each other;
                the one with the newest state gives it to those that have none. Later an island gets it after a round
     exchange   every rank of the islands that are in sends its bytes, and gets those of the same rank of the others
+    verdict    the ranks of an island hear which contributions any of them refuses
     state      one island sends what the islands that have just come need
 
 A round is decided at one place and once: when all islands that are in have come, or some have and `patience_s` is over.
 So all islands agree on who was in it. An island that was not, or whose connection ended, is out until it joins again.
+
+An island that is late for the last round gets the contributions to it, or what it has led to: all end with the same
+weights, or know that they do not.
 
 The hub keeps no state that matters: if it is lost, islands join its successor, each with the state that it has.
 """
@@ -19,11 +23,11 @@ import secrets
 import threading
 import time
 from collections.abc import Iterable
-from dataclasses import dataclass, field
-from typing import Any, Generic, Protocol, TypeVar
+from typing import Any, Protocol
 
+from ls_strategy.islands.decided import Message, Reply, Round
 from ls_strategy.islands.fingerprint import disagreement
-from ls_strategy.islands.messages import Exchange, Join, Request, State
+from ls_strategy.islands.messages import Exchange, Join, Request, State, Verdict
 
 _SEAT_S = 40.0
 """Seconds that an island which is started again waits until the connections of its lost ranks have ended."""
@@ -32,46 +36,17 @@ _LOOK_EVERY_S = 1.0
 """The most seconds between two looks at the clock."""
 
 
-@dataclass
-class Reply:
-    """What one rank gets: a line, and bytes."""
-
-    line: dict[str, Any]
-    parts: list[bytes | memoryview] = field(default_factory=list)
+_DIFFERENT_RUNS = (
+    "Got islands that continue different runs. Start all of them from checkpoints of one run, or some without a "
+    "checkpoint."
+)
 
 
-AnyRequest = TypeVar("AnyRequest", Exchange, State)
-
-
-@dataclass
-class _Message(Generic[AnyRequest]):
-    request: AnyRequest
-    data: bytes | memoryview
-
-
-@dataclass
-class _Round:
-    """A round that is decided."""
-
-    number: int
-    messages: dict[int, dict[int, _Message[Exchange]]]
-    """By island and rank: of the islands that are in it."""
-
-    joiners: list[int]
-    problem: str | None
-
-    def reply(self, island: int, rank: int) -> Reply:
-        """Return the bytes of the other islands, and the steps of all of them: nothing else that they have sent."""
-        if self.problem is not None:
-            return Reply({"error": self.problem})
-        islands = sorted(self.messages)
-        line = {
-            "what": "done",
-            "islands": [[i, self.messages[i][rank].request.steps] for i in islands],
-            "joiners": self.joiners if island == islands[0] else [],
-        }
-        others = [self.messages[i][rank].data for i in islands if i != island]
-        return Reply({**line, "lengths": [len(data) for data in others]}, others)
+def _after_the_last_round(island: int) -> str:
+    return (
+        f"Got island {island} after the last round of its run, without what the others have: it would end with other "
+        "weights. Take those of another island; or to train on, start all islands from their last checkpoints."
+    )
 
 
 class Connection(Protocol):
@@ -100,16 +75,18 @@ class Hub:
         self._members: set[int] = set()
         self._fingerprints: dict[int, Any] = {}
         """By rank: of the islands that are in."""
-        self._arrived: dict[int, dict[int, _Message[Exchange]]] = {}
+        self._arrived: dict[int, dict[int, Message[Exchange]]] = {}
         self._deadline: float | None = None
         self._ends = False
-        self._decided: _Round | None = None
+        self._decided: Round | None = None
+        self._over: Round | None = None
+        """The last round of the run that has ended, until another one begins: for islands that are late."""
         self._joining: dict[int, dict[int, Join]] = {}
         self._join_deadline: float | None = None
         self._outcomes: dict[tuple[int, int], Reply] = {}
         self._source = -1
         self._served: set[int] = set()
-        self._states: dict[int, _Message[State]] = {}
+        self._states: dict[int, Message[State]] = {}
 
     # coming and going ------------------------------------------------------------------------------------------------
 
@@ -145,7 +122,7 @@ class Hub:
             self._outcomes.pop(seat, None)
             there[rank] = request
             self._changed.notify_all()
-            return self._wait_to_be_in(connection, seat, request.ranks)
+            return self._wait_to_be_in(connection, request)
 
     def check_seat(self, connection: Connection, request: Request) -> None:
         """Refuse what is asked by one who has not joined as this rank.
@@ -166,16 +143,21 @@ class Hub:
         finally:
             self._changed.acquire()
 
-    def _wait_to_be_in(self, connection: Connection, seat: tuple[int, int], ranks: int) -> Reply:
-        (island, rank), end = seat, time.monotonic() + self._patience_s
+    def _wait_to_be_in(self, connection: Connection, request: Join) -> Reply:
+        seat = island, rank = request.island, request.rank
+        end = time.monotonic() + self._patience_s
         while seat not in self._outcomes:
+            after = self._after_the_end(request)
+            if after is not None:
+                self._joining.get(island, {}).pop(rank, None)
+                return after
             self._admit_if_due()
             if seat in self._outcomes:
                 break
             if self._seats.get(seat) is not connection:
                 return Reply({"error": f"rank {rank} of island {island} was lost."})
             there = self._joining.get(island, {})
-            if time.monotonic() > end and rank in there and len(there) < ranks:
+            if time.monotonic() > end and rank in there and len(there) < request.ranks:
                 self._joining.pop(island)
                 problem = (
                     f"Got {len(there)} of the ranks of island {island} in {self._patience_s:g} s, but all of them have "
@@ -187,6 +169,17 @@ class Hub:
                 break
             self._wait(connection)
         return self._outcomes.pop(seat)
+
+    def _after_the_end(self, request: Join) -> Reply | None:
+        """Return what a rank hears that comes again when its run has ended; None if it has not."""
+        over = self._over
+        if over is None or not request.again or request.run != over.run:
+            return None
+        if request.round == over.number:  # it has what the last round began with, and gets the contributions to it
+            return Reply({"what": "own", "joiners": [], "run": over.run, "round": over.number})
+        if request.rank in over.states:
+            return self._fetched(over.states[request.rank], over.run)
+        return None if self._source >= 0 else Reply({"error": _after_the_last_round(request.island)})
 
     def _take_seat(self, connection: Connection, seat: tuple[int, int]) -> bool:
         end = time.monotonic() + _SEAT_S
@@ -238,17 +231,33 @@ class Hub:
         if not joined:
             return
         if self._members or self._arrived:
-            for island in joined:
-                problem = disagreement({-1: self._fingerprints, island: self._prints(island)})
-                if problem is not None:
-                    self._refuse([island], problem)
+            self._refuse_misfits(joined)
             return
         now = time.monotonic()
         if self._join_deadline is None:
             self._join_deadline = now + self._patience_s
         if len(joined) == self._islands or now >= self._join_deadline:
             self._join_deadline = None
-            self._found(joined)
+            joined = joined if len(joined) == self._islands else self._without_late(joined)
+            if joined:
+                self._found(joined)
+
+    def _refuse_misfits(self, joined: list[int]) -> None:
+        for island in joined:
+            first = self._joining[island][0]
+            problem = disagreement({-1: self._fingerprints, island: self._prints(island)})
+            if first.again and first.run != self._run:
+                problem = _DIFFERENT_RUNS
+            if problem is not None:
+                self._refuse([island], problem)
+
+    def _without_late(self, joined: list[int]) -> list[int]:
+        """Refuse islands of a run that has ended without them, unless all are here to continue it."""
+        over = self._over
+        late = [i for i in joined if over is not None and self._joining[i][0].run == over.run]
+        for island in late:
+            self._refuse([island], _after_the_last_round(island))
+        return [i for i in joined if i not in late]
 
     def _prints(self, island: int) -> dict[int, Any]:
         return {rank: request.fingerprint for rank, request in self._joining[island].items()}
@@ -266,17 +275,15 @@ class Hub:
         problem = disagreement({i: self._prints(i) for i in islands})
         runs = {request.run for request in first.values() if request.run is not None}
         if problem is None and len(runs) > 1:
-            problem = (
-                "Got islands that continue different runs. Start all of them from checkpoints of one run, or some "
-                "without a checkpoint."
-            )
+            problem = _DIFFERENT_RUNS
         if problem is not None:
             self._refuse(islands, problem)
             return
         newest = max(known.values(), default=0)
         source = min((i for i in islands if known.get(i) == newest), default=islands[0])
         self._run = runs.pop() if runs else secrets.token_hex(8)
-        self._number, self._members, self._ends, self._decided = newest, set(islands), False, None
+        self._number, self._members, self._ends = newest, set(islands), False
+        self._decided = self._over = None
         self._fingerprints = self._prints(source)
         behind = [i for i in islands if i != source and known.get(i) != newest]
         self._serve(source, behind)
@@ -302,19 +309,24 @@ class Hub:
         with self._changed:
             self.check_seat(connection, request)
             if request.island == self._source and request.round == self._number:
-                self._states[request.rank] = _Message(request, data)
+                self._states[request.rank] = Message(request, data)
                 if self._states.keys() == self._fingerprints.keys():
                     self._hand_out()
             self._changed.notify_all()
         return Reply({})
 
     def _hand_out(self) -> None:
+        over = self._over
+        if over is not None:
+            over.states = self._states
         for island in self._served & self._joining.keys():
             for rank in self._joining.pop(island):
-                state = self._states[rank]
-                line = {"what": "fetch", "buffers": state.request.buffers, "lengths": [len(state.data)]}
-                self._outcomes[island, rank] = Reply({**line, **self._position()}, [state.data])
+                self._outcomes[island, rank] = self._fetched(self._states[rank], over.run if over else self._run)
         self._serve(-1, [])
+
+    def _fetched(self, state: Message[State], run: str | None) -> Reply:
+        line = {"what": "fetch", "buffers": state.request.buffers, "lengths": [len(state.data)]}
+        return Reply({**line, "run": run, "round": state.request.round}, [state.data])
 
     # rounds ----------------------------------------------------------------------------------------------------------
 
@@ -331,26 +343,70 @@ class Hub:
         island, number = request.island, request.round
         with self._changed:
             self.check_seat(connection, request)
-            if island not in self._members or number != self._number:
-                return Reply({"what": "missed"})
-            self._check_island(request)
-            if request.ends and not self._ends:
-                self._ends, self._arrived, self._deadline = True, {}, None
-            elif self._ends and not request.ends:
-                return Reply({"what": "ends"})
-            self._arrived.setdefault(island, {})[request.rank] = _Message(request, data)
-            self._changed.notify_all()
-            while True:
+            refused = self._late(request) or self._take(request, data)
+            while refused is None:
                 self._decide_if_due()
                 decided = self._decided
-                if decided is not None and decided.number == number:
-                    taken = island in decided.messages
-                    return decided.reply(island, request.rank) if taken else Reply({"what": "missed"})
+                if decided is not None and decided.number == number and island in decided.messages:
+                    return decided.reply(request)
                 if self._ends and not request.ends:
-                    return Reply({"what": "ends"})
-                if island not in self._members and not self._is_complete(island):
+                    refused = Reply({"what": "ends"})
+                elif island not in self._members and not self._is_complete(island):
+                    refused = self._late(request) or Reply({"what": "missed"})
+                else:
+                    self._wait(connection)
+            return refused
+
+    def _take(self, request: Exchange, data: bytes | memoryview) -> Reply | None:
+        """Take a rank's part of the round; return the answer if it does not count."""
+        if request.island not in self._members or request.round != self._number:
+            return Reply({"what": "missed"})
+        self._check_island(request)
+        if request.ends and not self._ends:
+            self._ends, self._arrived, self._deadline = True, {}, None
+        elif self._ends and not request.ends:
+            return Reply({"what": "ends"})
+        self._arrived.setdefault(request.island, {})[request.rank] = Message(request, data)
+        self._changed.notify_all()
+        return None
+
+    def _late(self, request: Exchange) -> Reply | None:
+        """Return what a rank gets that sends something for the last round when that is decided; None if it is not."""
+        over = self._over
+        if over is None or request.run != over.run or request.round not in (over.number, over.number + 1):
+            return None
+        if not request.ends:
+            return Reply({"what": "ends"})
+        if request.round > over.number:  # it has been given what the last round has led to
+            return Reply({"what": "done", "islands": [], "joiners": [], "late": True})
+        reply = over.reply(request)
+        reply.line["late"] = True
+        return reply
+
+    def verdict(self, connection: Connection, request: Verdict) -> Reply:
+        """Give the ranks of an island what any of them has found in a round, when all have said it.
+
+        An island counts with all of its shards, or with none. All islands have the same bytes, so all find the same.
+
+        Raises:
+            ValueError: the connection has not joined as this rank.
+        """
+        island, end = request.island, time.monotonic() + self._patience_s
+        with self._changed:
+            self.check_seat(connection, request)
+            decided = self._decided
+            if decided is None or decided.number != request.round or request.ranks != len(self._fingerprints):
+                return Reply({"what": "missed"})
+            found = decided.verdicts.setdefault(island, {})
+            found[request.rank] = request.refused
+            self._changed.notify_all()
+            while len(found) < request.ranks:
+                if not decided.ends and island not in self._members:
                     return Reply({"what": "missed"})
+                if decided.ends and time.monotonic() > end:
+                    return Reply({"error": f"{request.ranks - len(found)} ranks of island {island} were lost."})
                 self._wait(connection)
+            return Reply({"what": "refused", "islands": sorted(frozenset().union(*found.values()))})
 
     def _check_island(self, request: Exchange) -> None:
         """Refuse what does not fit to the other ranks of the island."""
@@ -374,14 +430,17 @@ class Hub:
         if not self._members <= set(complete) and now < self._deadline:
             return
         messages = {i: self._arrived[i] for i in complete}
-        # The first island has to be there still, to serve those that join.
-        joiners = self._joined() if not self._ends and complete[0] in self._members else []
+        # Those that are late for the last round get its result when they come, as those do that wait to join.
+        joiners = [i for i in range(self._islands) if i not in complete] if self._ends else self._joined()
+        if complete[0] not in self._members:
+            joiners = []  # it has to be there still, to serve them
         sent = {i: {rank: m.request.fingerprint for rank, m in messages[i].items()} for i in complete}
-        self._decided = _Round(self._number, messages, joiners, disagreement(sent))
+        self._decided = Round(self._number, self._run, self._ends, messages, joiners, disagreement(sent))
         self._number += 1
         self._members = (self._members & set(complete)) | set(joiners)
         self._arrived, self._deadline = {}, None
         self._serve(complete[0], joiners)
         if self._ends:
             self._members, self._ends, self._run = set(), False, None
+            self._over = self._decided if self._decided.problem is None else None
         self._changed.notify_all()

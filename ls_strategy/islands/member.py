@@ -11,7 +11,9 @@ Nothing here is collective inside the island: the hub gives all ranks of an isla
 
 from __future__ import annotations
 
+import contextlib
 import time
+from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -58,7 +60,7 @@ class Result:
     """The mean over the islands."""
 
     refused: tuple[tuple[int, str], ...] = ()
-    """Islands whose contribution to this rank's shards does not count, and why."""
+    """Islands whose contribution this rank refuses, so that it does not count on any rank, and why."""
 
     seconds: float = 0.0
 
@@ -77,6 +79,8 @@ class Member:
         """The number of rounds so far."""
         self.buffers: Tensor | None = None
         """Their mean in the last round that had any."""
+        self.present: set[int] = set()
+        """The islands in the last round."""
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="ls_strategy_islands")
         self._pending: Future[Result] | None = None
 
@@ -92,7 +96,8 @@ class Member:
 
         Raises:
             ConfigError: this island does not fit to the others.
-            StateError: there is no hub, or it is lost before it has answered.
+            StateError: there is no hub, or it is lost before it has answered; or the state of the other island is none
+                to continue from.
         """
         self.client.connect()
         line = {"fingerprint": self.fingerprint, "run": self.run, "round": self.round, "again": again}
@@ -100,7 +105,7 @@ class Member:
             answer, parts = self.client.ask("join", line)
             fetched = answer["what"] == "fetch"
             if fetched:
-                self._take(answer["buffers"], parts[0])
+                self._take(answer["buffers"], parts[0], own_buffers)
             self.run, self.round = answer["run"], answer["round"]
             if answer.get("joiners"):
                 self._send_state(own_buffers)
@@ -116,10 +121,22 @@ class Member:
         data = self.outer.packed() + wire.encode(there, "exact")
         self.client.ask("state", {"round": self.round, "buffers": there.numel()}, data)
 
-    def _take(self, numel: int, data: bytes | bytearray) -> None:
-        end = len(data) - 8 * numel
-        self.outer.unpack(data[:end])
-        self.buffers = wire.decode(data[end:], numel, "exact", buffers.DTYPE)
+    def _take(self, numel: int, data: bytes | bytearray, own_buffers: Tensor) -> None:
+        end = len(data) - wire.nbytes(numel, "exact", buffers.DTYPE)
+        try:
+            values = wire.decode(data[end:], numel, "exact", buffers.DTYPE) if end >= 0 else own_buffers[:0]
+            if numel and own_buffers.numel():
+                if values.numel() != own_buffers.numel():
+                    raise ValueError(f"{numel} values of buffers instead of {own_buffers.numel()}")
+                if buffers.problems({0: own_buffers, 1: values}, None).get(1):
+                    raise ValueError("buffers that are not finite")
+            self.outer.unpack(data[: max(end, 0)])
+        except ValueError as error:
+            raise StateError(
+                f"the island that gives this one its state has sent {error}. Look for a divergence there, and start "
+                "all islands from checkpoints before it."
+            ) from None
+        self.buffers = values if numel else None
 
     # rounds ----------------------------------------------------------------------------------------------------------
 
@@ -155,58 +172,82 @@ class Member:
         return pending.result()
 
     def _exchange(self, own: Contribution) -> Result:
-        started = time.perf_counter()
-        data = own.gradient + wire.encode(own.buffers, "exact") if own.steps else b""
-        line = {"round": self.round, "ends": own.ends, "steps": own.steps, "fingerprint": own.about}
-        line["run"] = self.run
+        started, data = time.perf_counter(), own.gradient + wire.encode(own.buffers, "exact") if own.steps else b""
         try:
-            answer, parts = self.client.ask("exchange", line, data)
+            return self._attempt(own, data, started)
         except HubLostError:
             if self.join(own.buffers, again=True):
                 return Result("fetch")
-            try:
-                answer, parts = self.client.ask("exchange", {**line, "run": self.run, "round": self.round}, data)
-            except HubLostError as error:
-                raise StateError(
-                    f"the hub was lost twice in a round ({error}). Start `ls-strategy meet` again, and the islands "
-                    "from their last checkpoints."
-                ) from None
+        try:
+            return self._attempt(own, data, started, again=True)
+        except HubLostError as error:
+            raise StateError(
+                f"the hub was lost twice in a round ({error}). Start `ls-strategy meet` again, and the islands "
+                "from their last checkpoints."
+            ) from None
+
+    def _attempt(self, own: Contribution, data: bytes, started: float, *, again: bool = False) -> Result:
+        """Send, wait for the others, and take the outer step. If the hub is lost, nothing has changed."""
+        line = {"run": self.run, "round": self.round, "ends": own.ends, "steps": own.steps, "fingerprint": own.about}
+        answer, parts = self.client.ask("exchange", line, data)
         if answer["what"] != "done":
             return Result(answer["what"])
-        return self._apply(own, data, answer, parts, started)
-
-    def _apply(
-        self, own: Contribution, data: bytes, answer: dict[str, Any], parts: list[bytearray], started: float
-    ) -> Result:
-        steps = dict(answer["islands"])
-        others = iter(parts)
+        steps, others = dict(answer["islands"]), iter(parts)
         of = {i: data if i == self.client.island else next(others) for i in sorted(steps)}
-        end = self.outer.nbytes(own.places)
-        given, refused = [], []
-        for i in sorted(of):
-            if steps[i]:
-                why = self._problem(own, of[i], end)
-                refused += [(i, why)] if why else []
-                given += [] if why else [of[i]]
-        square, means = 0.0, None
-        if given:
-            square = self.outer.step(own.places, [each[:end] for each in given])
-            numel = own.buffers.numel()
-            if numel:
-                means = buffers.mean([wire.decode(each[end:], numel, "exact", buffers.DTYPE) for each in given])
-                self.buffers = means
-        self.round += 1
+        lost = self.present - set(steps)
+        if again and own.ends and lost and not answer.get("late"):
+            raise StateError(
+                f"the hub was lost in the last round, and islands {sorted(lost)} do not take part in it again: they "
+                "may have ended with other weights. Take theirs, or start all islands from their last checkpoints."
+            )
+        given = {i: of[i] for i in of if steps[i]}
+        problems = self._problems(own, given)
+        refused = self._agree(problems) if given else set()
+        if refused is None:
+            return Result("missed")
+        counted = [given[i] for i in given if i not in refused]
+        square, means = self._step(own, counted)
+        self.round, self.present = self.round + 1, set(steps)
         if answer["joiners"]:
-            self._send_state(own.buffers)
+            with contextlib.suppress(HubLostError):  # the next round finds it out
+                self._send_state(own.buffers)
         seconds = time.perf_counter() - started
-        return Result("done", tuple(sorted(steps)), square, means, tuple(refused), seconds)
+        return Result("done", tuple(sorted(steps)), square, means, tuple(sorted(problems.items())), seconds)
 
-    def _problem(self, own: Contribution, data: bytes | bytearray, end: int) -> str | None:
-        """Return what is wrong with an island's contribution of ``end`` bytes and its buffers; None if nothing is."""
-        expected = end + wire.nbytes(own.buffers.numel(), "exact", buffers.DTYPE)
-        if len(data) != expected:
-            return f"{len(data)} bytes instead of {expected}"
-        return self.outer.problem(own.places, data[:end])
+    def _step(self, own: Contribution, counted: Sequence[bytes | bytearray]) -> tuple[float, Tensor | None]:
+        """Take the outer step; return the sum of squares of this rank's part, and the mean of the buffers."""
+        if not counted:
+            return 0.0, None
+        end, numel = self.outer.nbytes(own.places), own.buffers.numel()
+        square = self.outer.step(own.places, [each[:end] for each in counted])
+        if not numel:
+            return square, None
+        self.buffers = buffers.mean([wire.decode(each[end:], numel, "exact", buffers.DTYPE) for each in counted])
+        return square, self.buffers
+
+    def _problems(self, own: Contribution, given: Mapping[int, bytes | bytearray]) -> dict[int, str]:
+        """Return the islands whose contribution to this rank's shards, or buffers, cannot be right, and why."""
+        end, numel = self.outer.nbytes(own.places), own.buffers.numel()
+        expected, found = end + wire.nbytes(numel, "exact", buffers.DTYPE), {}
+        for island, data in given.items():
+            if len(data) != expected:
+                found[island] = f"{len(data)} bytes instead of {expected}"
+            elif (why := self.outer.problem(own.places, data[:end])) is not None:
+                found[island] = why
+        sound = {i: data for i, data in given.items() if i not in found}
+        values = {i: wire.decode(data[end:], numel, "exact", buffers.DTYPE) for i, data in sound.items()}
+        return {**found, **(buffers.problems(values, self.buffers) if values and numel else {})}
+
+    def _agree(self, problems: Mapping[int, str]) -> set[int] | None:
+        """Return the islands that any rank of this island refuses; None if this island is out.
+
+        An island counts with all of its shards or with none: half of a step is a step of another model. All islands
+        have the same bytes, so all refuse the same ones.
+        """
+        if self.client.ranks == 1:
+            return set(problems)
+        answer, _ = self.client.ask("verdict", {"round": self.round, "refused": sorted(problems)})
+        return set(answer["islands"]) if answer["what"] == "refused" else None
 
     def close(self) -> None:
         """Leave the other islands, and end the thread."""

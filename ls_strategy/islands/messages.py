@@ -57,6 +57,15 @@ class Exchange(Request):
 
 
 @dataclass(frozen=True)
+class Verdict(Request):
+    """A rank says what it has found in a round."""
+
+    round: int
+    refused: frozenset[int]
+    """Islands whose contribution to this rank's shards cannot be right."""
+
+
+@dataclass(frozen=True)
 class State(Request):
     """A rank sends its part of the state for those that come."""
 
@@ -87,6 +96,19 @@ def exchange(request: Mapping[str, Any]) -> Exchange:
         *_who(request), _fingerprint(request), _run(request), whole_number(request, "round", _MOST_NUMBER),
         whole_number(request, "steps", _MOST_NUMBER), _flag(request, "ends"),
     )  # fmt: skip
+
+
+def verdict(request: Mapping[str, Any]) -> Verdict:
+    """Return a checked request.
+
+    Raises:
+        ValueError: an entry is something else.
+    """
+    refused = request.get("refused")
+    if not isinstance(refused, list) or len(refused) > _MOST_ISLANDS:
+        raise ValueError("refused is no list of islands")
+    islands = frozenset(whole_number({"refused": island}, "refused", _MOST_ISLANDS - 1) for island in refused)
+    return Verdict(*_who(request), whole_number(request, "round", _MOST_NUMBER), islands)
 
 
 def state(request: Mapping[str, Any]) -> State:

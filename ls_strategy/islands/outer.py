@@ -183,13 +183,23 @@ class Outer:
         return b"".join(wire.encode(t, "exact") for s in list(self.shards.values()) for t in (s.weights, s.momentum))
 
     def unpack(self, data: bytes | bytearray) -> None:
-        """Take them over."""
+        """Take them over.
+
+        Raises:
+            ValueError: they are those of another model, or not finite.
+        """
         mine = [t for s in self.shards.values() for t in (s.weights, s.momentum)]
-        at = 0
-        for target in mine:
-            end = at + wire.nbytes(target.numel(), "exact", target.dtype)
-            target.copy_(wire.decode(data[at:end], target.numel(), "exact", target.dtype))
-            at = end
+        sizes = [wire.nbytes(target.numel(), "exact", target.dtype) for target in mine]
+        if len(data) != sum(sizes):
+            raise ValueError(f"{len(data)} bytes of weights and momentum instead of {sum(sizes)}")
+        at, values = 0, []
+        for target, size in zip(mine, sizes, strict=True):
+            values.append(wire.decode(data[at : at + size], target.numel(), "exact", target.dtype))
+            at += size
+        if not all(bool(each.isfinite().all()) for each in values):
+            raise ValueError("weights or momentum that are not finite")
+        for target, value in zip(mine, values, strict=True):
+            target.copy_(value)
 
     def fingerprint(self, engine: Engine) -> dict[str, str]:
         """Return what has to be equal on all islands: names, shapes and shards of what trains, values of what does not.

@@ -22,7 +22,8 @@ from ls_strategy.distributed.requests import (
 )
 from ls_strategy.errors import ConfigError
 from ls_strategy.islands import messages
-from ls_strategy.islands.hub import Hub, Reply
+from ls_strategy.islands.decided import Reply
+from ls_strategy.islands.hub import Hub
 
 _SILENCE_S = 120.0
 """Seconds without a byte after which a rank counts as lost. Ranks that train send a line every few seconds."""
@@ -111,6 +112,8 @@ class _Handler(RequestHandler):
         elif what == "exchange":
             exchange = messages.exchange(request)
             self._answer_with(self.served.exchange(self, exchange, self._data(exchange, length)))
+        elif what == "verdict":
+            self._answer_with(self.served.verdict(self, messages.verdict(request)))
         elif what == "state":
             state = messages.state(request)
             self._answer_with(self.served.state(self, state, self._data(state, length)))

@@ -17,8 +17,9 @@ from ls_strategy import ConfigError, DiLoCo, StateError
 from ls_strategy.cli import main
 from ls_strategy.islands import buffers, messages, wire
 from ls_strategy.islands.client import HubClient, parse_address
+from ls_strategy.islands.decided import Reply
 from ls_strategy.islands.fingerprint import disagreement
-from ls_strategy.islands.hub import Hub, Reply
+from ls_strategy.islands.hub import Hub
 from ls_strategy.islands.link import HubLostError
 from ls_strategy.islands.server import HubServer
 from ls_strategy.testing import free_port
@@ -32,6 +33,7 @@ class Rank:
     def __init__(self, hub: Hub, island: int, rank: int, ranks: int) -> None:
         self.hub, self.who = hub, {"island": island, "rank": rank, "ranks": ranks}
         self.is_lost, self.waits = False, 0
+        self.run: str | None = None
         self._thread = ThreadPoolExecutor(1)
         self.made.append(self)
 
@@ -48,8 +50,13 @@ class Rank:
     def exchange(
         self, round: int, data: bytes, *, ends: bool = False, steps: int = 1, run: str | None = None, **fingerprint: Any
     ) -> Future[Reply]:
+        run = run or self.run
         line = {**self.who, "round": round, "run": run, "ends": ends, "steps": steps, "fingerprint": fingerprint}
         return self._thread.submit(self.hub.exchange, self, messages.exchange(line), data)
+
+    def verdict(self, round: int, refused: list[int]) -> Future[Reply]:
+        line = {**self.who, "round": round, "refused": refused}
+        return self._thread.submit(self.hub.verdict, self, messages.verdict(line))
 
     def state(self, round: int, data: bytes) -> Future[Reply]:
         line = {**self.who, "round": round, "buffers": 0}
@@ -176,6 +183,96 @@ def test_the_end_of_one_island_is_the_last_round_of_all():
     assert get(regular).line["what"] == "ends"
     assert get(second[0].exchange(0, b"all of 1", ends=True)).parts == [b"all of 0"]
     assert get(last).parts == [b"all of 1"]
+
+
+def ended(*, patience_s: float = 0.5, state: bytes | None = b"end") -> tuple[Hub, str, list[Rank], list[Rank]]:
+    """A run that the first of two islands has ended while the second one was late; its two rounds are over."""
+    hub, (first, second) = started(patience_s=patience_s)
+    run = str(hub._run)
+    for rank in (first[0], second[0]):
+        rank.run = run
+    both = [first[0].exchange(0, b"a"), second[0].exchange(0, b"b")]
+    assert [get(each).line["what"] for each in both] == ["done", "done"]
+    reply = get(first[0].exchange(1, b"last", ends=True))
+    assert (reply.line["islands"], reply.line["joiners"]) == ([[0, 1]], [1])
+    if state is not None:
+        get(first[0].state(2, state))
+    first[0].lose()
+    return hub, run, first, second
+
+
+def test_an_island_that_is_late_for_the_last_round_gets_its_contributions():
+    _, _, _, second = ended(state=None)
+    assert get(second[0].exchange(1, b"part")).line["what"] == "ends"
+    reply = get(second[0].exchange(1, b"all", ends=True))
+    assert (reply.line["what"], reply.line["islands"], reply.parts) == ("done", [[0, 1]], [b"last"])
+    assert reply.line["late"]
+
+
+def test_an_island_whose_connection_breaks_in_the_last_round_gets_it_again():
+    hub, run, _, second = ended(state=None)
+    second[0].lose()
+    again = island(hub, 1)[0]
+    assert get(again.join(run, 1, again=True)).line == {"what": "own", "joiners": [], "run": run, "round": 1}
+    assert get(again.exchange(1, b"all", ends=True, run=run)).parts == [b"last"]
+
+
+def test_an_island_that_lacks_more_than_the_last_round_gets_its_result():
+    _, run, _, second = ended()
+    assert get(second[0].exchange(0, b"old", ends=True)).line["what"] == "missed"
+    reply = get(second[0].join(run, 0, again=True))
+    assert (reply.line["what"], reply.line["run"], reply.line["round"], reply.parts) == ("fetch", run, 2, [b"end"])
+    assert get(second[0].exchange(2, b"part")).line["what"] == "ends"
+    assert get(second[0].exchange(2, b"all", ends=True)).line["islands"] == []
+
+
+def test_without_the_result_of_the_last_round_a_late_island_is_told_so():
+    hub, run, _, second = ended(state=None)  # the one that had it was lost
+    assert "island 1 after the last round of its run" in get(second[0].join(run, 0, again=True)).line["error"]
+    second[0].lose()
+    assert "after the last round" in get(island(hub, 1)[0].join(run, 0)).line["error"]  # from a checkpoint, alone
+
+
+@pytest.mark.parametrize("state", [b"end", None])
+def test_an_island_that_waits_to_be_let_in_gets_the_result_of_the_last_round(state: bytes | None):
+    hub, (first, second) = started(patience_s=0.5)
+    run = str(hub._run)
+    second[0].lose()
+    join = island(hub, 1)[0].join(run, 0)
+    while 1 not in hub._joining:
+        time.sleep(0.01)
+    get(first[0].exchange(0, b"last", ends=True))
+    if state is not None:
+        get(first[0].state(1, state))
+    first[0].lose()
+    assert get(join).parts == [state] if state is not None else "after the last round" in get(join).line["error"]
+
+
+def test_all_islands_may_continue_a_run_that_has_ended():
+    hub, run, _, second = ended(patience_s=3.0)
+    second[0].lose()
+    joins = [island(hub, number)[0].join(run, 2) for number in (0, 1)]
+    assert [get(each).line for each in joins] == [{"what": "own", "joiners": [], "run": run, "round": 2}] * 2
+
+
+def test_an_island_does_not_come_back_into_another_run():
+    hub, _ = started()
+    hub.gone(hub._seats[1, 0])
+    assert "different runs" in get(island(hub, 1)[0].join("another", 3, again=True)).line["error"]
+
+
+def test_what_one_rank_refuses_all_ranks_of_its_island_refuse():
+    _, (first, second) = started(ranks=2)
+    for each in [rank.exchange(0, b"x") for rank in (*first, *second)]:
+        get(each)
+    early = first[0].verdict(0, [])
+    time.sleep(0.2)
+    assert not early.done()
+    assert get(first[1].verdict(0, [1])).line == get(early).line == {"what": "refused", "islands": [1]}
+    half = second[0].verdict(0, [1])
+    second[1].lose()
+    assert get(half).line["what"] == "missed"
+    assert get(first[0].verdict(5, [])).line["what"] == "missed"
 
 
 def test_a_run_continues_from_the_newest_state():
@@ -392,6 +489,37 @@ def test_equal_buffers_stay_as_they_are_and_others_become_their_mean():
     assert torch.equal(buffers.mean([value] * 3), value)
     ends = torch.tensor([1.0, 4.0], dtype=torch.float64)
     assert buffers.mean([ends, ends + 1, ends + 2]).tolist() == [2.0, 5.0]
+
+
+INF, NAN = float("inf"), float("nan")
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "known", "wrong"),
+    [
+        ([1.0, 2.0], [3.0, 4.0], None, []),
+        ([1.0, NAN], [3.0, 4.0], None, [0]),
+        ([1.0, 2.0], [INF, 4.0], None, [1]),
+        ([-INF, 2.0], [-INF, 4.0], None, []),  # a mask
+        ([-INF, 2.0], [NAN, 4.0], None, [1]),
+        ([NAN, 2.0], [-INF, 4.0], None, [0]),
+        ([NAN, 2.0], [NAN, 4.0], None, []),
+        ([-INF, 2.0], [INF, 4.0], None, [1]),
+        ([INF, 2.0], [-INF, 4.0], [-INF, 2.0], [0]),
+        ([NAN, NAN], [NAN, 1.0], [1.0, 1.0], [0, 1]),
+        ([NAN, 1.0], [NAN, 1.0], [1.0], []),  # of another size
+    ],
+)
+def test_buffers_that_are_not_finite_are_found(first: Any, second: Any, known: Any, wrong: list[int]):
+    values = {i: torch.tensor(each, dtype=torch.float64) for i, each in enumerate((first, second))}
+    before = None if known is None else torch.tensor(known, dtype=torch.float64)
+    assert sorted(buffers.problems(values, before)) == wrong
+
+
+def test_the_infinities_of_a_mask_stay():
+    mask = torch.tensor([0.0, -INF, INF], dtype=torch.float64)
+    assert torch.equal(buffers.mean([mask] * 3), mask)
+    assert buffers.change(mask, mask).tolist() == [0.0, 0.0, 0.0]
 
 
 # --- options ---------------------------------------------------------------------------------------------------------
