@@ -7,12 +7,16 @@ import sys
 import threading
 import time
 from collections import defaultdict
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 from zlib import crc32
 
 import pytest
+import pytest_timeout
 from hypothesis import settings
+
+from tests import limits
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -36,12 +40,23 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure() -> None:
-    """Replace `spawn` before a module of tests imports it."""
+    """Let limits know how busy the machine is, and replace `spawn` before a module of tests imports it."""
+    limits.install()
     if os.environ.get(NATIVE) == "1":
         import ls_strategy.testing
         from tests.native_ranks import spawn_natively
 
         ls_strategy.testing.spawn = spawn_natively
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_timeout_set_timer(item: Any, settings: Any) -> bool | None:
+    """Let pytest-timeout count by the clock of `limits`."""
+    if settings.method != "thread":
+        return None
+    act = partial(pytest_timeout.timeout_timer, item, settings)
+    item.cancel_timeout = limits.after(settings.timeout, act, f"pytest_timeout {item.nodeid}")
+    return True
 
 
 ROOT = Path(__file__).parent
