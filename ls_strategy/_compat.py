@@ -1204,7 +1204,9 @@ def choose_checkpoint(trainer: Any, choose: Callable[[Any], Any]) -> None:
         else:
             connector.resume_start = before
         chosen = choose(checkpoint_path)
-        connector.resume_start(chosen, weights_only=True if isinstance(chosen, Unnamed) else weights_only)
+        if isinstance(chosen, Unnamed):
+            chosen, weights_only = str(chosen), True
+        connector.resume_start(chosen, weights_only=weights_only)
 
     connector.resume_start = resume_start
 

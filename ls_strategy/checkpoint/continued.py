@@ -1,6 +1,7 @@
 """The checkpoint that a run continues from where nobody has named one. Code in a file that only lies there never runs.
 
-A file counts only if it can be read as ``torch.load(weights_only=True)`` reads it.
+A file counts only if it can be read as ``torch.load(weights_only=True)`` reads it, and a small one only if its bytes
+match their checksums: what is damaged would end this start and every later one.
 """
 
 from __future__ import annotations
@@ -9,14 +10,19 @@ import os
 import pickle
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
+from pathlib import Path
 
 import torch
 
 from ls_strategy.checkpoint.commit import newest_first
+from ls_strategy.checkpoint.describe import verify_all
 from ls_strategy.checkpoint.place import Place
 from ls_strategy.checkpoint.source import read_checkpoint
 from ls_strategy.checkpoint.target import META
 from ls_strategy.errors import CheckpointError
+
+_CHECKED_BYTES = 2 << 30
+"""Largest checkpoint of which all bytes are compared with their checksums, by one rank while the others wait."""
 
 
 @dataclass
@@ -33,32 +39,38 @@ class Continued:
         return "; ".join(f"{path}: {why}" for path, why in self.skipped.items())
 
 
-def newest_readable(
-    folders: Iterable[str | os.PathLike[str]], damage: Callable[[str], str] = lambda _: ""
-) -> Continued:
+def newest_readable(folders: Iterable[str | os.PathLike[str]], damage: Callable[[str], str] | None = None) -> Continued:
     """Find the newest checkpoint in these folders that a run can be resumed from. Call it on one rank.
 
-    What holds only weights does not count. The values of tensors are not read, so they may still be damaged.
+    What holds only weights does not count.
 
     Args:
         folders: where to look.
-        damage: gets the path of one that can be read; returns why it does not count, or nothing.
+        damage: gets the path of one that can be read; returns why it does not count, or nothing. None: `_damage`.
     """
     found = Continued()
     for path in newest_first(folders):
         try:
             checkpoint = read_checkpoint(path, weights_only=True)
+            if "optimizer_states" not in checkpoint and "lr_schedulers" not in checkpoint:
+                continue
+            why = (damage or _damage)(path)
         except (CheckpointError, OSError) as error:
-            found.skipped[path] = _why(path, error)
-            continue
-        if "optimizer_states" not in checkpoint and "lr_schedulers" not in checkpoint:
-            continue
-        why = damage(path)
+            why = _why(path, error)
         if not why:
             found.path = path
             break
         found.skipped[path] = why
     return found
+
+
+def _damage(path: str) -> str:
+    """Return what is damaged in a local checkpoint that is read in a moment, or nothing."""
+    if not Place(path).local:
+        return ""
+    itself = Path(Place(path).path)
+    files = [file for file in itself.iterdir() if file.is_file()] if itself.is_dir() else [itself]
+    return " ".join(verify_all(path)) if sum(file.stat().st_size for file in files) <= _CHECKED_BYTES else ""
 
 
 def _why(path: str, error: Exception) -> str:

@@ -370,7 +370,7 @@ def _wrong_records(place: Place, progress: Callable[[str], None] | None) -> list
         progress(place.name)
     with place.open_itself() as file:
         return [
-            f"{place} is damaged: its record {record} does not match its checksum ({why}), unless it was saved with "
-            "torch.serialization.set_crc32_options(False). Resume from another checkpoint, and check the disk."
+            f"{place} is damaged: its record {record} does not match its checksum ({why}). Resume from "
+            "another checkpoint, and check the disk."
             for record, why in wrong_records(file)
         ]

@@ -215,7 +215,8 @@ def _read_legacy(file: IO[bytes]) -> Any:
 def wrong_records(file: IO[bytes]) -> Iterator[tuple[str, str]]:
     """Yield name and error of every record of an archive that differs from its checksum. Reads the file in full.
 
-    A file of torch before 1.6 is no archive and has no checksums.
+    A file of torch before 1.6 is no archive and has no checksums. All are 0 after
+    ``torch.serialization.set_crc32_options(False)``.
     """
     if not zipfile.is_zipfile(file):
         return
@@ -224,7 +225,10 @@ def wrong_records(file: IO[bytes]) -> Iterator[tuple[str, str]]:
     except Exception as error:  # of any kind, from a damaged directory of records
         yield "directory of records", repr(error)
         return
-    for info in archive.infolist():
+    records = archive.infolist()
+    if not any(info.CRC for info in records):
+        return
+    for info in records:
         try:
             with archive.open(info) as record:
                 while record.read(1 << 24):

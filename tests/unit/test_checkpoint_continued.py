@@ -9,7 +9,10 @@ from typing import Any
 import pytest
 import torch
 
+from ls_strategy._compat import without_crc32
+from ls_strategy.checkpoint import continued
 from ls_strategy.checkpoint.continued import newest_readable
+from ls_strategy.checkpoint.describe import verify_all
 from tests.unit.checkpoint_folders import small_folder
 from tests.unit.test_untrusted import Runs, write
 
@@ -47,6 +50,38 @@ def test_newer_ones_that_cannot_be_read_are_skipped(tmp_path: Path) -> None:
     assert not marker.exists()
     good = small_folder(two / "f.ckpt")
     assert newest_readable([one, two]).path == str(good)
+
+
+def flip(path: Path, at: int) -> None:
+    data = bytearray(path.read_bytes())
+    data[at] ^= 1
+    path.write_bytes(data)
+
+
+@pytest.mark.parametrize("kind", ["file", "folder"])
+def test_a_flipped_bit_in_a_tensor_is_found_where_checking_is_quick(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str
+) -> None:
+    older = file_of(tmp_path / "older.ckpt", 1, RESUMABLE)
+    newer = tmp_path / "newer.ckpt"
+    if kind == "file":
+        file_of(newer, 2, {**RESUMABLE, "state_dict": {"a": torch.ones(10_000)}})
+        flip(newer, newer.stat().st_size // 2)
+    else:
+        part = next(iter(small_folder(newer).glob("*.distcp")))
+        flip(part, part.stat().st_size // 2)
+    found = newest_readable([tmp_path])
+    assert found.path == str(older)
+    assert "is damaged" in found.skipped[str(newer)]
+    monkeypatch.setattr(continued, "_CHECKED_BYTES", 1000)
+    assert newest_readable([tmp_path]).path == str(newer)
+
+
+def test_a_file_without_checksums_counts(tmp_path: Path) -> None:
+    with without_crc32():
+        path = file_of(tmp_path / "a.ckpt", 1, RESUMABLE)
+    assert newest_readable([tmp_path]).path == str(path)
+    assert verify_all(path) == []
 
 
 @pytest.mark.parametrize("there", [False, True])

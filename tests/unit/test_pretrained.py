@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import importlib.util
+import json
 from collections.abc import Generator
 from contextlib import contextmanager
 from pathlib import Path
@@ -234,6 +235,27 @@ def test_parameters_of_another_shape_are_refused(gpt2: Path) -> None:
     weight.data = torch.empty(9, 16, device="meta")
     with pytest.raises(PlanError, match=r"\(8, 16\), and has shape \(9, 16\)"):
         value_of(weight, None, torch.device("cpu"))
+
+
+@needs_transformers
+@needs_safetensors
+def test_shards_that_hold_a_name_twice_load_as_under_transformers(gpt2: Path, tmp_path: Path) -> None:
+    """It reads all shards that an index names, in order, whatever the index says of a name."""
+    safetensors = pytest.importorskip("safetensors.torch")
+    state = safetensors.load_file(gpt2 / "model.safetensors")
+    name = "transformer.ln_f.weight"
+    (tmp_path / "config.json").write_text((gpt2 / "config.json").read_text())
+    for i in (1, 2):
+        shard = {key: value + i for key, value in state.items() if key == name or (len(key) % 2 == i - 1)}
+        safetensors.save_file(shard, tmp_path / f"{i}.safetensors", metadata={"format": "pt"})
+    files = {key: f"{len(key) % 2 + 1}.safetensors" for key in state} | {name: "1.safetensors"}
+    index = {"metadata": {}, "weight_map": files}
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
+    expected = plain(load(tmp_path))
+    with on_meta():
+        model = load(tmp_path)
+    torch.testing.assert_close(values(model), expected, rtol=0, atol=0)
+    assert torch.equal(expected[name], state[name] + 2)
 
 
 # --- load_safetensors ------------------------------------------------------------------------------------------------
