@@ -215,12 +215,12 @@ class _IntoShards(TorchFunctionMode):
         if place is not None and target is not None:
             if func is _COPY:
                 return self._write(target, *place, args[1])
-            if func is _SHAPE:
+            if func == _SHAPE:
                 return torch.Size(place[0].layout.slots[place[1]].full_shape)
         elif id(target) in self._elsewhere:
             if func is _COPY:
                 return target
-            if func is _IS_META:
+            if func == _IS_META:
                 return False
         return func(*args, **(kwargs or {}))
 
@@ -237,6 +237,7 @@ class _IntoShards(TorchFunctionMode):
 
 _TENSOR: Any = Tensor
 _COPY, _SHAPE, _IS_META = _TENSOR.copy_, _TENSOR.shape.__get__, _TENSOR.is_meta.__get__
+"""Getters are equal to what a mode gets, but not the same object: Python makes one at every access."""
 
 
 def masters_from_state_dict(
