@@ -322,13 +322,13 @@ class DiLoCo(ConnectedCallback):
         assert member is not None
         assert sent is not None
         started = time.perf_counter()
-        result = strategy.on_all_ranks(member.settle)
+        world = strategy.require_engine().mesh.world
+        result = island_report.settled(world, strategy.on_all_ranks(member.settle))
         waited = time.perf_counter() - started
         self._sent = None
         if result.what == "done":
             self._merge = self._begun + self.delay, sent.places
             self._buffers_change = None if result.buffers is None else buffers.change(sent.buffers, result.buffers)
-            world = strategy.require_engine().mesh.world
             island_report.log(trainer, world, member, result, waited)
             if self.island in island_report.refused(world, member, result):
                 self._start_afresh(trainer, module)
@@ -350,6 +350,8 @@ class DiLoCo(ConnectedCallback):
             self._take_over(trainer, module)
         else:
             self._join(trainer, module, again=True)
+        if member.over:
+            trainer.should_stop = True  # steps that count nowhere
 
     def _start_afresh(self, trainer: pl.Trainer, module: pl.LightningModule) -> None:
         """Continue from the global weights without optimizer states, which may not be finite either. Collective."""
@@ -403,7 +405,8 @@ class DiLoCo(ConnectedCallback):
         for _ in range(_MOST_ATTEMPTS):
             self._begin(trainer, module, ends=True)
             self._sent = None
-            result = strategy.on_all_ranks(member.settle)
+            world = strategy.require_engine().mesh.world
+            result = island_report.settled(world, strategy.on_all_ranks(member.settle))
             if result.what == "done":
                 return result
             self._come_back(trainer, module, result)

@@ -1,10 +1,26 @@
-"""What islands report of a round: to the loggers, and of contributions that did not count."""
+"""What the ranks of an island tell each other and report of a round: its result, its figures, what did not count."""
 
 from __future__ import annotations
 
 from ls_strategy.distributed.comm import Comm
+from ls_strategy.errors import StateError
 from ls_strategy.host.pytorch import pl, rank_zero_warn
 from ls_strategy.islands.member import Member, Result
+
+
+def settled(world: Comm, result: Result) -> Result:
+    """Return the result of a round if it is of one kind on all ranks. Collective.
+
+    Raises:
+        StateError: it is not: connections of single ranks have broken. On all ranks.
+    """
+    kinds = world.exchange_objects(result.what)
+    if len(set(kinds)) > 1:
+        raise StateError(
+            f"the ranks of this island have lost the hub one by one: a round is {', '.join(map(repr, kinds))} on ranks "
+            f"0 to {len(kinds) - 1}. Start the island again from its last checkpoint; the others go on meanwhile."
+        )
+    return result
 
 
 def refused(world: Comm, member: Member, result: Result) -> set[int]:

@@ -12,6 +12,7 @@ import json
 import socket
 import socketserver
 import threading
+import time
 from collections.abc import Mapping
 from typing import IO, Any
 
@@ -44,8 +45,8 @@ class RequestServer(socketserver.ThreadingTCPServer):
 
     def __init__(self, address: tuple[str, int], *args: Any, **kwargs: Any) -> None:
         """Listen at host and port; the arguments are those of the base class."""
-        self._strangers: dict[int, socket.socket] = {}
-        """Connections that have not sent the secret, by id, the oldest first."""
+        self._strangers: dict[int, tuple[socket.socket, float]] = {}
+        """Connections that have not sent the secret, and since when they are there, by id, the oldest first."""
         self._changing = threading.Lock()
         if ":" in address[0]:
             self.address_family = socket.AF_INET6
@@ -54,12 +55,22 @@ class RequestServer(socketserver.ThreadingTCPServer):
     @override
     def process_request(self, request: Any, client_address: Any) -> None:
         with self._changing:
-            self._strangers[id(request)] = request
+            self._strangers[id(request)] = request, time.monotonic()
             while len(self._strangers) > _MOST_STRANGERS:
-                oldest = self._strangers.pop(next(iter(self._strangers)))
-                with contextlib.suppress(OSError):
-                    oldest.shutdown(socket.SHUT_RDWR)  # its thread reads the end, and closes it
+                self._end_oldest()
         super().process_request(request, client_address)
+
+    @override
+    def service_actions(self) -> None:
+        """End connections whose time is over, also those that send a letter now and then. Called all the time."""
+        with self._changing:
+            while self._strangers and time.monotonic() - next(iter(self._strangers.values()))[1] > _STRANGER_S:
+                self._end_oldest()
+
+    def _end_oldest(self) -> None:
+        oldest, _ = self._strangers.pop(next(iter(self._strangers)))
+        with contextlib.suppress(OSError):
+            oldest.shutdown(socket.SHUT_RDWR)  # its thread reads the end, and closes it
 
     def admit(self, request: Any) -> None:
         """Note that a connection has sent the secret."""

@@ -176,7 +176,7 @@ class Hub:
         if over is None or not request.again or request.run != over.run:
             return None
         if request.round == over.number:  # it has what the last round began with, and gets the contributions to it
-            return Reply({"what": "own", "joiners": [], "run": over.run, "round": over.number})
+            return Reply({"what": "own", "joiners": [], "run": over.run, "round": over.number, "over": True})
         if request.rank in over.states:
             return self._fetched(over.states[request.rank], over.run)
         return None if self._source >= 0 else Reply({"error": _after_the_last_round(request.island)})
@@ -326,7 +326,7 @@ class Hub:
 
     def _fetched(self, state: Message[State], run: str | None) -> Reply:
         line = {"what": "fetch", "buffers": state.request.buffers, "lengths": [len(state.data)]}
-        return Reply({**line, "run": run, "round": state.request.round}, [state.data])
+        return Reply({**line, "run": run, "round": state.request.round, "over": self._over is not None}, [state.data])
 
     # rounds ----------------------------------------------------------------------------------------------------------
 

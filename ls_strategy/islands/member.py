@@ -77,6 +77,8 @@ class Member:
         """Identity of the run that all islands are in; None before the first join."""
         self.round = 0
         """The number of rounds so far."""
+        self.over = False
+        """Whether the other islands have ended, and this one is only late."""
         self.buffers: Tensor | None = None
         """Their mean in the last round that had any."""
         self.present: set[int] = set()
@@ -106,7 +108,7 @@ class Member:
             fetched = answer["what"] == "fetch"
             if fetched:
                 self._take(answer["buffers"], parts[0], own_buffers)
-            self.run, self.round = answer["run"], answer["round"]
+            self.run, self.round, self.over = answer["run"], answer["round"], bool(answer.get("over"))
             if answer.get("joiners"):
                 self._send_state(own_buffers)
         except HubLostError as error:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import ipaddress
+import itertools
 import os
 import shutil
 import socket
@@ -216,9 +217,9 @@ def one_address(own: Sequence[str] | None, of_nodes: Sequence[Sequence[str]]) ->
     if all(is_loopback(each[0]) for each in of_nodes):  # nodes of one host
         return own[0]
     # The main node's name often leads to itself: the way to another node is another interface.
-    others = [address for each in of_nodes for address in each if address not in own and not is_loopback(address)]
+    others = (address for each in of_nodes for address in each if address not in own and _is_elsewhere(address))
     ways = (way for address in others for way in _towards(address))
-    return next((each for each in (own[0], *ways) if _is_address(each) and not is_loopback(each)), "")
+    return next((each for each in itertools.chain([own[0]], ways) if _is_elsewhere(each)), "")
 
 
 def _towards(address: str) -> list[str]:
@@ -231,7 +232,8 @@ def _towards(address: str) -> list[str]:
     return []
 
 
-def _is_address(text: str) -> bool:
+def _is_elsewhere(text: str) -> bool:
+    """Return whether a text is an address, no name, and reached from other hosts."""
     with contextlib.suppress(ValueError):
-        return bool(ipaddress.ip_address(text.split("%")[0]))
+        return not ipaddress.ip_address(text.split("%")[0]).is_loopback
     return False

@@ -21,6 +21,7 @@ from ls_strategy import ConfigError, StateError
 from ls_strategy.islands.client import HubClient
 from ls_strategy.islands.hub import Hub
 from ls_strategy.islands.link import HubLostError
+from ls_strategy.islands.member import Member, Result
 from ls_strategy.islands.server import HubServer
 from ls_strategy.testing import free_port
 from tests.dist.islands import diloco, hub, on_islands
@@ -187,3 +188,28 @@ def test_a_last_round_that_cannot_be_repeated_with_all_islands_is_an_error(tmp_p
             each.wait()
     assert first["error"] == ""
     assert "the hub was lost in the last round, and islands [0] do not take part in it again" in second["error"]
+
+
+def apart(island: int, rank: int, meet: str, what: str) -> str:
+    real, rounds = Member.settle, [0]
+
+    def settle(self: Member) -> Result:
+        rounds[0] += 1
+        result = real(self)
+        return Result(what) if rank and rounds[0] == 2 else result  # type: ignore[arg-type]
+
+    Member.settle = settle  # type: ignore[method-assign]
+    try:
+        trainer_of(2, callbacks=[diloco(meet, 0, islands=1, every=2)], max_steps=4, max_epochs=-1).fit(Net(), batches())
+    except StateError as error:
+        return str(error)
+    return ""
+
+
+@pytest.mark.parametrize("what", ["missed", "fetch", "ends"])
+@pytest.mark.sample(1)
+def test_ranks_that_lose_the_hub_one_by_one_are_an_error_on_every_rank(what: str) -> None:
+    """Else each would wait for the others in another place."""
+    with hub(1) as meet:
+        (texts,) = on_islands(2, apart, meet, what, islands=1)
+    assert all(f"a round is 'done', '{what}' on ranks 0 to 1" in text for text in texts)

@@ -213,7 +213,13 @@ def test_an_island_whose_connection_breaks_in_the_last_round_gets_it_again():
     hub, run, _, second = ended(state=None)
     second[0].lose()
     again = island(hub, 1)[0]
-    assert get(again.join(run, 1, again=True)).line == {"what": "own", "joiners": [], "run": run, "round": 1}
+    assert get(again.join(run, 1, again=True)).line == {
+        "what": "own",
+        "joiners": [],
+        "run": run,
+        "round": 1,
+        "over": True,
+    }
     assert get(again.exchange(1, b"all", ends=True, run=run)).parts == [b"last"]
 
 

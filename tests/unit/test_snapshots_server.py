@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import socket
 import time
@@ -48,6 +49,18 @@ def test_connections_without_the_secret_take_few_descriptors(memory: Memory, mon
         for stranger in strangers:
             stranger.close()
         server.close()
+
+
+def test_a_connection_that_sends_a_letter_now_and_then_is_closed(memory: Memory, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(requests, "_STRANGER_S", 1.0)
+    with serving(memory) as peer, socket.create_connection(("127.0.0.1", peer._port), timeout=20) as stranger:
+        end = time.monotonic() + 15
+        with contextlib.suppress(ConnectionError):
+            while time.monotonic() < end:
+                stranger.sendall(b" ")
+                time.sleep(0.05)
+        assert time.monotonic() < end
+        peer.hello()
 
 
 WRONG: dict[str, dict[str, Any]] = {
