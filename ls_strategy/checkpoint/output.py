@@ -100,7 +100,7 @@ def _written_with(weights: Path) -> set[str]:
             size = int.from_bytes(file.read(8), "little")
             header = json.loads(file.read(size)) if 8 + size <= weights.stat().st_size else {}
         return set(json.loads(header["__metadata__"][WRITER]))
-    except (ValueError, KeyError, TypeError):
+    except (ValueError, KeyError, TypeError, RecursionError):
         return set()
 
 

@@ -127,7 +127,7 @@ def _looks_ours(place: Place, names: set[str]) -> bool:
     try:
         with place.open(MANIFEST, "r") as file:
             return {"files", "layout", "crc32"} <= json.loads(file.read()).keys()
-    except (OSError, ValueError, AttributeError):
+    except (OSError, ValueError, AttributeError, RecursionError, CheckpointError):
         return False
 
 

@@ -124,7 +124,7 @@ def _mapping(config: Given) -> Mapping[str, Any]:
         raise ConfigError(f"init_inference: Got config={config!r}: give a dict, or the path of a JSON file.")
     try:
         found = json.loads(Path(config).read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise ConfigError(
             f"init_inference: Got config={os.fspath(config)!r}, but it cannot be read as JSON: {error}."
         ) from error
@@ -231,14 +231,15 @@ def _kernels(options: Options, name: str, value: Any) -> None:
 def _checkpoint(options: Options, name: str, value: Any) -> None:
     if value is None:
         return
-    if not isinstance(value, str | os.PathLike) or str(os.fspath(value)).endswith(".json"):
+    path = os.fspath(value) if isinstance(value, str | os.PathLike) else ".json"
+    if path.endswith(".json") and not path.endswith(".safetensors.index.json"):
         raise _wrong(
             name,
             value,
             "load policies are not read. Give fill_from=<file or folder of safetensors, a checkpoint folder of this "
             "package, or a .ckpt>, and build the model under torch.device('meta')",
         )
-    options.put("fill_from", os.fspath(value), f"{name}={os.fspath(value)!r}")
+    options.put("fill_from", path, f"{name}={path!r}")
 
 
 def _checkpoint_config(options: Options, name: str, value: Any) -> None:

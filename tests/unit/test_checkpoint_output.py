@@ -110,9 +110,10 @@ def test_an_export_with_other_files_is_kept(tmp_path: Path, extra: str) -> None:
     assert extra in names(tmp_path / "x")
 
 
-def test_weights_of_another_program_are_kept(tmp_path: Path) -> None:
+@pytest.mark.parametrize("header", [b"", b"[" * 200_000, b"[1]", b'{"__metadata__": 3}'])
+def test_weights_of_another_program_are_kept(tmp_path: Path, header: bytes) -> None:
     (tmp_path / "x").mkdir()
-    (tmp_path / "x" / "model.safetensors").write_bytes(bytes(8) + b"{}")
+    (tmp_path / "x" / "model.safetensors").write_bytes(len(header).to_bytes(8, "little") + header + b"{}")
     with pytest.raises(ConfigError, match="no export wrote"):
         write(tmp_path / "x", force=True)
 

@@ -45,6 +45,8 @@ def work(root: Path) -> None:
     (root / "checkpoints" / "train.py").write_text("import torch")
     (root / "checkpoints" / "page").mkdir()
     (root / "checkpoints" / "page" / MANIFEST).write_text('{"name": "a web page"}')
+    (root / "checkpoints" / "nested").mkdir()
+    (root / "checkpoints" / "nested" / MANIFEST).write_text("[" * 200_000)
     (root / "checkpoints" / "data.zip").write_bytes(b"PK\x03\x04" + bytes(22) + b"\x05\x00\x00\x00a.txt")
     (root / "link").symlink_to("checkpoints")
     (root / "link.txt").symlink_to("checkpoints/readme.txt")
@@ -59,6 +61,7 @@ REFUSED = {
     "checkpoints/deep.ckpt": "is a folder that holds something other than a checkpoint: sub",
     "checkpoints/cut.ckpt": "a checkpoint without its manifest.json",
     "checkpoints/page": "a folder that this package did not write",
+    "checkpoints/nested": "a folder that this package did not write",
     "checkpoints/readme.txt": "is a file that torch.save did not write",
     "checkpoints/train.py": "is a file that torch.save did not write",
     "checkpoints/data.zip": "is a file that torch.save did not write",

@@ -84,6 +84,19 @@ def test_arguments_that_are_options_here(given: dict[str, Any], expected: dict[s
     assert read_options(None, given, {}).values == expected
 
 
+@pytest.mark.parametrize("text", ["", "[" * 200_000, "{'a': 1}"])
+def test_a_file_that_is_no_json(tmp_path: Path, text: str) -> None:
+    path = tmp_path / "inference.json"
+    path.write_text(text)
+    with pytest.raises(ConfigError, match="cannot be read as JSON"):
+        read(path)
+
+
+def test_an_index_names_weights_and_no_policy() -> None:
+    index = "weights/model.safetensors.index.json"
+    assert read({"checkpoint": index}) == {"fill_from": index}
+
+
 def test_a_json_file(tmp_path: Path) -> None:
     path = tmp_path / "inference.json"
     path.write_text(json.dumps({"tensor_parallel": {"tp_size": 2}, "dtype": "bf16"}))
