@@ -199,6 +199,14 @@ def check_install(words: list[str]) -> None:
     assert extras(asked[1].split(",")) <= extras(in_ci[1].split(","))
 
 
+def check_make(words: list[str]) -> None:
+    """What a target runs stands in the README, for those who have an environment of their own."""
+    (target,) = words[1:]
+    found = re.search(rf"^{target}: environment\n\t\$\(VENV\)/bin/(.*)$", (ROOT / "Makefile").read_text(), re.MULTILINE)
+    assert found, f"no target {target} in Makefile"
+    assert f"\n{found[1]}\n" in (ROOT / "README.md").read_text()
+
+
 def check_own(words: list[str]) -> None:
     """Our own commands take these arguments."""
     from ls_strategy import cli
@@ -234,6 +242,8 @@ def test_commands_are_taken(block: Block, parser: Any, monkeypatch: pytest.Monke
     for words in commands_of(block):
         if words[:2] == ["pip", "install"]:
             check_install(words)
+        elif words[0] == "make":
+            check_make(words)
         elif words[0] == "ls-strategy":
             check_own(words)
         elif words[:2] == ["python", "-m"]:
@@ -256,7 +266,7 @@ def runs(block: Block) -> bool:
     Nor a command for each of several nodes, nor one that serves until it is interrupted.
     """
     return not re.match(
-        r"ls-strategy meet|pip install|python -m pytest|python -m tests\.bench|sphinx-build|export .*\ntorchrun",
+        r"ls-strategy meet|make |pip install|python -m pytest|python -m tests\.bench|sphinx-build|export .*\ntorchrun",
         block.code,
     )
 
