@@ -114,7 +114,7 @@ def load_full_state_dict(
     if problems:
         raise _does_not_fit(model, "; ".join(problems))
     buffers = {name: buffer.device for name, buffer in model.named_buffers(remove_duplicate=False)}
-    mode = _IntoShards(model, places)
+    mode = _IntoShards(model, places, state)
     with _may_lack(model, may_lack), mode:
         try:
             model.load_state_dict(state, strict=strict)
@@ -198,13 +198,17 @@ def _may_lack(model: nn.Module, names: Collection[str]) -> Iterator[None]:
 class _IntoShards(TorchFunctionMode):
     """Makes ``parameter.copy_(values)`` write to the shards of an engine's parameters, none of which is gathered."""
 
-    def __init__(self, model: nn.Module, places: Mapping[int, tuple[Flat, int]]) -> None:
+    def __init__(self, model: nn.Module, places: Mapping[int, tuple[Flat, int]], state: Mapping[str, Any]) -> None:
         super().__init__()
         tensors = [*model.parameters(), *model.buffers()]
         self._kept = tensors  # so that no other tensor gets one of their ids
         self._places = places
-        self._elsewhere = {id(t) for t in tensors if id(t) not in places and t.is_meta}
-        """On another pipeline rank, which loads them."""
+        elsewhere = {id(t) for t in tensors if id(t) not in places and t.is_meta}
+        named = (*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False))
+        loaded = {id(t): getattr(state.get(name), "shape", t.shape) for name, t in named}
+        self._elsewhere = {key: torch.Size(loaded[key]) for key in elsewhere}
+        """On another pipeline rank, which loads them and compares shapes: with tensor parallelism, this rank knows only
+        those of parts."""
         self.error: Exception | None = None
         """What the first read or write has raised; torch makes one text of all of them."""
 
@@ -220,6 +224,8 @@ class _IntoShards(TorchFunctionMode):
         elif id(target) in self._elsewhere:
             if func is _COPY:
                 return target
+            if func == _SHAPE:
+                return self._elsewhere[id(target)]
             if func == _IS_META:
                 return False
         return func(*args, **(kwargs or {}))
