@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import time
 from pathlib import Path
@@ -13,13 +14,14 @@ from typing_extensions import override
 
 from ls_strategy import _compat as compat
 from ls_strategy import device as dev
+from ls_strategy.callbacks import elastic_errors
 from ls_strategy.callbacks.elastic_disk import newest_of_run
 from ls_strategy.callbacks.elastic_disk import run_of as _run_of
 from ls_strategy.callbacks.preemption import PreemptionHandler
 from ls_strategy.checked import at_least, checked
 from ls_strategy.distributed.ray_worker import in_train_function
-from ls_strategy.errors import CheckpointError, ConfigError
-from ls_strategy.host.pytorch import ModelCheckpoint, pl, rank_zero_info, rank_zero_warn
+from ls_strategy.errors import CheckpointError, ConfigError, PlanError, StateError
+from ls_strategy.host.pytorch import MisconfigurationException, ModelCheckpoint, pl, rank_zero_info, rank_zero_warn
 from ls_strategy.lightning.data_position import order_is_known
 from ls_strategy.lightning.ranks import ConnectedCallback
 from ls_strategy.lightning.strategy import ZeROStrategy
@@ -39,6 +41,9 @@ _COST = 0.01
 
 _MOST_STEPS = 1000
 """Limits ``"auto"`` where steps are short."""
+
+_PERMANENT = (ConfigError, PlanError, CheckpointError, StateError, MisconfigurationException)
+"""Errors about what the user has given: the same at every start."""
 
 _LOST = "Parts of a snapshot were lost with more nodes than one copy makes up for."
 
@@ -101,6 +106,8 @@ class ElasticTraining(ConnectedCallback):
         self._undo: Any = None
         self._found: Found | None = None
         self._left_out: list[Damage] = []
+        self._trained = False
+        """Whether this start has trained a step."""
         self._lost_at = 0.0
         self._last_step = -1
         self._lost_steps = 0
@@ -132,6 +139,7 @@ class ElasticTraining(ConnectedCallback):
                 "TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 in the environment of torchrun."
             )
         self._run = run_name(self.run, os.environ, trainer.default_root_dir)
+        self._trained = False
         if "TORCHELASTIC_RUN_ID" in os.environ:
             ranks, here = int(os.environ["WORLD_SIZE"]), int(os.environ["LOCAL_WORLD_SIZE"])
             strategy.num_nodes = max(ranks // here, 1)
@@ -149,8 +157,7 @@ class ElasticTraining(ConnectedCallback):
         trainer.callbacks = [c for c in trainer.callbacks if c is not self] + [self]  # type: ignore[attr-defined]
         comm = strategy._comm
         assert comm is not None
-        folder = root(os.environ) if self.memory is None else Path(self.memory).resolve()
-        memory = strategy.on_all_ranks(lambda: Memory(folder, self._run))
+        memory = strategy.on_all_ranks(self._open)
         self._close()
         self._nodes = Nodes(
             memory, comm.rank, os.environ.get("MASTER_ADDR"), comm.exchange_objects, strategy.on_all_ranks
@@ -159,6 +166,9 @@ class ElasticTraining(ConnectedCallback):
         if self._last_step >= 0 or _is_restarted(os.environ):
             compat.overwrite_saved_config(trainer)
         compat.choose_checkpoint(trainer, lambda given: self._choose(trainer, strategy, given))
+
+    def _open(self) -> Memory:
+        return Memory(root(os.environ) if self.memory is None else Path(self.memory).resolve(), self._run)
 
     def _check(self, trainer: pl.Trainer, module: pl.LightningModule) -> ZeROStrategy:
         strategy = trainer.strategy
@@ -282,6 +292,9 @@ class ElasticTraining(ConnectedCallback):
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         """Note the step, and after a restart log what it has cost."""
+        if not self._trained and self._nodes is not None and self._nodes.is_lead:
+            elastic_errors.forget(self._nodes.memory.folder)
+        self._trained = True
         if self._progress is not None:
             self._progress.note(trainer.global_step)
         if self._reports and trainer.global_step > self._begun_at:
@@ -383,10 +396,23 @@ class ElasticTraining(ConnectedCallback):
 
     @override
     def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
-        """Leave the snapshots for the next start."""
+        """Leave the snapshots for the next start, unless it would end with the same error."""
+        self._end_if_again(trainer, exception)
         if self._undo is not None:
             self._undo()
             self._undo = None
+
+    def _end_if_again(self, trainer: pl.Trainer, error: BaseException) -> None:
+        """Note an error before the first step; end the launcher if the start before ended with the same one."""
+        if self._trained or not isinstance(error, _PERMANENT) or os.environ.get("LOCAL_RANK") != "0":
+            return
+        if self._found is not None and isinstance(error, (PlanError, CheckpointError)):
+            return  # of a snapshot, on the nodes that there are now: a lost one may come back
+        with contextlib.suppress(Exception):  # the run ends with its own error
+            again = elastic_errors.came_again(self._open().folder, error, trainer.world_size)
+            launcher = elastic_errors.launcher(os.environ)
+            if again and launcher is not None:
+                elastic_errors.end(launcher, error)
 
     @override
     def teardown(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:

@@ -49,6 +49,7 @@ class Model(pl.LightningModule):
         self.net = nn.Sequential(nn.Linear(8, 32), nn.Dropout(0.2), nn.GELU(), nn.Linear(32, 32), nn.Linear(32, 4))
         self.score = MeanMetric()
         self.seen: list[float] = []
+        self.automatic_optimization = not options.get("manual", False)
 
     def _loss(self, batch: Any) -> torch.Tensor:
         x, y = batch

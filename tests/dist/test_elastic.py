@@ -370,6 +370,24 @@ def test_torchrun_starts_a_killed_rank_again(tmp_path: Path, memory: Path, optio
 
 
 @pytest.mark.wide
+@pytest.mark.parametrize("wrong", [{"manual": True}, {"ckpt_path": "empty.ckpt"}], ids=["option", "checkpoint"])
+def test_an_error_that_comes_again_uses_up_no_restarts(
+    tmp_path: Path, memory: Path, options: Path, wrong: dict[str, Any]
+):
+    """Of the five that there are, one, to see that it comes again; one more if ranks were ended before the note."""
+    if "ckpt_path" in wrong:
+        (tmp_path / "empty.ckpt").mkdir()
+        wrong = {"ckpt_path": str(tmp_path / "empty.ckpt")}
+    options.write_text(json.dumps({**json.loads(options.read_text()), **wrong}))
+    agent = Agent(0, free_port(), memory, options, ranks=2, nodes="1")
+    assert agent.process.wait(150) != 0
+    log = agent.log.read_text()
+    assert len((tmp_path / "starts").read_text().splitlines()) <= 3 * 2, log[-4000:]
+    assert "torchrun ends without using up its restarts" in log
+    assert ("for manual optimization" if "manual" in wrong else "is not a committed checkpoint") in log
+
+
+@pytest.mark.wide
 def test_a_lost_node_is_restored_from_its_buddy(tmp_path: Path, memory: Path, options: Path):
     port = free_port()
     first = Agent(0, port, memory, options, ranks=1, nodes="1:2")
