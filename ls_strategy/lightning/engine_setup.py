@@ -17,7 +17,7 @@ from ls_strategy.activations.storage import NVMeFolder
 from ls_strategy.checkpoint.full import StateDictHooks
 from ls_strategy.checkpoint.random import random_states, restore_random_states
 from ls_strategy.engine import Engine
-from ls_strategy.host.pytorch import rank_zero_info
+from ls_strategy.host.pytorch import TrainerFn, rank_zero_info
 from ls_strategy.layout import TensorPart
 from ls_strategy.lightning import guards, module_state
 from ls_strategy.lightning.activation_memory import ActivationMemory
@@ -35,6 +35,15 @@ if TYPE_CHECKING:
 
 NVME_PATH = "LS_STRATEGY_NVME_PATH"
 """Environment variable with the folder for states on NVMe, if the options name none."""
+
+
+_NO_GRADIENTS = (
+    "ZeROStrategy: after the fit p.grad is None, since no rank keeps full gradients. Until on_train_end it is that of "
+    "DDP, and trainer.strategy.full_gradients() returns those of the last step also afterwards."
+)
+
+_said: set[str] = set()
+"""Lines of the log that one process needs once."""
 
 
 class EngineSetup:
@@ -172,10 +181,19 @@ class EngineSetup:
         strategy.resume.weights_for(engine)
 
     def detach(self) -> None:
-        """Give a module with full parameters back; if some are sharded or quantized, the engine stays attached."""
+        """Give a module with full parameters back; if some are sharded or quantized, the engine stays attached.
+
+        Collective, but not after an exception.
+        """
+        engine, module = self._strategy.engine, self._strategy.lightning_module
+        trainer = None if module is None else module._trainer
+        fitted = trainer is not None and trainer.state.fn == TrainerFn.FITTING
+        complete = False
+        if engine is not None and trainer is not None and fitted and not trainer.interrupted:
+            engine.away.take_back()
+            complete = _complete_gradients(engine)
         if self._strategy.virtual is not None:
             self._strategy.virtual.end_run()
-        engine = self._strategy.engine
         if engine is None:
             return
         engine.away.take_back()
@@ -189,6 +207,8 @@ class EngineSetup:
                     engine.detach()
         finally:
             engine.offload.rest()
+            for flat in engine.flats if fitted else ():
+                flat.local.end_run(keep=complete)
 
     def _policy(self) -> PrecisionPolicy:
         config = self._strategy.config.precision
@@ -246,3 +266,15 @@ class EngineSetup:
         offload = strategy.config.offload
         folder = NVMeFolder(offload.nvme_path, offload.nvme_io, strategy.global_rank, allow_ram=offload.nvme_allow_ram)
         strategy.activations.apply(module, strategy.parallel.mesh, strategy.root_device, engine.storages, folder)
+
+
+def _complete_gradients(engine: Engine) -> bool:
+    """Let stage 0 leave what DDP leaves in ``p.grad``: averages, clipped. Return whether it does. Collective."""
+    if engine.policy.optimizer or engine.mesh.shape.kinds:
+        if _NO_GRADIENTS not in _said:
+            _said.add(_NO_GRADIENTS)
+            rank_zero_info(_NO_GRADIENTS)
+        return False
+    for param in (p for flat in engine.flats for p in flat.params):
+        _ = param.grad  # a read averages what was not sent, and applies what was left to the update
+    return True

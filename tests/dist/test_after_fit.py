@@ -183,6 +183,94 @@ def test_copies_and_pickles_of_the_module(rank: int, world_size: int) -> None:
 # --- buffers ----------------------------------------------------------------------------------------------------------
 
 
+# --- what a fit leaves on the module ----------------------------------------------------------------------------------
+
+
+class PartlyStepped(Net):
+    """Clipped, with a frozen parameter and one that is in no optimizer."""
+
+    def __init__(self, fails: bool = False) -> None:
+        super().__init__()
+        self.fails = fails
+        self.blocks[0].norm.weight.requires_grad_(False)
+
+    def configure_optimizers(self) -> Any:
+        stepped = [p for name, p in self.named_parameters() if p.requires_grad and name != "last.bias"]
+        return torch.optim.AdamW(stepped, lr=1e-2, eps=1e-4)
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        if self.fails and self.trainer.global_step == 3:
+            raise ZeroDivisionError("on all ranks")
+
+
+@pytest.mark.sample(1)
+@pytest.mark.parametrize(
+    ("precision", "options"),
+    [("32-true", {}), ("bf16-mixed", {"accumulate_grad_batches": 2}), ("bf16-true", {"max_steps": 1})],
+)
+@on_ranks(2)
+def test_gradients_after_fit_are_those_of_ddp_or_none(
+    rank: int, world_size: int, precision: str, options: dict[str, Any]
+) -> None:
+    options = {"gradient_clip_val": 0.1, "max_epochs": 1, "precision": precision, **options}
+    expected: dict[str, Tensor] = {}
+    for strategy in ("ddp", *STAGES):
+        module = PartlyStepped()
+        trainer = fit(strategy, module, **options)
+        found = {name: p.grad for name, p in module.named_parameters()}
+        if strategy == "ddp":
+            expected = {name: grad.clone() for name, grad in found.items() if grad is not None}
+            assert len(expected) == len(found) - 1
+            continue
+        assert all(p.grad_dtype == p.dtype for p in module.parameters())
+        if strategy == 0:
+            assert {name for name, grad in found.items() if grad is not None} == set(expected)
+        else:
+            assert set(found.values()) == {None}
+        assert isinstance(trainer.strategy, ZeROStrategy)
+        read = dict(trainer.strategy.full_gradients()) if strategy else found
+        limit = 2e-2 if precision == "bf16-true" else 2e-6  # DDP sums in bf16
+        for name, grad in expected.items():
+            if strategy == 0 or name != "last.bias":
+                assert_close(read[name].float(), grad.float(), f"{strategy} {name}", limit)
+
+
+@on_ranks(2)
+def test_no_rank_keeps_its_own_gradients_after_an_error(rank: int, world_size: int) -> None:
+    for stage in (0, 1, 3):
+        module = PartlyStepped(fails=True)
+        with pytest.raises(ZeroDivisionError):
+            fit(stage, module)
+        assert {p.grad for p in module.parameters()} == {None}
+
+
+def _state_of(module: nn.Module) -> dict[str, Any]:
+    """Attributes, hooks, classes and flags; without values."""
+    found: dict[str, Any] = {}
+    for name, part in module.named_modules():
+        own = vars(part)
+        found |= {f"{name}: {key}": len(value) if "hooks" in key else type(value) for key, value in own.items()}
+        found[f"{name}: class"] = type(part), getattr(part.forward, "__func__", None)
+    for name, p in module.named_parameters():
+        hooks = bool(p._backward_hooks), bool(p._post_accumulate_grad_hooks)  # type: ignore[attr-defined]
+        found[f"{name}: parameter"] = type(p), p.requires_grad, p.dtype, p.grad_dtype, dict(vars(p)), hooks
+    for name, b in module.named_buffers():
+        found[f"{name}: buffer"] = type(b), b.dtype, b.device
+    return found
+
+
+@on_ranks(2)
+def test_nothing_else_stays_on_the_module(rank: int, world_size: int) -> None:
+    """At stage 3 the shards stay, and with them what gathers them."""
+    for strategy in ("ddp", 0, 1, 2, "zero1_offload"):
+        module = PartlyStepped()
+        before = _state_of(module)
+        fit(strategy, module, max_epochs=1, gradient_clip_val=0.1)
+        after = _state_of(module)
+        changed = {key for key in {*before, *after} if before.get(key) != after.get(key)}
+        assert changed <= {": _trainer", ": _hparams", ": forward"}, (strategy, changed)  # Lightning's
+
+
 class Normalised(Net):
     """Batch norms in a block and in the root, a buffer of integers, one that every rank changes by itself."""
 

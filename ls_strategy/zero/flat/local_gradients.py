@@ -72,6 +72,8 @@ class LocalGradients:
         self.rows: dict[int, Tensor] = {}
         """Stage 0, of parameters whose optimizer gets sparse gradients: whether one was dense, and whether each row was
         in a sparse one, ``(1 + rows,)`` uint8; of this rank, and since `agree_on_rows` of all."""
+        self.ended = False
+        """Whether the fit is over, so that ``p.grad`` is the user's, and says nothing about the last step."""
         self.forget()
 
     def forget(self) -> None:
@@ -233,6 +235,25 @@ class LocalGradients:
             set_grad(param, None)
             param.grad_dtype = view.dtype  # type: ignore[attr-defined]
         set_grad(param, self._adopted.get(index, view))
+
+    def end_run(self, *, keep: bool) -> None:
+        """Leave gradients in ``p.grad``, in the dtype of the parameter, or none. Not collective.
+
+        ``keep``: whether they are what DDP leaves there. This rank's own look like them and have other values.
+        """
+        self.ended = not keep
+        if self.ended and self.dirty:
+            self.forget()  # no step has averaged them
+        for param in self._params:
+            grad = grad_of(param)
+            kept = grad.to(param.dtype) if keep and grad is not None else None
+            other = param.grad_dtype not in (None, param.dtype)  # type: ignore[attr-defined]
+            if kept is grad and not other:
+                continue
+            set_grad(param, None)
+            if other:  # `show` has set it, and the user's own training would accumulate in it
+                param.grad_dtype = param.dtype  # type: ignore[attr-defined]
+            set_grad(param, kept)
 
     def widen(self) -> None:
         """Convert 16 bit to fp32, to accumulate further micro-batches.

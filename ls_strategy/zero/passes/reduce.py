@@ -371,7 +371,7 @@ class Reducer:
         """
         self.finish_in_flight()
         for flat in flats:
-            if not self.policy.gradients:
+            if not self.policy.gradients and not flat.local.ended:
                 flat.local.mask = [grad_of(p) is not None for p in flat.params]
         used, sent, left = agree(flats, self.comm)
         self._use_tied(flats, used)
