@@ -54,6 +54,8 @@ class LossKeeper:
         self._pending: list[Tensor] = []
         self._owed: list[weakref.ref[Tensor]] = []
         """Leaves whose gradient a recomputation has to pass on, as long as a graph has them."""
+        self._not_passed_on: list[Tensor] = []
+        """Leaves with a gradient that no recomputation has passed on yet."""
 
     def leave(self, loss: Tensor) -> None:
         """Store a loss, ``()``, with its graph.
@@ -70,10 +72,26 @@ class LossKeeper:
         self._pending.append(loss)
 
     def leave_value(self, loss: Tensor) -> None:
-        """Store the value of a loss, ``()``, whose graph exists only when backward recomputes this forward."""
+        """Store the value of a loss, ``()``, whose graph exists only when backward recomputes this forward.
+
+        Raises:
+            StateError: backward has not recomputed an earlier one, whose losses are part of a loss.
+        """
+        if self._not_passed_on:
+            self._not_passed_on.clear()
+            raise StateError(
+                "losses of an MoE layer in torch.utils.checkpoint(use_reentrant=True) were part of the loss, but "
+                "backward has not recomputed the layer, so its router got no gradient of them: its output is not part "
+                "of that loss, or its input requires no gradient. Use use_reentrant=False."
+            )
         leaf = loss.detach().clone().requires_grad_()
+        leaf.register_post_accumulate_grad_hook(self._note_gradient)
         self.leave(leaf)
         self._owed = [*(ref for ref in self._owed if ref() is not None), weakref.ref(leaf)]
+
+    def _note_gradient(self, leaf: Tensor) -> None:
+        if not any(each is leaf for each in self._not_passed_on):
+            self._not_passed_on.append(leaf)
 
     def pass_on(self, loss: Tensor, logits: Tensor) -> None:
         """In a recomputation, add the gradient of a loss that `leave_value` has stored to that of the logits.
@@ -97,6 +115,7 @@ class LossKeeper:
                 "moe_losses(self) to the loss of the same forward, or use use_reentrant=False."
             )
         self._owed = [ref for ref in self._owed if ref() is not leaves[0]]
+        self._not_passed_on = [leaf for leaf in self._not_passed_on if leaf is not leaves[0]]
         (gradient,) = torch.autograd.grad(loss, logits, leaves[0].grad, retain_graph=True)
         logits.register_hook(gradient.add)
 

@@ -496,6 +496,40 @@ def test_a_reentrant_forward_whose_losses_get_no_gradient_is_refused():
     y.sum().backward()
 
 
+@pytest.mark.parametrize("needs_gradient", [True, False])
+def test_losses_that_backward_does_not_bring_to_the_router_are_refused(needs_gradient):
+    """The output is not part of the loss, or no gradient flows into the checkpoint: torch does not recompute it."""
+    moe, weight = layer(balance_loss=1.0), torch.ones((), requires_grad=True)
+    x = tokens().requires_grad_(needs_gradient)
+
+    def step(*, uses_output: bool) -> None:
+        y = checkpoint(moe, x, use_reentrant=True)
+        loss = moe_losses(moe) + weight
+        (loss + y.sum() if uses_output else loss).backward()
+
+    step(uses_output=not needs_gradient)
+    assert moe.router.weight.grad is None
+    with pytest.raises(StateError, match=r"its router got no gradient.*use_reentrant=False"):
+        step(uses_output=True)
+    x.requires_grad_()
+    for _ in range(2):
+        step(uses_output=True)
+    assert moe.router.weight.grad.any()
+
+
+def test_the_gradient_of_losses_may_come_in_a_backward_of_its_own():
+    grads = []
+    for recompute in (False, True):
+        moe = layer(balance_loss=1.0)
+        for _ in range(2):
+            x = tokens().requires_grad_()
+            y = checkpoint(moe, x, use_reentrant=True) if recompute else moe(x)
+            moe_losses(moe).backward(retain_graph=True)
+            y.sum().backward()
+        grads.append(moe.router.weight.grad)
+    torch.testing.assert_close(grads[1], grads[0])
+
+
 def test_a_forward_without_gradients_leaves_no_losses():
     moe = layer(balance_loss=1.0)
     with torch.no_grad():
