@@ -28,7 +28,7 @@ def add(subcommands: argparse._SubParsersAction[argparse.ArgumentParser]) -> Non
         help="predict memory, traffic and time of every strategy for a recipe, without a GPU",
         usage="ls-strategy plan CONFIG [CONFIG ...] [options] [-- options of the program]",
         description="Predict what a LightningCLI program needs per rank with every strategy, and recommend the "
-        "lightest strategy that fits. One training step runs on tensors without memory: the model's weights are never "
+        "first strategy that fits. One training step runs on tensors without memory: the model's weights are never "
         "allocated, and only the shapes of the first batch are used. Activations are counted as the CPU's operations "
         "save them, with fused attention. In the first table every rank holds the full model, whatever kinds of "
         "parallelism the recipe uses; --search covers these.",
@@ -109,7 +109,7 @@ def run(args: argparse.Namespace) -> int:
             "ranks": hardware.ranks,
             "batch": _shapes(question.batch),
             "strategies": [f.to_dict() for f in forecasts],
-            "lightest": None if chosen is None else chosen.candidate.name,
+            "first_that_fits": None if chosen is None else chosen.candidate.name,
             "reason": reason(forecasts),
             "assumptions": assumptions(forecasts),
             "fastest": None if quickest is None else quickest.candidate.name,

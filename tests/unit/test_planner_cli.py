@@ -107,7 +107,8 @@ def test_a_plan_in_json(config, capsys):
     assert told["parameters"] == 8 * 128 + 128 + 3 * (128 * 128 + 128)
     assert told["ranks"] == 8
     assert told["batch"] == "(4, 8) float32"
-    assert told["lightest"] == "zero0"
+    assert told["first_that_fits"] == "zero0"
+    assert "lightest" not in told
     assert told["pipeline_bubbles"]["1f1b"] == pytest.approx(1 / 7)
     first = told["strategies"][0]
     assert first["fits"]
