@@ -70,8 +70,15 @@ SMALL = {
 @pytest.mark.sample(1)
 @pytest.mark.parametrize("recipe", SMALL)
 def test_zero_auto_plans_and_trains(recipe: str, data: Path, tmp_path: Path) -> None:
-    options = ["strategy=zero_auto", "max_steps=1", "limit_val_batches=0", "enable_progress_bar=false", "devices=1"]
+    options = [
+        "strategy=zero_auto",
+        "max_steps=1",
+        "log_every_n_steps=1",
+        "limit_val_batches=0",
+        "enable_progress_bar=false",
+        "devices=1",
+    ]
     words = [*(f"--trainer.{option}" for option in options), *of_data(recipe, data), *SMALL[recipe]]
     programs.fit(tmp_path, ["base"], *words, recipe=recipe)
     (events,) = tmp_path.rglob("events.out.tfevents.*")
-    assert events.stat().st_size > 100
+    assert events.stat().st_size > 100, "the loss of a step"
