@@ -152,7 +152,7 @@ class _Unpickler(pickle.Unpickler):
     @override
     def find_class(self, module: str, name: str) -> Any:
         """Import nothing."""
-        if module in ("torch", "torch.storage", "torch.cuda") and name.endswith("Storage"):
+        if module.partition(".")[0] == "torch" and name.endswith("Storage"):
             return _Kind(_KINDS.get(name))
         found = _PLAIN.get((module, name))
         return type("Unbuilt", (Unbuilt,), {}) if found is None else found

@@ -81,7 +81,7 @@ def test_an_engine_is_detached_only_where_every_rank_has_full_parameters() -> No
         away=SimpleNamespace(take_back=lambda: events.append("take back")),
         offload=SimpleNamespace(rest=lambda: events.append("rest")),
     )
-    setup = EngineSetup(SimpleNamespace(engine=engine, virtual=None))  # type: ignore[arg-type]
+    setup = EngineSetup(SimpleNamespace(engine=engine, virtual=None, lightning_module=None))  # type: ignore[arg-type]
     setup.detach()
     assert events == ["take back", "wait", "detach", "rest"]
     assert engine.gradients.local

@@ -31,6 +31,15 @@ NOT_MEASURED: dict[str, str] = {
     "and 30 s for what comes after": "a constant of the jobs for Kubernetes",
     "120 s unless given": "the default of an option",
     "gives them 30 s": "a constant of torchrun",
+    "at most 2 GiB": "where checkpoints become folders, and damaged ones are not read beforehand",
+    "beyond 2 GiB": "where checkpoints become folders",
+    "up to 2 GiB": "where checkpoints become folders",
+    "more than 2 GiB": "where checkpoints become folders",
+    "every 5 seconds": "a constant of hubs and islands",
+    "15 seconds": "a constant of hubs and islands",
+    "20 s at least": "a constant of hubs and islands",
+    "torch about 3 GB, of which 7 GB": "the sizes of packages that are downloaded and installed",
+    "about 0.5 GB": "the size of packages that are downloaded",
     "CIFAR-10 reaches 94 %": "the accuracy at which a benchmark stops its clock",
 }
 """Words of the documents with a figure that looks measured, and why it is none."""
