@@ -55,7 +55,7 @@ class Placeholder(Tensor):
         return _on_meta(func, args, options, _device_among(args, options))
 
 
-def _no_explanation(_: str) -> None:
+def _no_explanation(_mode: Absent, _name: str) -> None:
     """Know no more."""
 
 
@@ -88,8 +88,8 @@ class Absent(TorchFunctionMode):
         self.memory: dict[Any, Any] = {}
         """Placeholders for the results of functions, by the shapes of their arguments. Only with a record."""
 
-        self.explain: Callable[[str], PlanError | None] = _no_explanation
-        """Returns why this rank does not have what a function of that name needs, if more is known than the name."""
+        self.explain: Callable[[Absent, str], PlanError | None] = _no_explanation
+        """Gets this mode and a function's name; returns why the rank does not have what it needs, if more is known."""
 
         self._stale: dict[int, Tensor] = {}
         """Real tensors that would hold values of the model if these were known, by id. Only with a record."""
@@ -126,7 +126,7 @@ class Absent(TorchFunctionMode):
             try:
                 return _on_meta(func, args, kwargs, self.device)
             except PlanError:
-                explained = self.explain(_name_of(func))
+                explained = self.explain(self, _name_of(func))
                 if explained is None:
                     raise
                 raise explained from None

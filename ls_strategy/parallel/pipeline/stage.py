@@ -156,7 +156,7 @@ class StageRunner:
         """
         mode = Absent(self.device)
         mode.parameters = stage > 0
-        mode.explain = partial(self._why_unknown, mode)
+        mode.explain = self._why_unknown  # it gets the mode: a reference from the mode to itself would keep tensors
         mode.known = received.known if received is not None else {}
         mode.means = [] if stage == self.last else None
         call = self._call = _Call(stage, self.cut.bounds[stage], self.cut.bounds[stage + 1], received, mode)
