@@ -30,8 +30,10 @@ def sparse_params(model: nn.Module) -> dict[int, str]:
     """Return the trainable weights of layers with ``sparse=True``: ``id`` -> name."""
     found: dict[int, str] = {}
     for name, module in model.named_modules():
+        if getattr(module, "sparse", False) is not True:
+            continue  # the weight of a layer with spectral norm is computed, which changes its buffers
         weight = getattr(module, "weight", None)
-        if getattr(module, "sparse", False) is True and isinstance(weight, nn.Parameter) and weight.requires_grad:
+        if isinstance(weight, nn.Parameter) and weight.requires_grad:
             found.setdefault(id(weight), f"{name}.weight" if name else "weight")
     return found
 
