@@ -246,7 +246,7 @@ class LocalGradients:
             self.forget()  # no step has averaged them
         for param in self._params:
             grad = grad_of(param)
-            kept = grad.to(param.dtype) if keep and grad is not None else None
+            kept = self._narrowed(grad, param.dtype) if keep and grad is not None else None
             other = param.grad_dtype not in (None, param.dtype)  # type: ignore[attr-defined]
             if kept is grad and not other:
                 continue
@@ -254,6 +254,18 @@ class LocalGradients:
             if other:  # `show` has set it, and the user's own training would accumulate in it
                 param.grad_dtype = param.dtype  # type: ignore[attr-defined]
             set_grad(param, kept)
+
+    def _narrowed(self, grad: Tensor, dtype: torch.dtype) -> Tensor:
+        """Return a gradient in a parameter's dtype. One in the buffer is converted in place: no memory is added."""
+        own = self.buffer is not None and storage_key(grad) == storage_key(self.buffer) and grad.is_contiguous()
+        if not own or self.buffer is None or grad.dtype == dtype or grad.dtype.itemsize <= dtype.itemsize:
+            return grad.to(dtype)
+        wide = grad.reshape(-1)
+        narrow = wide.view(dtype)[: wide.numel()]
+        portion = min(max(self.buffer.numel() // 64, 1 << 12), 1 << 20)
+        for start in range(0, wide.numel(), portion):  # what a portion overwrites was read with it or before
+            narrow[start : start + portion] = wide[start : start + portion].to(dtype)
+        return narrow.view(grad.shape)
 
     def widen(self) -> None:
         """Convert 16 bit to fp32, to accumulate further micro-batches.
