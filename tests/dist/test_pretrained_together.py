@@ -177,7 +177,9 @@ def _any_module(rank: int, world_size: int, folder: str) -> None:
     assert ours.keys == trusted.keys == ([], [])
     expected = safetensors.load_file(place / "model.safetensors")
     assert_equal({name: ours.at_start[f"model.{name}"] for name in expected}, expected, "from files")
-    assert_equal(ours.losses, trusted.losses, "load_safetensors")
+    assert ours.losses[0] == trusted.losses[0]
+    # Updates round each operation; torch contracts two into one on some CPUs: a last digit of fp32 after one step.
+    torch.testing.assert_close(ours.losses[1], trusted.losses[1], rtol=2.4e-7, atol=0)
 
 
 @pytest.mark.wide
