@@ -105,6 +105,7 @@ class Averages:
         fp32, or 16 bit if that is exact and only the update reads them (see `land`).
         """
         if self.in_place:
+            self._flat.local.require_wide()
             self._flat.local.allocate(self._flat.average_dtype)
             assert self._flat.local.buffer is not None
             # Else `.grad` of pieces would be copies that nobody knows of, and clipping would not reach the optimizer.

@@ -17,6 +17,7 @@ from ls_strategy.distributed.buffer_pool import BufferPool
 from ls_strategy.distributed.comm import Comm
 from ls_strategy.distributed.pending import PendingGather, PendingReduce
 from ls_strategy.distributed.rounds import Round
+from ls_strategy.errors import StateError
 from ls_strategy.layout import FlatLayout
 from ls_strategy.precision import at_least_fp32
 from ls_strategy.zero.flat.parameters import grad_of, set_grad
@@ -72,6 +73,8 @@ class LocalGradients:
         self.rows: dict[int, Tensor] = {}
         """Stage 0, of parameters whose optimizer gets sparse gradients: whether one was dense, and whether each row was
         in a sparse one, ``(1 + rows,)`` uint8; of this rank, and since `agree_on_rows` of all."""
+        self.narrowed = False
+        """Whether the fit is over, and the buffer has the gradients in the parameters' 16 bits."""
         self.ended = False
         """Whether the fit is over, so that ``p.grad`` is the user's, and says nothing about the last step."""
         self.forget()
@@ -260,12 +263,25 @@ class LocalGradients:
         own = self.buffer is not None and storage_key(grad) == storage_key(self.buffer) and grad.is_contiguous()
         if not own or self.buffer is None or grad.dtype == dtype or grad.dtype.itemsize <= dtype.itemsize:
             return grad.to(dtype)
+        self.narrowed = True
         wide = grad.reshape(-1)
         narrow = wide.view(dtype)[: wide.numel()]
         portion = min(max(self.buffer.numel() // 64, 1 << 12), 1 << 20)
         for start in range(0, wide.numel(), portion):  # what a portion overwrites was read with it or before
             narrow[start : start + portion] = wide[start : start + portion].to(dtype)
         return narrow.view(grad.shape)
+
+    def require_wide(self) -> None:
+        """Refuse to read the buffer after a fit that has left gradients in it in the parameters' 16 bits.
+
+        Raises:
+            StateError: the fit is over, and has.
+        """
+        if self.narrowed:
+            raise StateError(
+                "gradients were asked for after the fit, which leaves them in p.grad, in the parameters' 16 bits. Read "
+                "p.grad, or ask for them until on_train_end."
+            )
 
     def widen(self) -> None:
         """Convert 16 bit to fp32, to accumulate further micro-batches.
@@ -295,6 +311,7 @@ class LocalGradients:
 
         At stage 0 the tensor stays ``p.grad``, as in plain torch, and uses the slot's memory until `give_back`.
         """
+        self.require_wide()
         grad, view = grad_of(self._params[index]), self.views[index]
         self._restore_view(index)
         if grad is None:
