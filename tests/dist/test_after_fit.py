@@ -17,7 +17,7 @@ from lightning.pytorch.callbacks import (
 )
 from torch import Tensor, nn
 
-from ls_strategy.errors import PlanError
+from ls_strategy.errors import PlanError, StateError
 from ls_strategy.lightning.strategy import ZeROStrategy
 from tests.dist.ranks import (
     STAGES,
@@ -233,6 +233,17 @@ def test_gradients_after_fit_are_those_of_ddp_or_none(
         for name, grad in expected.items():
             if strategy == 0 or name != "last.bias":
                 assert_close(read[name].float(), grad.float(), f"{strategy} {name}", limit)
+
+
+@on_ranks(2)
+def test_gradients_that_are_narrowed_are_not_read_as_wide_ones(rank: int, world_size: int) -> None:
+    module = PartlyStepped()
+    trainer = fit(0, module, gradient_clip_val=0.1, max_epochs=1, precision="bf16-true")
+    kept = {name: p.grad.clone() for name, p in module.named_parameters() if p.grad is not None}
+    assert isinstance(trainer.strategy, ZeROStrategy)
+    with pytest.raises(StateError, match=r"Read p\.grad"):
+        dict(trainer.strategy.full_gradients())
+    assert all(torch.equal(grad, module.get_parameter(name).grad) for name, grad in kept.items())
 
 
 @on_ranks(2)
