@@ -38,8 +38,7 @@ NOT_MEASURED: dict[str, str] = {
     "every 5 seconds": "a constant of hubs and islands",
     "15 seconds": "a constant of hubs and islands",
     "20 s at least": "a constant of hubs and islands",
-    "torch about 3 GB, of which 7 GB": "the sizes of packages that are downloaded and installed",
-    "about 0.5 GB": "the size of packages that are downloaded",
+    "about 3 GB, which are 6 GB": "the sizes of packages that are downloaded and installed",
     "CIFAR-10 reaches 94 %": "the accuracy at which a benchmark stops its clock",
 }
 """Words of the documents with a figure that looks measured, and why it is none."""
