@@ -22,7 +22,7 @@ from tests.bench.host_time import BATCH, CONTENDERS, WIDTH, Blocks, Loop, join_u
 
 PACKAGE = str(Path(ls_strategy.__file__).parent)
 
-LINES = {0: 1190, 1: 1040, 2: 850, 3: 1320}
+LINES = {0: 1190, 1: 1040, 2: 850, 3: 1330}
 """At most so many per unit and step, by stage: some more than there are, since versions of Python count differently."""
 
 

@@ -77,7 +77,7 @@ class Reducer:
         """Called with every buffer as soon as its averages are complete, before backward is over."""
         self.admit: Callable[[list[Flat]], None] = _admit_nothing
         """Begins to send the gradients of frozen buffers."""
-        self.agree_on_tied: Callable[[Tensor], None] = _agree_alone
+        self.agree_on_tied: Callable[[Tensor], None] | None = None
         """In a pipeline: sets flags that are set on any of the stages that hold the tied parameters."""
         self.check_sparse: Callable[[nn.Parameter], None] = _check_nothing
         """Refuses a parameter whose optimizer must not get a dense gradient in place of a sparse one."""
@@ -374,7 +374,8 @@ class Reducer:
             if not self.policy.gradients and not flat.local.ended:
                 flat.local.mask = [grad_of(p) is not None for p in flat.params]
         used, sent, left = agree(flats, self.comm)
-        self._use_tied(flats, used)
+        if self.agree_on_tied is not None:
+            self._use_tied(flats, used, self.agree_on_tied)
         flags_of = iter(used)
         self.admit([f for f in flats if any([next(flags_of) for _ in f.params]) and f.is_frozen])
         for flat, dirty in zip(flats, left, strict=True):
@@ -390,12 +391,12 @@ class Reducer:
         self.reset()
         return used
 
-    def _use_tied(self, flats: list[Flat], used: list[bool]) -> None:
+    def _use_tied(self, flats: list[Flat], used: list[bool], agree_on_tied: Callable[[Tensor], None]) -> None:
         """Count a parameter that several stages hold as used if one of them has a gradient: all of them step it."""
         tied = [flat.plan.tied for flat in flats for _ in flat.params]
         if any(tied):
             flags = torch.tensor([u for u, t in zip(used, tied, strict=True) if t], dtype=torch.uint8)
-            self.agree_on_tied(flags)
+            agree_on_tied(flags)
             found = iter(flags.bool().tolist())
             used[:] = [next(found) if t else u for u, t in zip(used, tied, strict=True)]
 
@@ -430,10 +431,6 @@ class Reducer:
         self.loss_scale = 1.0
         self._left_out = None
         self.reset()
-
-
-def _agree_alone(_: Tensor) -> None:
-    """Change nothing: no other stage holds a parameter."""
 
 
 def _check_nothing(_: nn.Parameter) -> None:

@@ -69,7 +69,8 @@ def shard(
     together = mesh.zero if mesh.shape.expert == 1 else mesh.stage
     reducer = Reducer(units, policy=policy, comm=together, reduce_in_fp32=draft.precision.reduce_in_fp32)
     reducer.selective = len(optimizers) > 1
-    reducer.agree_on_tied = draft.share.agree_on_tied
+    if draft.share.tied_control is not None:
+        reducer.agree_on_tied = draft.share.agree_on_tied
     assert draft.sparse is not None
     reducer.check_sparse, rows = draft.sparse.check, draft.sparse.needing_rows
     return ShardedModel(config, policy, mesh, draft.share, plan, units, offload, on_demand, gatherer, reducer, rows)

@@ -142,8 +142,10 @@ class Runs:
             self._optimizer.state = self._state
             for r in runs:
                 grads = r.flat.averages.tensor()[r.start : r.stop]
-                index = r.members[0] - self._states.offsets[r.flat_number]
-                r.tensor.grad = r.flat.local.as_stepped(index, grads.view(r.tensor.shape).to(r.tensor.dtype))
+                r.tensor.grad = grads.view(r.tensor.shape).to(r.tensor.dtype)
+                if r.flat.local.rows:
+                    index = r.members[0] - self._states.offsets[r.flat_number]
+                    r.tensor.grad = r.flat.local.as_stepped(index, r.tensor.grad)
             yield
         finally:
             self._state = self._optimizer.state  # type: ignore[assignment]

@@ -247,7 +247,8 @@ class Stepper:
             if state.kinds == [kind]:
                 state.used = self._used[kind]
         for flat in flats:
-            flat.local.agree_on_rows(self._model.mesh.zero)
+            if flat.local.rows:
+                flat.local.agree_on_rows(self._model.mesh.zero)
             if flat.plan.tied and flat.averages.hold_values and kind in self._tied_due:
                 flat.averages.change(self._model.share.sum_tied)
         self._tied_due.discard(kind)
