@@ -60,7 +60,7 @@ def pytest_timeout_set_timer(item: Any, settings: Any) -> bool | None:
 
 
 ROOT = Path(__file__).parent
-FOLDER_MARKERS = ("dist", "gpu", "bench", "slurm")
+FOLDER_MARKERS = ("dist", "gpu", "slurm")
 
 # Set by Lightning and its launchers in the process that runs a Trainer. Restored, and not counted as a leak.
 EXPECTED_VARIABLES = {

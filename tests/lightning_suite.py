@@ -26,8 +26,8 @@ from typing import Any
 
 import pytest
 
+from benchmarks.record import environment
 from ls_strategy.testing import RankDiedError, RankTimeoutError, free_port, spawn
-from tests.bench.record import environment
 
 ROOT = Path(__file__).parents[1]
 RECORD = ROOT / "tests" / "records" / "lightning_suite.json"

@@ -12,11 +12,11 @@ import xml.etree.ElementTree as ET
 from pathlib import Path
 from typing import Any
 
-from tests.bench.record import environment
+from benchmarks.record import environment
 
 ROOT = Path(__file__).parents[1]
 RECORD = ROOT / "tests" / "records" / "slow.json"
-SELECTION = "slow and not gpu and not bench and not slurm"
+SELECTION = "slow and not gpu and not slurm"
 LIMIT_S = 80 * 60
 
 PIECES: dict[str, tuple[str, ...]] = {

@@ -1,6 +1,6 @@
 """The GPT recipe trained through ``deepspeed_config``, against DeepSpeed's own run of the same file, model and data.
 
-The two sides are `tests.dist.deepspeed_side` and `tests.bench.deepspeed_parity`, which also writes the record.
+The two sides are `tests.dist.deepspeed_side` and `benchmarks.deepspeed_parity`, which also writes the record.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import json
 
 import pytest
 
-from tests.bench.deepspeed_parity import CASES, DRIVE, FILES, compare
+from benchmarks.deepspeed_parity import CASES, DRIVE, FILES, compare
 from tests.dist.deepspeed_side import CONFIGS, RANKS, STEPS
 
 GOLDEN = {

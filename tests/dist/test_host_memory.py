@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.bench.host_memory import LIMITS, Case, limited, measure
+from benchmarks.host_memory import LIMITS, Case, limited, measure
 
 MIB = 1 << 20
 ALLOWED = 256 * MIB

@@ -16,6 +16,7 @@ import lightning.pytorch as pl
 import pytest
 import torch
 
+from benchmarks.record import RECORDS, ROOT
 from ls_strategy.config import RecomputeConfig, TierConfig, ZeROConfig
 from ls_strategy.planner.candidates import Candidate
 from ls_strategy.planner.forecast import Forecaster, Run
@@ -24,7 +25,6 @@ from ls_strategy.planner.simulated import simulated
 from ls_strategy.planner.step import first_batch, training_step
 from ls_strategy.precision import resolve_precision
 from ls_strategy.testing import spawn
-from tests.bench.record import RECORDS, ROOT
 from tests.dist.models import Case, Net, PrivateNet, loader, quiet, trainer_of
 from tests.dist.test_planner_parallel import moved_by_the_drive
 from tests.live_bytes import LiveBytes
@@ -144,7 +144,7 @@ def test_the_record_is_what_this_planner_foretells_and_these_ranks_hold(index: i
     row, forecast = record["results"][IDS[index]], foretell(index, record["ranks"])
     if record["versions"]["torch"] != torch.__version__.split("+")[0]:
         pytest.skip("another torch allocates otherwise")
-    again = "the table is of another planner or engine: python -m tests.bench planner --record"
+    again = "the table is of another planner or engine: python -m benchmarks planner --record"
     assert row["foretold_bytes"] == forecast.peak.device + forecast.peak.cpu, again
     assert row["measured_bytes"] == max(rank[index][0] for rank in measured(record["ranks"])), again
     assert row["sent_bytes_foretold"] == row["sent_bytes_measured"] == forecast.traffic.sent, again

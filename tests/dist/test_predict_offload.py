@@ -12,11 +12,11 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
+from benchmarks import host_memory
 from ls_strategy.autoload import ALIASES
 from ls_strategy.config import nested
 from ls_strategy.lightning.strategy import ZeROStrategy
 from ls_strategy.testing import spawn
-from tests.bench import host_memory
 from tests.dist.ranks import Net, batches, fit, on_ranks, quiet, trainer_of
 from tests.marks import slow
 

@@ -1,6 +1,6 @@
 """What the planner says of thousands of GPUs is what it says of two to four ranks, and that is counted.
 
-`tests.bench.scaling` makes the tables of ``docs/scaling.md``; these tests hold its parts against real ranks, against
+`benchmarks.scaling` makes the tables of ``docs/scaling.md``; these tests hold its parts against real ranks, against
 figure 1 of the ZeRO paper, and against the paper's formulas up to 4,096 ranks.
 """
 
@@ -11,12 +11,12 @@ import json
 
 import pytest
 
+from benchmarks.record import RECORDS, ROOT
+from benchmarks.scaling import CANDIDATES, MODELS, SMALL, checked, figure_1, forecaster_of, scaled
 from ls_strategy.config import ZeROConfig
 from ls_strategy.planner.hardware import Hardware
 from ls_strategy.planner.scaling import RANKS
 from tests import papers
-from tests.bench.record import RECORDS, ROOT
-from tests.bench.scaling import CANDIDATES, MODELS, SMALL, checked, figure_1, forecaster_of, scaled
 from tests.marks import slow
 
 pytestmark = pytest.mark.wide
@@ -76,7 +76,7 @@ def test_the_record_is_of_this_planner(model: str) -> None:
     record = json.loads((ROOT / RECORDS / "scaling.json").read_text())
     numel, found = scaled(MODELS[model], RANKS)
     assert numel == record["models"][model]["parameters"]
-    assert found == record["results"][model], "the planner counts otherwise: python -m tests.bench scaling --record"
+    assert found == record["results"][model], "the planner counts otherwise: python -m benchmarks scaling --record"
 
 
 def test_the_record_of_real_ranks_is_of_this_planner() -> None:

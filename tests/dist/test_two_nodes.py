@@ -12,9 +12,9 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks import deepspeed_steps
+from benchmarks.slow_network import BASELINE, CONTENDERS, check, measure
 from tests import two_nodes
-from tests.bench import deepspeed_steps
-from tests.bench.slow_network import BASELINE, CONTENDERS, check, measure
 
 pytestmark = [pytest.mark.dist, pytest.mark.slow, pytest.mark.timeout(600)]
 

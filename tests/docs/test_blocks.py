@@ -226,8 +226,8 @@ def check_module(words: list[str], parser: Any) -> None:
     elif program == "recipes.gpt":
         assert words[3] == "fit"
         parser.parse_args(words[4:])
-    elif program == "tests.bench":
-        from tests.bench.catalogue import benches
+    elif program == "benchmarks":
+        from benchmarks.catalogue import benches
 
         names = itertools.takewhile(lambda word: not word.startswith("-"), words[3:])
         assert set(names) <= {*benches(), "all"}, words
@@ -266,7 +266,7 @@ def runs(block: Block) -> bool:
     Nor a command for each of several nodes, nor one that serves until it is interrupted.
     """
     return not re.match(
-        r"ls-strategy meet|make |pip install|python -m pytest|python -m tests\.bench|sphinx-build|export .*\ntorchrun",
+        r"ls-strategy meet|make |pip install|python -m pytest|python -m benchmarks|sphinx-build|export .*\ntorchrun",
         block.code,
     )
 

@@ -12,9 +12,9 @@ from xml.etree import ElementTree
 
 import pytest
 
-from tests.bench import picture
-from tests.bench.record import RECORDS
-from tests.bench.tables import PICTURES
+from benchmarks import picture
+from benchmarks.record import RECORDS
+from benchmarks.tables import PICTURES
 from tests.docs.blocks import PAGES, ROOT
 
 SOURCES = (*PAGES, ROOT / "docs" / "index.rst")

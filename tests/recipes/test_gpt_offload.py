@@ -13,7 +13,7 @@ pytest.importorskip("tensorboard")
 
 import yaml
 
-from tests.bench.moments import compare, measure
+from benchmarks.moments import compare, measure
 from tests.recipes.test_gpt_runs import CONFIGS, TINY, fit, scalars
 
 README = CONFIGS.parent / "README.md"

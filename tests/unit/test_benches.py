@@ -10,11 +10,11 @@ import sys
 
 import pytest
 
+from benchmarks import __main__ as suite
+from benchmarks import contest, record
+from benchmarks.catalogue import FOLDER, benches
+from benchmarks.record import ROOT
 from tests import two_nodes
-from tests.bench import __main__ as suite
-from tests.bench import contest, record
-from tests.bench.catalogue import FOLDER, benches
-from tests.bench.record import ROOT
 
 NEEDS_DEEPSPEED = {"moe", "deepspeed_parity"}
 BENCHES = benches()
@@ -34,7 +34,7 @@ def test_a_bench_is_described(name: str) -> None:
     assert bench.minutes > 0
     assert bench.spread.split(":")[0].split(" ")[0] in ("quartiles", "over", "none", "unknown")
     assert bench.seeds
-    assert f"python -m tests.bench.{name}" in (FOLDER / f"{name}.py").read_text()
+    assert f"python -m benchmarks.{name}" in (FOLDER / f"{name}.py").read_text()
 
 
 def test_the_list_names_all_of_them() -> None:
@@ -51,7 +51,7 @@ class Ran:
         monkeypatch.setattr(suite.subprocess, "run", self)
 
     def __call__(self, command: list[str], **options: object) -> Ran:
-        assert options == {"cwd": ROOT, "check": command[2:] == ["tests.bench.tables"]}
+        assert options == {"cwd": ROOT, "check": command[2:] == ["benchmarks.tables"]}
         self.commands.append(command[2:])
         return self
 
@@ -62,19 +62,19 @@ def test_options_reach_the_bench(monkeypatch: pytest.MonkeyPatch) -> None:
     assert suite.main(["planner", "--rounds", "3"]) == 0
     assert suite.main(["moe", "--quick", "--record", "out"]) == 0
     assert ran.commands == [
-        ["tests.bench.step_time", "--rounds", "3", "--record", "tests/bench/records/step_time.json", "--batch", "1"],
-        ["tests.bench.trainer_time", "--rounds", "3", "--record", "tests/bench/records/trainer_time.json",
+        ["benchmarks.step_time", "--rounds", "3", "--record", "benchmarks/records/step_time.json", "--batch", "1"],
+        ["benchmarks.trainer_time", "--rounds", "3", "--record", "benchmarks/records/trainer_time.json",
          "--batch", "1"],
-        ["tests.bench.tables"],  # records in their own place make the tables, too
-        ["tests.bench.planner"],
-        ["tests.bench.moe", *BENCHES["moe"].quick, "--record", "out/moe.json"],
+        ["benchmarks.tables"],  # records in their own place make the tables, too
+        ["benchmarks.planner"],
+        ["benchmarks.moe", *BENCHES["moe"].quick, "--record", "out/moe.json"],
     ]  # fmt: skip
 
 
 def test_all_are_run_even_if_one_fails(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     ran = Ran(monkeypatch, status=3)
     assert suite.main(["all"]) == 1
-    assert [command[0] for command in ran.commands] == [f"tests.bench.{name}" for name in BENCHES]
+    assert [command[0] for command in ran.commands] == [f"benchmarks.{name}" for name in BENCHES]
     assert "FAILED with status 3" in capsys.readouterr().out
 
 
@@ -119,7 +119,7 @@ def test_a_record_is_written_whole_and_says_how(tmp_path, monkeypatch: pytest.Mo
     path = tmp_path / "new" / "x.json"
     record.write(path, {**record.header("moments", private=(tmp_path,)), "results": 1})
     found = json.loads(path.read_text())
-    assert found["command"] == "python -m tests.bench.moments DIR --rounds 2"
+    assert found["command"] == "python -m benchmarks.moments DIR --rounds 2"
     assert set(record.REQUIRED) <= found.keys()
     assert found["spread"] == BENCHES["moments"].spread
     assert [f.name for f in path.parent.iterdir()] == ["x.json"]
@@ -147,7 +147,7 @@ def test_it_runs_in_small(name: str, tmp_path) -> None:
             two_nodes.require()
         except two_nodes.TwoNodesError as error:
             pytest.skip(str(error))
-    command = [sys.executable, "-m", "tests.bench", name, "--quick", "--record", str(tmp_path)]
+    command = [sys.executable, "-m", "benchmarks", name, "--quick", "--record", str(tmp_path)]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=380, check=False)
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
     (path,) = tmp_path.iterdir()

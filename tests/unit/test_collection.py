@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from tests.bench.tables import ROOT
+from benchmarks.tables import ROOT
 
 
 @pytest.mark.slow

@@ -1,6 +1,6 @@
 """What a unit costs the training thread, counted and not timed: lines of this package that Python executes in a step.
 
-One rank of a world of two takes part in every collective, but sends nothing (`tests.bench.host_time`).
+One rank of a world of two takes part in every collective, but sends nothing (`benchmarks.host_time`).
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ import torch
 import torch.distributed as dist
 
 import ls_strategy
+from benchmarks.host_time import BATCH, CONTENDERS, WIDTH, Blocks, Loop, join_unsent, judged
 from ls_strategy.zero.flat.parameters import Absent
-from tests.bench.host_time import BATCH, CONTENDERS, WIDTH, Blocks, Loop, join_unsent, judged
 
 PACKAGE = str(Path(ls_strategy.__file__).parent)
 

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from benchmarks.stream_inference import Case, build, config, generated, limited
 from ls_strategy.checkpoint.safetensors import DTYPES, export_safetensors
 from ls_strategy.checkpoint.source import as_bytes
 from ls_strategy.config import NVMeIOConfig
@@ -27,7 +28,6 @@ from ls_strategy.inference.stream import stream_blocks
 from ls_strategy.layout import TensorPart
 from ls_strategy.tiers.file_io import DirectFile, NVMeError
 from ls_strategy.tiers.link import Link
-from tests.bench.stream_inference import Case, build, config, generated, limited
 from tests.unit.checkpoint_folders import write_folder
 
 WIDTH = 16

@@ -8,10 +8,10 @@ import re
 
 import pytest
 
-from tests.bench import figures
-from tests.bench.figures import documents, load, shown, untraced, value_at
-from tests.bench.record import RECORDS, REQUIRED, ROOT
-from tests.bench.tables import DOCUMENTS, PICTURES, draw, render
+from benchmarks import figures
+from benchmarks.figures import documents, load, shown, untraced, value_at
+from benchmarks.record import RECORDS, REQUIRED, ROOT
+from benchmarks.tables import DOCUMENTS, PICTURES, draw, render
 
 NOT_MEASURED: dict[str, str] = {
     "Which of my 24 GB": "the name of a page",
@@ -47,17 +47,17 @@ NOT_MEASURED: dict[str, str] = {
 @pytest.mark.parametrize("document", DOCUMENTS)
 def test_tables_and_figures_are_those_of_the_records(document: str) -> None:
     text = (ROOT / document).read_text()
-    assert render(text) == text, "run python -m tests.bench.tables"
+    assert render(text) == text, "run python -m benchmarks.tables"
 
 
 @pytest.mark.parametrize("path", PICTURES)
 def test_pictures_are_those_of_the_records(path: str) -> None:
-    assert draw(path) == (ROOT / path).read_text(), "run python -m tests.bench.tables"
+    assert draw(path) == (ROOT / path).read_text(), "run python -m benchmarks.tables"
 
 
 @pytest.mark.parametrize("path", documents(), ids=lambda path: str(path.relative_to(ROOT)))
 def test_every_measured_figure_is_traced(path) -> None:
-    """A new one gets a marker (see `tests.bench.figures`), or a reason in `NOT_MEASURED`."""
+    """A new one gets a marker (see `benchmarks.figures`), or a reason in `NOT_MEASURED`."""
     found = untraced(path.read_text(), NOT_MEASURED).figures
     assert not found, "\n".join(["figures without a record:", *found])
 
@@ -77,7 +77,7 @@ def test_a_record_says_how_it_was_made(path) -> None:
     # Of records from before the writer asked for them, the size of the memory is not known.
     asked = set(REQUIRED) - {"memory_gib"} - ({"python"} if "python" in found["versions"] else set())
     assert asked <= {name for name, value in found.items() if value}, f"not in {path.name}: {asked - set(found)}"
-    assert found["command"].startswith(("python -m tests.bench.", "python -m recipes."))
+    assert found["command"].startswith(("python -m benchmarks.", "python -m recipes."))
     assert datetime.date.fromisoformat(found["date"])
     assert "torch" in found["versions"]
 
@@ -103,7 +103,7 @@ def test_where_the_spread_is_unknown_the_text_says_so() -> None:
     tables = 0
     for path in documents():
         text = path.read_text()
-        for marker in re.finditer(r"<!-- record: tests/bench/records/(\w+\.json)\S* -->", text):
+        for marker in re.finditer(r"<!-- record: \S*/(\w+\.json)\S* -->", text):
             if marker[1] in unknown:
                 tables += 1
                 before = text[: marker.start()].rstrip().split("\n\n")[-1]
@@ -112,9 +112,9 @@ def test_where_the_spread_is_unknown_the_text_says_so() -> None:
 
 
 def test_a_table_of_a_record_to_come_says_how_to_make_it() -> None:
-    text = "<!-- record: tests/bench/records/no_such_bench.json -->\n"
+    text = "<!-- record: benchmarks/records/no_such_bench.json -->\n"
     rendered = render(text)
-    assert "`python -m tests.bench no_such_bench --record`" in rendered
+    assert "`python -m benchmarks no_such_bench --record`" in rendered
     assert render(rendered) == rendered
 
 

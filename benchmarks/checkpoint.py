@@ -1,0 +1,223 @@
+"""Saving a checkpoint: folders of this package against ``torch.save`` and against DCP, interleaved in one run.
+
+``python -m benchmarks.checkpoint --record benchmarks/records/checkpoint.json``
+
+Ranks train a model of equal blocks with AdamW, in fp32, so that there are 12 bytes per parameter to save: weights and
+two moments. Then they save, in turns, and wait until the bytes are on the disk:
+
+``torch.save``       rank 0 alone writes a full state that it has in memory already, and syncs the file
+``one file``         ``checkpoint.format="file"``: gathered on rank 0, then written by Lightning, which does not sync
+``dcp``              ``torch.distributed.checkpoint.save`` of the same shards as DTensors, with its own writer
+``folder``           this package
+``folder, async``    this package, in the background: *stall* is the time until training goes on, without what the
+                     save takes from the cores while the next steps compute
+
+Memory is the growth of anonymous memory of a rank during the save, sampled every 2 ms.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import tempfile
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Shard
+from torch.utils.data import DataLoader, TensorDataset
+
+from benchmarks import record
+from benchmarks.contest import quartiles, ratios, turns
+from ls_strategy.checkpoint.consolidate import consolidate
+from ls_strategy.config import nested
+from ls_strategy.lightning.strategy import ZeROStrategy
+from ls_strategy.testing import spawn
+from tests.processes import anonymous_bytes
+
+MINUTES = 5
+SPREAD = "quartiles over rounds"
+SEEDS = "none set: times do not depend on the values"
+QUICK = ("--width", "64", "--layers", "2", "--rounds", "2")
+
+
+class Model(pl.LightningModule):
+    """Square layers, each one unit."""
+
+    def __init__(self, width: int, layers: int) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([nn.Linear(width, width) for _ in range(layers)])
+        self.width = width
+
+    def training_step(self, batch: list[Tensor], i: int) -> Tensor:
+        h = batch[0]
+        for layer in self.layers:
+            h = torch.tanh(layer(h))
+        return h.square().mean()
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.AdamW(self.parameters(), lr=1e-3)
+
+
+def trained(width: int, layers: int, ranks: int, folder: Path, **options: Any) -> pl.Trainer:
+    """Two steps, so that every state exists; the strategy then still holds the shards."""
+    trainer = pl.Trainer(
+        accelerator="cpu", devices=ranks, max_steps=2,
+        strategy=ZeROStrategy(3, **nested({"sharding.min_unit_numel": 0, "checkpoint.format": "sharded", **options})),
+        logger=False, enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
+        default_root_dir=folder,
+    )  # fmt: skip
+    data = DataLoader(TensorDataset(torch.randn(8 * ranks, width)), batch_size=2)
+    trainer.fit(Model(width, layers), data)
+    return trainer
+
+
+class Peak:
+    """Largest growth of this process' anonymous memory inside the block."""
+
+    def __enter__(self) -> Peak:
+        self._stop = threading.Event()
+        self.start = self.top = anonymous_bytes()
+        self._thread = threading.Thread(target=self._watch)
+        self._thread.start()
+        return self
+
+    def _watch(self) -> None:
+        while not self._stop.wait(0.002):
+            self.top = max(self.top, anonymous_bytes())
+
+    def __exit__(self, *_: object) -> None:
+        self._stop.set()
+        self._thread.join()
+        self.bytes = max(self.top, anonymous_bytes()) - self.start
+
+
+def contenders(
+    rank: int, ranks: int, width: int, layers: int, root: Path
+) -> tuple[dict[str, Callable[[], None]], list[Any]]:
+    """What saves, by name, and the strategies that save in the background."""
+    plain = trained(width, layers, ranks, root)
+    background = trained(width, layers, ranks, root, **{"checkpoint.background": True})
+    offloaded = trained(width, layers, ranks, root, **{"checkpoint.background": True}, **{"offload.optimizer": "cpu"})
+    single = trained(width, layers, ranks, root, **{"checkpoint.format": "file"})
+    mesh = init_device_mesh("cpu", (ranks,))
+    shards = {
+        f"{n}.{k}": DTensor.from_local(torch.randn(width // ranks, width), mesh, [Shard(0)], run_check=False)
+        for n in range(layers)
+        for k in ("weight", "exp_avg", "exp_avg_sq")
+    }
+    full = {f"{n}.{k}": torch.randn(width, width) for n in range(layers) for k in range(3)} if rank == 0 else {}
+
+    def torch_save() -> None:
+        if rank == 0:
+            with (root / "torch.pt").open("wb") as file:
+                torch.save(full, file)
+                file.flush()
+                os.fsync(file.fileno())
+
+    def dcp_save() -> None:
+        dcp.save(shards, checkpoint_id=root / "dcp")
+
+    def save(trainer: pl.Trainer, name: str) -> Callable[[], None]:
+        return lambda: trainer.save_checkpoint(root / name)
+
+    saves: dict[str, Callable[[], None]] = {
+        "torch.save": torch_save,
+        "one file": save(single, "file.ckpt"),
+        "dcp": dcp_save,
+        "folder": save(plain, "folder.ckpt"),
+        "folder, async": save(background, "async.ckpt"),
+        "folder, async, states in host memory": save(offloaded, "offloaded.ckpt"),
+    }
+    for trainer in (background, offloaded):
+        trainer.training = True  # after a fit, saves are not left to the background
+    return saves, [background.strategy, offloaded.strategy]
+
+
+def bench(rank: int, ranks: int, width: int, layers: int, rounds: int, folder: str) -> dict[str, Any]:
+    """Seconds, stall and memory per contender and round, on one rank."""
+    root = Path(folder)
+    saves, strategies = contenders(rank, ranks, width, layers, root)
+    result: dict[str, Any] = {name: {"seconds": [], "stall": [], "memory": [], "first": []} for name in saves}
+    for counts, name in turns(list(saves), rounds, uncounted=1):
+        if rank == 0:
+            shutil.rmtree(root / "dcp", ignore_errors=True)
+            os.sync()
+        dist.barrier()
+        begin = time.perf_counter()
+        with Peak() as peak:
+            saves[name]()
+            stall = time.perf_counter() - begin
+            for strategy in strategies:
+                strategy.wait_for_saves()
+        dist.barrier()
+        if not counts:  # the first round makes files and staging memory, which later ones use again
+            result[name]["first"].append(peak.bytes)
+        else:
+            result[name]["seconds"].append(time.perf_counter() - begin)
+            result[name]["stall"].append(stall)
+            result[name]["memory"].append(peak.bytes)
+    if rank == 0:
+        consolidate(root / "offloaded.ckpt", root / "check.ckpt", force=True)  # all of it can be read
+    return result
+
+
+def summarise(by_rank: list[dict[str, Any]], nbytes: int, unit_bytes: int) -> dict[str, Any]:
+    """Slowest rank per round; ratios to ``torch.save`` and to DCP in the same round."""
+    slowest = {
+        name: {
+            key: [max(each) for each in zip(*(r[name][key] for r in by_rank), strict=True)]
+            for key in ("seconds", "stall", "memory", "first")
+        }
+        for name in by_rank[0]
+    }
+    results: dict[str, Any] = {}
+    for name, measured in slowest.items():
+        row: dict[str, Any] = {
+            "gbs": quartiles([nbytes / s / 1e9 for s in measured["seconds"]]),
+            "memory_over_unit": round(max(measured["memory"]) / unit_bytes, 2),
+            "first_memory_over_unit": round(max(measured["first"]) / unit_bytes, 2),
+        }
+        for peer in ("torch.save", "dcp"):
+            row[f"times_faster_than_{peer}"] = quartiles(ratios(slowest[peer]["seconds"], measured["seconds"]))
+        row["stall_over_folder"] = quartiles(ratios(measured["stall"], slowest["folder"]["seconds"]))
+        results[name] = row
+    return results
+
+
+def main() -> None:
+    """Parse, measure, print, write the record."""
+    parser = record.parser(__doc__, rounds=9)
+    parser.add_argument("--width", type=int, default=2048)
+    parser.add_argument("--layers", type=int, default=12)
+    parser.add_argument("--ranks", type=int, default=2)
+    parser.add_argument("--directory", type=Path, default=None, help="folder on the disk to write to")
+    args = parser.parse_args()
+    with tempfile.TemporaryDirectory(dir=args.directory) as folder:
+        by_rank = spawn(
+            bench, args.ranks, args.width, args.layers, args.rounds, folder, init_process_group=False, timeout_s=3600
+        )
+    parameters = args.layers * args.width * (args.width + 1)
+    results = summarise(by_rank, 12 * parameters, 12 * args.width * (args.width + 1) // args.ranks)
+    print(json.dumps(results, indent=1))
+    found = {
+        **record.header("checkpoint", private=(args.directory,) if args.directory else ()),
+        "parameters": parameters,
+        "ranks": args.ranks,
+        "rounds": args.rounds,
+        "results": results,
+    }
+    record.write(args.record, found)
+
+
+if __name__ == "__main__":
+    main()

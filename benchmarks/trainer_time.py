@@ -1,0 +1,202 @@
+"""Step time as a user gets it: `Trainer.fit` on two ranks with DDP, FSDP2 and the ZeRO stages, interleaved in one run.
+
+``python -m benchmarks trainer_time --record``                     two ranks, and the tables of README.md and docs/
+``python -m benchmarks.trainer_time --ranks 1 --sizes 5M 10M --record benchmarks/records/trainer_time_1_rank.json``
+
+Every round builds and runs one Trainer per strategy in the same processes, in another order than the round before, and
+takes the median of its later steps, from the end of one batch to the end of the next: data loading, Lightning's loop,
+the logging of the loss and a callback of the user's included. What is reported are the quartiles over rounds of the
+ratio to the first strategy named.
+
+``ddp``      Lightning's DDPStrategy
+``fsdp2``    Lightning's ModelParallelStrategy with torch's ``fully_shard`` in ``configure_model``, one group per block
+``zero1-3``  this package
+"""
+
+from __future__ import annotations
+
+import gc
+import logging
+import statistics
+import time
+import warnings
+from collections.abc import Iterator
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+from lightning.pytorch.strategies import ModelParallelStrategy
+from torch import nn
+from torch.distributed.fsdp import fully_shard
+from torch.utils.data import DataLoader, TensorDataset
+
+from benchmarks import record
+from benchmarks.contest import against, turns
+from benchmarks.step_time import SIZES
+
+MINUTES = 25
+SPREAD = "quartiles over rounds"
+SEEDS = "0 for weights and data"
+QUICK = ("--sizes", "1M", "--rounds", "2", "--steps", "4", "--batch", "1", "--block", "32")
+
+
+class Clock(pl.Callback):
+    """Seconds from one batch's end to the next's."""
+
+    def __init__(self) -> None:
+        """Start empty."""
+        self.seconds: list[float] = []
+        self._last = 0.0
+
+    def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        """Take the time."""
+        now = time.perf_counter()
+        if batch_idx >= 2:  # the first steps allocate
+            self.seconds.append(now - self._last)
+        self._last = now
+
+
+class UsersCallback(pl.Callback):
+    """What a user may have written before knowing of this package: it says nothing about what it reads."""
+
+    def __init__(self) -> None:
+        """Start at nothing."""
+        self.tokens = 0
+        self.losses: list[float] = []
+
+    def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
+        """Count."""
+        self.tokens += batch[0].numel()
+
+    def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        """Keep the loss."""
+        self.losses.append(float(outputs["loss"]))
+
+
+def strategy_of(name: str, world_size: int) -> Any:
+    """What is given to the Trainer."""
+    if name == "fsdp2":
+        return ModelParallelStrategy(data_parallel_size=world_size, tensor_parallel_size=1)
+    return name
+
+
+def module_of(name: str, size: str, block: int) -> pl.LightningModule:
+    """The GPT recipe's module; for ``fsdp2`` as its user has to change it."""
+    from recipes.gpt.model import GPTModule, OptimConfig, SampleConfig
+    from recipes.gpt.network import GPTConfig
+
+    class FullyShardedGPT(GPTModule):
+        """Shards itself."""
+
+        def configure_model(self) -> None:
+            """Build, then shard every block."""
+            if self.model is not None:
+                return
+            super().configure_model()
+            mesh = self.device_mesh["data_parallel"]  # type: ignore[index]
+            for each in self.network.blocks:
+                fully_shard(each, mesh=mesh)
+            fully_shard(self.network, mesh=mesh)
+
+    kind = FullyShardedGPT if name == "fsdp2" else GPTModule
+    return kind(
+        GPTConfig(vocab_size=256, block_size=block, **SIZES[size]),
+        OptimConfig(warmup_steps=2),
+        SampleConfig(max_new_tokens=0),
+    )
+
+
+def run_rank(
+    rank: int, world_size: int, size: str, strategies: list[str], rounds: int, steps: int, batch: int, block: int
+) -> Any:
+    """Measure on one rank; returns seconds per strategy and round, and the losses of all ranks' last step."""
+
+    logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
+    warnings.filterwarnings("ignore")
+    torch.set_num_threads(1)
+    tokens = torch.randint(256, (steps * batch * world_size, block + 1), generator=torch.Generator().manual_seed(0))
+    data = TensorDataset(tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous())
+    times: dict[str, list[float]] = {s: [] for s in strategies}
+    losses: dict[str, float] = {}
+    for _, name in turns(strategies, rounds):
+        pl.seed_everything(0, verbose=False)
+        module = module_of(name, size, block)
+        clock, callback = Clock(), UsersCallback()
+        trainer = pl.Trainer(
+            accelerator="cpu",
+            devices=world_size,
+            strategy=strategy_of(name, world_size),
+            max_steps=steps,
+            use_distributed_sampler=world_size > 1,  # on one rank it would only change the order of the data
+            logger=False,
+            enable_checkpointing=False,
+            enable_progress_bar=False,
+            enable_model_summary=False,
+            callbacks=[callback, clock],
+        )
+        trainer.fit(module, DataLoader(data, batch_size=batch))
+        times[name].append(statistics.median(clock.seconds))
+        assert len(callback.losses) == steps
+        losses[name] = callback.losses[-1]
+        del trainer, module
+        gc.collect()  # a Trainer and its module refer to each other: 72 models of 20M would fill the memory
+    return times, losses
+
+
+def parameters_of(size: str, block: int) -> Iterator[nn.Parameter]:
+    """Of the network, without memory."""
+    module = module_of("ddp", size, block)
+    with torch.device("meta"):
+        module.configure_model()
+    return module.parameters()
+
+
+def check_losses(losses: dict[str, float], baseline: str) -> None:
+    """A time is worth nothing if something else was computed.
+
+    Raises:
+        RuntimeError: a contender ended at another loss.
+    """
+    for name, loss in losses.items():
+        if abs(loss - losses[baseline]) > 1e-3 * abs(losses[baseline]):
+            raise RuntimeError(f"{name} ended at loss {loss}, {baseline} at {losses[baseline]}: not the same training.")
+
+
+def main() -> None:
+    """Parse, measure, print a table, write the record."""
+    from ls_strategy.testing import spawn
+
+    parser = record.parser(__doc__, rounds=12, rounds_help="Trainers per strategy")
+    parser.add_argument("--ranks", type=int, default=2, help="ranks on this machine")
+    parser.add_argument("--sizes", nargs="+", default=["5M", "20M"], choices=sorted(SIZES), help="model sizes")
+    parser.add_argument("--strategies", nargs="+", default=None, help="Lightning's names; the first is the baseline")
+    parser.add_argument("--steps", type=int, default=7, help="steps per Trainer")
+    parser.add_argument("--batch", type=int, default=8, help="sequences per rank and step")
+    parser.add_argument("--block", type=int, default=128, help="tokens per sequence")
+    args = parser.parse_args()
+    peers = ["auto"] if args.ranks == 1 else ["ddp", "fsdp2"]
+    strategies = args.strategies or [*peers, "zero1", "zero2", "zero3"]
+    found: dict[str, Any] = {
+        **record.header("trainer_time"), "ranks": args.ranks, "rounds": args.rounds, "steps": args.steps,
+        "baseline": strategies[0], "results": {},
+    }  # fmt: skip
+    for size in args.sizes:
+        times, losses = spawn(
+            run_rank, args.ranks, size, strategies, args.rounds, args.steps, args.batch, args.block,
+            timeout_s=3600, init_process_group=False,
+        )[0]  # fmt: skip
+        table = against(times, strategies[0])
+        check_losses(losses, strategies[0])
+        numel = sum(p.numel() for p in parameters_of(size, args.block))
+        found["results"][size] = {
+            "parameters": numel, "batch": args.batch, "block": args.block, "contenders": table, "losses": losses,
+        }  # fmt: skip
+        print(f"\n{size}, {args.batch} x {args.block} tokens per rank, {args.ranks} rank(s)")
+        for name, row in table.items():
+            spread = f"[{row['ratio_q1']:.3f}, {row['ratio_q3']:.3f}]"
+            print(f"{name:8} {row['median_s']:8.4f} s  x {row['ratio']:.3f}  {spread}  loss {losses[name]:.6f}")
+    record.write(args.record, found)
+
+
+if __name__ == "__main__":
+    main()
