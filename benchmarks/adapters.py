@@ -52,10 +52,10 @@ class ByHand(nn.Linear):
         self.up = nn.Parameter(torch.zeros(plain.out_features, RANK))
         nn.init.kaiming_uniform_(self.down, a=math.sqrt(5))
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, input: Tensor) -> Tensor:
         """Return the layer's output and the adapter's."""
-        low = functional.linear(x, self.down)
-        return functional.linear(x, self.weight) + functional.linear(low, self.up) * (ALPHA / RANK)
+        low = functional.linear(input, self.down)
+        return functional.linear(input, self.weight) + functional.linear(low, self.up) * (ALPHA / RANK)
 
 
 class Adapted(pl.LightningModule):

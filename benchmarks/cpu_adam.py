@@ -58,9 +58,9 @@ class Buffers:
 def ours(b: Buffers, moment_format: moments.MomentFormat, mixed: bool) -> Callable[[], None]:
     """This package."""
     if moment_format == "fp32":
-        stored = [moments.Moment(b.exp_avg, None, True), moments.Moment(b.exp_avg_sq, None, False)]
+        stored = moments.Moment(b.exp_avg, None, True), moments.Moment(b.exp_avg_sq, None, False)
     else:
-        stored = [moments.empty(b.numel, moment_format, signed) for signed in (True, False)]
+        stored = moments.empty(b.numel, moment_format, True), moments.empty(b.numel, moment_format, False)
     job: dict[str, Any] = {"unscale": UNSCALE, "clip": torch.tensor(CLIP), "out": b.out} if mixed else {}
     grad = b.grad_bf16 if mixed else b.grad
 
@@ -94,7 +94,7 @@ def torch_fused(b: Buffers, mixed: bool) -> Callable[[], None]:
 def deepspeed(b: Buffers, mixed: bool) -> Callable[[], None]:
     """DeepSpeed's kernel."""
     os.environ.setdefault("DS_ACCELERATOR", "cpu")
-    from deepspeed.ops.adam import DeepSpeedCPUAdam
+    from deepspeed.ops.adam import DeepSpeedCPUAdam  # pyright: ignore[reportMissingImports]
 
     param = torch.nn.Parameter(b.param)
     param.grad = b.grad
@@ -112,7 +112,7 @@ def deepspeed(b: Buffers, mixed: bool) -> Callable[[], None]:
     return step
 
 
-def triad(b: Buffers) -> Callable[[], None]:
+def triad(b: Buffers) -> Callable[[], object]:
     """The bandwidth to compare with: torch, two streams read and one written."""
     return lambda: torch.add(b.param, b.exp_avg, alpha=0.5, out=b.grad)
 

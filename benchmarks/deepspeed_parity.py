@@ -50,7 +50,7 @@ class Recipe(GPTModule):
     def __init__(self, case: Case) -> None:
         optim = OptimConfig(lr=side.LR, warmup_steps=side.WARMUP, total_steps=side.STEPS)
         super().__init__(GPTConfig(**side.SHAPE), optim, SampleConfig(max_new_tokens=0))
-        self.model = side.network(case.precision)
+        self.model = side.network(case.precision)  # pyright: ignore[reportAttributeAccessIssue]
         self.losses: list[float] = []
         self._by_file = "optimizer" in case.config
 

@@ -74,14 +74,14 @@ def run_rank(
     os.environ.update(RANK=str(rank), WORLD_SIZE=str(world_size))
     logging.disable(logging.WARNING)
     warnings.filterwarnings("ignore")
-    import deepspeed
+    import deepspeed  # pyright: ignore[reportMissingImports]
 
     deepspeed.init_distributed("gloo", verbose=False)
     return _train(zero, rank, world_size, uncounted, args)
 
 
 def _train(zero: dict[str, Any], rank: int, world_size: int, uncounted: int, args: dict[str, Any]) -> dict[str, float]:
-    import deepspeed
+    import deepspeed  # pyright: ignore[reportMissingImports]
 
     steps, batch, block = args["steps"], args["batch"], args["block"]
     tokens = torch.randint(256, (steps * batch * world_size, block + 1), generator=torch.Generator().manual_seed(0))

@@ -67,7 +67,7 @@ H100_UPDATED = 400e9 / 28
 """Elements per second, all ranks of a host together."""
 
 LIMIT = 0.15
-NETWORK = {"num_layers": 8, "width": 128, "num_heads": 4}
+NETWORK: dict[str, Any] = {"num_layers": 8, "width": 128, "num_heads": 4}
 BLOCK = 256
 SETTINGS = ("here", "bus", "node")
 STRATEGIES = ("zero2_offload", "zero3_offload", "zero3_nvme")
@@ -268,7 +268,7 @@ def train(run: Run, steps: int, tokens: int, flops: float) -> Clock:
         options = {**ALIASES[run.strategy], "sharding.overlap_step": run.overlap}
         if "nvme" in run.strategy:
             options["offload.nvme_path"] = folder
-        trainer = pl.Trainer(
+        trainer: Any = pl.Trainer(
             accelerator="cpu",
             devices=1,
             strategy=ZeROStrategy(**nested(options)),  # type: ignore[arg-type]

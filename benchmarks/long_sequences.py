@@ -36,7 +36,7 @@ def peak_bytes(sizes: tuple[int, int, int], length: int, choice: str) -> int:
 
     width, layers, vocabulary = sizes
     torch.manual_seed(0)
-    shape = {"width": width, "num_layers": layers, "num_heads": width // 64}
+    shape: dict[str, Any] = {"width": width, "num_layers": layers, "num_heads": width // 64}
     model = GPT(GPTConfig(vocab_size=vocabulary, block_size=length, **shape))
     number, undo = CHOICES.index(choice), []
     if number >= 1:

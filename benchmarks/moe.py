@@ -80,7 +80,7 @@ def ours(sizes: dict[str, int], options: dict[str, Any]) -> Step:
 
 def deepspeeds(sizes: dict[str, int], options: dict[str, Any]) -> Step:
     """DeepSpeed's, with the same weights."""
-    from deepspeed.moe.layer import MoE as DeepSpeedMoE
+    from deepspeed.moe.layer import MoE as DeepSpeedMoE  # pyright: ignore[reportMissingImports]
 
     source = build(sizes, options)
     expert = FeedForward(sizes["hidden"], sizes["ffn"])
@@ -125,7 +125,7 @@ def busiest(name: str, sizes: dict[str, int], x: Tensor) -> float:
 def contend(rank: int, world: int, sizes: dict[str, int], rounds: int, names: list[str]) -> dict[str, Any]:
     """Seconds by case and contender, and how uneven the loads were."""
     os.environ["DS_ACCELERATOR"] = "cpu"
-    import deepspeed
+    import deepspeed  # pyright: ignore[reportMissingImports]
 
     deepspeed.init_distributed("gloo", verbose=False)
     found: dict[str, Any] = {}

@@ -33,7 +33,7 @@ SPREAD = "over seeds"
 SEEDS = "1 to --seeds, for weights and the order of the text"
 QUICK = ("--contenders", "top2", "--seeds", "1", "--steps", "2")
 
-NETWORK = {"num_layers": 4, "num_heads": 4, "width": 64}
+NETWORK: dict[str, Any] = {"num_layers": 4, "num_heads": 4, "width": 64}
 BLOCK, BATCH = 128, 16
 CONTENDERS: dict[str, dict[str, Any]] = {
     "dense": {"every": 0},

@@ -21,6 +21,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from benchmarks import record
 from benchmarks.contest import against, turns
 from benchmarks.trainer_time import Clock
+from ls_strategy.config import ZeroStage
 
 MINUTES = 4
 SPREAD = "quartiles over rounds"
@@ -35,7 +36,7 @@ EXPERTS: dict[str, dict[str, Any]] = {
 """Options of the network's experts by contender."""
 
 
-def run_rank(rank: int, ranks: int, sizes: dict[str, int], rounds: int, steps: int, stage: int) -> Any:
+def run_rank(rank: int, ranks: int, sizes: dict[str, int], rounds: int, steps: int, stage: ZeroStage) -> Any:
     """Measure on one rank: seconds by contender and round, and the last losses."""
     from ls_strategy import ZeROStrategy
     from recipes.gpt.model import OptimConfig, SampleConfig

@@ -32,7 +32,7 @@ SEEDS = "1 to --seeds, for weights and the order of the text"
 QUICK = ("--seeds", "1", "--steps", "2")
 
 FORMATS = ("fp32", "bf16", "int8")
-NETWORK = {"num_layers": 2, "num_heads": 4, "width": 64}
+NETWORK: dict[str, Any] = {"num_layers": 2, "num_heads": 4, "width": 64}
 LAST = 50
 """Steps at the end whose mean loss is the final loss."""
 

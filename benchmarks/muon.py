@@ -30,7 +30,7 @@ SPREAD = "over seeds"
 SEEDS = "1 to --seeds, for weights and the order of the text"
 QUICK = ("--seeds", "1", "--steps", "2")
 
-NETWORK = {"num_layers": 4, "num_heads": 4, "width": 64}
+NETWORK: dict[str, Any] = {"num_layers": 4, "num_heads": 4, "width": 64}
 BLOCK, BATCH = 128, 16
 CONTENDERS: dict[str, dict[str, Any]] = {
     "adamw, 3e-3": {"lr": 3e-3},

@@ -106,7 +106,7 @@ def tier(directory: Path, nbytes: int, io: NVMeIOConfig) -> Contender:
 def deepspeed(directory: Path, nbytes: int, block_mib: int, depth: int, threads: int) -> Contender:
     """DeepSpeed's aio handle on one page-locked buffer of the file's size."""
     os.environ.setdefault("DS_ACCELERATOR", "cpu")
-    from deepspeed.ops.op_builder import AsyncIOBuilder
+    from deepspeed.ops.op_builder import AsyncIOBuilder  # pyright: ignore[reportMissingImports]
 
     handle = AsyncIOBuilder().load(verbose=False).aio_handle(block_mib * MIB, depth, False, True, threads)
     buffer = handle.new_cpu_locked_tensor(nbytes, torch.empty(0, dtype=torch.uint8))
@@ -159,7 +159,8 @@ def summarise(seconds: dict[str, dict[Verb, list[float]]], nbytes: int) -> dict[
     verbs: tuple[Verb, ...] = ("read", "write")
     for verb in verbs:
         ways = [name for name in seconds if name.startswith("fio")] or ["ours"]
-        fastest = min(ways, key=lambda name: statistics.median(seconds[name][verb]))
+        medians = {name: statistics.median(seconds[name][verb]) for name in ways}
+        fastest = min(ways, key=medians.__getitem__)
         for name, times in seconds.items():
             low, middle, high = quartiles(ratios(seconds[fastest][verb], times[verb]))
             speeds = quartiles([nbytes / s / 1e9 for s in times[verb]], 2)

@@ -40,7 +40,7 @@ SPREAD = "over seeds"
 SEEDS = "1 to --seeds, for weights and the order of the text"
 QUICK = ("--seeds", "1", "--steps", "9", "--every", "9")
 
-NETWORK = {"num_layers": 2, "num_heads": 4, "width": 64}
+NETWORK: dict[str, Any] = {"num_layers": 2, "num_heads": 4, "width": 64}
 BLOCK, BATCH, LR = 64, 8, 3e-3
 """Per rank; AdamW with the recipe's schedule. `LR` is that of the pretraining, too."""
 

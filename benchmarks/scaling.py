@@ -27,7 +27,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from benchmarks import record
-from ls_strategy.config import RecomputeConfig, TierConfig, ZeROConfig
+from ls_strategy.config import RecomputeConfig, ShardingConfig, TierConfig, ZeROConfig
 from ls_strategy.lightning.strategy import ZeROStrategy
 from ls_strategy.planner.candidates import Candidate
 from ls_strategy.planner.forecast import Forecast, Forecaster, Run
@@ -103,7 +103,9 @@ def forecaster_of(config: GPTConfig, *, min_unit_numel: int | None = None) -> It
         module = Trained(config)
     optimizer = module.configure_optimizers()
     precision = resolve_precision(PRECISION)
-    chosen = ZeROConfig() if min_unit_numel is None else ZeROConfig(sharding={"min_unit_numel": min_unit_numel})
+    chosen = (
+        ZeROConfig() if min_unit_numel is None else ZeROConfig(sharding=ShardingConfig(min_unit_numel=min_unit_numel))
+    )
     batch = [torch.zeros(1, config.block_size, dtype=torch.long, device="meta")] * 2
     with simulated(module, precision, (), torch.device("cpu")) as fakes:
         optimizers = [fakes.optimizer(optimizer)]
@@ -189,11 +191,11 @@ class Count(pl.Callback):
         finally:
             dist.batch_isend_irecv = exchange
 
-    def on_train_start(self, *_: Any) -> None:
+    def on_train_start(self, *_: Any) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
         """Begin."""
         self.live.reset_peak()
 
-    def on_train_batch_end(self, *_: Any) -> None:
+    def on_train_batch_end(self, *_: Any) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
         """A step is over."""
         self.sent.append(self.now)
 

@@ -44,7 +44,7 @@ class Clock(pl.Callback):
         self.begin = self.seconds = 0.0
         self.cpu_begin = self.cpu = 0.0
 
-    def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
+    def on_train_batch_end(self, trainer: Any, *_: Any) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
         if trainer.global_step == 1:
             self.begin, self.cpu_begin = time.perf_counter(), time.process_time()
         self.seconds, self.cpu = time.perf_counter() - self.begin, time.process_time() - self.cpu_begin

@@ -43,7 +43,7 @@ SPREAD = "quartiles over rounds"
 SEEDS = "0 for weights, the rank for data"
 QUICK = ("--sizes", "1M", "--rounds", "2", "--batch", "1", "--block", "32")
 
-SIZES = {
+SIZES: dict[str, dict[str, Any]] = {
     "1M": {"num_layers": 2, "width": 192, "num_heads": 4},
     "5M": {"num_layers": 6, "width": 256, "num_heads": 4},
     "10M": {"num_layers": 8, "width": 320, "num_heads": 5},
@@ -199,7 +199,7 @@ def deepspeed(stage: int) -> Builder:
     """DeepSpeed's engine, the same torch optimizer, clipping off."""
 
     def build(model: nn.Module, setting: Setting) -> Step:
-        import deepspeed as ds
+        import deepspeed as ds  # pyright: ignore[reportMissingImports]
 
         engine, *_ = ds.initialize(
             model=model,

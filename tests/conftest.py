@@ -97,7 +97,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 def _leave_other_parts(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Deselect the tests of other parts than ``--part`` asks for."""
-    part, parts = map(int, config.getoption("part").split("/"))
+    part, parts = map(int, str(config.getoption("part")).split("/"))
     if not 1 <= part <= parts:
         raise pytest.UsageError(f"--part={part}/{parts}: the first number is from 1 to the second")
     others = [item for item in items if crc32(item.nodeid.encode()) % parts != part - 1]

@@ -1,5 +1,7 @@
 """chemprop: a message-passing network predicts a property of molecules (``lightning``)."""
 
+# pyright: reportMissingImports=false
+
 import sys
 
 import numpy as np

@@ -1,5 +1,7 @@
 """pytorch-forecasting: a temporal fusion transformer on made series (``lightning``)."""
 
+# pyright: reportMissingImports=false
+
 import sys
 import warnings
 

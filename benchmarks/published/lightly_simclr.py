@@ -1,5 +1,7 @@
 """lightly: SimCLR on small images (``pytorch_lightning``)."""
 
+# pyright: reportMissingImports=false
+
 import sys
 from typing import Any
 

@@ -1,5 +1,7 @@
 """litgpt: its GPT in a LightningModule, as its tutorial shows (``lightning``)."""
 
+# pyright: reportMissingImports=false
+
 import argparse
 import sys
 from pathlib import Path

@@ -1,5 +1,7 @@
 """neuralforecast: NHITS on made series (``pytorch_lightning``)."""
 
+# pyright: reportMissingImports=false
+
 import sys
 
 import numpy as np

@@ -1,5 +1,7 @@
 """pytorch-tabular: a network for tables (``pytorch_lightning``)."""
 
+# pyright: reportMissingImports=false
+
 import sys
 from typing import Any
 

@@ -22,7 +22,7 @@ from torch.nn import functional
 ROOT = Path(__file__).resolve().parents[2]
 CONFIGS = ROOT / "recipes" / "gpt" / "configs" / "deepspeed"
 STEPS, RANKS = 20, 2
-SHAPE = {"vocab_size": 256, "block_size": 32, "num_layers": 2, "num_heads": 2, "width": 32}
+SHAPE: dict[str, Any] = {"vocab_size": 256, "block_size": 32, "num_layers": 2, "num_heads": 2, "width": 32}
 LR, WARMUP, CLIP = 3e-3, 6, 1.0
 """Of the recipe's own optimizer and Trainer, for files that say nothing about them; 1.0 is DeepSpeed's default."""
 
@@ -190,7 +190,7 @@ def train(rank: int, job: dict[str, Any]) -> None:
     case = Case(**job["case"])
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(job["port"]))
     os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(RANKS))
-    import deepspeed
+    import deepspeed  # pyright: ignore[reportMissingImports]
 
     torch.set_num_threads(1)
     deepspeed.init_distributed("gloo", verbose=False)
@@ -209,12 +209,12 @@ def train(rank: int, job: dict[str, Any]) -> None:
 
 def make_engine(case: Case) -> Any:
     """With the optimizer of the file, or with the recipe's in the class that DeepSpeed asks for with offload."""
-    import deepspeed
+    import deepspeed  # pyright: ignore[reportMissingImports]
 
     model, config = network(case.precision), case.config
     if "optimizer" in config:
         return deepspeed.initialize(model=model, model_parameters=model.parameters(), config=config)[0]
-    from deepspeed.ops.adam import DeepSpeedCPUAdam
+    from deepspeed.ops.adam import DeepSpeedCPUAdam  # pyright: ignore[reportMissingImports]
     from torch.optim.lr_scheduler import LambdaLR
 
     optimizer = DeepSpeedCPUAdam(groups(model), lr=LR, betas=(0.9, 0.95), eps=1e-8, adamw_mode=True)

@@ -44,7 +44,7 @@ def test_twenty_steps_of_the_gpt_recipe(name, tmp_path):
 
 def needs_libaio() -> None:
     """DeepSpeed compiles its reading and writing against libaio's headers."""
-    from deepspeed.ops.op_builder import AsyncIOBuilder
+    from deepspeed.ops.op_builder import AsyncIOBuilder  # pyright: ignore[reportMissingImports]
 
     if not AsyncIOBuilder().is_compatible(verbose=False):
         pytest.skip("DeepSpeed's aio cannot be built here: it needs libaio's headers")

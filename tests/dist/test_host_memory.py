@@ -57,6 +57,7 @@ def test_gradients_need_no_memory_where_updates_begin_at_once() -> None:
 def test_a_drive_holds_what_memory_cannot(tmp_path: Path, clip: bool) -> None:
     """States of several times the memory that the kernel allows; and what is resident does not grow with the model."""
     resident: list[int] = []
+    states = 0
     for blocks in SIZES:
         case = Case("fp32", clip, "zero3_nvme", blocks, 512, nvme_path=str(tmp_path), allowed_bytes=ALLOWED)
         result = limited(case)

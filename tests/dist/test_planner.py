@@ -17,7 +17,7 @@ import pytest
 import torch
 
 from benchmarks.record import RECORDS, ROOT
-from ls_strategy.config import RecomputeConfig, TierConfig, ZeROConfig
+from ls_strategy.config import RecomputeConfig, ShardingConfig, TierConfig, ZeROConfig
 from ls_strategy.planner.candidates import Candidate
 from ls_strategy.planner.forecast import Forecaster, Run
 from ls_strategy.planner.hardware import Hardware
@@ -73,10 +73,10 @@ class Begin(pl.Callback):
         self.live = live
         self.sent: list[int] = []
 
-    def on_train_start(self, *_: Any) -> None:
+    def on_train_start(self, *_: Any) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
         self.live.reset_peak()
 
-    def on_train_batch_end(self, trainer: pl.Trainer, *_: Any) -> None:
+    def on_train_batch_end(self, trainer: Any, *_: Any) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
         traffic = trainer.strategy.traffic.bytes
         self.sent.append(traffic["all_gather"] + traffic["reduce_scatter"])
 
@@ -87,10 +87,10 @@ def measure(rank: int, world_size: int) -> list[tuple[int, int, dict[str, int]]]
     result = []
     for chosen in RUNS:
         case = case_of(*chosen)
-        data = loader(case, world_size)
+        data: Any = loader(case, world_size)
         with LiveBytes(ignore=list(data.dataset.tensors)) as live:
             begin = Begin(live)
-            trainer = trainer_of(case, world_size, callbacks=[begin])
+            trainer: Any = trainer_of(case, world_size, callbacks=[begin])
             trainer.fit(module_of(case), data)
         sent = begin.sent[-1] - begin.sent[-1 - case.accumulate]
         result.append((live.peak, sent, trainer.strategy.memory_bytes()))
@@ -112,7 +112,7 @@ def forecast_of(chosen: tuple[Candidate, str, int, tuple[str, ...]], world_size:
     case = case_of(*chosen)
     module, precision = module_of(case), resolve_precision(name)
     run = Run(
-        config=ZeROConfig(sharding={"min_unit_numel": 0}),
+        config=ZeROConfig(sharding=ShardingConfig(min_unit_numel=0)),
         micro_batches=accumulate,
         clips="private" not in traits,  # a hook looks at gradients
     )

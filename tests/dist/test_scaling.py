@@ -13,7 +13,7 @@ import pytest
 
 from benchmarks.record import RECORDS, ROOT
 from benchmarks.scaling import CANDIDATES, MODELS, SMALL, checked, figure_1, forecaster_of, scaled
-from ls_strategy.config import ZeROConfig
+from ls_strategy.config import ShardingConfig, ZeROConfig
 from ls_strategy.planner.hardware import Hardware
 from ls_strategy.planner.scaling import RANKS
 from tests import papers
@@ -45,7 +45,7 @@ def test_figure_1_of_the_paper() -> None:
 
 def test_traffic_is_section_7_of_the_paper_on_any_number_of_ranks() -> None:
     """In the parameters' 2 bytes, as on gloo: 2 P, 2 P, 2 P, and 3 P less what is not gathered a second time."""
-    base = ZeROConfig(sharding={"min_unit_numel": 0})
+    base = ZeROConfig(sharding=ShardingConfig(min_unit_numel=0))
     with forecaster_of(SMALL, min_unit_numel=0) as forecaster:
         for ranks, candidate in itertools.product(RANKS, CANDIDATES[:4]):
             sent = forecaster.forecast(candidate, Hardware(ranks=ranks, device="cpu")).traffic.sent

@@ -11,6 +11,7 @@ import pickle
 import threading
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -74,6 +75,9 @@ class Block(nn.Module):
 class Net(nn.Module):
     """A table, blocks, a tied head."""
 
+    blocks: Any
+    order: Any
+
     def __init__(self, blocks: int = 4, width: int = WIDTH) -> None:
         super().__init__()
         torch.manual_seed(0)
@@ -106,7 +110,7 @@ def drive(tmp_path):
     return {"tier": "nvme", "path": tmp_path / "drive", "io": IO, "allow_ram": True}
 
 
-def run(model: nn.Module, tokens: Tensor = TOKENS) -> Tensor:
+def run(model: nn.Module, tokens: Tensor = TOKENS) -> Any:
     with torch.no_grad():
         return model(tokens)
 
@@ -565,7 +569,7 @@ def test_bytes_that_changed_on_the_drive_are_an_error_if_asked_for(drive):
     model, expected = Net(), run(Net())
     handle = stream_blocks(model, verify=True, **drive)
     assert torch.equal(run(model), expected)
-    storage = handle._storage
+    storage: Any = handle._storage
     fd = os.open(f"/proc/self/fd/{storage.tier._file.fd}", os.O_RDWR)
     os.pwrite(fd, b"x" * 8, storage.tier._offsets[1, "block"] + 64)
     os.close(fd)
@@ -577,7 +581,7 @@ def test_bytes_that_changed_on_the_drive_are_an_error_if_asked_for(drive):
 def test_files_and_threads_end_with_the_model(drive):
     before = set(threading.enumerate())
     model = Net()
-    handle = stream_blocks(model, **drive)
+    handle: Any = stream_blocks(model, **drive)
     run(model)
     fd = handle._storage.tier._file.fd
     assert os.fstat(fd).st_blocks > 0
@@ -616,7 +620,7 @@ def test_another_thread_in_the_middle_is_refused(drive):
 def test_options_that_make_no_sense(tmp_path, monkeypatch):
     monkeypatch.delenv("LS_STRATEGY_NVME_PATH", raising=False)
     with pytest.raises(ConfigError, match="tier='disk'"):
-        stream_blocks(Net(), "disk")
+        stream_blocks(Net(), "disk")  # pyright: ignore[reportArgumentType]
     with pytest.raises(ConfigError, match="LS_STRATEGY_NVME_PATH"):
         stream_blocks(Net(), "nvme")
     with pytest.raises(ConfigError, match="prefetch=0"):
@@ -660,7 +664,7 @@ def test_a_block_may_be_prepared_before_it_is_stored(drive):
     assert seen == [f"blocks.{i}" for i in range(4)]
     handle.close()
     with pytest.raises(PlanError, match="larger"):
-        stream_blocks(Net(), prepare=lambda _, block: block.double(), **drive)
+        stream_blocks(Net(), prepare=lambda _, block: block.double(), **drive)  # pyright: ignore[reportArgumentType]
 
 
 # --- filling ----------------------------------------------------------------------------------------------------------
@@ -668,6 +672,8 @@ def test_a_block_may_be_prepared_before_it_is_stored(drive):
 
 class Filled(nn.Module):
     """A table that is not saved, which the module itself fills."""
+
+    table: Tensor
 
     def __init__(self) -> None:
         super().__init__()
@@ -695,9 +701,9 @@ class Simple(nn.Module):
         return self.norm(self.filled(self.linear(x)))
 
 
-def plain(blocks: int = 3) -> nn.Module:
+def plain(blocks: int = 3) -> Any:
     """All of it can fill itself."""
-    model = nn.Module()
+    model: Any = nn.Module()
     model.first = nn.Linear(WIDTH, WIDTH)
     model.blocks = nn.ModuleList([Simple() for _ in range(blocks)])
     model.last = nn.Linear(WIDTH, WIDTH)
@@ -706,7 +712,7 @@ def plain(blocks: int = 3) -> nn.Module:
     return model
 
 
-def on_meta() -> nn.Module:
+def on_meta() -> Any:
     with torch.device("meta"):
         return plain()
 
@@ -953,9 +959,10 @@ def test_a_device_with_memory_of_its_own_gets_blocks_through_buffers(drive, monk
         self._on_device = DeviceBuffers(Link(device), self.capacity, self.buffer_nbytes)
 
     monkeypatch.setattr(StoredBlocks, "__init__", with_buffers)
-    for options in (drive, {**drive, "prefetch": 3}, {"tier": "cpu"}):
+    several: list[dict[str, Any]] = [drive, {**drive, "prefetch": 3}, {"tier": "cpu"}]
+    for options in several:
         model, expected = Net(), run(Net())
-        handle = stream_blocks(model, **options)
+        handle: Any = stream_blocks(model, **options)
         buffers = handle._storage._on_device
         for _ in range(3):
             assert torch.equal(run(model), expected)
