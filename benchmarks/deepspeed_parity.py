@@ -24,7 +24,7 @@ from recipes.gpt.model import GPTModule, OptimConfig, SampleConfig
 from recipes.gpt.network import GPTConfig
 from tests.dist import deepspeed_side as side
 from tests.dist.deepspeed_side import Case
-from tests.dist.models import quiet
+from tests.models import quiet
 
 MINUTES = 6
 SPREAD = "none: both sides compute the same steps, and the largest difference is recorded"

@@ -29,8 +29,8 @@ from ls_strategy.lightning.strategy import ZeROStrategy
 from ls_strategy.spans import Record
 from ls_strategy.testing import spawn
 from recipes.gpt.network import GPTConfig
-from tests.dist.models import quiet
 from tests.live_bytes import LiveBytes
+from tests.models import quiet
 
 MINUTES = 5
 SPREAD = "none: bytes of tensors are counted"

@@ -41,8 +41,8 @@ from ls_strategy.testing import spawn
 from ls_strategy.zero_stages import POLICIES
 from recipes.gpt.network import GPT, GPTConfig
 from tests import papers
-from tests.dist.models import quiet
 from tests.live_bytes import LiveBytes
+from tests.models import quiet
 
 MINUTES = 2
 SPREAD = "none: bytes are counted"

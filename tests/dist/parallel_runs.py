@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 from unittest import mock
 
@@ -23,6 +23,7 @@ from ls_strategy.testing import spawn
 from recipes.gpt.network import GPT, GPTConfig
 from tests.dist.everywhere import check_every_rank
 from tests.dist.ranks import mean_over_ranks, quiet
+from tests.dist.trusted import once
 
 SHAPE: dict[str, Any] = {
     "vocab_size": 61,  # of no number of ranks a multiple
@@ -202,13 +203,48 @@ def unequal(expected: Outcome, runs: list[Run], found: list[Outcome], **limits: 
     return problems
 
 
-def assert_resumed(world: int, runs: list[Run], whole: Outcome, half: int) -> None:
+def plain(run: Run, kind: type[Module] = Module, ranks: int = 1) -> Outcome:
+    """The trusted run of ``run``: the same without options and checkpoints, in one process or in DDP on more."""
+    return once(train, ranks, replace(run, options=None, resume=None, save=None), kind)[0]
+
+
+def start(ranks: int, runs: list[Run], kind: type[Module] = Module, timeout_s: float = 150) -> list[Outcome]:
+    """What the runs, one after the other in the same ranks, leave behind on rank 0."""
+    return spawn(train_all, ranks, runs, kind, init_process_group=False, timeout_s=timeout_s)[0]
+
+
+def assert_as_plain(
+    ranks: int,
+    runs: list[Run],
+    kind: type[Module] = Module,
+    *,
+    plain_ranks: int = 1,
+    timeout_s: float = 150,
+    **limits: float,
+) -> list[Outcome]:
+    """Every run comes to the numbers of its trusted one, on ``plain_ranks``; returns what the runs left behind."""
+    found = start(ranks, runs, kind, timeout_s)
+    each = zip(runs, found, strict=True)
+    assert not [p for run, outcome in each for p in unequal(plain(run, kind, plain_ranks), [run], [outcome], **limits)]
+    return found
+
+
+def assert_same_bits(outcomes: list[Outcome]) -> None:
+    """Losses and weights of all of them are equal bit for bit."""
+    for outcome in outcomes[1:]:
+        assert outcome.losses == outcomes[0].losses
+        assert all(torch.equal(v, outcomes[0].weights[k]) for k, v in outcome.weights.items())
+
+
+def assert_resumed(
+    world: int, runs: list[Run], whole: Outcome, half: int, kind: type[Module] = Module, **limits: float
+) -> None:
     """Runs that go on from a checkpoint of the first ``half`` of the steps end as the one that was not interrupted."""
-    found = spawn(train_all, world, runs, init_process_group=False)[0]
+    found = start(world, runs, kind)
     for outcome in found:
         outcome.losses = whole.losses[:half] + outcome.losses
         outcome.norms = whole.norms[:half] + outcome.norms
-    assert not unequal(whole, runs, found)
+    assert not unequal(whole, runs, found, **limits)
 
 
 def assert_consolidates(folder: str, file: str, target: str) -> None:
@@ -230,7 +266,4 @@ def assert_less_memory_changes_no_bit(world: int, options: dict[str, Any], shape
         {"activations.offload": "cpu"},
     ]
     runs = [Run({**options, **each}, {"dropout": 0.2, **shape}, steps=steps) for each in more]
-    plain, *others = spawn(train_all, world, runs, init_process_group=False, timeout_s=250)[0]
-    for run, outcome in zip(runs[1:], others, strict=True):
-        assert outcome.losses == plain.losses, run
-        assert all(torch.equal(v, plain.weights[k]) for k, v in outcome.weights.items()), run
+    assert_same_bits(start(world, runs, timeout_s=250))

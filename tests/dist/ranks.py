@@ -9,9 +9,7 @@ from __future__ import annotations
 import functools
 import importlib
 import inspect
-import logging
 import os
-import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -28,6 +26,7 @@ from ls_strategy.lightning import checkpoints as lightning_checkpoints
 from ls_strategy.lightning.strategy import ZeROStrategy
 from ls_strategy.testing import spawn
 from ls_strategy.zero.lazy import LazyTensor
+from tests.models import quiet
 
 WIDTH = 8
 STAGES = (0, 1, 2, 3)
@@ -77,13 +76,6 @@ def _call(rank: int, world_size: int, module: str, name: str, fixtures: dict[str
     getattr(importlib.import_module(module), name).__wrapped__(rank, world_size, **fixtures)
 
 
-def quiet() -> None:
-    """Lightning's advice is not what these tests are about."""
-    warnings.filterwarnings("ignore")
-    for name in ("lightning.pytorch", "lightning.fabric"):
-        logging.getLogger(name).setLevel(logging.ERROR)
-
-
 class Block(nn.Module):
     """A unit: normalise, widen, narrow, add. 27 * WIDTH + 1 columns make shards that cut parameters anywhere."""
 
@@ -100,6 +92,7 @@ class Block(nn.Module):
 class Net(pl.LightningModule):
     """A linear layer, three blocks, a linear layer; regression. Remembers what each step saw."""
 
+    blocks: Any
     manual = False
     """Manual optimization."""
 
@@ -145,8 +138,9 @@ class Net(pl.LightningModule):
 
     def total_norm(self, optimizer: Any) -> float:
         """Of the averaged gradients."""
-        if hasattr(self.trainer.strategy, "grad_norm"):
-            return self.trainer.strategy.grad_norm(optimizer=optimizer).item()
+        strategy: Any = self.trainer.strategy
+        if hasattr(strategy, "grad_norm"):
+            return strategy.grad_norm(optimizer=optimizer).item()
         grads = [p.grad for g in optimizer.param_groups for p in g["params"] if p.grad is not None]
         return torch.nn.utils.get_total_norm(grads).item()
 
@@ -192,7 +186,7 @@ def global_batches(rank: int, world_size: int, steps: int, *, batch: int = 12) -
     return DataLoader(TensorDataset(x[index], y[index]), batch_size=mine)
 
 
-def trainer_of(strategy: str | int | ZeROStrategy, *, save_as: Any = "sharded", **options: Any) -> pl.Trainer:
+def trainer_of(strategy: str | int | ZeROStrategy, *, save_as: Any = "sharded", **options: Any) -> Any:
     """A quiet Trainer on the CPU. A number is a ZeRO stage, with every block as a unit."""
     if isinstance(strategy, int):
         strategy = ZeROStrategy(strategy, sharding={"min_unit_numel": 0}, checkpoint=save_as)  # type: ignore[arg-type]
@@ -213,9 +207,7 @@ def folders(stage: Any, **checkpoint: Any) -> ZeROStrategy:
     return ZeROStrategy(stage, sharding={"min_unit_numel": 0}, checkpoint={"format": "sharded", **checkpoint})
 
 
-def fit(
-    strategy: str | int | ZeROStrategy, module: Net, data: Any = None, ckpt: Any = None, **options: Any
-) -> pl.Trainer:
+def fit(strategy: str | int | ZeROStrategy, module: Net, data: Any = None, ckpt: Any = None, **options: Any) -> Any:
     """Train ``module``; by default for two epochs of four batches."""
     trainer = trainer_of(strategy, **options)
     trainer.fit(module, data if data is not None else batches(), ckpt_path=ckpt)

@@ -16,8 +16,8 @@ from unittest import mock
 
 import torch
 
-from tests.dist import models
-from tests.dist.models import BATCH, LENGTH, VOCABULARY, Case, Net
+from tests import models
+from tests.models import BATCH, LENGTH, VOCABULARY, Case, Net
 
 CASES: dict[str, Case] = {
     "zero3": Case(stage=3, steps=6),
@@ -199,7 +199,7 @@ def epochs(config: dict[str, Any], **arguments: Any) -> dict[str, Any]:
         enable_progress_bar=False, enable_model_summary=False, **arguments,
     )  # fmt: skip
     if ray:
-        trainer = prepare_trainer(trainer)
+        trainer = prepare_trainer(trainer)  # pyright: ignore[reportPossiblyUnboundVariable]
     generator = torch.Generator().manual_seed(5)
     x_BT, y_BT = (torch.randint(0, VOCABULARY, (STEPS * BATCH * 2, LENGTH), generator=generator) for _ in range(2))
     per_rank = BATCH * 2 // (trainer.world_size if ray else config["world_size"])  # the same global batch

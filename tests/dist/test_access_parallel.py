@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ls_strategy.lightning.strategy import ZeROStrategy
 from ls_strategy.testing import spawn
-from tests.dist.parallel_runs import Module, Outcome, Run, train_all
+from tests.dist.parallel_runs import Module, Outcome, Run, plain, train_all
 
 pytestmark = [pytest.mark.wide, pytest.mark.dist]
 
@@ -60,15 +60,9 @@ class Looks(Module):
 
 @pytest.fixture(scope="module")
 def found() -> dict[str, list[Outcome]]:
-    """Return the outcomes of both ranks by run, and those of plain Trainers."""
+    """Return the outcomes of both ranks by run."""
     ranks = spawn(train_all, 2, list(SHARDED.values()), Looks, init_process_group=False, timeout_s=170)
-    result = {name: [rank[i] for rank in ranks] for i, name in enumerate(SHARDED)}
-    plain = spawn(train_all, 1, [Run(steps=2), Run(experts=EXPERTS, steps=2)], Looks, init_process_group=False)[0]
-    return {**result, "plain": plain[:1], "plain, experts": plain[1:]}
-
-
-def trusted(found: dict[str, list[Outcome]], name: str) -> Outcome:
-    return found["plain, experts" if name == "expert" else "plain"][0]
+    return {name: [rank[i] for rank in ranks] for i, name in enumerate(SHARDED)}
 
 
 def assert_close(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
@@ -82,14 +76,14 @@ def assert_close(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
 @pytest.mark.parametrize("what", ["norms", "weights"])
 def test_every_rank_has_all(found: dict[str, list[Outcome]], name: str, what: str) -> None:
     for outcome in found[name]:
-        for ours, theirs in zip(outcome.notes[what], trusted(found, name).notes[what], strict=True):
+        for ours, theirs in zip(outcome.notes[what], plain(SHARDED[name], Looks).notes[what], strict=True):
             assert_close(ours, theirs)
 
 
 @pytest.mark.parametrize("name", SHARDED)
 def test_gradients_are_joined_and_in_a_pipeline_those_of_the_stage(found: dict[str, list[Outcome]], name: str) -> None:
     first, second = (outcome.notes["gradients"] for outcome in found[name])
-    for ours, others, theirs in zip(first, second, trusted(found, name).notes["gradients"], strict=True):
+    for ours, others, theirs in zip(first, second, plain(SHARDED[name], Looks).notes["gradients"], strict=True):
         if name == "pipeline":
             assert ours.keys().isdisjoint(others.keys() - {"model.head.weight", "model.token_embedding.weight"})
         else:

@@ -27,10 +27,10 @@ from ls_strategy.checkpoint.files import RankFile
 from ls_strategy.checkpoint.manifest import is_committed, read_manifest
 from ls_strategy.errors import CheckpointError
 from ls_strategy.testing import free_port, spawn, torchrun_env
-from tests.dist.models import Case, PrivateNet, loader, quiet, trainer_of
 from tests.dist.ranks import Net, fit, folders, on_ranks, saved
 from tests.dist.test_offload import TIERS
 from tests.marks import slow
+from tests.models import Case, PrivateNet, loader, quiet, trainer_of
 
 pytestmark = pytest.mark.wide
 
@@ -120,7 +120,7 @@ def test_training_that_overtakes_a_save_does_not_change_it(
 class SavesTwice(Net):
     """Saves after the first and the third step, and notes how long that took."""
 
-    def on_train_batch_end(self, *_: Any) -> None:
+    def on_train_batch_end(self, *_: Any) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
         if self.trainer.global_step in (1, 3):
             started = time.perf_counter()
             self.trainer.save_checkpoint(Path(self.trainer.default_root_dir) / f"{self.trainer.global_step}.ckpt")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from functools import cache
 from typing import Any
 
 import pytest
@@ -14,19 +13,13 @@ from torch.nn import functional
 from ls_strategy import ZeROFabricStrategy, linear_cross_entropy
 from ls_strategy.losses.deferred import DeferredLogits
 from ls_strategy.testing import spawn
-from tests.dist.parallel_runs import Module, Outcome, Run, train, train_all, unequal
+from tests.dist.parallel_runs import Module, Run, assert_as_plain, plain, start, unequal
 from tests.marks import slow
 
 pytestmark = pytest.mark.dist
 
 CHUNKED: dict[str, Any] = {"activations.loss": {"chunk_bytes": 4 * 61 * 5}}
 """Five tokens at a time: no divisor of a batch."""
-
-
-@cache
-def trusted(*, tied: bool = True) -> Outcome:
-    shape = {} if tied else {"tied_embeddings": False}
-    return spawn(train_all, 1, [Run(shape=shape, steps=8)], init_process_group=False)[0][0]
 
 
 @pytest.mark.parametrize(
@@ -44,29 +37,24 @@ def trusted(*, tied: bool = True) -> Outcome:
 def test_it_changes_no_number(more):
     runs = [Run({"stage": s, **CHUNKED, **more}, steps=8) for s in (1, 2, 3)]
     runs.append(Run({"stage": 3, **CHUNKED, **more}, {"tied_embeddings": False}, steps=8))
-    found = spawn(train_all, 2, runs, init_process_group=False, timeout_s=150)[0]
-    assert not unequal(trusted(), runs[:3], found[:3])
-    assert not unequal(trusted(tied=False), runs[3:], found[3:])
+    assert_as_plain(2, runs)
 
 
 @pytest.mark.wide
 def test_of_vocabulary_and_context_parallel_logits():
-    runs = [Run({"stage": 3, **CHUNKED, "parallel.tensor": 2, "parallel.context": 2}, steps=8)]
-    found = spawn(train_all, 4, runs, init_process_group=False, timeout_s=150)[0]
-    assert not unequal(trusted(), runs, found)
+    assert_as_plain(4, [Run({"stage": 3, **CHUNKED, "parallel.tensor": 2, "parallel.context": 2}, steps=8)])
 
 
 @pytest.mark.wide
 @pytest.mark.parametrize("precision", ["bf16-mixed", "16-mixed", "bf16-true"])
 def test_in_16_bits_it_is_as_close_to_fp32_as_all_logits(precision):
-    exact = trusted()
+    exact = plain(Run(steps=8))
     trainer = {"precision": precision}
     runs = [Run({"stage": 3, **more}, steps=8, trainer=trainer) for more in ({}, CHUNKED)]
-    plain, chunked = (
-        max(abs(a - b) for a, b in zip(outcome.losses, exact.losses, strict=True))
-        for outcome in spawn(train_all, 2, runs, init_process_group=False, timeout_s=150)[0]
+    full, chunked = (
+        max(abs(a - b) for a, b in zip(outcome.losses, exact.losses, strict=True)) for outcome in start(2, runs)
     )
-    assert chunked <= 2 * plain + 1e-6
+    assert chunked <= 2 * full + 1e-6
 
 
 class Explicit(Module):
@@ -84,8 +72,8 @@ class Explicit(Module):
 @pytest.mark.parametrize("head", [[], ["Head"]], ids=["root", "unit"])
 def test_the_function_works_where_a_head_is_sharded(head):
     options = {"stage": 3, "sharding.block_classes": ["Block", *head], "sharding.min_unit_numel": 0}
-    found = spawn(train, 2, Run(options, steps=8), Explicit, init_process_group=False, timeout_s=150)[0]
-    assert not unequal(trusted(), [Run(options, steps=8)], [found])
+    run = Run(options, steps=8)
+    assert not unequal(plain(run), [run], start(2, [run], Explicit))
 
 
 class Returns(Module):
@@ -117,7 +105,7 @@ class Returns(Module):
 def test_logits_that_leave_the_step_are_those_of_the_step(stage):
     options = {"stage": stage, "sharding.block_classes": ["Block", "Head"], "sharding.min_unit_numel": 0, **CHUNKED}
     run = Run(options, steps=4, trainer={"limit_val_batches": 2})
-    notes = spawn(train, 2, run, Returns, init_process_group=False, timeout_s=150)[0].notes
+    notes = start(2, [run], Returns)[0].notes
     assert len([n for n in notes if n.startswith(("step", "validation"))]) >= 6
     assert max(v for k, v in notes.items() if k.startswith(("step", "validation"))) <= 1e-6, notes
 

@@ -18,7 +18,7 @@ from torch import Tensor
 from ls_strategy.callbacks import ShardedEMA
 from ls_strategy.callbacks.preemption import Preempted, PreemptionHandler
 from ls_strategy.testing import spawn
-from tests.dist.parallel_runs import Module, Outcome, Run, attention_plan, train, train_all, unequal
+from tests.dist.parallel_runs import Module, Outcome, Run, assert_as_plain, attention_plan, start, train
 from tests.dist.ranks import saved
 from tests.marks import slow
 
@@ -67,16 +67,6 @@ def run_of(options: dict[str, Any] | None, **more: Any) -> Run:
     return Run(options, {"num_layers": 4}, more.pop("experts", experts), steps=STEPS, **more)
 
 
-def start(world_size: int, runs: list[Run], kind: type[Module] = Module) -> list[Outcome]:
-    return spawn(train_all, world_size, runs, kind, init_process_group=False, timeout_s=150)[0]
-
-
-@cache
-def trusted(*, experts: bool) -> Outcome:
-    """One process."""
-    return start(1, [run_of(None, experts=EXPERTS if experts else None)])[0]
-
-
 def assert_goes_on(whole: Outcome, rest: Outcome) -> None:
     """Bit for bit."""
     assert rest.losses == whole.losses[-len(rest.losses) :]
@@ -92,9 +82,7 @@ def test_saves_in_the_background(world_size: int, layouts: dict[str, Any], tmp_p
         run_of({**o, "checkpoint.background": True}, save=(HALF, p))
         for o, p in zip(layouts.values(), paths, strict=True)
     ]
-    wholes = start(world_size, runs)
-    for run, whole in zip(runs, wholes, strict=True):
-        assert not unequal(trusted(experts=run.experts is not None), [run], [whole])
+    wholes = assert_as_plain(world_size, runs)
     resumed = [run_of(o, resume=p) for o, p in zip(layouts.values(), paths, strict=True)]
     for whole, rest in zip(wholes, start(world_size, resumed), strict=True):
         assert_goes_on(whole, rest)

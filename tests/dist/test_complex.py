@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from ls_strategy import ZeROStrategy
 from ls_strategy.testing import spawn
-from tests.dist.models import quiet
+from tests.models import quiet
 
 pytestmark = pytest.mark.dist
 
@@ -29,7 +29,7 @@ class Fourier(pl.LightningModule):
         super().__init__()
         torch.manual_seed(0)
         self.optimizer = optimizer
-        self.first = nn.Linear(8, 8)
+        self.first: Any = nn.Linear(8, 8)
         self.modes = nn.Parameter(torch.randn(5, dtype=torch.complex128))
         self.scale = nn.Parameter(torch.randn(3, dtype=torch.complex128))
         self.first.register_buffer("start", copy.deepcopy(self.first.weight))
@@ -60,7 +60,7 @@ def fit(rank: int, world_size: int, optimizer: str, clip: float | None, strategy
     return [torch.stack(module.losses), *(v.detach().clone() for v in module.state_dict().values())]
 
 
-CASES = [("adamw", None), ("adamw", 0.1), ("momentum", None), ("momentum", 0.1), ("rmsprop", None)]
+CASES: list[Any] = [("adamw", None), ("adamw", 0.1), ("momentum", None), ("momentum", 0.1), ("rmsprop", None)]
 STRATEGIES: list[dict[str, Any]] = [
     *({"stage": stage} for stage in (0, 1, 2, 3)),
     {"stage": 3, "offload": "cpu"},
@@ -73,9 +73,9 @@ def curves(rank: int, world_size: int) -> list[tuple[str, list[Tensor], list[Ten
     quiet()
     found = []
     for case in CASES:
-        expected = fit(rank, world_size, *case, "ddp")
+        expected = fit(rank, world_size, *case, strategy="ddp")
         found += [
-            (f"{options} {case}", fit(rank, world_size, *case, ZeROStrategy(**options)), expected)
+            (f"{options} {case}", fit(rank, world_size, *case, strategy=ZeROStrategy(**options)), expected)
             for options in STRATEGIES
         ]
     return found

@@ -18,6 +18,7 @@ from ls_strategy import PlanError, RandomTokenDropping, SequenceCurriculum
 from ls_strategy.data_efficiency import token_dropping
 from ls_strategy.testing import spawn
 from tests.dist.parallel_runs import Module, Outcome, Run, train, train_all, unequal
+from tests.dist.trusted import once
 
 pytestmark = pytest.mark.wide
 
@@ -37,7 +38,7 @@ def dropping() -> RandomTokenDropping:
     return RandomTokenDropping(kept=[4, 16], until=[8], multiple_of=4)
 
 
-def run(*callbacks: Any, shape: dict[str, Any] = SHAPE, resume: Any = None, save: Any = None, **options: Any) -> Run:
+def run(*callbacks: Any, shape: Any = SHAPE, resume: Any = None, save: Any = None, **options: Any) -> Run:
     trainer = {"callbacks": list(callbacks)}
     return Run(options or None, shape, steps=STEPS, trainer=trainer, resume=resume, save=save)
 
@@ -53,7 +54,7 @@ def train_all_alike(rank: int, world_size: int, runs: list[Run]) -> list[Outcome
 
 
 def alone(*runs: Run) -> list[Outcome]:
-    return spawn(train_all_alike, 1, list(runs), init_process_group=False)[0]
+    return once(train_all_alike, 1, list(runs))[0]
 
 
 def equal_bits(a: Outcome, b: Outcome) -> bool:

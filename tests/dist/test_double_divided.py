@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 from dataclasses import replace
-from functools import cache
 from typing import Any
 
 import pytest
@@ -14,6 +13,7 @@ from torch.nn import functional
 from ls_strategy.testing import spawn
 from tests.dist.parallel_runs import Outcome, Run, train, unequal
 from tests.dist.test_parity_precision import EXPERTS, KINDS, TWICE, Unfused
+from tests.dist.trusted import once
 from tests.marks import slow
 
 pytestmark = [pytest.mark.wide, pytest.mark.dist, pytest.mark.timeout(300)]
@@ -45,15 +45,9 @@ def train_each(rank: int, world_size: int, runs: list[Run]) -> list[Outcome]:
     return outcomes
 
 
-@cache
-def trusted(*, experts: bool) -> list[Outcome]:
-    """One process and plain Lightning, in every setting."""
-    runs = [run_of(Run(experts=EXPERTS if experts else None), setting) for setting in SETTINGS]
-    return spawn(train_each, 1, runs, init_process_group=False, timeout_s=100)[0]
-
-
 def compare(world_size: int, base: Run, stages: tuple[int, ...]) -> None:
-    expected = trusted(experts=base.experts is not None)
+    whole = Run(experts=EXPERTS if base.experts is not None else None)
+    expected = once(train_each, 1, [run_of(whole, setting) for setting in SETTINGS], timeout_s=100)[0]
     problems = []
     for stage in stages:
         runs = [run_of(base, setting, stage=stage) for setting in SETTINGS]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib.util
-from functools import cache
 from itertools import product
 from typing import Any
 
@@ -13,7 +12,19 @@ import torch
 from ls_strategy import convert_moe
 from ls_strategy.testing import spawn
 from recipes.gpt.network import GPT, GPTConfig
-from tests.dist.parallel_runs import SHAPE, Module, Outcome, Run, assert_consolidates, train_all, unequal
+from tests.dist.parallel_runs import (
+    SHAPE,
+    Module,
+    Run,
+    assert_as_plain,
+    assert_consolidates,
+    assert_resumed,
+    assert_same_bits,
+    plain,
+    start,
+    train_all,
+    unequal,
+)
 
 pytestmark = pytest.mark.dist
 
@@ -28,19 +39,8 @@ ROUTINGS: dict[str, dict[str, Any]] = {
 STAGES = (1, 2, 3)
 
 
-@cache
-def trusted(world: int, routing: str, **more: Any) -> Outcome:
-    """DDP, or one process."""
-    run = Run(experts=ROUTINGS[routing] | more)
-    return spawn(train_all, world, [run], init_process_group=False)[0][0]
-
-
 ALONE = {"balance_loss": 0.0, "second_expert_sampling": False}
 """Without what sees a rank's tokens alone, or draws by rank."""
-
-
-def bitwise(one: Outcome, other: Outcome) -> bool:
-    return one.losses == other.losses and all(torch.equal(v, other.weights[k]) for k, v in one.weights.items())
 
 
 QUICK = {(2, 2, "capacity, k=1"), (2, 2, "dropless, k=2")}
@@ -58,17 +58,13 @@ QUICK = {(2, 2, "capacity, k=1"), (2, 2, "dropless, k=2")}
 def test_losses_norms_and_weights_are_those_of_ddp(world, size, routing):
     """Stage against stage bit for bit. Random token selection and sampling draw the same numbers in all runs."""
     runs = [Run({"stage": s, "parallel.expert": size}, experts=ROUTINGS[routing]) for s in STAGES]
-    found = spawn(train_all, world, runs, init_process_group=False, timeout_s=150)[0]
-    assert not unequal(trusted(world, routing), runs, found)
-    assert all(bitwise(found[0], outcome) for outcome in found[1:])
+    assert_same_bits(assert_as_plain(world, runs, plain_ranks=world))
 
 
 @pytest.mark.wide
 def test_batches_on_four_ranks_are_one_batch_on_one():
     """Nothing depends on the number of ranks, if nothing sees a rank's tokens alone."""
-    run = Run({"stage": 2, "parallel.expert": 4}, experts=ROUTINGS["dropless, k=2"] | ALONE)
-    found = spawn(train_all, 4, [run], init_process_group=False)[0]
-    assert not unequal(trusted(1, "dropless, k=2", **ALONE), [run], found)
+    assert_as_plain(4, [Run({"stage": 2, "parallel.expert": 4}, experts=ROUTINGS["dropless, k=2"] | ALONE)])
 
 
 VARIANTS: dict[str, dict[str, Any]] = {
@@ -85,9 +81,9 @@ VARIANTS: dict[str, dict[str, Any]] = {
 def test_variants_of_the_layer(variant):
     experts = ROUTINGS["dropless, k=1"] | VARIANTS[variant]
     run = Run({"stage": 3, "parallel.expert": 2}, experts=experts)
-    plain = Run({"stage": 1}, experts=experts)
-    expected = spawn(train_all, 2, [plain], init_process_group=False)[0][0]
-    assert not unequal(expected, [run], spawn(train_all, 2, [run], init_process_group=False)[0])
+    whole = Run({"stage": 1}, experts=experts)
+    expected, found = start(2, [whole, run])
+    assert not unequal(expected, [run], [found])
     if "bias_update_rate" in experts:
         biases = [v for k, v in expected.weights.items() if k.endswith("router.bias")]
         assert len(biases) == 2
@@ -106,10 +102,7 @@ def test_with_offload_recompute_clipping_and_accumulation():
         Run({**shared, "stage": 2}, experts=experts, trainer={"accumulate_grad_batches": 2}),
         Run({**shared, "stage": 0}, experts=experts, trainer={"accumulate_grad_batches": 2}),
     ]
-    plain = [Run(experts=experts, trainer=run.trainer) for run in runs]
-    expected = spawn(train_all, 2, plain, init_process_group=False)[0]
-    found = spawn(train_all, 2, runs, init_process_group=False, timeout_s=150)[0]
-    assert not [p for e, r, f in zip(expected, runs, found, strict=True) for p in unequal(e, [r], [f])]
+    assert_as_plain(2, runs, plain_ranks=2)
 
 
 @pytest.mark.wide
@@ -123,17 +116,13 @@ def test_with_divided_layers(size):
     tokens = {"parallel.tensor.sequence_parallel": True}
     runs.append(Run({"stage": 2, **options, **tokens}, experts=experts | ALONE))
     runs.append(Run({"stage": 3, **options, **tokens, "parallel.expert": 1}, experts=experts | ALONE))
-    expected = [trusted(2, "dropless, k=2")] * 3 + [trusted(2, "dropless, k=2", **ALONE)] * 2
-    found = spawn(train_all, 4, runs, init_process_group=False, timeout_s=150)[0]
-    assert not [p for e, r, f in zip(expected, runs, found, strict=True) for p in unequal(e, [r], [f])]
+    assert_as_plain(4, runs, plain_ranks=2)
 
 
 @pytest.mark.wide
 def test_with_sequence_parallelism():
     experts = ROUTINGS["dropless, k=1"] | ALONE
-    run = Run({"stage": 2, "parallel.context": 2, "parallel.expert": 2}, experts=experts)
-    found = spawn(train_all, 2, [run], init_process_group=False)[0]
-    assert not unequal(trusted(1, "dropless, k=1", **ALONE), [run], found)
+    assert_as_plain(2, [Run({"stage": 2, "parallel.context": 2, "parallel.expert": 2}, experts=experts)])
 
 
 @pytest.mark.wide
@@ -155,21 +144,18 @@ CHECKPOINT_STEPS = 8
 def test_a_checkpoint_goes_on_at_any_size(tmp_path, save_as):
     """Saved after 4 of 8 steps with experts over 2 ranks, resumed over 1, 2 and 4."""
     experts = ROUTINGS["dropless, k=2"] | ALONE
-    uninterrupted = spawn(train_all, 1, [Run(experts=experts, steps=CHECKPOINT_STEPS)], init_process_group=False)[0][0]
+    uninterrupted = plain(Run(experts=experts, steps=CHECKPOINT_STEPS))
     half, path = CHECKPOINT_STEPS // 2, str(tmp_path / "saved.ckpt")
     run = Run(
         {"stage": 2, "parallel.expert": 2, "checkpoint.format": save_as},
         experts=experts, steps=CHECKPOINT_STEPS, save=(half, path),
     )  # fmt: skip
-    spawn(train_all, 4, [run], init_process_group=False)
+    start(4, [run])
     for world, options in (
         (2, {"stage": 3}), (4, {"stage": 1, "parallel.expert": 4}), (4, {"stage": 3, "parallel.expert": 2}),
     ):  # fmt: skip
         run = Run(options, experts=experts, steps=CHECKPOINT_STEPS, resume=path)
-        found = spawn(train_all, world, [run], init_process_group=False)[0]
-        found[0].losses = uninterrupted.losses[:half] + found[0].losses
-        found[0].norms = uninterrupted.norms[:half] + found[0].norms
-        assert not unequal(uninterrupted, [run], found)
+        assert_resumed(world, [run], uninterrupted, half)
 
 
 @pytest.mark.wide
@@ -180,7 +166,7 @@ def test_a_folder_saved_in_parts_consolidates_to_the_single_file(tmp_path):
         run = Run(
             {**options, "checkpoint.format": kind}, experts=ROUTINGS["capacity, k=1"], steps=2, save=(2, path[kind])
         )
-        spawn(train_all, 4, [run], init_process_group=False)
+        start(4, [run])
     assert_consolidates(path["sharded"], path["file"], path["consolidated"])
 
 
@@ -214,11 +200,9 @@ class Mixtral(Module):
 @pytest.mark.wide
 @pytest.mark.skipif(importlib.util.find_spec("transformers") is None, reason="needs transformers")
 def test_a_converted_model():
-    expected = spawn(train_all, 1, [Run()], Mixtral, init_process_group=False, timeout_s=120)[0][0]
     runs = [
         Run({"stage": 3, "parallel.expert": 2}),
         Run({"stage": 2, "parallel.expert": 4}),
         Run({"stage": 1, "parallel.expert": 2, "parallel.tensor.size": 2}),
     ]
-    found = spawn(train_all, 4, runs, Mixtral, init_process_group=False, timeout_s=150)[0]
-    assert not unequal(expected, runs, found)
+    assert_as_plain(4, runs, Mixtral)

@@ -14,7 +14,7 @@ from lightning.pytorch.demos.boring_classes import BoringModel
 from ls_strategy import ZeROStrategy
 from ls_strategy.errors import OutOfStepError, RankFailedError
 from ls_strategy.testing import spawn
-from tests.dist.models import quiet
+from tests.models import quiet
 
 pytestmark = pytest.mark.dist
 

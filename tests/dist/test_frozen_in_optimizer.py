@@ -29,6 +29,7 @@ from tests.dist.ranks import (
     saved,
     weights,
 )
+from tests.dist.trusted import once
 from tests.marks import in_turn, slow
 
 EVERYWHERE: dict[str, dict[str, Any]] = {
@@ -251,7 +252,7 @@ class Players(Net):
     def training_step(self, batch: Any, i: int) -> None:
         if self.current_epoch == 1 and i == 1:
             self.critic.requires_grad_(True)
-        opt_g, opt_c = self.optimizers()
+        opt_g, opt_c = self.optimizers()  # type: ignore[misc]
         self.turn(opt_g, batch, 1.0)
         self.turn(opt_c, batch, -1.0)
 
@@ -300,7 +301,7 @@ def problems(
 
 
 def compare(kind: type[Net], names: Any, folder: Path, **options: Any) -> None:
-    expected = spawn(trusted, 1, kind, options, init_process_group=False)[0]
+    expected = once(trusted, 1, kind, options)[0]
     chosen = [name for name in names if name != "int8" and not (kind is WithMomentum and "nvme" in name)]
     found = spawn(problems, 2, expected, kind, chosen, str(folder), options, init_process_group=False, timeout_s=170)
     assert found == [{}, {}], f"{kind.__name__}: {found}"

@@ -13,8 +13,8 @@ from torch import Tensor
 from ls_strategy import ConfigError
 from ls_strategy.lightning.strategy import ZeROStrategy
 from ls_strategy.testing import spawn
-from tests.dist.models import Case, Net, Result, loader, quiet, run_all, same_bits, trainer_of
 from tests.dist.test_shard_groups import BOTH, NORM, NVME, VALUE, measure
+from tests.models import Case, Net, Result, loader, quiet, run_all, same_bits, trainer_of
 
 FIRST = [
     Case(stage=3, steps=4, traits=("uneven", "frozen", "tied"), accumulate=2, **NORM),
@@ -114,7 +114,7 @@ class Writes(Net):
                 self.blocks[1].up.weight.data.clamp_(-0.3, 0.3)
         return out
 
-    def on_train_batch_end(self, *_: Any) -> None:
+    def on_train_batch_end(self, *_: Any) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
         if self.trainer.global_step == 2:
             state = {k: v.clone() * 1.01 for k, v in self.blocks[0].state_dict().items()}
             self.blocks[0].load_state_dict(state)

@@ -15,9 +15,9 @@ from torch import Tensor, nn
 
 from ls_strategy import ConfigError, PlanError, ZeROStrategy
 from ls_strategy.islands import wire
-from ls_strategy.testing import spawn
 from tests.dist.islands import diloco, hub, in_plain_torch, on_islands
 from tests.dist.ranks import OPTIONS, Net, assert_close, assert_equal, batches, fit, trainer_of, weights
+from tests.dist.trusted import once
 
 pytestmark = pytest.mark.dist
 
@@ -183,7 +183,7 @@ def trusted(kind: type[Net] = Net, *, batch: int = BATCH, ranks: int = 2, every:
 
 @pytest.mark.parametrize("name", by_name(["DDP, stage 1", "DDP, stage 3"]))
 def test_with_an_exchange_in_every_step_it_is_ddp_on_all_ranks(runs: Runs, name: str) -> None:
-    assert_close(runs(name)[0][0]["weights"], spawn(ddp, 4, init_process_group=False)[0], name)
+    assert_close(runs(name)[0][0]["weights"], once(ddp, 4)[0], name)
 
 
 @pytest.mark.parametrize("name", by_name(CASES))

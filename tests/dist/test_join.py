@@ -13,6 +13,7 @@ from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 from ls_strategy import ZeROStrategy
 from ls_strategy.testing import spawn
 from tests.dist.ranks import Net, assert_close, quiet, samples, trainer_of, weights
+from tests.dist.trusted import once
 
 LENGTHS = (7, 3)
 """Batches of each rank."""
@@ -131,7 +132,7 @@ def joined(
 def compare(
     names: list[str], stages: Sequence[int], *, by_samples: bool, sized: bool, lengths: Sequence[int] = LENGTHS
 ) -> None:
-    (expected,) = spawn(trusted, 1, by_samples, names, lengths, init_process_group=False)
+    (expected,) = once(trusted, 1, by_samples, names, lengths)
     ranks = spawn(joined, len(lengths), by_samples, names, lengths, stages, sized, init_process_group=False)
     for ours in ranks:
         for what, found in ours.items():

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from ls_strategy.config import LossScaleConfig
 from ls_strategy.testing import spawn
-from tests.dist.models import Case, Net, loader, quiet, trainer_of
+from tests.models import Case, Net, loader, quiet, trainer_of
 
 STAGES = (0, 1, 2, 3)
 PRECISIONS = ("16-mixed", "16-true")
@@ -51,7 +51,7 @@ class Recorder(pl.Callback):
         self.skipped: list[int] = []
         self.states: list[list[Tensor]] = []
 
-    def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+    def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
         if (batch_idx + 1) % module.case.accumulate:
             return
         strategy = trainer.strategy
@@ -66,6 +66,8 @@ class Recorder(pl.Callback):
 def train(rank: int, world_size: int, folder: str) -> dict[tuple[int, str, int], dict[str, Any]]:
     quiet()
     result = {}
+    case: Any = None
+    trainer: Any = None
     for stage in STAGES:
         for precision in PRECISIONS:
             for accumulate in (1, 2):
@@ -84,14 +86,14 @@ def train(rank: int, world_size: int, folder: str) -> dict[tuple[int, str, int],
     return result
 
 
-def restore(trainer: pl.Trainer, case: Case, world_size: int, path: str) -> dict[str, Any]:
+def restore(trainer: Any, case: Case, world_size: int, path: str) -> dict[str, Any]:
     """The scaler's state that a second run starts with, and the one that the first had saved."""
     saved = trainer.strategy.require_engine().scaler.state_dict()
     trainer.save_checkpoint(path)
     found: list[dict[str, Any]] = []
 
     class Look(pl.Callback):
-        def on_train_start(self, trainer: Any, module: Any) -> None:
+        def on_train_start(self, trainer: Any, module: Any) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
             found.append(trainer.strategy.require_engine().scaler.state_dict())
 
     again = trainer_of(case, world_size, callbacks=[Look()])

@@ -22,9 +22,9 @@ from ls_strategy.lightning.strategy import ZeROStrategy
 from ls_strategy.testing import spawn
 from tests.dist import parallel_runs
 from tests.dist import test_manual_optimization as manual
-from tests.dist.models import GROWING, Case, quiet, run, same_bits, scaled_fp32
 from tests.dist.parallel_runs import Run
 from tests.dist.ranks import Net, fit, global_batches, on_ranks, weights
+from tests.models import GROWING, Case, quiet, run, same_bits, scaled_fp32
 
 pytestmark = pytest.mark.wide
 
@@ -110,16 +110,17 @@ class NeverZeroes(manual.AdamW):
 
     def training_step(self, batch: Any, i: int) -> None:
         self.manual_backward(self.noted_loss(batch))
-        self.optimizers().step()
+        optimizer: Any = self.optimizers()
+        optimizer.step()
 
 
 class NeverZeroesAndClips(manual.Manual):
     """The clipped gradients are gone on with."""
 
     def training_step(self, batch: Any, i: int) -> None:
-        opt = self.optimizers()
+        opt: Any = self.optimizers()
         self.manual_backward(self.noted_loss(batch))
-        how = {"gradient_clip_val": 0.5, "gradient_clip_algorithm": "norm"}
+        how: dict[str, Any] = {"gradient_clip_val": 0.5, "gradient_clip_algorithm": "norm"}
         self.clip_gradients(opt, **(how if i % 2 else {"gradient_clip_val": 0.05, "gradient_clip_algorithm": "value"}))
         opt.step()
         if i % 3 == 2:
@@ -130,7 +131,7 @@ class TwoBackwardsTwoSteps(manual.Manual):
     """A step between two backward passes whose gradients add up, and one after them."""
 
     def training_step(self, batch: Any, i: int) -> None:
-        opt = self.optimizers()
+        opt: Any = self.optimizers()
         self.manual_backward(self.noted_loss(batch))
         opt.step()
         self.manual_backward(0.5 * self(batch[0]).square().mean())
@@ -151,7 +152,7 @@ class TurnsThatKeep(manual.Gan):
     """Two optimizers whose gradients come from one loss; each step may change the scale before the other's."""
 
     def training_step(self, batch: Any, i: int) -> None:
-        opt_g, opt_c = self.optimizers()
+        opt_g, opt_c = self.optimizers()  # type: ignore[misc]
         loss = manual.functional.softplus(self.critic(self.generator(self.shared(batch[0])))).mean()
         self.losses.append(loss.item())
         self.manual_backward(loss)
@@ -240,10 +241,10 @@ def divided(world_size: int) -> dict[str, list[Run]]:
     found: dict[str, list[Run]] = {}
     for kind, one in kinds.items():
         for stage, accumulate, clip in itertools.product(stages, (1, 3), (None, 0.3)):
-            trainer = {"accumulate_grad_batches": accumulate, "gradient_clip_val": clip}
+            trainer: dict[str, Any] = {"accumulate_grad_batches": accumulate, "gradient_clip_val": clip}
             options = {"stage": stage, **(one.options or {})}
             found.setdefault(kind, []).append(
-                replace(one, options=options, steps=5 * accumulate, batch=world_size * 2, trainer=trainer)
+                replace(one, options=options, steps=5 * accumulate, batch=world_size * 2, trainer=trainer)  # type: ignore[operator]
             )
     return found
 
@@ -298,7 +299,8 @@ class MixesBackwards(manual.Manual):
     def training_step(self, batch: Any, i: int) -> None:
         self.manual_backward(self.noted_loss(batch))
         (0.5 * self(batch[0]).square().mean()).backward()
-        self.optimizers().step()
+        optimizer: Any = self.optimizers()
+        optimizer.step()
 
 
 @on_ranks(2)

@@ -22,7 +22,7 @@ from torch import Tensor
 from ls_strategy.testing import spawn
 from ls_strategy.zero.flat.parameters import unnoticed
 from ls_strategy.zero.passes import reduce
-from tests.dist.models import VOCABULARY, Case, Net, loader, quiet, trainer_of
+from tests.models import VOCABULARY, Case, Net, loader, quiet, trainer_of
 
 WIDTH, BLOCKS = 192, 10
 CASES = [
@@ -53,7 +53,7 @@ class Scale(pl.Callback):
         self.stated: dict[str, int] = {}
         self.planned: dict[str, int] = {}
 
-    def on_train_batch_end(self, trainer: pl.Trainer, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+    def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
         if batch_idx != module.case.steps - 1:
             return
         gc.collect()

@@ -17,7 +17,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from ls_strategy import StateError, ZeROFabricStrategy, ZeROStrategy
 from ls_strategy.checkpoint.source import read_full
 from ls_strategy.testing import spawn
-from tests.dist.models import quiet
+from tests.models import quiet
 
 pytestmark = pytest.mark.dist
 
@@ -43,6 +43,8 @@ class Counts(nn.Module):
 class Cache(nn.Module):
     """Computes a buffer, which is not saved, from its weights after every load."""
 
+    cached: Tensor
+
     def __init__(self) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.eye(4))
@@ -65,7 +67,7 @@ class Renames(nn.Linear):
             lambda m, state, prefix, _: state.update({f"{prefix}w": state.pop(f"{prefix}weight")})
         )
 
-    def _load_from_state_dict(self, state: dict[str, Any], prefix: str, *args: Any) -> None:
+    def _load_from_state_dict(self, state: dict[str, Any], prefix: str, *args: Any) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
         if f"{prefix}w" in state:
             state[f"{prefix}weight"] = state.pop(f"{prefix}w")
         super()._load_from_state_dict(state, prefix, *args)
@@ -100,12 +102,12 @@ class Doubles(nn.Linear):
         state[f"{prefix}twice"] = state[f"{prefix}weight"] * 2
         state[f"{prefix}norm"] = self.weight.detach().norm()
 
-    def _load_from_state_dict(self, state: dict[str, Any], prefix: str, metadata: dict[str, Any], *args: Any) -> None:
+    def _load_from_state_dict(self, state: dict[str, Any], prefix: str, metadata: dict[str, Any], *args: Any) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
         assert metadata["version"] == 3
         self.twice, self.norm = state.pop(f"{prefix}twice").clone(), state.pop(f"{prefix}norm").clone()
         super()._load_from_state_dict(state, prefix, metadata, *args)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
         return super().forward(x) @ self.twice / self.norm
 
 
@@ -120,7 +122,7 @@ class Queue(nn.Module):
         self.queue = torch.cat([self.queue, x.detach()])
         return x + self.queue.mean(0)
 
-    def _load_from_state_dict(self, state: dict[str, Any], prefix: str, *args: Any) -> None:
+    def _load_from_state_dict(self, state: dict[str, Any], prefix: str, *args: Any) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
         self.queue = torch.empty_like(state[f"{prefix}queue"])
         super()._load_from_state_dict(state, prefix, *args)
 
@@ -268,7 +270,7 @@ def of_fabric(rank: int, world_size: int, strategy: Any, folder: str) -> list[Te
 
 
 @pytest.mark.parametrize(("stage", "kind"), [(1, "sharded"), (3, "sharded"), (3, "file")])
-def test_fabric_loads_by_the_same_code(stage: int, kind: str, tmp_path: Path):
+def test_fabric_loads_by_the_same_code(stage: Any, kind: Any, tmp_path: Path):
     (tmp_path / "plain").mkdir()
     expected = of_fabric(0, 1, None, str(tmp_path / "plain"))
     strategy = partial(ZeROFabricStrategy, stage=stage, checkpoint=kind)
@@ -308,7 +310,7 @@ def saved_by(rank: int, world_size: int, strategy: Any, folder: str) -> None:
 
 
 @pytest.mark.parametrize("kind", ["file", "sharded"])
-def test_hooks_see_full_weights_where_layers_are_split(kind: str, tmp_path: Path):
+def test_hooks_see_full_weights_where_layers_are_split(kind: Any, tmp_path: Path):
     parallel = {"tensor": {"size": 2, "plan": {"up": "column", "down": "row"}}}
     strategy = partial(ZeROStrategy, stage=1, checkpoint=kind, parallel=parallel)
     saved_by(0, 1, None, str(tmp_path / "plain"))

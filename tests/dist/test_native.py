@@ -25,7 +25,7 @@ from ls_strategy.zero.parts import full_of
 from ls_strategy.zero.setup.share import Share
 from ls_strategy.zero.step.global_norm import global_norm
 from tests.conftest import NATIVE
-from tests.dist.parallel_runs import Outcome, Run, train, unequal
+from tests.dist.parallel_runs import Outcome, Run, plain, train, unequal
 from tests.native_ranks import BACKEND, DEVICE, HOST, on_native_device
 
 pytestmark = pytest.mark.wide
@@ -162,7 +162,7 @@ def train_each(rank: int, world_size: int, runs: list[Run], folder: str) -> tupl
 
 def test_training_and_saving(tmp_path: Path) -> None:
     """The numbers of one process, with every kind of parallelism, and a file that plain torch reads."""
-    expected = spawn(train, 1, Run(steps=STEPS), init_process_group=False)[0]
+    expected = plain(Run(steps=STEPS))
     runs = [Run(options, steps=STEPS) for options in RUNS.values()]
     outcomes, saved = spawn(on_native_device, 2, train_each, runs, str(tmp_path), init_process_group=False)[0]
     assert not unequal(expected, runs, outcomes)
@@ -176,9 +176,9 @@ def test_training_and_saving(tmp_path: Path) -> None:
 
 
 def test_experts_on_different_ranks(tmp_path: Path) -> None:
-    plain = Run({"stage": 1}, experts={"num_experts": 4}, steps=STEPS)
-    native = Run({**plain.options, "parallel.expert": 2, "checkpoint": "file"}, experts=plain.experts, steps=STEPS)
-    expected = spawn(train, 2, plain, init_process_group=False)[0]
+    whole = Run({"stage": 1}, experts={"num_experts": 4}, steps=STEPS)
+    native = Run({"stage": 1, "parallel.expert": 2, "checkpoint": "file"}, experts=whole.experts, steps=STEPS)
+    expected = spawn(train, 2, whole, init_process_group=False)[0]
     outcomes, saved = spawn(on_native_device, 2, train_each, [native], str(tmp_path), init_process_group=False)[0]
     assert not unequal(expected, [native], outcomes)
     assert saved == ["0.ckpt"]

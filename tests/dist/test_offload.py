@@ -10,8 +10,8 @@ import pytest
 
 from ls_strategy.config import TierConfig
 from ls_strategy.testing import spawn
-from tests.dist.models import Case, Result, run_all, same_bits
 from tests.marks import slow
+from tests.models import Case, Result, run_all, same_bits
 
 STAGES = (1, 2, 3)
 TIMEOUT_S = 170

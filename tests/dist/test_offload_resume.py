@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 
 from ls_strategy.testing import spawn
-from tests.dist.models import Case, PrivateNet, loader, quiet, trainer_of
 from tests.dist.test_offload import TIERS
+from tests.models import Case, PrivateNet, loader, quiet, trainer_of
 
 EPOCH = 4
 """Steps."""

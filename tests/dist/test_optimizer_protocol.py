@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from ls_strategy import StateError, ZeROStrategy
 from ls_strategy.testing import spawn
-from tests.dist.models import quiet
+from tests.models import quiet
 
 pytestmark = pytest.mark.dist
 
@@ -52,7 +52,7 @@ class Shared(torch.optim.SGD):
         super().__init__(params, 1e-2, momentum=0.9)
 
     def step(self, closure: Any = None) -> Any:
-        shared = self.state["shared"]
+        shared = self.state["shared"]  # type: ignore[index]
         shared["n"] = shared.get("n", 0) + 1
         for group in self.param_groups:
             group["lr"] = 0.05 / (1 + shared["n"])
@@ -72,7 +72,7 @@ class Restoring(torch.optim.AdamW):
 
 
 def hooked(params: Any) -> torch.optim.Optimizer:
-    optimizer = torch.optim.AdamW(params, 1e-2)
+    optimizer: Any = torch.optim.AdamW(params, 1e-2)
     optimizer.scale = 1.0
     optimizer.register_state_dict_post_hook(lambda o, state: {**state, "scale": o.scale * 0.5})
 
@@ -126,6 +126,8 @@ CHANGES: dict[str, Callable[[Any, Net], None]] = {
 
 
 class Net(pl.LightningModule):
+    net: Any
+
     def __init__(
         self, make: Callable[[Any], torch.optim.Optimizer], change: Callable[[Any, Net], None] | None, dtype: Any
     ) -> None:
@@ -140,9 +142,10 @@ class Net(pl.LightningModule):
         self.losses.append(loss.detach().clone())
         return loss
 
-    def on_train_batch_end(self, *_: Any) -> None:
+    def on_train_batch_end(self, *_: Any) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
         if self.change is not None and self.global_step == STEPS // 2:
-            self.change(self.optimizers().optimizer, self)
+            optimizer: Any = self.optimizers()
+            self.change(optimizer.optimizer, self)
 
     def configure_optimizers(self) -> Any:
         return self.make(self.parameters())
@@ -238,7 +241,8 @@ def test_without_a_state_reading_finds_none():
 
     class Begins(Net):
         def on_train_start(self) -> None:
-            state, p = self.optimizers().optimizer.state, self.net[0].weight
+            optimizer: Any = self.optimizers()
+            state, p = optimizer.optimizer.state, self.net[0].weight
             found.extend([len(state), list(state.items()), p in state, state.get(p), bool(state)])
 
     fit(Begins(lambda params: torch.optim.AdamW(params, 1e-2), None, torch.float64), "zero3", 1)

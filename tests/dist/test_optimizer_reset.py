@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from ls_strategy import Lion, ZeROStrategy
 from ls_strategy.testing import spawn
-from tests.dist.models import quiet
+from tests.models import quiet
 
 RESET_AT = 4
 OPTIMIZERS = {
@@ -51,14 +51,15 @@ class Net(pl.LightningModule):
         self.losses.append(loss.detach().clone())
         return loss
 
-    def on_train_batch_end(self, *_: Any) -> None:
+    def on_train_batch_end(self, *_: Any) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
         if self.keeps is None or self.global_step != RESET_AT:
             return
-        optimizer = self.optimizers().optimizer
-        full = (
+        optimizers: Any = self.optimizers()
+        optimizer = optimizers.optimizer
+        full: Any = (
             optimizer.state_dict()
             if self.trainer.strategy.__class__.__module__.startswith("lightning")
-            else (self.trainer.strategy.optimizer_state(optimizer))
+            else self.trainer.strategy.optimizer_state(optimizer)
         )
         full = self.trainer.strategy.broadcast(full)
         optimizer.load_state_dict({**full, "state": {i: s for i, s in full["state"].items() if i in self.keeps}})
@@ -77,7 +78,7 @@ def fit(module: Net, strategy: Any, devices: int, steps: int, **options: Any) ->
     return torch.stack(module.losses)
 
 
-def strategy_of(stage: int, tier: str, moments: str, folder: str) -> ZeROStrategy:
+def strategy_of(stage: Any, tier: str, moments: str, folder: str) -> ZeROStrategy:
     offload = {} if tier == "device" else {"optimizer": tier, **({"nvme_path": folder} if tier == "nvme" else {})}
     return ZeROStrategy(stage=stage, offload=offload, precision={"moments": moments})
 
@@ -152,7 +153,8 @@ def test_the_log_has_the_memory_of_this_optimizer(make: Any, expected: str, tmp_
             return make(self.parameters())
 
         def on_train_start(self) -> None:
-            text = self.trainer.strategy.require_engine().describe()
+            strategy: Any = self.trainer.strategy
+            text = strategy.require_engine().describe()
             assert expected in text, text
 
     trainer = pl.Trainer(

@@ -10,8 +10,8 @@ import torch
 from ls_strategy.config import LossScaleConfig
 from ls_strategy.testing import spawn
 from tests.dist import parallel_runs
-from tests.dist.models import scaled_fp32
 from tests.dist.parallel_runs import Outcome, Run
+from tests.models import scaled_fp32
 
 pytestmark = pytest.mark.wide
 

@@ -7,6 +7,7 @@ parameters that require one when it wraps the model.
 from __future__ import annotations
 
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import pytest
@@ -30,6 +31,7 @@ from tests.dist.ranks import (
     quiet,
     weights,
 )
+from tests.dist.trusted import once
 from tests.marks import in_turn
 
 STEPS = 3
@@ -58,13 +60,13 @@ class Joins(Net):
         params = [p for p in self.parameters() if p.requires_grad]
         return torch.optim.AdamW(params, lr=self.lr, eps=1e-2, weight_decay=0.1, fused=self.fused)
 
-    def on_train_batch_end(self, *_: Any) -> None:
+    def on_train_batch_end(self, *_: Any) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
         """Rates, as loggers see them, and a weight."""
         for optimizer in self.trainer.optimizers:
             self.seen += [group["lr"] for group in optimizer.param_groups]
         self.seen.append(float(self.blocks[1].wide.weight.detach().double().sum()))
 
-    def unfreeze(self, part: nn.Module, lr: float) -> None:
+    def unfreeze(self, part: nn.Module, lr: float) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
         part.requires_grad_(True)
         self.trainer.optimizers[0].add_param_group({"params": list(part.parameters()), "lr": lr})
 
@@ -202,7 +204,7 @@ def problems(
 
 
 def compare(world_size: int, kinds: list[type[Joins]], options: dict[str, Any], **trainer: Any) -> None:
-    expected = spawn(trusted, 1, kinds, trainer, init_process_group=False)[0]
+    expected = once(trusted, 1, kinds, trainer)[0]
     found = spawn(problems, world_size, expected, kinds, options, trainer, timeout_s=150)
     assert not any(found), "\n".join(found[0])
 
@@ -236,9 +238,10 @@ def resumed(rank: int, world_size: int, kind: type[Joins], strategies: list[Any]
     return mean_over_ranks(rest.losses), rest.seen, weights(rest)
 
 
-def trusted_resume(rank: int, world_size: int, kind: type[Joins], path: str) -> Outcome:
+def trusted_resume(rank: int, world_size: int, kind: type[Joins]) -> Outcome:
     quiet()
-    return resumed(0, 1, kind, ["auto", "auto"], f"{path}/trusted.ckpt")
+    with TemporaryDirectory() as path:
+        return resumed(0, 1, kind, ["auto", "auto"], f"{path}/trusted.ckpt")
 
 
 def resume_problems(
@@ -276,7 +279,7 @@ class ByOwnCallback(Joins):
 @pytest.mark.parametrize("kind", [ByCallback, ByOwnCallback])
 @pytest.mark.parametrize("names", [("zero1", "zero3, small units"), ("zero2", "zero2"), ("zero3_offload", "zero1")])
 def test_resume_after_unfreezing(kind: type[Joins], names: tuple[str, str], tmp_path: Path) -> None:
-    expected = spawn(trusted_resume, 1, kind, str(tmp_path), init_process_group=False)[0]
+    expected = once(trusted_resume, 1, kind)[0]
     options = [OPTIONS[name] for name in names]
     found = spawn(resume_problems, 2, kind, expected, options, str(tmp_path), timeout_s=100)
     assert not any(found), "\n".join(found[0])
@@ -369,7 +372,7 @@ def accumulates(rank: int, world_size: int, expected: Outcome) -> None:
 
 def test_groups_that_change_in_the_middle_of_an_accumulation() -> None:
     """Where ``p.grad`` holds what has been added up, it stays; averages that are sharded do not, which is an error."""
-    expected = spawn(trusted, 1, [Accumulates], {}, init_process_group=False)[0]["Accumulates"]
+    expected = once(trusted, 1, [Accumulates], {})[0]["Accumulates"]
     spawn(accumulates, 2, expected, timeout_s=60)
 
 
@@ -592,7 +595,7 @@ class InNone(Net):
         self.seen += [float(p.grad.norm()) for p in self.blocks[0].parameters() if p.grad is not None]
         self.last.bias.grad = None
 
-    def on_train_batch_end(self, *_: Any) -> None:
+    def on_train_batch_end(self, *_: Any) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
         self.zero_grad()
 
 
@@ -660,10 +663,11 @@ class Shared(Net):
         optimizer.step()
 
     def training_step(self, batch: Any, i: int) -> None:
-        for number, optimizer in enumerate(self.optimizers()):
+        optimizers: Any = self.optimizers()
+        for number, optimizer in enumerate(optimizers):
             self.take(i, self.loss(batch) * (1 + number), optimizer)
 
-    def on_train_batch_end(self, *_: Any) -> None:
+    def on_train_batch_end(self, *_: Any) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
         self.seen += [group["lr"] for optimizer in self.trainer.optimizers for group in optimizer.param_groups]
 
     def configure_optimizers(self) -> Any:
@@ -722,7 +726,8 @@ class ClipsBetween(BothStep):
     """By one of them, which the other sees; and by hand."""
 
     def training_step(self, batch: Any, i: int) -> None:
-        first, second = self.optimizers()  # type: ignore[misc]
+        optimizers: Any = self.optimizers()
+        first, second = optimizers
         first.zero_grad()
         loss = self.noted_loss(batch)
         self.manual_backward(loss)
@@ -819,7 +824,7 @@ def test_one_parameter_in_two_optimizers_on_one_rank(kind: type[Any], options: d
 def test_states_of_shared_parameters_are_kept_apart_in_checkpoints(
     kind: type[Any], names: tuple[str, str], tmp_path: Path
 ) -> None:
-    expected = spawn(trusted_resume, 1, kind, str(tmp_path), init_process_group=False)[0]
+    expected = once(trusted_resume, 1, kind)[0]
     found = spawn(resume_problems, 2, kind, expected, [OPTIONS[n] for n in names], str(tmp_path), timeout_s=100)
     assert not any(found), "\n".join(found[0])
 

@@ -45,6 +45,7 @@ from tests.dist.test_parameter_groups import (
     outcome,
     trusted,
 )
+from tests.dist.trusted import once
 
 pytestmark = pytest.mark.wide
 
@@ -68,7 +69,7 @@ def drive(rank: int, world_size: int, expected: Outcome, path: str) -> None:
 
 
 def test_with_states_on_a_drive_and_nothing_is_left_of_the_engine_before(tmp_path: Path) -> None:
-    expected = spawn(trusted, 1, [ByCallback], {}, init_process_group=False)[0]["ByCallback"]
+    expected = once(trusted, 1, [ByCallback], {})[0]["ByCallback"]
     spawn(drive, 2, expected, str(tmp_path), timeout_s=90)
 
 
@@ -81,7 +82,7 @@ def activations(rank: int, world_size: int, expected: Outcome) -> None:
 
 
 def test_with_activations_that_are_recomputed_or_offloaded() -> None:
-    expected = spawn(trusted, 1, [AtEpochs], {}, init_process_group=False)[0]["AtEpochs"]
+    expected = once(trusted, 1, [AtEpochs], {})[0]["AtEpochs"]
     spawn(activations, 2, expected, timeout_s=90)
 
 

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from ls_strategy.testing import spawn
-from tests.dist.models import Case, Result, buffer_difference, loss_difference, run_all, same_bits, weight_difference
+from tests.models import Case, Result, buffer_difference, loss_difference, run_all, same_bits, weight_difference
 
 STAGES = (0, 1, 2, 3)
 BOUND = 1e-6  # equal up to the order of sums

@@ -19,9 +19,9 @@ from ls_strategy.config import LossScaleConfig
 from ls_strategy.lightning.precision import ZeROPrecision
 from ls_strategy.testing import spawn
 from tests.dist import parallel_runs
-from tests.dist.models import Case, Result, fp16_plugin, run
 from tests.dist.parallel_runs import Outcome, Run
 from tests.marks import slow
+from tests.models import Case, Result, fp16_plugin, run
 
 PRECISIONS = ("16-mixed", "16-true", "bf16-mixed", "bf16-true")
 STAGES = (0, 1, 2, 3)
@@ -215,7 +215,7 @@ Divided = tuple[str, int, str, int, float | None]
 """Kind, stage, precision, accumulation, limit of the norm."""
 
 
-def train_divided(rank: int, world_size: int, folder: str, keys: list[Divided | tuple[Any, ...]]) -> list[Outcome]:
+def train_divided(rank: int, world_size: int, folder: str, keys: list[Any]) -> list[Outcome]:
     """One run after the other; kind None is the plain Trainer."""
     outcomes = []
     for kind, stage, precision, accumulate, clip, experts in keys:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import time
-from functools import cache
 from typing import Any
 
 import lightning.pytorch as pl
@@ -23,20 +22,25 @@ from ls_strategy.config import nested
 from ls_strategy.errors import ConfigError, LSError, PlanError
 from ls_strategy.lightning.strategy import ZeROStrategy
 from ls_strategy.testing import spawn
-from tests.dist.parallel_runs import BATCH, Outcome, Run, assert_resumed, train_all, unequal
+from tests.dist.parallel_runs import (
+    BATCH,
+    Outcome,
+    Run,
+    assert_as_plain,
+    assert_resumed,
+    assert_same_bits,
+    plain,
+    start,
+    unequal,
+)
 from tests.dist.ranks import on_ranks, trainer_of
+from tests.dist.trusted import once
 
 pytestmark = pytest.mark.dist
 
 STEPS = 10
 SCHEDULES = ("gpipe", "1f1b", "interleaved_1f1b", "zero_bubble", "zbv", "dualpipe_v")
 FOUR = {"num_layers": 4}
-
-
-@cache
-def trusted(accumulate: int = 1, clip: float = 0.0, batch: int = BATCH, **shape: Any) -> Outcome:
-    run = Run(shape=shape, steps=STEPS, batch=batch, trainer=trainer_options(accumulate, clip))
-    return spawn(train_all, 1, [run], init_process_group=False)[0][0]
 
 
 def trainer_options(accumulate: int, clip: float) -> dict[str, Any]:
@@ -53,9 +57,7 @@ def compare(
 ) -> list[Outcome]:
     options = trainer_options(accumulate, clip)
     runs = [Run({"parallel.pipeline.size": 2, **c}, shape, steps=STEPS, batch=batch, trainer=options) for c in choices]
-    found = spawn(train_all, world, runs, init_process_group=False, timeout_s=170)[0]
-    assert not unequal(trusted(accumulate, clip, batch, **shape), runs, found, losses=1e-6, norms=1e-6)
-    return found
+    return assert_as_plain(world, runs, timeout_s=170, losses=1e-6, norms=1e-6)
 
 
 def test_every_schedule():
@@ -70,9 +72,7 @@ def test_every_schedule():
 @pytest.mark.wide
 def test_every_stage_with_two_replicas():
     found = compare(4, [{"stage": stage, "parallel.pipeline.micro_batches": 2} for stage in (0, 1, 2, 3)])
-    for outcome in found[1:]:  # stage against stage: bit for bit
-        assert outcome.losses == found[0].losses
-        assert all(torch.equal(v, found[0].weights[k]) for k, v in outcome.weights.items())
+    assert_same_bits(found)  # of the stages
 
 
 @pytest.mark.slow
@@ -107,7 +107,7 @@ def test_losses_of_experts_on_earlier_stages():
         "second_expert_sampling": False,
     }
     one = Run(shape=FOUR, experts=experts, steps=parts * steps, batch=1, trainer=trainer_options(parts, 0.5))
-    expected = spawn(train_all, 1, [one], init_process_group=False)[0][0]
+    expected = plain(one)
     expected.losses = torch.tensor(expected.losses).view(-1, parts).sum(1).tolist()  # of each the part
     shared = {"stage": 2, "parallel.pipeline.size": 2, "parallel.pipeline.micro_batches": parts}
     runs = [
@@ -118,8 +118,7 @@ def test_losses_of_experts_on_earlier_stages():
             {"parallel.pipeline.schedule": "zbv"},
         )
     ]
-    found = spawn(train_all, 2, runs, init_process_group=False)[0]
-    assert not unequal(expected, runs, found)
+    assert not unequal(expected, runs, start(2, runs))
 
 
 @pytest.mark.slow
@@ -141,12 +140,12 @@ def test_all_combinations_with_a_pipeline(world, size, schedule, accumulate):
 @pytest.mark.wide
 def test_a_checkpoint_goes_on_with_any_pipeline(tmp_path):
     steps, half = 8, 4
-    uninterrupted = spawn(train_all, 1, [Run(steps=steps)], init_process_group=False)[0][0]
+    uninterrupted = plain(Run(steps=steps))
     two = {"stage": 2, "parallel.pipeline.size": 2}
     sources = {"pp2": (2, two), "dp2": (2, {"stage": 3})}
     path = {name: str(tmp_path / f"{name}.ckpt") for name in sources}
     for name, (world, options) in sources.items():
-        spawn(train_all, world, [Run(options, steps=steps, save=(half, path[name]))], init_process_group=False)
+        start(world, [Run(options, steps=steps, save=(half, path[name]))])
     layouts: dict[int, list[dict[str, Any]]] = {
         2: [two, {"stage": 1}, {"stage": 1, "parallel.tensor.size": 2}],
         4: [{**two, "stage": 3}, {**two, "parallel.tensor.size": 2}],
@@ -217,7 +216,7 @@ class Seen(Callback):
     def __init__(self) -> None:
         self.outputs: list[float] = []
 
-    def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, *_: Any) -> None:
+    def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, *_: Any) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
         self.outputs.append(outputs["loss"].item())
 
 
@@ -241,7 +240,7 @@ def observe(rank: int, world_size: int, folder: str, pipelined: bool) -> dict[st
     return {
         "metrics": metrics,
         "outputs": seen.outputs,
-        "best": checkpoint.best_model_score.item(),
+        "best": checkpoint.best_model_score.item(),  # type: ignore[union-attr]
         "stopped": (stopping.stopped_epoch, trainer.current_epoch, trainer.global_step),
         "predicted": [p.tolist() for p in predicted],
     }
@@ -342,7 +341,7 @@ def train_tied(rank: int, world_size: int, options: dict[str, Any] | None, preci
 
 
 def test_tied_weights_with_offloaded_updates_in_two_precisions():
-    expected = spawn(train_tied, 1, None, "32-true", init_process_group=False)[0]
+    expected = once(train_tied, 1, None, "32-true")[0]
     pipeline = {"parallel.pipeline.size": 2, "parallel.pipeline.micro_batches": 4}
     for stage in (1, 3):
         options = {"stage": stage, **pipeline, "offload.optimizer": "cpu"}
@@ -390,7 +389,7 @@ def train_compiled(rank: int, world_size: int, wrapped: bool) -> tuple[dict[str,
 
 @pytest.mark.parametrize("wrapped", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_compiled_blocks_and_layers_around_them(wrapped):
-    expected = spawn(train_tied, 1, None, "32-true", init_process_group=False)[0]
+    expected = once(train_tied, 1, None, "32-true")[0]
     found = spawn(train_compiled, 2, wrapped, init_process_group=False)
     for weights, compiled in found:
         # A block, and what comes before or after all blocks. The latter is a module of torch's own with a hook, whose
@@ -530,7 +529,7 @@ def test_a_figure_and_a_trace_of_the_stages(rank, world_size, tmp_path):
     callbacks = [PipelineTimeline(every_n_steps=3)]
     trainer = trainer_of(strategy, max_epochs=1, logger=logger, callbacks=callbacks, log_every_n_steps=1)
     trainer.fit(AlexNetLike(), images())
-    assert strategy.parallel.pipeline.recorder.take() == []  # nothing is noted between pictures
+    assert trainer.strategy.parallel.pipeline.recorder.take() == []  # nothing is noted between pictures
     if rank == 0:
         logger.experiment.flush()
         events = EventAccumulator(str(tmp_path / "run"), size_guidance={"images": 0}).Reload()

@@ -14,6 +14,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from ls_strategy import ZeROStrategy
 from ls_strategy.testing import spawn
 from tests.dist.ranks import assert_close, quiet, trainer_of
+from tests.dist.trusted import once
 
 pytestmark = pytest.mark.dist
 
@@ -95,7 +96,7 @@ def trained(
 
 @pytest.mark.parametrize("accumulate", [1, 2])
 def test_they_are_trained_as_in_one_process(accumulate: int) -> None:
-    (expected,) = spawn(trained, 1, [None], accumulate, init_process_group=False)[0]
+    (expected,) = once(trained, 1, [None], accumulate)[0]
     cases = CASES if accumulate == 1 else [pipeline(1), pipeline(3)]
     assert torch.equal(expected["never"], torch.ones(2, dtype=torch.float64))
     for found in spawn(trained, 2, cases, accumulate, init_process_group=False, timeout_s=200):
@@ -113,7 +114,7 @@ def resumed(rank: int, world_size: int, folder: str) -> list[dict[str, Tensor]]:
 
 
 def test_checkpoints_have_them_for_any_layout(tmp_path: Path) -> None:
-    (expected,) = spawn(trained, 1, [None], init_process_group=False)[0]
+    (expected,) = once(trained, 1, [None])[0]
     for found in spawn(resumed, 2, str(tmp_path), init_process_group=False, timeout_s=200):
         for number, weights in enumerate(found):
             assert_close(weights, expected, f"resumed {number}", 1e-12)

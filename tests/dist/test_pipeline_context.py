@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from functools import cache
 from typing import Any
 
 import pytest
@@ -21,11 +20,12 @@ from tests.dist.parallel_runs import (
     Module,
     Outcome,
     Run,
+    assert_as_plain,
     assert_less_memory_changes_no_bit,
     assert_resumed,
+    plain,
+    start,
     train,
-    train_all,
-    unequal,
 )
 from tests.dist.ranks import trainer_of
 
@@ -38,18 +38,10 @@ CHUNKED: dict[str, Any] = {"activations.loss": {"chunk_bytes": 4 * 61 * 5}}
 SCHEDULES = ("gpipe", "1f1b", "interleaved_1f1b", "zero_bubble", "zbv", "dualpipe_v")
 
 
-@cache
-def trusted(accumulate: int = 1, **shape: Any) -> Outcome:
-    run = Run(shape=shape, steps=STEPS, trainer={"accumulate_grad_batches": accumulate, "gradient_clip_val": 0.5})
-    return spawn(train_all, 1, [run], init_process_group=False)[0][0]
-
-
 def compare(world: int, choices: list[dict[str, Any]], accumulate: int = 1, **shape: Any) -> list[Outcome]:
     trainer = {"accumulate_grad_batches": accumulate, "gradient_clip_val": 0.5}
     runs = [Run({**TWO, **choice}, shape, steps=STEPS, trainer=trainer) for choice in choices]
-    found = spawn(train_all, world, runs, init_process_group=False, timeout_s=170)[0]
-    assert not unequal(trusted(accumulate, **shape), runs, found)
-    return found
+    return assert_as_plain(world, runs, timeout_s=170)
 
 
 def test_exchanged_heads_and_rings():
@@ -134,9 +126,9 @@ def test_recompute_and_offload_change_no_bit(shared):
 @pytest.mark.wide
 def test_a_checkpoint_goes_on_in_another_layout(tmp_path):
     steps, half = 6, 3
-    uninterrupted = spawn(train_all, 1, [Run(steps=steps)], init_process_group=False)[0][0]
+    uninterrupted = plain(Run(steps=steps))
     path = str(tmp_path / "half.ckpt")
-    spawn(train_all, 4, [Run({"stage": 3, **TWO, **RING}, steps=steps, save=(half, path))], init_process_group=False)
+    start(4, [Run({"stage": 3, **TWO, **RING}, steps=steps, save=(half, path))])
     layouts: dict[int, list[dict[str, Any]]] = {2: [{"stage": 1}], 4: [{"stage": 2, **TWO}]}
     for world, choices in layouts.items():
         assert_resumed(world, [Run(o, steps=steps, resume=path) for o in choices], uninterrupted, half)
@@ -177,11 +169,8 @@ class Masked(Module):
     val_dataloader = train_dataloader
 
 
-def unequal_counts(world: int, options: dict[str, Any], kind: type[Module] = Masked) -> list[str]:
-    run = Run(options, steps=6, trainer={"limit_val_batches": 3})
-    expected = spawn(train, 1, Run(steps=6, trainer=run.trainer), kind, init_process_group=False)[0]
-    found = spawn(train, world, run, kind, init_process_group=False, timeout_s=120)[0]
-    return unequal(expected, [run], [found])
+def compare_counts(world: int, options: dict[str, Any], kind: type[Module] = Masked) -> None:
+    assert_as_plain(world, [Run(options, steps=6, trainer={"limit_val_batches": 3})], kind, timeout_s=120)
 
 
 PIPELINE = {"parallel.pipeline.size": 2, "parallel.pipeline.micro_batches": 4, "stage": 2}
@@ -201,7 +190,7 @@ class Explicit(Masked):
 
 
 def test_micro_batches_count_by_their_tokens():
-    assert not unequal_counts(2, PIPELINE)
+    compare_counts(2, PIPELINE)
 
 
 @pytest.mark.wide
@@ -216,14 +205,14 @@ def test_micro_batches_count_by_their_tokens():
     ids=str,
 )
 def test_unequal_counts_on_every_axis(world, more, kind):
-    assert not unequal_counts(world, {**PIPELINE, **more}, kind)
+    compare_counts(world, {**PIPELINE, **more}, kind)
 
 
 @pytest.mark.wide
 @pytest.mark.parametrize("options", [{"parallel.context": 2}, {"parallel.context": 2, **RING, **CHUNKED}], ids=str)
 def test_targets_that_are_ignored_on_one_rank_only_without_a_pipeline(options):
     """Sequences whose first or last half has no loss: one of two ranks has none."""
-    assert not unequal_counts(2, {"stage": 3, **options})
+    compare_counts(2, {"stage": 3, **options})
 
 
 class Selects(Masked):
@@ -258,7 +247,7 @@ class ByHand(Masked):
 @pytest.mark.parametrize("kind", [pytest.param(Selects, marks=pytest.mark.wide), ByHand])
 def test_means_made_by_hand_count_by_their_tokens(kind):
     """Some micro-batches have none."""
-    assert not unequal_counts(2, PIPELINE, kind)
+    compare_counts(2, PIPELINE, kind)
 
 
 @pytest.mark.wide
@@ -273,13 +262,13 @@ def test_means_made_by_hand_count_by_their_tokens(kind):
     ids=str,
 )
 def test_means_made_by_hand_on_every_axis(world, more):
-    assert not unequal_counts(world, {**PIPELINE, **more}, ByHand)
+    compare_counts(world, {**PIPELINE, **more}, ByHand)
 
 
 @pytest.mark.wide
 @pytest.mark.parametrize("options", [{"parallel.context": 2}, {"parallel.context": 2, **RING, **CHUNKED}], ids=str)
 def test_means_made_by_hand_over_sharded_tokens(options):
-    assert not unequal_counts(2, {"stage": 3, **options}, ByHand)
+    compare_counts(2, {"stage": 3, **options}, ByHand)
 
 
 class Root(ByHand):

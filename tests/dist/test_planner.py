@@ -25,9 +25,9 @@ from ls_strategy.planner.simulated import simulated
 from ls_strategy.planner.step import first_batch, training_step
 from ls_strategy.precision import resolve_precision
 from ls_strategy.testing import spawn
-from tests.dist.models import Case, Net, PrivateNet, loader, quiet, trainer_of
 from tests.dist.test_planner_parallel import moved_by_the_drive
 from tests.live_bytes import LiveBytes
+from tests.models import Case, Net, PrivateNet, loader, quiet, trainer_of
 
 WIDTH, BLOCKS, STEPS = 96, 4, 2
 CPU = TierConfig(tier="cpu")

@@ -21,7 +21,7 @@ from ls_strategy.planner.hardware import Hardware
 from ls_strategy.planner.out_of_memory import OutOfMemory
 from ls_strategy.planner.speeds import Speeds, measure
 from ls_strategy.testing import spawn
-from tests.dist.models import Case, PrivateNet, loader, quiet
+from tests.models import Case, PrivateNet, loader, quiet
 
 pytestmark = pytest.mark.wide
 

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from ls_strategy.config import ZeROConfig
+from ls_strategy.config import ShardingConfig, ZeROConfig
 from ls_strategy.planner.candidates import Candidate
 from ls_strategy.planner.forecast import Forecaster, Run
 from ls_strategy.planner.hardware import Hardware
@@ -15,10 +15,10 @@ from ls_strategy.planner.simulated import simulated
 from ls_strategy.planner.step import first_batch, training_step
 from ls_strategy.precision import resolve_precision
 from ls_strategy.testing import spawn
-from tests.dist.models import Case, PrivateNet, loader, quiet, trainer_of
 from tests.dist.test_planner import Begin
 from tests.dist.test_shard_groups import on_nodes
 from tests.live_bytes import LiveBytes
+from tests.models import Case, PrivateNet, loader, quiet, trainer_of
 
 pytestmark = pytest.mark.wide
 
@@ -48,7 +48,7 @@ def measure(rank: int, world_size: int) -> list[int]:
     found = []
     for run in RUNS:
         case = case_of(*run)
-        data = loader(case, world_size)
+        data: Any = loader(case, world_size)
         with LiveBytes(ignore=list(data.dataset.tensors)) as live:
             trainer: Any = trainer_of(case, 2, num_nodes=2, callbacks=[Begin(live)])
             trainer.fit(PrivateNet(case), data)
@@ -63,7 +63,7 @@ def test_the_peak_is_foretold_within_a_hundredth() -> None:
         module, precision = PrivateNet(case), resolve_precision(name)
         by_node: Any = next((option for option in ("shard_size", "hpz") if option in sharding), None)
         rest = {k: v for k, v in sharding.items() if k != by_node}
-        run = Run(config=ZeROConfig(sharding={"min_unit_numel": 0, **rest}))
+        run = Run(config=ZeROConfig(sharding=ShardingConfig(min_unit_numel=0, **rest)))
         with simulated(module, precision, (), torch.device("cpu")) as fakes:
             optimizers = [fakes.optimizer(module.configure_optimizers())]
             forecaster = Forecaster(

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 from ls_strategy._compat import without_dispatch_modes
-from ls_strategy.config import TierConfig, ZeROConfig
+from ls_strategy.config import ShardingConfig, TierConfig, ZeROConfig
 from ls_strategy.distributed.comm import Comm
 from ls_strategy.planner.candidates import Candidate
 from ls_strategy.planner.forecast import Forecaster, Run
@@ -26,9 +26,9 @@ from ls_strategy.planner.traffic import traffic
 from ls_strategy.precision import resolve_precision
 from ls_strategy.testing import spawn
 from ls_strategy.zero.passes import reduce
-from tests.dist.models import Case, PrivateNet, loader, quiet, trainer_of
 from tests.dist.test_planner import Begin
 from tests.live_bytes import LiveBytes
+from tests.models import Case, PrivateNet, loader, quiet, trainer_of
 
 pytestmark = pytest.mark.wide
 
@@ -82,7 +82,7 @@ def measure(rank: int, world_size: int) -> list[tuple[int, int]]:
     result = []
     for chosen in RUNS:
         case = case_of(*chosen)
-        data = loader(case, world_size)
+        data: Any = loader(case, world_size)
         with LiveBytes(ignore=list(data.dataset.tensors)) as live:
             begin = Begin(live)
             trainer = trainer_of(case, world_size, callbacks=[begin])
@@ -101,7 +101,7 @@ def predict(index: int, monkeypatch: pytest.MonkeyPatch) -> tuple[Peak, int]:
     candidate, name, accumulate = RUNS[index]
     case = case_of(*RUNS[index])
     module, precision = PrivateNet(case), resolve_precision(name)
-    run = Run(config=ZeROConfig(sharding={"min_unit_numel": 0}), micro_batches=accumulate)
+    run = Run(config=ZeROConfig(sharding=ShardingConfig(min_unit_numel=0)), micro_batches=accumulate)
     optimizer = module.configure_optimizers()
     with simulated(module, precision, (), torch.device("cpu")) as fakes:
         optimizers = [fakes.optimizer(optimizer)]

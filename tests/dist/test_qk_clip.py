@@ -15,6 +15,7 @@ from ls_strategy.lightning.strategy import ZeROStrategy
 from ls_strategy.testing import spawn
 from recipes.gpt.network import Attention
 from tests.dist.parallel_runs import Module, Outcome, Run, train, unequal
+from tests.dist.trusted import once
 
 pytestmark = pytest.mark.dist
 STEPS, LIMIT = 6, 0.01
@@ -61,9 +62,9 @@ class Clipped(Module):
             self.outcome.notes["clipped"] = self.outcome.notes.get("clipped", 0) + int((gamma < 1).sum())
 
 
-def attend(self: Attention, x_BTD: Tensor, rotation: Any, **_: Any) -> Tensor:
+def attend(self: Any, x_BTD: Tensor, rotation: Any, **_: Any) -> Tensor:
     """The recipe's attention, with the one call that a user adds."""
-    B, T, _ = x_BTD.shape
+    B, T = x_BTD.shape[:2]
     heads = self.query_key_value(x_BTD).view(B, T, -1, self.head_width).transpose(1, 2)
     q, k, v = heads.split((self.heads, self.kv_heads, self.kv_heads), dim=1)
     self.qk_clip(q, k)
@@ -90,7 +91,7 @@ SHAPES = [{}, {"num_kv_heads": 2}]
     ],
 )
 def test_weights_are_those_of_plain_torch(ranks: int, options: list[Any], shape: Any, tmp_path: Path) -> None:
-    alone = spawn(runs, 1, [Run(steps=STEPS, shape=shape)], init_process_group=False)[0][0]
+    alone = once(runs, 1, [Run(steps=STEPS, shape=shape)])[0][0]
     assert alone.notes["clipped"] > STEPS  # many heads
     cases = [Run({**o, "offload.nvme_path": str(tmp_path)}, steps=STEPS, shape=shape) for o in options]
     found = spawn(runs, ranks, cases, init_process_group=False)[0]
@@ -98,7 +99,7 @@ def test_weights_are_those_of_plain_torch(ranks: int, options: list[Any], shape:
 
 
 def test_other_heads_than_those_of_the_weights_are_an_error() -> None:
-    attention = nn.Module()
+    attention: Any = nn.Module()
     attention.q, attention.k = nn.Linear(8, 8), nn.Linear(8, 8)
     attention.clip = ls_strategy.QKClip("q.weight", "k.weight", 4, 2)
     optimizer = ls_strategy.Muon([{"params": [attention.q.weight, attention.k.weight]}], lr=0.0)
@@ -111,7 +112,7 @@ def test_other_heads_than_those_of_the_weights_are_an_error() -> None:
 def test_the_logits_of_a_head_are_at_most_the_limit_after_a_step() -> None:
     """Biases too; other heads stay as they are; nothing is noted in evaluation."""
     torch.manual_seed(0)
-    attention = nn.Module()
+    attention: Any = nn.Module()
     attention.q, attention.k = nn.Linear(8, 8), nn.Linear(8, 8)
     attention.clip = ls_strategy.QKClip("q.weight", "k.weight", 4, 2)
     attention.q.weight.data[:4] *= 20

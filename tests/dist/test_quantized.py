@@ -45,6 +45,7 @@ from tests.dist.ranks import (
 from tests.dist.ranks import trainer_of as plain_trainer
 from tests.dist.test_planner import Begin
 from tests.dist.test_pretrained import Pretrained, save, tokens
+from tests.dist.trusted import once
 from tests.live_bytes import LiveBytes
 
 safetensors = pytest.importorskip("safetensors.torch", reason="needs safetensors")
@@ -135,11 +136,6 @@ def plain(rank: int, world_size: int) -> tuple[list[float], dict[str, Tensor]]:
     return module.losses, dict(module.state_dict())
 
 
-@functools.cache
-def trusted() -> Any:
-    return spawn(plain, 1, init_process_group=False, timeout_s=60)[0]
-
-
 def frozen(weights: dict[str, Tensor]) -> dict[str, Tensor]:
     return {name: value for name, value in weights.items() if ".up." in name or ".down." in name}
 
@@ -147,7 +143,7 @@ def frozen(weights: dict[str, Tensor]) -> dict[str, Tensor]:
 @pytest.mark.parametrize("world_size", [1, 2, pytest.param(4, marks=pytest.mark.slow)])
 def test_training_is_that_of_rounded_weights(world_size: int) -> None:
     """On every stage bit for bit, against plain torch on one process to within rounding, the frozen weights exactly."""
-    expected = trusted()
+    expected = once(plain, 1, timeout_s=60)[0]
     spawn(all_options, world_size, expected, init_process_group=False, timeout_s=120)
 
 
@@ -175,7 +171,7 @@ class Sent(pl.Callback):
     def __init__(self) -> None:
         self.bytes: list[int] = []
 
-    def on_train_batch_end(self, trainer: pl.Trainer, *_: Any) -> None:
+    def on_train_batch_end(self, trainer: pl.Trainer, *_: Any) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
         meter = trainer.strategy.traffic.bytes  # type: ignore[attr-defined]
         self.bytes.append(meter["all_gather"] + meter["reduce_scatter"])
 

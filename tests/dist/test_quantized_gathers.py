@@ -15,8 +15,8 @@ from ls_strategy.lightning.strategy import ZeROStrategy
 from ls_strategy.ops.quantized import rounded
 from ls_strategy.testing import spawn
 from tests.dist.everywhere import check_every_rank
-from tests.dist.models import Case, Net, loader, quiet, trainer_of
 from tests.dist.test_shard_groups import BOTH, NORM, NVME, measure
+from tests.models import Case, Net, loader, quiet, trainer_of
 
 CASES = [
     (Case(stage=3, steps=4, traits=("uneven", "tied"), accumulate=2, **NORM), "int8"),
@@ -41,7 +41,7 @@ class Rounds(Net):
 
     form: Any = "int8"
 
-    def on_train_batch_start(self, *_: Any) -> None:
+    def on_train_batch_start(self, *_: Any) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
         self.exact = {n: p.detach().clone() for n, p in self.named_parameters()}
         for p in self.parameters():
             p.data.copy_(rounded(p.detach().flatten().clone(), self.form).view_as(p))
@@ -131,13 +131,16 @@ def test_bytes() -> None:
 class Reads(Net):
     """What user code reads outside of a step is exact; a write keeps what it does not touch."""
 
+    after: Any
+
     def on_train_start(self) -> None:
         self.before = self.blocks[0].up.weight.detach().clone()
         with torch.no_grad():
             self.blocks[1].up.weight[0] = 0.123456
-        with self.trainer.strategy.gathered_parameters(self.blocks[2], modify=True):
+        strategy: Any = self.trainer.strategy
+        with strategy.gathered_parameters(self.blocks[2], modify=True):
             self.blocks[2].up.bias.data[1] = 0.654321
-        self.error = self.trainer.strategy.gather_error()
+        self.error = strategy.gather_error()
 
 
 def read(rank: int, world_size: int) -> list[tuple[Tensor, Tensor, Tensor, float]]:

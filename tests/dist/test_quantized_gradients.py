@@ -16,9 +16,9 @@ from ls_strategy import ConfigError, StateError
 from ls_strategy.lightning.strategy import ZeROStrategy
 from ls_strategy.testing import spawn
 from ls_strategy.zero.flat.parameters import grad_of
-from tests.dist.models import Case, Net, Result, loader, quiet, run_all, same_bits, trainer_of
 from tests.dist.test_quantized_reduce import by_hand
 from tests.dist.test_shard_groups import BOTH, NORM, NVME, VALUE, measure, on_nodes
+from tests.models import Case, Net, Result, loader, quiet, run_all, same_bits, trainer_of
 
 
 def rounding(case: Case, form: str, *more: tuple[str, Any]) -> Case:

@@ -16,10 +16,10 @@ import torch
 
 from ls_strategy.testing import spawn
 from tests.dist import fabric_ranks
-from tests.dist.models import Case, Net, loader, quiet, trainer_of
 from tests.dist.parallel_runs import Module, Outcome, Run, train_all
 from tests.dist.test_quantized_gradients import rounding
 from tests.dist.test_shard_groups import NORM, NVME, VALUE, on_nodes
+from tests.models import Case, Net, loader, quiet, trainer_of
 
 ROUNDED = "sharding.quantized_gradients"
 

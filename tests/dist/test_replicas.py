@@ -19,8 +19,9 @@ from ls_strategy.config import nested
 from ls_strategy.errors import ConfigError, PlanError, StateError
 from ls_strategy.lightning.strategy import ZeROStrategy
 from ls_strategy.testing import spawn
-from tests.dist.parallel_runs import Run, train, train_all
+from tests.dist.parallel_runs import Run, plain, train, train_all
 from tests.dist.ranks import on_ranks, trainer_of
+from tests.dist.trusted import once
 from tests.marks import slow
 
 pytestmark = [pytest.mark.wide, pytest.mark.dist]
@@ -76,7 +77,7 @@ def data(numel: int = 32, batch_size: int = 4) -> DataLoader:
     return DataLoader(TensorDataset(x, x.roll(1, 1)), batch_size=batch_size)
 
 
-def tensor_parallel(stage: int = 1, size: int = 2, **options: Any) -> ZeROStrategy:
+def tensor_parallel(stage: Any = 1, size: Any = 2, **options: Any) -> ZeROStrategy:
     return ZeROStrategy(stage, **nested({"sharding.min_unit_numel": 0, "parallel.tensor.size": size, **options}))  # type: ignore[arg-type]
 
 
@@ -265,7 +266,7 @@ def train_mlp(rank: int, world_size: int, kind: type[MLP], strategy: Any) -> tup
 @pytest.mark.parametrize("kinds", [(OwnPlan, MLP), (Stack, OneStack)], ids=["layers", "blocks"])
 def test_a_module_that_divides_itself(world, stage, kinds):
     """By ``parallelize_module`` in ``configure_model``, or by its own plan: all replicas see the same data here."""
-    losses, weights = spawn(train_mlp, 1, kinds[1], "auto", init_process_group=False)[0]
+    losses, weights = once(train_mlp, 1, kinds[1], "auto")[0]
     options = {"stage": stage, "sharding.min_unit_numel": 0, "parallel.tensor.size": 2}
     for kind in kinds:
         ours, state = spawn(train_mlp, world, kind, options, init_process_group=False)[0]
@@ -309,7 +310,7 @@ def test_refusals(rank, world_size):
 
 def test_16_bit_is_as_good_as_data_parallel():
     """Error against fp32 at most twice that of the same precision without divided layers."""
-    fp32 = spawn(train, 1, Run(), init_process_group=False)[0]
+    fp32 = plain(Run())
     errors: dict[str, float] = {}
     for name, options in {"dp": {"stage": 2}, "tp": {"stage": 2, "parallel.tensor.size": 2}}.items():
         run = Run(options, trainer={"precision": "bf16-true"})

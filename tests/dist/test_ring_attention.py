@@ -2,22 +2,16 @@
 
 from __future__ import annotations
 
-from functools import cache
 from typing import Any
 
 import pytest
 
 from ls_strategy import ConfigError, ZeROStrategy
 from ls_strategy.testing import spawn
-from tests.dist.parallel_runs import Outcome, Run, train_all, unequal
+from tests.dist.parallel_runs import Run, assert_as_plain, train_all
 from tests.marks import slow
 
 pytestmark = pytest.mark.dist
-
-
-@cache
-def trusted(kv_heads: int | None = None) -> Outcome:
-    return spawn(train_all, 1, [Run(shape={"num_kv_heads": kv_heads})], init_process_group=False)[0][0]
 
 
 def options(size: int, ring: int, **more: Any) -> dict[str, Any]:
@@ -29,23 +23,17 @@ def options(size: int, ring: int, **more: Any) -> dict[str, Any]:
 )  # fmt: skip
 def test_losses_norms_and_weights_are_those_of_one_process(world, size, ring):
     runs = [Run({"stage": stage, **options(size, ring)}) for stage in (1, 3)]
-    found = spawn(train_all, world, runs, init_process_group=False, timeout_s=150)[0]
-    assert not unequal(trusted(), runs, found)
+    assert_as_plain(world, runs)
 
 
 @pytest.mark.wide
 def test_one_key_head_on_four_ranks():
-    runs = [Run({"stage": 2, **options(4, ring)}, {"num_kv_heads": 1}) for ring in (2, 4)]
-    found = spawn(train_all, 4, runs, init_process_group=False, timeout_s=150)[0]
-    assert not unequal(trusted(1), runs, found)
+    assert_as_plain(4, [Run({"stage": 2, **options(4, ring)}, {"num_kv_heads": 1}) for ring in (2, 4)])
 
 
 @pytest.mark.wide
 def test_more_ranks_than_heads():
-    shape = {"num_heads": 2}
-    expected = spawn(train_all, 1, [Run(shape=shape)], init_process_group=False)[0][0]
-    run = Run({"stage": 3, **options(4, 4)}, shape)
-    assert not unequal(expected, [run], spawn(train_all, 4, [run], init_process_group=False, timeout_s=150)[0])
+    assert_as_plain(4, [Run({"stage": 3, **options(4, 4)}, {"num_heads": 2})])
 
 
 @pytest.mark.wide
@@ -59,14 +47,12 @@ def test_more_ranks_than_heads():
     ids=str,
 )
 def test_with_less_memory(more):
-    run = Run({"stage": 3, **options(2, 2), **more})
-    assert not unequal(trusted(), [run], spawn(train_all, 2, [run], init_process_group=False, timeout_s=150)[0])
+    assert_as_plain(2, [Run({"stage": 3, **options(2, 2), **more})])
 
 
 @pytest.mark.slow
 def test_with_partitioned_layers():
-    run = Run({"stage": 3, **options(2, 2), "parallel.tensor": 2})
-    assert not unequal(trusted(), [run], spawn(train_all, 4, [run], init_process_group=False, timeout_s=150)[0])
+    assert_as_plain(4, [Run({"stage": 3, **options(2, 2), "parallel.tensor": 2})])
 
 
 @pytest.mark.parametrize("size", [2, slow(4)])

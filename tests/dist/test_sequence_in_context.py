@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from functools import cache
 from typing import Any
 
 import lightning.pytorch as pl
@@ -17,13 +16,13 @@ from ls_strategy.config import nested
 from ls_strategy.errors import PlanError
 from ls_strategy.testing import spawn
 from tests.dist.parallel_runs import (
-    Outcome,
     Run,
+    assert_as_plain,
     assert_less_memory_changes_no_bit,
     assert_resumed,
     attention_plan,
-    train_all,
-    unequal,
+    plain,
+    start,
 )
 from tests.dist.ranks import quiet
 from tests.dist.test_expert_parallel import ALONE, ROUTINGS
@@ -38,17 +37,10 @@ RING = {"parallel.ring": 2}
 CHUNKED: dict[str, Any] = {"activations.loss": {"chunk_bytes": 4 * 61 * 5}}
 
 
-@cache
-def trusted(accumulate: int = 1, **shape: Any) -> Outcome:
-    run = Run(shape=shape, steps=8, trainer={"accumulate_grad_batches": accumulate, "gradient_clip_val": 0.5})
-    return spawn(train_all, 1, [run], init_process_group=False)[0][0]
-
-
 def compare(choices: list[dict[str, Any]], world: int = 4, accumulate: int = 1, **shape: Any) -> None:
     trainer = {"accumulate_grad_batches": accumulate, "gradient_clip_val": 0.5}
     runs = [Run({**BOTH, **choice}, shape, steps=8, trainer=trainer) for choice in choices]
-    found = spawn(train_all, world, runs, init_process_group=False, timeout_s=250)[0]
-    assert not unequal(trusted(accumulate, **shape), runs, found)
+    assert_as_plain(world, runs, timeout_s=250)
 
 
 def test_losses_norms_and_weights_are_those_of_one_process():
@@ -90,8 +82,7 @@ def test_with_experts():
     experts = ROUTINGS["dropless, k=2"] | ALONE
     plan = {"parallel.tensor.plan": attention_plan()}
     runs = [Run({"stage": 2, **BOTH, **plan, "parallel.expert": n}, experts=experts, steps=6) for n in (1, 2)]
-    expected = spawn(train_all, 1, [Run(experts=experts, steps=6)], init_process_group=False)[0][0]
-    assert not unequal(expected, runs, spawn(train_all, 4, runs, init_process_group=False, timeout_s=250)[0])
+    assert_as_plain(4, runs, timeout_s=250)
 
 
 @pytest.mark.parametrize("ring", [{}, slow(RING)], ids=str)
@@ -102,9 +93,9 @@ def test_recompute_and_offload_change_no_bit(ring):
 @pytest.mark.slow
 def test_a_checkpoint_goes_on_in_another_layout(tmp_path):
     steps, half = 6, 3
-    uninterrupted = spawn(train_all, 1, [Run(steps=steps)], init_process_group=False)[0][0]
+    uninterrupted = plain(Run(steps=steps))
     path = str(tmp_path / "half.ckpt")
-    spawn(train_all, 4, [Run({"stage": 3, **BOTH}, steps=steps, save=(half, path))], init_process_group=False)
+    start(4, [Run({"stage": 3, **BOTH}, steps=steps, save=(half, path))])
     layouts: dict[int, list[dict[str, Any]]] = {2: [{"stage": 1}], 4: [{"stage": 2, **BOTH, **RING}]}
     for world, choices in layouts.items():
         assert_resumed(world, [Run(o, steps=steps, resume=path) for o in choices], uninterrupted, half)
@@ -206,6 +197,9 @@ class Block(nn.Module):
 
 
 class Net(pl.LightningModule):
+    blocks: Any
+    drawn: Any
+
     def __init__(self, counts: bool = False, tokens: int = TOKENS, dropout: float = 0.0) -> None:
         super().__init__()
         self.tokens = tokens
@@ -216,7 +210,7 @@ class Net(pl.LightningModule):
             if isinstance(module, nn.Dropout):
                 module.p = dropout
         self.plan = {f"blocks.*.attention.{name}": style for name, style in (("qkv", "column"), ("proj", "row"))}
-        self.drawn: list[tuple[Tensor, Tensor]] = []
+        self.drawn = []
 
     def forward(self, tokens: Tensor) -> Tensor:
         x = self.embedding(tokens)

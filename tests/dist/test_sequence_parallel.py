@@ -2,31 +2,29 @@
 
 from __future__ import annotations
 
-from functools import cache
 from typing import Any
 
 import pytest
-import torch
 
 from ls_strategy.testing import spawn
-from tests.dist.parallel_runs import Outcome, Run, assert_less_memory_changes_no_bit, assert_resumed, train_all, unequal
+from tests.dist.parallel_runs import (
+    Run,
+    assert_as_plain,
+    assert_less_memory_changes_no_bit,
+    assert_resumed,
+    assert_same_bits,
+    plain,
+    start,
+    train_all,
+)
 from tests.marks import slow
 
 pytestmark = pytest.mark.dist
 
 
-@cache
-def trusted() -> Outcome:
-    return spawn(train_all, 1, [Run()], init_process_group=False)[0][0]
-
-
 def at_stages(world: int, stages: tuple[int, ...] = (1, 2, 3), **options: Any) -> None:
     runs = [Run({"stage": s, **options}) for s in stages]
-    found = spawn(train_all, world, runs, init_process_group=False, timeout_s=150)[0]
-    assert not unequal(trusted(), runs, found)
-    for outcome in found[1:]:  # stage against stage: bit for bit
-        assert outcome.losses == found[0].losses
-        assert all(torch.equal(v, found[0].weights[k]) for k, v in outcome.weights.items())
+    assert_same_bits(assert_as_plain(world, runs))  # of the stages
 
 
 @pytest.mark.parametrize(("world", "size"), [(4, 2), *(pytest.param(n, n, marks=pytest.mark.slow) for n in (2, 4))])
@@ -49,9 +47,7 @@ def test_with_divided_layers_and_two_replicas():
     "shape", [slow({"positions": "learned"}), {"num_kv_heads": 2}, slow({"num_kv_heads": 1})], ids=str
 )
 def test_variants_of_the_model(shape):
-    expected = spawn(train_all, 1, [Run(shape=shape)], init_process_group=False)[0][0]
-    run = Run({"stage": 2, "parallel.context": 2}, shape)
-    assert not unequal(expected, [run], spawn(train_all, 2, [run], init_process_group=False)[0])
+    assert_as_plain(2, [Run({"stage": 2, "parallel.context": 2}, shape)])
 
 
 @pytest.mark.wide
@@ -72,10 +68,10 @@ def test_traffic_is_eight_exchanges_per_block_and_micro_batch(size):
 @pytest.mark.wide
 def test_a_checkpoint_goes_on_at_any_size(tmp_path):
     steps, half = 8, 4
-    whole = spawn(train_all, 1, [Run(steps=steps)], init_process_group=False)[0][0]
+    whole = plain(Run(steps=steps))
     path = str(tmp_path / "half.ckpt")
     shared = {"stage": 3, "parallel.context": 2}
-    spawn(train_all, 4, [Run(shared, steps=steps, save=(half, path))], init_process_group=False)
+    start(4, [Run(shared, steps=steps, save=(half, path))])
     layouts: dict[int, list[dict[str, Any]]] = {
         2: [shared, {"stage": 2, "parallel.tensor.size": 2}, {"stage": 1}],
         4: [{"stage": 1, "parallel.context": 4}, {**shared, "parallel.tensor.size": 2}],

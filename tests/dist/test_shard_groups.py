@@ -15,7 +15,7 @@ from ls_strategy import PlanError
 from ls_strategy.lightning.strategy import ZeROStrategy
 from ls_strategy.planner.traffic import traffic
 from ls_strategy.testing import spawn
-from tests.dist.models import Case, Net, Result, loader, quiet, run_all, same_bits, trainer_of
+from tests.models import Case, Net, Result, loader, quiet, run_all, same_bits, trainer_of
 
 NORM: dict[str, Any] = {"clip": "norm", "clip_at": 0.05}
 VALUE: dict[str, Any] = {"clip": "value", "clip_at": 0.01}
@@ -114,7 +114,7 @@ def measure(rank: int, world_size: int, cases: list[Case]) -> list[dict[str, Any
         def __init__(self) -> None:
             self.after: list[dict[str, dict[str, int]]] = []
 
-        def on_train_batch_end(self, trainer: pl.Trainer, module: Any, *_: Any) -> None:
+        def on_train_batch_end(self, trainer: pl.Trainer, module: Any, *_: Any) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
             meter = trainer.strategy.traffic  # type: ignore[attr-defined]
             self.after.append(
                 {
@@ -187,7 +187,7 @@ class SaveInside(pl.Callback):
     def __init__(self, path: str) -> None:
         self.path = path
 
-    def on_train_batch_end(self, trainer: pl.Trainer, *_: Any) -> None:
+    def on_train_batch_end(self, trainer: pl.Trainer, *_: Any) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
         if trainer.global_step == 3:
             trainer.save_checkpoint(self.path)
 

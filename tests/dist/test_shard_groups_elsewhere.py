@@ -11,7 +11,7 @@ from torch import Tensor
 from ls_strategy import ZeROStrategy
 from ls_strategy.testing import spawn
 from tests.dist import fabric_ranks
-from tests.dist.parallel_runs import Outcome, Run, train_all, unequal
+from tests.dist.parallel_runs import Outcome, Run, plain, train_all, unequal
 from tests.dist.ranks import Net, batches, quiet, trainer_of
 from tests.dist.test_virtual_ranks import check_equal
 from tests.dist.test_virtual_ranks import train as train_virtual
@@ -107,7 +107,7 @@ def test_the_bits_of_whole_tensors() -> None:
 
 def test_on_a_native_device() -> None:
     """Where the transport sums by itself, and copies go over streams: the numbers of one process."""
-    expected = spawn(train_all, 1, [Run(steps=4)], init_process_group=False)[0][0]
+    expected = plain(Run(steps=4))
     runs = [
         Run({"stage": stage, **{f"sharding.{name}": size for name, size in sharding.items()}}, steps=4)
         for stage, sharding in (

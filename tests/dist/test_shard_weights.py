@@ -17,7 +17,7 @@ from ls_strategy.config import TierConfig
 from ls_strategy.lightning.strategy import ZeROStrategy
 from ls_strategy.testing import spawn
 from ls_strategy.zero.setup import weights as by_memory
-from tests.dist.models import Case, Net, Result, loader, quiet, run_all, same_bits, trainer_of
+from tests.models import Case, Net, Result, loader, quiet, run_all, same_bits, trainer_of
 
 pytestmark = pytest.mark.wide
 
@@ -111,7 +111,7 @@ def measure(rank: int, world_size: int) -> list[dict[str, Any]]:
             self.after: list[int] = []
             self.memory: dict[str, int] = {}
 
-        def on_train_batch_end(self, trainer: pl.Trainer, module: Any, *_: Any) -> None:
+        def on_train_batch_end(self, trainer: pl.Trainer, module: Any, *_: Any) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
             self.after.append(sent[0])
             strategy: Any = trainer.strategy
             self.memory = strategy.memory_bytes()
@@ -171,7 +171,7 @@ class SaveInside(pl.Callback):
     def __init__(self, path: str) -> None:
         self.path = path
 
-    def on_train_batch_end(self, trainer: pl.Trainer, *_: Any) -> None:
+    def on_train_batch_end(self, trainer: pl.Trainer, *_: Any) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
         if trainer.global_step == 3:
             trainer.save_checkpoint(self.path)
 

@@ -6,7 +6,6 @@ A rank 0 that alone reads a file of pretrained weights is enough under DDP, so i
 from __future__ import annotations
 
 import os
-from functools import cache
 from typing import Any
 
 import pytest
@@ -14,8 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from ls_strategy.errors import PlanError
-from ls_strategy.testing import spawn
-from tests.dist.parallel_runs import Module, Outcome, Run, attention_plan, train, train_all, unequal
+from tests.dist.parallel_runs import Module, Run, assert_as_plain, attention_plan, train
 from tests.dist.ranks import on_ranks
 from tests.marks import slow
 
@@ -103,32 +101,21 @@ def run_of(options: dict[str, Any] | None, *, experts: bool) -> Run:
     return Run(options, {"num_layers": 4}, EXPERTS if experts else None, STEPS)
 
 
-@cache
-def trusted(kind: type[Module], *, experts: bool) -> Outcome:
-    """One process."""
-    return spawn(train_all, 1, [run_of(None, experts=experts)], kind, init_process_group=False)[0][0]
-
-
-def problems(world_size: int, layouts: dict[str, dict[str, Any]], kind: type[Module]) -> list[str]:
-    found: list[str] = []
-    for experts in (False, True):
-        runs = [run_of(o, experts=experts) for o in layouts.values() if ("parallel.expert" in o) is experts]
-        outcomes = spawn(train_all, world_size, runs, kind, init_process_group=False, timeout_s=120)[0]
-        found += unequal(trusted(kind, experts=experts), runs, outcomes)
-    return found
+def compare(world_size: int, layouts: dict[str, dict[str, Any]], kind: type[Module]) -> None:
+    assert_as_plain(world_size, [run_of(o, experts="parallel.expert" in o) for o in layouts.values()], kind)
 
 
 @pytest.mark.parametrize("kind", [slow(Different), DifferentOnMeta])
 def test_all_ranks_start_from_what_rank_0_has(kind: type[Module]) -> None:
     """Trusted run: one process, which has rank 0's values; the same global batches."""
-    assert not problems(2, LAYOUTS, kind)
+    compare(2, LAYOUTS, kind)
 
 
 @pytest.mark.wide
 def test_constants_of_rank_0_too() -> None:
     """Of parameters that every rank of a replica holds, and fills by itself."""
     names = ("zero3", "tensor, stage 3", "sequence, stage 3", "experts, stage 3")
-    assert not problems(2, {n: LAYOUTS[n] for n in names}, OtherConstants)
+    compare(2, {n: LAYOUTS[n] for n in names}, OtherConstants)
 
 
 @on_ranks(2)
@@ -141,7 +128,7 @@ def test_constants_that_differ_within_a_pipeline_are_refused(rank: int, world_si
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", [Different, DifferentOnMeta])
 def test_all_of_four_ranks_start_from_what_rank_0_has(kind: type[Module]) -> None:
-    assert not problems(4, FOUR_RANKS, kind)
+    compare(4, FOUR_RANKS, kind)
 
 
 @pytest.mark.parametrize("layout", ["tensor", "pipeline", "experts"])

@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
-from functools import cache
 from typing import Any
 
 import pytest
-import torch
 
 from ls_strategy.testing import spawn
-from tests.dist.parallel_runs import Outcome, Run, assert_consolidates, assert_resumed, train_all, unequal
+from tests.dist.parallel_runs import (
+    Run,
+    assert_as_plain,
+    assert_consolidates,
+    assert_resumed,
+    assert_same_bits,
+    plain,
+    start,
+    train_all,
+)
 from tests.marks import slow
 
 pytestmark = pytest.mark.dist
@@ -17,18 +24,9 @@ pytestmark = pytest.mark.dist
 STAGES = (1, 2, 3)
 
 
-@cache
-def trusted(**shape: Any) -> Outcome:
-    return spawn(train_all, 1, [Run(shape=shape)], init_process_group=False)[0][0]
-
-
-def at_every_stage(world: int, tp: int, shape: dict[str, Any] | None = None, **options: Any) -> None:
+def at_every_stage(world: int, tp: int, shape: Any = None, **options: Any) -> None:
     runs = [Run({"stage": s, "parallel.tensor.size": tp, **options}, shape or {}) for s in STAGES]
-    found = spawn(train_all, world, runs, init_process_group=False, timeout_s=150)[0]
-    assert not unequal(trusted(**(shape or {})), runs, found)
-    for outcome in found[1:]:  # stage against stage: bit for bit
-        assert outcome.losses == found[0].losses
-        assert all(torch.equal(v, found[0].weights[k]) for k, v in outcome.weights.items())
+    assert_same_bits(assert_as_plain(world, runs))  # of the stages
 
 
 @pytest.mark.parametrize(("world", "tp"), [slow(2, 2), (4, 2), slow(4, 4)])
@@ -72,10 +70,7 @@ def test_with_offload_recompute_and_partitioned_activations():
         Run({**shared, "stage": 1}, trainer={"gradient_clip_val": 0.5}),
         Run({**shared, "stage": 1}, trainer={"accumulate_grad_batches": 2}),
     ]
-    plain = [Run(), Run(), Run(), Run(), *(Run(trainer=r.trainer) for r in runs[4:])]
-    expected = spawn(train_all, 1, plain, init_process_group=False)[0]
-    found = spawn(train_all, 4, runs, init_process_group=False, timeout_s=150)[0]
-    assert not [p for e, r, f in zip(expected, runs, found, strict=True) for p in unequal(e, [r], [f])]
+    assert_as_plain(4, runs)
 
 
 @pytest.mark.parametrize("tp", [2, slow(4)])
@@ -98,7 +93,7 @@ CHECKPOINT_STEPS = 8
 @pytest.mark.parametrize("save_as", ["sharded", slow("file")])
 def test_a_checkpoint_goes_on_at_any_size(tmp_path, save_as):
     """Saved after 4 of 8 steps at one size, resumed at others."""
-    whole = spawn(train_all, 1, [Run(steps=CHECKPOINT_STEPS)], init_process_group=False)[0][0]
+    whole = plain(Run(steps=CHECKPOINT_STEPS))
     half = CHECKPOINT_STEPS // 2
     layouts: dict[str, tuple[int, dict[str, Any]]] = {
         "tp2": (2, {"stage": 2, "parallel.tensor.size": 2}),
@@ -111,7 +106,7 @@ def test_a_checkpoint_goes_on_at_any_size(tmp_path, save_as):
         world, options = layouts[name]
         saved[name] = str(tmp_path / f"{name}.ckpt")
         run = Run({**options, "checkpoint.format": save_as}, steps=CHECKPOINT_STEPS, save=(half, saved[name]))
-        spawn(train_all, world, [run], init_process_group=False)
+        start(world, [run])
     for world in (2, 4):
         runs = [
             Run(options, steps=CHECKPOINT_STEPS, resume=path)
@@ -128,5 +123,5 @@ def test_a_folder_saved_in_parts_consolidates_to_the_single_file(tmp_path):
     options = {"stage": 2, "parallel.tensor.size": 2}
     for kind in ("sharded", "file"):
         run = Run({**options, "checkpoint.format": kind}, steps=2, save=(2, path[kind]))
-        spawn(train_all, 4, [run], init_process_group=False)
+        start(4, [run])
     assert_consolidates(path["sharded"], path["file"], path["consolidated"])

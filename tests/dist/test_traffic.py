@@ -15,7 +15,7 @@ import torch
 from torch import distributed as dist
 
 from ls_strategy.testing import spawn
-from tests.dist.models import VOCABULARY, Case, Net, loader, quiet, trainer_of
+from tests.models import VOCABULARY, Case, Net, loader, quiet, trainer_of
 
 STEPS = 6
 CASES = [
@@ -42,7 +42,7 @@ class Meter(pl.Callback):
 
         return counting
 
-    def on_train_batch_end(self, trainer: pl.Trainer, module: Any, *_: Any) -> None:
+    def on_train_batch_end(self, trainer: Any, module: Any, *_: Any) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
         if len(module.result.losses) % module.case.accumulate == 0:
             elements = trainer.strategy.traffic.elements
             self.counted.append(self.sent)

@@ -20,14 +20,25 @@ from ls_strategy.lightning.strategy import ZeROStrategy
 from ls_strategy.testing import spawn
 from ls_strategy.zero.step import split_jobs
 from ls_strategy.zero.step.split_jobs import Directions
-from tests.dist.parallel_runs import Module, Outcome, Run, train, unequal
+from tests.dist.parallel_runs import (
+    Module,
+    Outcome,
+    Run,
+    assert_as_plain,
+    assert_resumed,
+    plain,
+    start,
+    train,
+    train_all,
+    unequal,
+)
 from tests.dist.ranks import Net, assert_close, assert_equal, fit, global_batches, on_ranks, quiet, weights
 from tests.dist.whole_optimizers import Shampoo, matrices, vectors
 
 pytestmark = pytest.mark.dist
 STEPS = 6
 EXPERTS = {"drop_tokens": False, "k": 2, "balance_loss": 0.0, "second_expert_sampling": False}
-LIMITS = {"losses": 1e-5, "norms": 1e-4, "weights": 1e-5}
+LIMITS: dict[str, Any] = {"losses": 1e-5, "norms": 1e-4, "weights": 1e-5}
 
 
 class WithLamb(Module):
@@ -47,43 +58,32 @@ class WithMuon(Module):
         )
 
 
-def runs(rank: int, world_size: int, cases: list[Run], kind: type[Module]) -> list[Outcome]:
-    return [train(rank, world_size, run, kind) for run in cases]
-
-
 @pytest.mark.parametrize(("size", "tier"), [(2, None), pytest.param(1, "cpu", marks=pytest.mark.slow)])
 def test_stacks_of_experts_are_stepped_expert_by_expert(size: int, tier: str | None) -> None:
-    alone = [Run(experts=EXPERTS, steps=STEPS)]
-    expected = spawn(runs, 1, alone, WithMuon, init_process_group=False)[0][0]
     offload = {} if tier is None else {"offload.optimizer": tier}
     cases = [
         Run({"stage": stage, "parallel.expert": size, **offload}, experts=EXPERTS, steps=STEPS) for stage in (1, 3)
     ]
-    found = spawn(runs, 2, cases, WithMuon, init_process_group=False)[0]
-    assert not unequal(expected, cases, found, **LIMITS)
+    assert_as_plain(2, cases, WithMuon, **LIMITS)
 
 
 @pytest.mark.slow
 def test_pipelines_and_experts_on_four_ranks() -> None:
     pipeline = [Run({"stage": 1, "parallel.pipeline": 2}, steps=STEPS), Run({"stage": 2}, steps=STEPS)]
-    alone = spawn(runs, 1, [Run(steps=STEPS)], WithLamb, init_process_group=False)[0][0]
-    found = spawn(runs, 4, pipeline, WithLamb, init_process_group=False)[0]
+    alone = plain(Run(steps=STEPS), WithLamb)
+    found = start(4, pipeline, WithLamb)
     for outcome in found:
         outcome.losses, outcome.norms = outcome.losses or alone.losses, outcome.norms or alone.norms
     assert not unequal(alone, pipeline, found, **LIMITS)
     experts = [Run({"stage": 3, "parallel.expert": 2}, experts=EXPERTS, steps=STEPS)]
-    alone = spawn(runs, 1, [Run(experts=EXPERTS, steps=STEPS)], WithMuon, init_process_group=False)[0][0]
-    found = spawn(runs, 4, experts, WithMuon, init_process_group=False)[0]
-    assert not unequal(alone, experts, found, **LIMITS)
+    assert_as_plain(4, experts, WithMuon, **LIMITS)
 
 
 @pytest.mark.parametrize(("ranks", "stages"), [(2, (1,)), pytest.param(4, (0, 1, 3), marks=pytest.mark.slow)])
 def test_matrices_that_tensor_parallelism_splits_are_stepped_in_full(ranks: int, stages: tuple[int, ...]) -> None:
     for kind in (WithMuon, WithLamb):
-        alone = spawn(runs, 1, [Run(steps=STEPS)], kind, init_process_group=False)[0][0]
         cases = [Run({"stage": stage, "parallel.tensor": 2}, steps=STEPS) for stage in stages]
-        found = spawn(runs, ranks, cases, kind, init_process_group=False)[0]
-        assert not unequal(alone, cases, found, **LIMITS)
+        assert_as_plain(ranks, cases, kind, **LIMITS)
 
 
 class Unwatched(WithMuon):
@@ -136,7 +136,7 @@ class CountsFlops(WithMuon):
         closure = kwargs.get("optimizer_closure") or args[3]
         optimizer = args[2]
         closure()
-        strategy = self.trainer.strategy
+        strategy: Any = self.trainer.strategy
         traffic = strategy.traffic if isinstance(strategy, ZeROStrategy) else None
         before = traffic.elements["all_to_all"] if traffic else 0
         with FlopCounterMode(display=False) as counter:
@@ -153,9 +153,9 @@ class CountsFlops(WithMuon):
 @pytest.mark.parametrize(("ranks", "stages"), [(2, (2,)), pytest.param(4, (1, 3), marks=pytest.mark.slow)])
 def test_tensor_parallel_ranks_step_every_matrix_once(ranks: int, stages: tuple[int, ...]) -> None:
     """Newton-Schulz FLOPs of all ranks are those of one process, and no rank has more than 1.15 of the mean."""
-    one = spawn(runs, 1, [Run(steps=2)], CountsFlops, init_process_group=False)[0][0].notes
+    one = plain(Run(steps=2), CountsFlops).notes
     cases = [Run({"stage": stage, "parallel.tensor": 2}, steps=2) for stage in stages]
-    by_rank = spawn(runs, ranks, cases, CountsFlops, init_process_group=False)
+    by_rank = spawn(train_all, ranks, cases, CountsFlops, init_process_group=False)
     for n in range(len(cases)):
         notes = [outcomes[n].notes for outcomes in by_rank]
         flops = [note["flops"] for note in notes]
@@ -172,17 +172,13 @@ def test_tensor_parallel_ranks_step_every_matrix_once(ranks: int, stages: tuple[
 def test_states_go_between_splits(kind: type[Module], save_as: str, tmp_path: Path) -> None:
     """Saved under tensor parallelism at stage 1, resumed at stage 3 without; and the other way round."""
     layouts = [{"stage": 1, "parallel.tensor": 2}, {"stage": 3, "offload.optimizer": "cpu"}]
-    alone = spawn(runs, 1, [Run(steps=STEPS)], kind, init_process_group=False)[0][0]
+    alone = plain(Run(steps=STEPS), kind)
     for n, layout in enumerate(layouts):
         file = str(tmp_path / f"{n}.ckpt")
         first = Run({**layout, "checkpoint": save_as}, steps=STEPS, save=(STEPS // 2, file))
-        spawn(runs, 2, [first], kind, init_process_group=False)
+        start(2, [first], kind)
         later = [Run({**other, "checkpoint": save_as}, steps=STEPS, resume=file) for other in layouts]
-        found = spawn(runs, 2, later, kind, init_process_group=False)[0]
-        for outcome in found:
-            outcome.losses = alone.losses[: STEPS // 2] + outcome.losses
-            outcome.norms = alone.norms[: STEPS // 2] + outcome.norms
-        assert not unequal(alone, later, found, **LIMITS)
+        assert_resumed(2, later, alone, STEPS // 2, kind, **LIMITS)
 
 
 @on_ranks(2)

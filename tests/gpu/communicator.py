@@ -15,8 +15,8 @@ from lightning.pytorch.accelerators import CUDAAccelerator
 from ls_strategy.distributed import comm
 from ls_strategy.distributed.comm import Comm
 from ls_strategy.lightning import connection, data_position
-from tests.dist import models
-from tests.dist.models import Case, Result
+from tests import models
+from tests.models import Case, Result
 
 
 class One(int):

@@ -11,7 +11,7 @@ import lightning.pytorch as pl
 import torch
 
 from ls_strategy import device as dev
-from ls_strategy.config import RecomputeConfig, TierConfig, ZeROConfig
+from ls_strategy.config import RecomputeConfig, ShardingConfig, TierConfig, ZeROConfig
 from ls_strategy.distributed import buffer_pool
 from ls_strategy.planner.candidates import Candidate
 from ls_strategy.planner.forecast import Forecast, Forecaster, Run
@@ -19,9 +19,9 @@ from ls_strategy.planner.hardware import Hardware
 from ls_strategy.planner.simulated import simulated
 from ls_strategy.planner.step import first_batch, training_step
 from ls_strategy.precision import resolve_precision
-from tests.dist.models import Case, PrivateNet, loader, quiet, trainer_of
 from tests.gpu.programs import ALL_ON_HOST
 from tests.gpu.watch import PinnedBytes
+from tests.models import Case, PrivateNet, loader, quiet, trainer_of
 from tests.simulated_device.device import BACKEND, NAME, SimulatedAccelerator
 from tests.simulated_device.programs import wide
 
@@ -61,7 +61,7 @@ def forecast(name: str, width: int) -> Forecast:
     case = case_of(name, width, "cpu")
     module, precision = PrivateNet(case), resolve_precision(precision_name)
     optimizer = module.configure_optimizers()
-    run = Run(config=ZeROConfig(sharding={"min_unit_numel": 0}), micro_batches=micro_batches)
+    run = Run(config=ZeROConfig(sharding=ShardingConfig(min_unit_numel=0)), micro_batches=micro_batches)
     with simulated(module, precision, (), torch.device("cpu")) as fakes:
         optimizers = [fakes.optimizer(optimizer)]
         forecaster = Forecaster(
@@ -78,10 +78,10 @@ class Peak(pl.Callback):
         self.device = device
         self.nbytes = 0
 
-    def on_train_start(self, *_: Any) -> None:
+    def on_train_start(self, *_: Any) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
         dev.peak_bytes(self.device, reset=True)
 
-    def on_train_end(self, *_: Any) -> None:
+    def on_train_end(self, *_: Any) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
         self.nbytes = dev.peak_bytes(self.device)
 
 

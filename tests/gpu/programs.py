@@ -21,10 +21,10 @@ from ls_strategy.moe.feed_forward import FeedForward
 from ls_strategy.moe.layer import MoE
 from ls_strategy.moe.losses import moe_losses
 from ls_strategy.zero.step import optimizer as step_optimizer
-from tests.dist import models
-from tests.dist.models import Case, Result
+from tests import models
 from tests.gpu.communicator import through_communicator
 from tests.gpu.watch import LATE, HostWaits
+from tests.models import Case, Result
 from tests.simulated_device.device import NAME
 from tests.simulated_device.programs import FITS, Stack, activations, fit, saved, saved_through_device, streamed
 
@@ -32,7 +32,7 @@ from tests.simulated_device.programs import FITS, Stack, activations, fit, saved
 
 
 def train(device: torch.device, case: Case) -> Result:
-    """Train a case of `tests.dist.models`; a stage as if there were other ranks."""
+    """Train a case of `tests.models`; a stage as if there were other ranks."""
     with nullcontext() if case.stage is None else through_communicator():
         return models.run(0, 1, replace(case, device=device.type))
 
@@ -303,6 +303,6 @@ class SaveOnce(pl.Callback):
     def __init__(self, path: str) -> None:
         self.path = path
 
-    def on_train_batch_end(self, trainer: pl.Trainer, *args: Any) -> None:
+    def on_train_batch_end(self, trainer: pl.Trainer, *args: Any) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
         if trainer.global_step == 3:
             trainer.save_checkpoint(self.path)

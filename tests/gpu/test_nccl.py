@@ -8,12 +8,12 @@ import pytest
 import torch
 
 from ls_strategy.testing import spawn
-from tests.dist.models import Case
 from tests.dist.ranks import assert_equal
 from tests.dist.test_parity import NORM, check_parity
 from tests.gpu.communicator import trained_on_ranks
 from tests.gpu.programs import write_checkpoints
 from tests.gpu.run import ENVIRONMENT, run
+from tests.models import Case
 
 TWO_RANKS_ON_A_GPU = (2, 30)
 """The first NCCL that allows it."""
@@ -52,7 +52,7 @@ def on_two_ranks(cases: list[Case], device: str) -> list[tuple[Any, ...]]:
 
 def test_two_ranks_on_one_gpu_train_as_ddp() -> None:
     """Notices a collective with other sizes or in another order than its peer's, and sums over the wrong ranks."""
-    version = torch.cuda.nccl.version()
+    version = torch.cuda.nccl.version()  # type: ignore[attr-defined]
     if version < TWO_RANKS_ON_A_GPU:
         pytest.skip(f"NCCL {version} does not allow two ranks on a GPU, 2.30 does")
     stages = (None, 0, 1, 2, 3)

@@ -11,10 +11,10 @@ from typing import Any
 
 import pytest
 
-from tests.dist.models import Result, same_bits
 from tests.dist.test_parity import STAGES, check_parity, error_of
 from tests.gpu.programs import CLIPS, PRECISIONS, case_of, train, train_alone
 from tests.gpu.run import each, result, run
+from tests.models import Result, same_bits
 
 LIMIT_S = 200
 pytestmark = pytest.mark.timeout(LIMIT_S + 30)

@@ -117,6 +117,8 @@ class Net(pl.LightningModule):
     no hook of the module looks at gradients.
     """
 
+    blocks: Any
+
     def __init__(self, case: Case) -> None:
         super().__init__()
         torch.manual_seed(0)
@@ -182,12 +184,13 @@ class Net(pl.LightningModule):
             return loss
         self.manual_backward(loss / self.case.accumulate)
         if (batch_idx + 1) % self.case.accumulate == 0:
-            for optimizer in self.optimizers():
+            optimizers: Any = self.optimizers()
+            for optimizer in optimizers:
                 if self.case.clip:
                     self.record_norm(optimizer)
                     self.clip_gradients(optimizer, self.case.clip_at, self.case.clip)
                 optimizer.step()
-            for optimizer in self.optimizers():
+            for optimizer in optimizers:
                 optimizer.zero_grad()
         return None
 
@@ -198,7 +201,8 @@ class Net(pl.LightningModule):
     def record_norm(self, optimizer: Any) -> None:
         """Remember the norm of the averaged gradients before clipping."""
         if self.case.stage is not None:
-            self.result.norms.append(self.trainer.strategy.grad_norm(optimizer=optimizer).item())
+            strategy: Any = self.trainer.strategy
+            self.result.norms.append(strategy.grad_norm(optimizer=optimizer).item())
             return
         grads = [p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
         self.result.norms.append(torch.nn.utils.get_total_norm(grads).item())
@@ -287,7 +291,7 @@ def fp16_plugin(precision: str, *, power: int = 16) -> Precision:
     return MixedPrecision("16-mixed", device="cpu", scaler=torch.amp.GradScaler("cpu", init_scale=2.0**power))
 
 
-def trainer_of(case: Case, world_size: int, **arguments: Any) -> pl.Trainer:
+def trainer_of(case: Case, world_size: int, **arguments: Any) -> Any:
     """A bare Trainer for the case."""
     automatic = case.optimizer != "two"
     if automatic:
