@@ -61,14 +61,14 @@ class Sharded:
 def flat_of(
     module: nn.Module, name: str, stage: ZeroStage, *, dtype: torch.dtype = torch.float32, frozen: bool = False
 ) -> Flat:
-    """Move the parameters of one module into a flat buffer, with fp32 master weights."""
+    """Move the parameters of one module into a flat buffer, with master weights in fp32, or fp64 for fp64."""
     comm = Comm(None, None)
     members = dict(module.named_parameters())
     values = [p.detach().clone() for p in members.values()]
     for p in members.values():
         p.data = p.data.to(dtype)
     layout = FlatLayout.pack([(f"{name}.{key}", tuple(p.shape)) for key, p in members.items()], 1)
-    plan = FlatPlan(layout, dtype, torch.float32, FROZEN if frozen else 0)
+    plan = FlatPlan(layout, dtype, torch.promote_types(dtype, torch.float32), FROZEN if frozen else 0)
     flat = Flat(plan, list(members.values()), policy=POLICIES[stage], comm=comm)
     flat.load(values, torch.device("cpu"))
     return flat

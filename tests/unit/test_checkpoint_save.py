@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -17,6 +18,7 @@ from ls_strategy.checkpoint.reshard import Contents, separate
 from ls_strategy.checkpoint.save import Save, described, run, run_file
 from ls_strategy.checkpoint.source import read_checkpoint
 from ls_strategy.errors import CheckpointError
+from tests.os_calls import replaced
 from tests.unit.fake_flats import RANKS, fake_flats, full_values, source_of
 
 
@@ -89,6 +91,26 @@ def test_every_rank_gets_the_number_of_bytes(path: Path) -> None:
     files = read_manifest(path).files
     expected = sum(record.bytes for name, record in files.items() if name.endswith(".distcp"))
     assert [nbytes for nbytes, _ in results] == [expected] * RANKS
+
+
+def test_every_file_is_on_the_disk_before_the_commit(path: Path) -> None:
+    """Those of the ranks, and the two indices; power may fail after the rename."""
+    events: list[str] = []
+    fsync, rename = os.fsync, os.rename
+
+    def syncing(descriptor: int) -> None:
+        fsync(descriptor)
+        events.append(f"sync {Path(f'/proc/self/fd/{descriptor}').readlink().name}")
+
+    def renaming(source: Any, target: Any, **options: Any) -> None:
+        events.append(f"rename {Path(target).name}")
+        rename(source, target, **options)
+
+    with replaced({"fsync": syncing, "rename": renaming}):
+        save_together(path)
+    files = {name for name in read_manifest(path).files if name != "meta.pt"}  # the test's own `write_meta`
+    assert len(files) == RANKS + 2
+    assert {f"sync {name}" for name in files} <= set(events[: events.index("rename manifest.json")])
 
 
 def test_the_random_states_of_all_ranks_are_saved(path: Path) -> None:

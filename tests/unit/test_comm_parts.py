@@ -123,6 +123,41 @@ def test_a_reduction_averages_in_the_dtype_of_the_result(dtype: torch.dtype, acc
     assert comm.pool.take(70_000, dtype, CPU) is parts[3]
 
 
+def test_a_reduction_waits_for_its_terms() -> None:
+    """Sums are taken of what has arrived, and what arrives is not waited for again."""
+
+    class Arriving(Work):
+        def wait(self) -> None:
+            super().wait()
+            late.fill_(6)
+
+    comm = Comm(None, None)
+    comm.world_size = 2
+    late, out = torch.full((4,), torch.nan), torch.empty(4)
+    work = Arriving()
+    PendingReduce([Started([work])], [torch.full((4,), 2.0), late], [late], comm).finish(out, accumulate=False)
+    assert out.eq(4).all()
+    assert work.waits == 1
+
+
+def test_nccl_sums_in_the_wire_dtype(monkeypatch: pytest.MonkeyPatch) -> None:
+    """bf16 gradients go to NCCL in fp32 if that is the dtype of the sum, and the result arrives in it."""
+    seen: list[torch.dtype] = []
+
+    def reduce_scatter(out: torch.Tensor, wire: torch.Tensor, **_: Any) -> Work:
+        seen.append(wire.dtype)
+        out.copy_(wire[: out.numel()])
+        return Work()
+
+    monkeypatch.setattr(dist, "reduce_scatter_tensor", reduce_scatter)
+    comm = Comm(None, None)
+    comm.native, comm.world_size, comm.far = True, 2, (False, False)
+    out = torch.empty(4)
+    comm.reduce_scatter(torch.ones(8, dtype=torch.bfloat16), torch.float32).finish(out, accumulate=False)
+    comm.reduce_scatter(torch.ones(8, dtype=torch.bfloat16)).finish(out, accumulate=False)
+    assert seen == [torch.float32, torch.bfloat16]
+
+
 _AT = "[/pytorch/third_party/gloo/gloo/transport/tcp/pair.cc:543]"
 
 

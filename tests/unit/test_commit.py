@@ -144,6 +144,26 @@ def test_a_save_that_ends_anywhere_leaves_the_one_before_or_itself(tmp_path: Pat
     assert found == sorted(found, key=lambda n: n or 0), "a save that was there is gone again at a later step"
 
 
+def test_without_an_exchange_of_names_the_one_before_is_not_removed_before_the_new_one_has_its_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path, plain = tmp_path / "last.ckpt", os.rename
+    save(path, 1)
+    monkeypatch.setattr(commit, "_exchange", lambda a, b: False)
+
+    def rename(source: Any, target: Any, **options: Any) -> None:
+        if Path(target).name == "last.ckpt":
+            raise Ended
+        plain(source, target, **options)
+
+    with replaced({"rename": rename}), pytest.raises(Ended):
+        save(path, 2)
+    claim.forget_all()
+    assert sorted(name.rsplit(".")[-1] for name in names_in(tmp_path)) == ["old", "partial", "saving"]
+    commit.recover(path)
+    assert content_of(path) == 2
+
+
 def test_a_first_save_that_ends_anywhere_is_there_or_not(tmp_path: Path) -> None:
     path = tmp_path / "deep" / "last.ckpt"
     found: list[int | None] = []

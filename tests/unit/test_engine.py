@@ -8,6 +8,7 @@ from torch import Tensor, nn
 
 from ls_strategy.access.average import exchange_masters
 from ls_strategy.config import LossScaleConfig
+from ls_strategy.distributed.comm import Comm
 from ls_strategy.engine import Engine
 from ls_strategy.errors import PlanError, StateError
 from tests.unit.one_rank import backward, engine_on, network, small, steps, weights
@@ -29,6 +30,27 @@ def plain(count: int) -> list[Tensor]:
 def test_steps_are_those_of_a_plain_loop(stage: int, offload: str | None) -> None:
     _model, engine = small(stage=stage, offload=offload)
     torch.testing.assert_close(steps(engine), plain(3), rtol=1e-6, atol=1e-7)
+
+
+def test_buffers_are_those_of_rank_0_in_every_step_that_asks_for_it() -> None:
+    class Second(Comm):
+        def broadcast_(self, tensor: Tensor, source: int = 0) -> None:
+            assert source == 0
+            tensor.fill_(7)
+
+    model = network()
+    model.register_buffer("mean", torch.zeros(3))
+    model[0].register_buffer("count", torch.zeros((), dtype=torch.int64))  # type: ignore[operator]
+    engine = engine_on(model, [torch.optim.SGD(model.parameters(), lr=0.1)])
+    engine.comm = Second(None, None)
+    engine.comm.rank, engine.comm.world_size = 1, 2
+    found = []
+    for after in (True, False, True):
+        engine.begin_step(sync_buffers_after=after)
+        found.append([b.unique().tolist() for b in model.buffers()])
+        for b in model.buffers():
+            b.zero_()
+    assert found == [[[7], [7]], [[7], [7]], [[0], [0]]]
 
 
 @pytest.mark.parametrize("stage", [1, 3])
@@ -112,6 +134,17 @@ def test_swapped_masters_come_back() -> None:
     assert not any(w.any() for w in weights(engine))
     exchange_masters(engine, others, publish=True)
     assert all(map(torch.equal, weights(engine), before))
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_swapped_masters_are_what_the_next_forward_computes_with(stage: int) -> None:
+    """Also where the parameters are copies of the masters, in another dtype."""
+    model, engine = small(stage=stage, trainer_precision="bf16-true")
+    steps(engine, 1)
+    exchange_masters(engine, [torch.zeros_like(m) for m in engine.trainable_masters()], publish=True)
+    engine.begin_step()
+    assert not model(torch.ones(2, 24, dtype=torch.bfloat16)).any()
+    engine.end_forward()
 
 
 def test_a_write_needs_modify() -> None:

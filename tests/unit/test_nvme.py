@@ -237,6 +237,17 @@ class TestNVMe:
         assert may_write.is_set()
         tier.close()
 
+    def test_a_released_buffer_is_lent_again_when_its_read_is_over(self, tmp_path, monkeypatch):
+        tier, small = make_nvme(tmp_path, buffers=1), (4097, "torch.uint8")
+        preadv, may_read = os.preadv, threading.Event()
+        monkeypatch.setattr(os, "preadv", lambda *args: (may_read.wait(5), preadv(*args))[1])
+        tier.get(small).release()
+        threading.Timer(0.1, may_read.set).start()
+        lease = tier.get(small)
+        assert may_read.is_set(), "two reads into one buffer"
+        lease.release()
+        tier.close()
+
     def test_counters(self, tmp_path):
         tier = make_nvme(tmp_path)
         tier.put(BIG, values(BIG))

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from ls_strategy.distributed.axis import Axis
+from ls_strategy.distributed.axis import Axis, sum_in_order
 from ls_strategy.errors import PlanError
 from ls_strategy.parallel import regions
 from tests.unit.thread_ranks import ThreadAxis, on_ranks
@@ -43,6 +43,16 @@ def test_forward(name: str) -> None:
     region, expected = EXPECTED[name]
     for rank, result in enumerate(on_ranks(SIZE, lambda axis: region(INPUTS[axis.rank], axis))):
         assert torch.equal(result, expected(rank))
+
+
+@pytest.mark.parametrize(("dtype", "big"), [(torch.bfloat16, 256.0), (torch.float16, 2048.0)])
+def test_16_bit_terms_are_summed_in_fp32_and_rounded_once(dtype: torch.dtype, big: float) -> None:
+    """In 16 bits, each 1 would be rounded away."""
+    terms = [torch.full((3,), value, dtype=dtype) for value in (big, 1.0, 1.0)]
+    total = sum_in_order(terms)
+    assert total.dtype == dtype
+    assert total.tolist() == [big + 2] * 3
+    assert terms[0].tolist() == [big] * 3
 
 
 @pytest.mark.parametrize("name", ["gather_sequence", "scatter_sequence", "exchange"])

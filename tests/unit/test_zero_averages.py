@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from ls_strategy.distributed.pending import PendingReduce
 from ls_strategy.errors import StateError
 from ls_strategy.zero.flat.units import Flat
 from tests.unit.flat_buffers import flat_of
@@ -88,6 +89,24 @@ def test_a_second_micro_batch_is_added_in_fp32() -> None:
     land(buffer, 1.0, exact_16_bit=True)
     land(buffer, 1 / 256, exact_16_bit=True)
     assert values(buffer) == {1 + 1 / 256}
+
+
+def test_an_average_over_several_ranks_is_in_fp32() -> None:
+    """One of bf16 terms is no bf16 number in general."""
+    buffer = flat(dtype=BF16)
+    buffer.averages.folds_factors = True
+    buffer.comm.world_size = 2
+    buffer.local.allocate(BF16)
+    terms = [torch.full((buffer.layout.shard,), value, dtype=BF16) for value in (1.0, 1 / 256)]
+    buffer.averages.land(PendingReduce((), terms, (), buffer.comm), exact_16_bit=True)
+    assert values(buffer) == {(1 + 1 / 256) / 2}
+
+
+def test_a_second_micro_batch_is_added_in_fp64_for_fp64() -> None:
+    buffer = flat(dtype=torch.float64)
+    land(buffer, 1.0)
+    land(buffer, 2**-40)
+    assert values(buffer) == {1 + 2**-40}
 
 
 def test_sums_are_of_unscaled_values() -> None:

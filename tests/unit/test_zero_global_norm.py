@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import pytest
 import torch
@@ -11,7 +12,7 @@ from torch import Tensor, nn
 from ls_strategy.distributed.comm import Comm
 from ls_strategy.engine import Engine
 from ls_strategy.zero.step.global_norm import any_overflow, clip_factor, clip_value_, global_norm, scale_
-from tests.unit.one_rank import adamw, backward, engine_on, network
+from tests.unit.one_rank import ShelfTier, adamw, backward, engine_on, network
 
 ALONE = Comm(None, None)
 
@@ -34,6 +35,14 @@ def test_a_norm_of_any_order_is_that_of_all_elements(order: float, offload: str 
     torch.testing.assert_close(global_norm(engine.flats, ALONE, order), expected)
 
 
+def test_copies_of_an_earlier_rank_count_there() -> None:
+    """Replicated parameters of tensor-parallel ranks: the first of them counts their gradients."""
+    engine, _, _model = with_gradients(None)
+    flat = engine.flats[0]
+    flat.plan, flat.axis.rank = replace(flat.plan, copies=2), 1
+    assert global_norm(engine.flats, ALONE) == global_norm(engine.flats[1:], ALONE) > 0
+
+
 def test_the_norm_of_nothing_is_zero() -> None:
     assert global_norm([], ALONE) == 0
     assert global_norm([], ALONE, math.inf) == 0
@@ -51,12 +60,23 @@ def test_one_number_that_is_not_finite_is_an_overflow(value: float) -> None:
     assert any_overflow(engine.flats, ALONE)
 
 
-def test_scaling_scales_the_norm() -> None:
-    engine, _, _model = with_gradients("cpu")
+@pytest.mark.parametrize("offload", ["cpu", "nvme"])
+def test_scaling_scales_the_norm(offload: str, shelves: list[ShelfTier]) -> None:
+    engine, _, _model = with_gradients(offload)
+    assert engine.flats[0].averages.on_nvme is (offload == "nvme")
     before = global_norm(engine.flats, ALONE)
     for flat in engine.flats:
         scale_(flat, torch.tensor(0.25))
     torch.testing.assert_close(global_norm(engine.flats, ALONE), before * 0.25)
+
+
+@pytest.mark.parametrize("offload", ["cpu", "nvme"])
+def test_gradients_set_to_zero_leave_the_norm(offload: str, shelves: list[ShelfTier]) -> None:
+    engine, _, _model = with_gradients(offload)
+    others = global_norm(engine.flats[1:], ALONE)
+    assert global_norm(engine.flats, ALONE) > others
+    engine.flats[0].averages.zero()
+    assert global_norm(engine.flats, ALONE) == others
 
 
 def test_values_are_clamped() -> None:

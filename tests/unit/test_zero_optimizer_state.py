@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from ls_strategy.errors import StateError
+from ls_strategy.layout import Piece
 from ls_strategy.zero.step.optimizer_state import OptimizerStates
 from tests.unit.one_rank import ShelfTier, adamw, engine_on, network, steps
 
@@ -64,6 +65,29 @@ def test_a_full_state_that_is_loaded_is_given_again(offload: str | None, shelves
     found = states.full_state_dict()
     assert all(torch.equal(found["state"][i][k], v) for i, s in expected["state"].items() for k, v in s.items())
     assert found["param_groups"][0]["lr"] == 0.125
+
+
+def test_a_state_is_kept_where_it_is_stepped() -> None:
+    """A rank whose shard has nothing of a parameter would save it outdated, after the next step."""
+    states, _model = trained(count=0)
+    flat = states.flats[0]
+    flat.pieces, flat.owned = (Piece(0, 0, 0), *flat.pieces[1:]), (flat.layout.slots[1].offset, flat.owned[1])
+    states.load_full_state_dict(plain())
+    assert states.entries.keys() == {1, 2, 3, 4, 5}
+
+
+@pytest.mark.parametrize("offload", ["cpu", "nvme"])
+def test_moments_that_a_loaded_state_does_not_have_begin_with_zeros(offload: str, shelves: list[ShelfTier]) -> None:
+    states, _model = trained(offload)
+    flat, store = states.flats[0], states.store[0]
+    piece = flat.pieces[0]
+    assert store.read("exp_avg", torch.float32)[piece.start : piece.stop].any()
+    loaded = plain()
+    del loaded["state"][0]
+    states.load_full_state_dict(loaded)
+    values = store.read("exp_avg", torch.float32)
+    assert not values[piece.start : piece.stop].any()
+    assert values[flat.pieces[1].start : flat.pieces[1].stop].any()
 
 
 def test_a_state_with_other_groups_is_refused() -> None:

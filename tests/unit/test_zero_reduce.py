@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from ls_strategy.distributed.comm import Comm
 from ls_strategy.errors import StateError
 from ls_strategy.zero.flat.parameters import grad_of
 from ls_strategy.zero.flat.units import Flat
@@ -46,8 +47,6 @@ def averages(model: Sharded) -> list[Tensor]:
 def sent(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Names of the buffers in the order in which they are sent."""
     names: list[str] = []
-    from ls_strategy.distributed.comm import Comm
-
     plain = Comm.reduce_scatter
 
     def noted(self: Comm, full: Tensor, dtype: Any = None, of: str = "", *args: Any, **options: Any) -> Any:
@@ -87,6 +86,16 @@ def test_resident_gradients_that_are_sent_twice_count_once(stage: int) -> None:
 def test_units_are_sent_in_reverse_order_of_registration(sent: list[str]) -> None:
     backward(model_of(2))
     assert sent == ["blocks.2", "blocks.1", "blocks.0", "first"]
+
+
+def test_units_are_sent_while_backward_runs(sent: list[str]) -> None:
+    model, at_the_input = model_of(2), []
+    x = X.clone().requires_grad_(True)
+    x.register_hook(lambda _: at_the_input.extend(sent))
+    model.reducer.begin_backward(eager=True)
+    model.net(x).sum().backward()
+    model.reducer.end_backward()
+    assert at_the_input[:3] == ["blocks.2", "blocks.1", "blocks.0"]
 
 
 def test_stage_1_sends_nothing_before_the_last_micro_batch(sent: list[str]) -> None:
@@ -140,6 +149,19 @@ def test_complete_says_which_parameters_have_a_gradient() -> None:
     assert model.reducer.complete(model.flats) == [True, True] + [False] * 6
 
 
+def test_a_gradient_of_another_rank_counts() -> None:
+    """The parameter is stepped on all ranks, with an average in which this rank has no part."""
+
+    class WithAnother(Comm):
+        def agree(self, values: Tensor, op: Any = None) -> Tensor:
+            values[1] = 1  # the other rank has used the first layer's bias
+            return values
+
+    model = model_of(2)
+    model.reducer.comm = WithAnother(None, None)
+    assert model.reducer.complete(model.flats) == [False, True] + [False] * 6
+
+
 def test_complete_sends_what_backward_has_not_sent(sent: list[str]) -> None:
     model = model_of(1)
     backward(model, eager=False)
@@ -177,6 +199,8 @@ def test_zero_grad_drops_every_gradient(stage: int) -> None:
     model.reducer.zero_grad(model.flats, set_to_none=True)
     assert all(grad_of(p) is None for p in model.net.parameters())
     assert model.reducer.complete(model.flats) == [False] * 8
+    backward(model, factor=3.0)
+    torch.testing.assert_close(averages(model), expected(3.0))
 
 
 def test_zero_grad_to_zeros_keeps_p_grad() -> None:

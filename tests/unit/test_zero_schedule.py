@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from typing import Any
 
 import pytest
@@ -10,7 +11,7 @@ import torch
 from ls_strategy.config import OffloadConfig, ShardingConfig
 from ls_strategy.engine import Engine
 from ls_strategy.errors import StateError
-from tests.unit.one_rank import adamw, backward, engine_on, network, small, steps, weights
+from tests.unit.one_rank import ShelfTier, adamw, backward, engine_on, network, small, steps, weights
 
 INLINE = ShardingConfig(min_unit_numel=1, overlap_step=False)
 
@@ -72,13 +73,89 @@ def test_early_updates_give_the_same_bits(stage: int) -> None:
 
 def test_a_delayed_update_comes_one_step_later() -> None:
     _model, engine = small(stage=1, offload=OffloadConfig(optimizer="cpu", delay_after=1))
-    first = steps(engine, 1)
+    engine.schedule.overlap = True
+    before = weights(engine)
+    backward(engine, 0)
+    take(engine)
+    first = [p.detach().clone() for p in engine.model.parameters()]
+    assert not any(map(torch.equal, first, before)), "step 1 is not delayed"
     backward(engine, 1)
     take(engine)
     in_flight = [p.detach().clone() for p in engine.model.parameters()]
     assert all(map(torch.equal, in_flight, first)), "step 2 is in flight"
     engine.wait()
     assert not any(map(torch.equal, weights(engine), first))
+
+
+class Late:
+    """A job before all updates of a step, which lets them go on half a second after it was made."""
+
+    def __init__(self) -> None:
+        self._opens_at = time.monotonic() + 0.5
+
+    @property
+    def is_over(self) -> bool:
+        return time.monotonic() >= self._opens_at
+
+    def read(self) -> None: ...
+
+    def update(self) -> None:
+        while not self.is_over:
+            time.sleep(0.01)
+
+    def write(self) -> None: ...
+
+
+def overlapping(**options: Any) -> Engine:
+    """Return an engine whose next forward waits for new weights unit by unit, after one step."""
+    model, engine = small(**options)
+    engine.optimizers[0].sharded.optimizer.model_of_the_test = model  # type: ignore[attr-defined]
+    engine.schedule.overlap = True
+    steps(engine, 1)
+    return engine
+
+
+def test_a_late_update_reads_the_gradients_of_its_own_step(shelves: list[ShelfTier]) -> None:
+    """Although the next backward has new ones for the same place on the drive: they wait for the update."""
+
+    def train(*, late: bool) -> list[torch.Tensor]:
+        engine = overlapping(stage=1, offload=OffloadConfig(optimizer="nvme", delay_after=1))
+        backward(engine, 1)
+        engine.offload.stream.submit([Late()] if late else [])
+        take(engine)
+        backward(engine, 2)
+        take(engine)
+        engine.wait()
+        return weights(engine)
+
+    torch.testing.assert_close(train(late=True), train(late=False), rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_who_waits_for_the_engine_finds_updated_masters(stage: int) -> None:
+    engine = overlapping(stage=stage, offload="cpu")
+    before = [flat.master.detach().clone() for flat in engine.flats]
+    backward(engine, 1)
+    engine.offload.stream.submit([Late()])
+    take(engine)
+    assert all(torch.equal(flat.master, b) for flat, b in zip(engine.flats, before, strict=True)), "in flight"
+    engine.wait()
+    assert not any(torch.equal(flat.master, b) for flat, b in zip(engine.flats, before, strict=True))
+
+
+def test_hooks_of_the_user_after_the_step_find_updated_masters() -> None:
+    engine = overlapping(stage=1, offload="cpu")
+    before, found = [flat.master.detach().clone() for flat in engine.flats], []
+
+    def look(*_: Any) -> None:
+        found.extend(flat.master.detach().clone() for flat in engine.flats)
+
+    engine.optimizers[0].sharded.optimizer.register_step_post_hook(look)
+    backward(engine, 1)
+    engine.offload.stream.submit([Late()])
+    take(engine)
+    assert len(found) == len(before)
+    assert not any(map(torch.equal, found, before))
 
 
 def test_a_failed_update_is_raised_and_weights_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
+from ls_strategy.config import LossScaleConfig
+from ls_strategy.distributed.comm import Comm
 from ls_strategy.engine import Engine
 from ls_strategy.errors import PlanError, StateError
 from ls_strategy.zero.flat.parameters import unnoticed
 from ls_strategy.zero.step import regroup
+from ls_strategy.zero.step.global_norm import global_norm
 from ls_strategy.zero.step.phase import Phase
 from tests.unit.one_rank import adamw, backward, engine_on, network, steps, weights
 
@@ -133,6 +139,95 @@ def test_a_new_group_is_refused_where_ranks_hold_parts() -> None:
     regroup.check_change(engine.stepper, [optimizer], "")
     with pytest.raises(PlanError, match=r"AdamW changed while training runs, under tensor parallelism, which needs a"):
         regroup.check_change(engine.stepper, [optimizer], "tensor")
+
+
+@pytest.mark.parametrize("stage", [0, 1, 3])
+@pytest.mark.parametrize("change", [lambda p: p.grad.mul_(3), lambda p: setattr(p, "grad", p.grad * 3)])
+def test_clipping_is_by_the_norm_of_the_gradients_as_user_code_left_them(stage: int, change: Any) -> None:
+    model = network()
+    engine = engine_on(model, [torch.optim.SGD(model.parameters(), lr=0.5)], stage=stage, offload=None)
+    backward(engine, 0)
+    before = engine.grad_norm(0).item()
+    for p in model.parameters():
+        change(p)
+    assert engine.clip_norm_(0, before).item() == pytest.approx(3 * before)
+    clipped = 3 * before * (before / (3 * before + 1e-6))  # as torch.nn.utils.clip_grad_norm_
+    assert global_norm(engine.flats, Comm(None, None)).item() == pytest.approx(clipped)
+
+
+def test_hooks_of_the_user_change_gradients_before_the_engine_takes_them() -> None:
+    """Those that were registered before the engine was there, and after; in their order."""
+
+    def hook(order: list[str], name: str, change: Callable[[Tensor], Any]) -> Callable[..., None]:
+        def run(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+            order.append(name)
+            for group in optimizer.param_groups:
+                for p in group["params"]:
+                    change(p.grad)
+
+        return run
+
+    def train(*, sharded: bool) -> tuple[list[Tensor], list[str]]:
+        model, order = network(), []
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+        optimizer.register_step_pre_hook(hook(order, "first", lambda grad: grad.add_(1.0)))
+        engine = engine_on(model, [optimizer], stage=1) if sharded else None
+        optimizer.register_step_pre_hook(hook(order, "second", lambda grad: grad.mul_(0.5)))
+        if engine is not None:
+            backward(engine, 0)
+            take(engine)
+            return weights(engine), order
+        model(torch.randn(4, 24, generator=torch.Generator().manual_seed(0))).square().mean().backward()
+        optimizer.step()
+        return [p.detach() for p in model.parameters()], order
+
+    (found, order), (expected, plain) = train(sharded=True), train(sharded=False)
+    torch.testing.assert_close(found, expected)
+    assert order == plain == ["first", "second"]
+
+
+class OtherStage(Comm):
+    """All ranks, with one more that holds another part of the model: the ZeRO group of this rank has no part of it."""
+
+    def __init__(self, *, square: float = 0.0, overflows: bool = False) -> None:
+        super().__init__(None, None)
+        self._square, self._overflows = square, overflows
+
+    def reduce_numbers(self, value: Tensor, op: Any) -> Tensor:
+        return value + self._square
+
+    def agree(self, values: Tensor, op: Any = None) -> Tensor:
+        return values.clamp_(min=int(self._overflows))
+
+
+def test_gradients_are_clipped_by_the_norm_over_all_ranks() -> None:
+    """And not over those of one ZeRO group: other tensor-parallel ranks and stages have other parameters."""
+    model = network()
+    engine = engine_on(model, [torch.optim.SGD(model.parameters(), lr=0.5)], stage=1)
+    backward(engine, 0)
+    alone = engine.grad_norm(0).item()
+    engine.stepper._world = OtherStage(square=9.0)
+    engine.zero_grad(0)
+    backward(engine, 0)
+    norm = engine.clip_norm_(0, 1.0).item()
+    assert norm == pytest.approx((alone**2 + 9) ** 0.5)
+    engine.stepper._world = OtherStage()
+    assert global_norm(engine.flats, engine.stepper._world).item() == pytest.approx(alone / norm)
+
+
+def test_an_overflow_of_any_rank_skips_the_step() -> None:
+    """Also of a rank outside of this one's ZeRO group."""
+    model = network()
+    engine = engine_on(
+        model, [adamw(model.parameters())], stage=1, trainer_precision="16-true",
+        loss_scale=LossScaleConfig(initial_power=4),
+    )  # fmt: skip
+    before = weights(engine)
+    engine.stepper._world = OtherStage(overflows=True)
+    backward(engine, 0)
+    take(engine)
+    assert engine.stepper.skipped_steps == 1
+    assert all(map(torch.equal, weights(engine), before))
 
 
 def test_the_state_of_the_bare_optimizer_is_refused() -> None:

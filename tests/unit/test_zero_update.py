@@ -104,6 +104,22 @@ def test_the_seed_differs_by_buffer_and_step() -> None:
     assert len({*others, update.seed(replace(part, seed_step=2))}) == len(engine.flats) + 1
 
 
+def test_random_bits_of_the_rounding_follow_the_place_in_the_full_buffer() -> None:
+    """Ranks have the same seed, and different shards: equal numbers in them must not be rounded alike."""
+
+    def moments(first: int) -> Tensor:
+        model = network()
+        engine = engine_with(model, "cpu", moments="bf16")
+        update = update_of(engine)
+        update.flat.stepped = (first, first + update.flat.stepped_numel)
+        update.run()
+        return update.states.moment("exp_avg", 0, update.flat.stepped_numel).codes.clone()
+
+    own = moments(0)
+    assert torch.equal(own, moments(0))
+    assert not torch.equal(own, moments(1024))
+
+
 def test_sums_are_of_the_gradients_that_the_update_reads() -> None:
     model = network()
     engine = engine_with(model, "cpu")

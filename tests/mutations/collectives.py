@@ -1,0 +1,50 @@
+"""Sums and messages between ranks: their order, their precision, and who waits for them."""
+
+from __future__ import annotations
+
+from tests.mutations import Mutation
+
+COLLECTIVES = (
+    Mutation(
+        "a reduction sums the ranks in reverse order",
+        "ls_strategy/distributed/pending.py",
+        "for i, term in enumerate(terms):",
+        "for i, term in enumerate(reversed(terms)):",
+        ("tests/dist/test_comm.py::test_reduce_scatter_is_the_sum_in_rank_order[3]",),
+    ),
+    Mutation(
+        "a reduction does not wait for the other ranks' terms",
+        "ls_strategy/distributed/pending.py",
+        "        self._comm.wait(self._works)\n        scale = 1.0",
+        "        scale = 1.0",
+        ("tests/unit/test_comm_parts.py::test_a_reduction_waits_for_its_terms",),
+    ),
+    Mutation(
+        "a gather does not wait for the other ranks' shards",
+        "ls_strategy/distributed/pending.py",
+        '        """Block until every shard has arrived."""\n        self._comm.wait(self._works)\n',
+        '        """Block until every shard has arrived."""\n',
+        ("tests/dist/test_comm.py::test_no_work_is_waited_for_twice_after_an_error",),
+    ),
+    Mutation(
+        "16-bit terms are scaled before they are cast, which rounds twice",
+        "ls_strategy/distributed/pending.py",
+        "out.copy_(term).mul_(scale)",
+        "out.copy_(term * scale)",
+        ("tests/dist/test_comm.py::test_reduce_scatter_is_the_sum_in_rank_order[3]",),
+    ),
+    Mutation(
+        "NCCL reduces in the compute dtype instead of the one that the options name",
+        "ls_strategy/distributed/comm.py",
+        "wire = full if dtype is None else full.to(dtype)",
+        "wire = full",
+        ("tests/unit/test_comm_parts.py::test_nccl_sums_in_the_wire_dtype",),
+    ),
+    Mutation(
+        "16-bit sums along an axis of the mesh are not taken in fp32",
+        "ls_strategy/distributed/axis.py",
+        "total = terms[0].float() if terms[0].dtype in (torch.float16, torch.bfloat16) else terms[0].clone()",
+        "total = terms[0].clone()",
+        ("tests/unit/test_parallel_regions.py::test_16_bit_terms_are_summed_in_fp32_and_rounded_once",),
+    ),
+)

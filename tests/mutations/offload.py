@@ -1,0 +1,46 @@
+"""States away from the device: transfers, buffers, and the stream of updates."""
+
+from __future__ import annotations
+
+from tests.mutations import Mutation
+
+OFFLOAD = (
+    Mutation(
+        "NVMe: transfers of the same bytes may overtake each other",
+        "ls_strategy/tiers/nvme.py",
+        'return overlap and "write" in (self.transfer.verb, other.transfer.verb)',
+        "return False",
+        (
+            "tests/unit/test_nvme.py::TestNVMe::test_a_get_sees_a_write_that_is_still_under_way",
+            "tests/unit/test_nvme.py::TestContract::test_many_puts_of_one_range_end_with_the_last[nvme]",
+        ),
+    ),
+    Mutation(
+        "NVMe: the error of a write is dropped",
+        "ls_strategy/tiers/nvme.py",
+        "            self._error = self._error or transfer.error\n",
+        "            pass\n",
+        ("tests/unit/test_nvme.py::TestErrors::test_a_failed_write_is_raised_by_flush_and_by_everything_after_it",),
+    ),
+    Mutation(
+        "NVMe: a buffer is free although a read into it is in flight",
+        "ls_strategy/tiers/nvme.py",
+        "        transfer.when_finished(lambda: self._pool.give(buffer))\n",
+        "        self._pool.give(buffer)\n",
+        ("tests/unit/test_nvme.py::TestNVMe::test_a_released_buffer_is_lent_again_when_its_read_is_over",),
+    ),
+    Mutation(
+        "a buffer is used again although a copy still reads it",
+        "ls_strategy/distributed/buffer_pool.py",
+        "                if not copy.is_over():\n",
+        "                if False:\n",
+        ("tests/unit/test_comm_parts.py::test_a_pool_waits_for_copies_when_too_much_is_late",),
+    ),
+    Mutation(
+        "the stream of updates goes on with later jobs after a job has failed",
+        "ls_strategy/tiers/stream.py",
+        "        if job is None or self._error is not None:\n",
+        "        if job is None:\n",
+        ("tests/unit/test_update_stream.py::test_nothing_is_worked_on_after_a_job_that_failed",),
+    ),
+)

@@ -1,0 +1,141 @@
+"""Units, updates and optimizer states: what is gathered when, who steps what, and what is kept."""
+
+from __future__ import annotations
+
+from tests.mutations import Mutation
+
+STEPS = (
+    Mutation(
+        "stage 3 never prefetches the next unit",
+        "ls_strategy/zero/passes/gather.py",
+        "for neighbour in neighbours[: self.prefetch_units]:",
+        "for neighbour in neighbours[:0]:",
+        ("tests/unit/test_zero_gather.py::test_a_fetch_starts_the_next_units",),
+    ),
+    Mutation(
+        "stage 3 never releases a unit after its forward",
+        "ls_strategy/zero/passes/hooks.py",
+        "        if not self.gatherer.is_last(unit) and current_backward_pass() < 0:\n",
+        "        if False:\n",
+        ("tests/unit/test_zero_hooks.py::test_a_forward_releases_every_block_but_the_last",),
+    ),
+    Mutation(
+        "waiting for all gathers does not wait for updates",
+        "ls_strategy/zero/passes/gather.py",
+        "                flat.wait_updated()\n                if flat.publish_due:\n",
+        "                if flat.publish_due:\n",
+        ("tests/unit/test_zero_schedule.py::test_who_waits_for_the_engine_finds_updated_masters",),
+    ),
+    Mutation(
+        "delayed updates begin one step early",
+        "ls_strategy/zero/step/schedule.py",
+        "self._steps[index] > delay and",
+        "self._steps[index] >= delay and",
+        ("tests/unit/test_zero_schedule.py::test_a_delayed_update_comes_one_step_later",),
+    ),
+    Mutation(
+        "hooks of the user after the step do not wait for offloaded updates",
+        "ls_strategy/zero/step/schedule.py",
+        "                update.flat.wait_updated()\n\n    def _prepared",
+        "                pass\n\n    def _prepared",
+        ("tests/unit/test_zero_schedule.py::test_hooks_of_the_user_after_the_step_find_updated_masters",),
+    ),
+    Mutation(
+        "random bits of stochastic rounding depend on the position in the shard: they are the same on every rank",
+        "ls_strategy/zero/step/update.py",
+        '"offset": update.flat.stepped[0] + lo',
+        '"offset": lo',
+        ("tests/unit/test_zero_update.py::test_random_bits_of_the_rounding_follow_the_place_in_the_full_buffer",),
+    ),
+    Mutation(
+        "a rank keeps the state of a parameter that it never steps",
+        "ls_strategy/zero/step/optimizer_state.py",
+        "        if not piece.numel and not self._loads_others(number):\n            return  # this",
+        "        if False:\n            return  # this",
+        ("tests/unit/test_zero_optimizer_state.py::test_a_state_is_kept_where_it_is_stepped",),
+    ),
+    Mutation(
+        "loading a checkpoint leaves the moments of before in the store",
+        "ls_strategy/zero/step/optimizer_state.py",
+        "if name not in kept and piece.numel and store.has(name, piece.start, piece.stop):",
+        "if False:",
+        ("tests/unit/test_zero_optimizer_state.py::test_moments_that_a_loaded_state_does_not_have_begin_with_zeros",),
+    ),
+    Mutation(
+        "loading drops optimizer states that are scalars, such as Adam's step",
+        "ls_strategy/zero/step/optimizer_state.py",
+        "                kept[k] = v.detach().clone().cpu() if isinstance(v, Tensor) else v\n",
+        "                pass\n",
+        ("tests/unit/test_zero_optimizer_state.py::test_a_full_state_that_is_loaded_is_given_again",),
+    ),
+    Mutation(
+        "loading a folder does not restore the settings of parameter groups, such as lr",
+        "ls_strategy/zero/step/optimizer_state.py",
+        'given["param_groups"] if same else []',
+        "[]",
+        ("tests/unit/test_zero_optimizer_state.py::test_settings_are_loaded_where_the_groups_have_the_same_members",),
+    ),
+    Mutation(
+        "the rank after the owner of a whole matrix steps it too",
+        "ls_strategy/zero/step/whole_exchange.py",
+        "return self.owner == self.comm.rank",
+        "return self.comm.rank in (self.owner, (self.owner + 1) % self.comm.world_size)",
+        ("tests/dist/test_whole_steps.py::test_every_tensor_is_stepped_once_and_what_is_sent_is_the_formula",),
+    ),
+    Mutation(
+        "a step that one rank skips because of an overflow is taken and published by the others",
+        "ls_strategy/zero/step/global_norm.py",
+        "return bool(comm.agree(torch.tensor([here], dtype=torch.uint8)).item())",
+        "comm.agree(torch.tensor([here], dtype=torch.uint8))\n    return here",
+        ("tests/unit/test_zero_stepper.py::test_an_overflow_of_any_rank_skips_the_step",),
+    ),
+    Mutation(
+        "the norm of gradients is that of the step before",
+        "ls_strategy/zero/step/phase.py",
+        "        self.phase = Phase.ACCUMULATING\n        self.norm = None\n",
+        "        self.phase = Phase.ACCUMULATING\n",
+        ("tests/unit/test_phase.py::test_reopened_gradients_have_no_norm_but_keep_what_was_left_to_the_update",),
+    ),
+    Mutation(
+        "new average weights do not reach the parameters, so validation runs on the old ones",
+        "ls_strategy/access/average.py",
+        "    if publish:\n        _publish(engine, flats)\n",
+        "",
+        ("tests/unit/test_engine.py::test_swapped_masters_are_what_the_next_forward_computes_with",),
+    ),
+    Mutation(
+        "the engine's hook before the optimizer's step runs before hooks that were registered earlier",
+        "ls_strategy/_compat.py",
+        "optimizer._optimizer_step_pre_hooks.move_to_end(before.id)",
+        "optimizer._optimizer_step_pre_hooks.move_to_end(before.id, last=False)",
+        ("tests/unit/test_zero_stepper.py::test_hooks_of_the_user_change_gradients_before_the_engine_takes_them",),
+    ),
+    Mutation(
+        "rounded gathers decode with the scales of another rank",
+        "ls_strategy/zero/flat/packed.py",
+        "            dequantize_(self._wire, self.full, self.form)\n",
+        "            dequantize_(self._wire.roll(self._wire.numel() // self.comm.world_size), self.full, self.form)\n",
+        ("tests/dist/test_quantized_gathers.py::test_the_bits_are_those_of_weights_rounded_by_hand",),
+    ),
+    Mutation(
+        "a quantized weight that becomes trainable keeps its quantized form",
+        "ls_strategy/zero/setup/frozen.py",
+        "        if not p.requires_grad\n        and id(p) not in owned\n",
+        '        if (not p.requires_grad and id(p) not in owned or type(home_of(p)).__name__ == "QuantizedFlat")\n',
+        ("tests/unit/test_zero_quantized.py::test_a_weight_that_becomes_trainable_starts_from_its_rounded_values",),
+    ),
+    Mutation(
+        "the exact norm of virtual ranks writes into gradients that are fp64 already",
+        "ls_strategy/ops/exact_norm.py",
+        "sums = _block_sums(x.double().square())",
+        "sums = _block_sums(x.double().square_())",
+        ("tests/unit/test_exact_norm.py::test_what_is_measured_stays_as_it_is",),
+    ),
+    Mutation(
+        "a virtual rank draws from the generator of its neighbour",
+        "ls_strategy/lightning/virtual_random.py",
+        "            self._streams.setdefault(rank, RandomStream()).put()\n",
+        "            self._streams.get(rank - 1, self._streams.setdefault(rank, RandomStream())).put()\n",
+        ("tests/dist/test_virtual_ranks.py::test_three_ranks_give_the_bits_of_one",),
+    ),
+)

@@ -1,0 +1,88 @@
+"""The table of mutations fits the code: every edit applies, and the tests that it names are there to kill it."""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Iterator
+from contextlib import suppress
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+from tests.mutations import Mutation
+from tests.mutations.catalogue import MUTATIONS
+from tests.mutations.runner import ROOT, applied
+
+_ID = re.compile(r"(?P<file>[\w/]+\.py)(::(?P<owner>[A-Z]\w*))?(::(?P<function>test_\w+))?(\[.+\])?")
+
+
+def test_names_are_different_and_none_is_a_part_of_another() -> None:
+    """The command chooses by words in names."""
+    names = [mutation.name for mutation in MUTATIONS]
+    assert len(names) > 50
+    assert [(a, b) for a in names for b in names if a is not b and a in b] == []
+
+
+@pytest.mark.parametrize("mutation", MUTATIONS, ids=lambda m: m.name)
+def test_an_edit_applies_and_leaves_a_program(mutation: Mutation) -> None:
+    before = (ROOT / mutation.file).read_text()
+    assert before.count(mutation.old) == 1
+    after = before.replace(mutation.old, mutation.new)
+    assert ast.dump(_parsed(after)) != ast.dump(_parsed(before)), "only comments or layout change"
+
+
+@pytest.mark.parametrize("mutation", MUTATIONS, ids=lambda m: m.name)
+def test_one_to_three_tests_of_the_default_selection_are_named(mutation: Mutation) -> None:
+    """As far as their decorators tell; ``python -m tests.mutations --check`` runs them."""
+    assert 1 <= len(mutation.tests) <= 3
+    for test in mutation.tests:
+        found = _ID.fullmatch(test)
+        assert found is not None, test
+        tree = _tree(found["file"])
+        assert not any(_is_left_out(mark) for mark in _marks_of_module(tree)), test
+        scope: ast.AST = tree
+        for name in filter(None, (found["owner"], found["function"])):
+            scope = next(node for node in ast.iter_child_nodes(scope) if getattr(node, "name", None) == name)
+            assert isinstance(scope, ast.ClassDef | ast.FunctionDef)
+            assert not any(_is_left_out(mark) for mark in map(ast.unparse, scope.decorator_list)), test
+
+
+Y_IS_3 = Mutation("y is 3", "a.py", "y = 2", "y = 3", ())
+
+
+def test_a_mutation_is_undone_also_after_an_error(tmp_path: Path) -> None:
+    path, seen = tmp_path / "a.py", []
+    path.write_text("x = 1\ny = 2\n")
+    with suppress(KeyError), applied(Y_IS_3, tmp_path):
+        seen.append(path.read_text())
+        raise KeyError
+    assert [*seen, path.read_text()] == ["x = 1\ny = 3\n", "x = 1\ny = 2\n"]
+
+
+def test_an_edit_that_does_not_apply_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "a.py").write_text("x = 1\n")
+    with pytest.raises(ValueError, match="has the text of 'y is 3' 0 times"):
+        applied(Y_IS_3, tmp_path).__enter__()
+
+
+def _parsed(text: str) -> ast.Module:
+    return ast.parse(text)
+
+
+@cache
+def _tree(file: str) -> ast.Module:
+    return _parsed((ROOT / file).read_text())
+
+
+def _marks_of_module(tree: ast.Module) -> Iterator[str]:
+    """Yield what is assigned to ``pytestmark``."""
+    for node in tree.body:
+        if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "pytestmark":
+            yield ast.unparse(node.value)
+
+
+def _is_left_out(mark: str) -> bool:
+    """Whether a decorator keeps all cases of a test out of the default selection."""
+    return "parametrize" not in mark and re.search(r"\b(wide|slow|gpu|bench|slurm)\b", mark) is not None

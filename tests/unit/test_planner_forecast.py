@@ -1,0 +1,38 @@
+"""What a forecast counts: bytes on their ways, memory of the host, and times."""
+
+from __future__ import annotations
+
+import torch
+
+from ls_strategy.config import OffloadConfig, ShardingConfig, ZeROConfig
+from ls_strategy.planner.forecast import lacks_of
+from ls_strategy.planner.states import ModelStates
+from ls_strategy.planner.traffic import traffic
+from ls_strategy.precision import resolve_precision
+from tests.unit.test_planner import Net, exact, forecasts_of, question
+
+
+def test_both_bounds_of_the_time_count_what_is_sent() -> None:
+    for forecast in question().forecasts(exact(None, tflops=1e3, link_gbs=1e-6)):
+        sent_s = forecast.traffic.sent / 1e3
+        assert forecast.seconds is not None
+        assert forecast.seconds[0] == sent_s, "overlapped"
+        assert forecast.seconds[1] > sent_s, "one after the other"
+
+
+def test_offloaded_gradients_cross_the_bus_in_every_micro_batch() -> None:
+    module = Net()
+    states = ModelStates(module, [torch.optim.AdamW(module.parameters())], resolve_precision("32-true"))
+    config = ZeROConfig(stage=2, offload=OffloadConfig(optimizer="cpu"), sharding=ShardingConfig(min_unit_numel=0))
+    plan = states.plan(config, 2)
+    one, three = (traffic(plan, (8.0,), micro_batches=n, cuda=True).bus for n in (1, 3))
+    averages = plan.bytes_by_tier((8.0,))["cpu"]["gradients"]
+    assert three - one == 2 * averages > 0
+
+
+def test_on_cpus_what_is_offloaded_takes_the_same_memory() -> None:
+    (peak,) = (forecast.peak for forecast in forecasts_of() if forecast.candidate.name == "zero2_offload")
+    assert peak.cpu > 0
+    lacks = [lacks_of(peak, exact(peak.device + peak.cpu - less, device="cpu")) for less in (0, 1)]
+    assert lacks[0] == ()
+    assert lacks[1][0].endswith("host memory")
