@@ -522,6 +522,7 @@ def outcome() -> list[dict[str, str]]:
     return spawn(run_all, 2, timeout_s=100)
 
 
+@pytest.mark.sample(9)
 @pytest.mark.parametrize("name", CASES)
 def test_on_two_ranks(name: str, outcome: list[dict[str, str]]) -> None:
     for rank, found in enumerate(outcome):

@@ -82,6 +82,7 @@ def lines() -> Iterator[list[str]]:
 # --- the kind ---------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("name", ["0", "1", slow("2"), "3", "3, host", slow("1, 8 bits")])
 @on_ranks(2)
 def test_a_small_one_is_the_file_that_ddp_writes(rank: int, world_size: int, name: str, tmp_path: Path) -> None:
@@ -170,6 +171,7 @@ def test_what_only_folders_can_hold_is_a_folder(rank: int, world_size: int, tmp_
 # --- runs that change -------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("background", [False, True])
 @pytest.mark.parametrize("last", [True, "link"])
 @on_ranks(2)
@@ -213,6 +215,7 @@ def test_a_run_may_change_from_save_to_save(
         assert runner.global_step == 12
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("first", ["sharded", "file"])
 @pytest.mark.parametrize("background", [False, True])
 @on_ranks(2)
@@ -286,6 +289,7 @@ class Saves(Counts):
         return super().training_step(batch, i)
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("name", ["0", "1", "3", "3, host"])
 @on_ranks(2)
 def test_training_that_overtakes_a_file_does_not_change_it(
@@ -356,6 +360,7 @@ class Renames(Callback):
         checkpoint["first"] = float(checkpoint["state_dict"]["net.first.weight"].sum())
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("by", ["module", "callback"])
 @on_ranks(2)
 def test_hooks_on_every_rank_get_what_ddp_gives_them(rank: int, world_size: int, by: str, tmp_path: Path) -> None:
@@ -464,6 +469,7 @@ class WithVersion(Net):
         self.last = Versioned(WIDTH, WIDTH)
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("form", ["file", "sharded"])
 @on_ranks(2)
 def test_modules_learn_which_version_saved_them(rank: int, world_size: int, form: str, tmp_path: Path) -> None:

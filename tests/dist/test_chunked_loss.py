@@ -22,6 +22,7 @@ CHUNKED: dict[str, Any] = {"activations.loss": {"chunk_bytes": 4 * 61 * 5}}
 """Five tokens at a time: no divisor of a batch."""
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(
     "more",
     [

@@ -307,7 +307,7 @@ def compare(kind: type[Net], names: Any, folder: Path, **options: Any) -> None:
     assert found == [{}, {}], f"{kind.__name__}: {found}"
 
 
-@pytest.mark.sample(3)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(("kind", "names"), in_turn(NUMBERS, EVERYWHERE))
 def test_train_once_unfrozen_as_in_a_plain_trainer(kind: type[Net], names: dict[str, Any], tmp_path: Path) -> None:
     compare(kind, names, tmp_path)
@@ -351,6 +351,7 @@ def in_16_bit(rank: int, world_size: int, names: list[str], folder: str) -> list
     return found
 
 
+@pytest.mark.wide
 def test_masters_in_fp32_once_unfrozen(tmp_path: Path) -> None:
     names = [name for name in EVERYWHERE if name not in ("stage 0", "int8")]
     found = spawn(in_16_bit, 2, names, str(tmp_path), init_process_group=False, timeout_s=120)
@@ -456,5 +457,6 @@ def averages(rank: int, world_size: int, names: list[str], folder: str) -> None:
         assert all(not torch.equal(found[0][key], value) for key, value in weights(module).items())
 
 
+@pytest.mark.wide
 def test_an_average_follows(tmp_path: Path) -> None:
     spawn(averages, 2, ["zero1", "zero3_offload"], str(tmp_path), init_process_group=False, timeout_s=60)

@@ -375,7 +375,7 @@ HABITS = [
 AND_STAGE_0 = {"zero0": {"stage": 0}, **OPTIONS}
 
 
-@pytest.mark.sample(9)
+@pytest.mark.sample(5)
 @pytest.mark.parametrize(("habit", "options"), in_turn(HABITS, AND_STAGE_0))
 def test_on_two_ranks_as_under_ddp(habit: type[Habit], options: dict[str, Any]) -> None:
     found = spawn(problems, 2, habit, options, timeout_s=100)

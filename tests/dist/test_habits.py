@@ -308,7 +308,7 @@ def problems(
     return [f"{habit.__name__}, {name}: {words}" for name, words in found.items()]
 
 
-@pytest.mark.sample(11)
+@pytest.mark.sample(6)
 @pytest.mark.parametrize(("habit", "options"), in_turn(HABITS, OPTIONS))
 def test_on_two_ranks_as_under_ddp(habit: type[Habit], options: dict[str, Any]) -> None:
     found = spawn(problems, 2, habit, options, timeout_s=100)
@@ -367,6 +367,7 @@ def test_writes_reach_the_masters_in_16_bit(precision: str) -> None:
     assert not any(found), found[0]
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(("habit", "options"), in_turn([Penalty, SetsData, Clamps, Momentum, Copies, Average], OPTIONS))
 def test_on_one_rank_as_a_plain_trainer(habit: type[Habit], options: dict[str, Any]) -> None:
     found = spawn(problems, 1, habit, options, timeout_s=100)

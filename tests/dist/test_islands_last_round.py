@@ -101,7 +101,7 @@ def train(island: int, rank: int, meet: str, folder: Path, late: int, options: d
     [(STEPS, {}), (STEPS - 1, {}), (1, {}), (1, {"delay": 1}), (STEPS, {"delay": 1}), (1, {"fragments": 2})],
     ids=["last round", "last two rounds", "all rounds", "all rounds, later", "last round, later", "fragments"],
 )
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 def test_an_island_that_is_late_for_the_last_round_ends_with_the_global_weights(
     after: int, options: dict[str, Any], tmp_path: Path
 ) -> None:

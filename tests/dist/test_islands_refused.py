@@ -69,7 +69,7 @@ def faulty(island: int, rank: int, meet: str, fault: str, options: dict[str, Any
 
 @pytest.mark.parametrize("fault", FAULTS)
 @pytest.mark.parametrize("options", [{}, {"delay": 1}], ids=["at once", "later"])
-@pytest.mark.sample(5)
+@pytest.mark.sample(3)
 def test_a_contribution_that_cannot_be_right_is_left_out_by_name(fault: str, options: dict[str, Any]) -> None:
     with hub() as meet:
         islands = on_islands(2, faulty, meet, fault, options)

@@ -133,6 +133,7 @@ def runs(
     return [(m.losses, m.final, m.seen) for m in modules]
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_what_the_author_keeps_in_fp32_is_trained_in_fp32(world_size: int, tmp_path: Path) -> None:
     losses, final = expected(world_size, torch.bfloat16)

@@ -112,7 +112,7 @@ def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict]:
     return results(str(tmp_path_factory.mktemp("loss_scale") or Path()))
 
 
-@pytest.mark.sample(6)
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("accumulate", [1, 2])
 @pytest.mark.parametrize("precision", PRECISIONS)
 @pytest.mark.parametrize("stage", STAGES)

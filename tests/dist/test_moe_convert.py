@@ -126,6 +126,7 @@ def test_sharded_experts_compute_the_same(ranks: list[dict[int, list[dict[str, T
             assert_close(results[size][i], expected, what, 1e-12 if dtype == torch.float64 else 2e-6)
 
 
+@pytest.mark.wide
 @pytest.mark.sample(1)
 @pytest.mark.parametrize("size", [2, 4])
 def test_capacity_is_per_rank(ranks: list[dict[int, list[dict[str, Tensor]]]], size: int) -> None:

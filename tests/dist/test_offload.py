@@ -74,7 +74,7 @@ def results(world_size: int, stage: int, rows: tuple[str, ...]) -> dict[tuple[st
     return dict(zip(keys, zip(*ranks, strict=True), strict=True))
 
 
-@pytest.mark.sample(6)
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("stage", [slow(1), 2, slow(3)])
 @pytest.mark.parametrize("world_size", [slow(1), 2])
 @pytest.mark.parametrize("row", ROWS)

@@ -196,6 +196,7 @@ class WithForeach(Net):
         return torch.optim.Adam(self.parameters(), lr=self.lr, foreach=True)
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("net", [WithOwnClass, WithAmsgrad, WithForeach])
 @on_ranks(2)
 def test_optimizers_without_a_fused_update(rank: int, world_size: int, net: type[Net], tmp_path: Any) -> None:

@@ -209,7 +209,7 @@ def compare(world_size: int, kinds: list[type[Joins]], options: dict[str, Any], 
     assert not any(found), "\n".join(found[0])
 
 
-@pytest.mark.sample(4)
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(("kind", "options"), in_turn(JOIN, OPTIONS))
 def test_on_two_ranks_as_in_a_plain_trainer(kind: type[Joins], options: dict[str, Any]) -> None:
     compare(2, [kind], options)
@@ -275,7 +275,7 @@ class ByOwnCallback(Joins):
         return [Stepwise()]
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("kind", [ByCallback, ByOwnCallback])
 @pytest.mark.parametrize("names", [("zero1", "zero3, small units"), ("zero2", "zero2"), ("zero3_offload", "zero1")])
 def test_resume_after_unfreezing(kind: type[Joins], names: tuple[str, str], tmp_path: Path) -> None:
@@ -640,7 +640,7 @@ class FrozenOwn(OwnOptimizer):
             self.blocks[0].requires_grad_(True)
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(
     ("kind", "options"), in_turn([InNone, AddsUp, OwnOptimizer, FrozenAtFirst, FrozenOwn], OPTIONS)
 )
@@ -908,7 +908,7 @@ class StepHooksByHandFused(StepHooksByHand):
     fused = None
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(
     ("kind", "options"),
     in_turn([StepHooks, StepHooksFused, StepHooksLate, StepHooksByHand, StepHooksByHandFused], OPTIONS),

@@ -65,7 +65,7 @@ def check_parity(case: Case, trusted: Group, ours: Group) -> None:
         assert min(trusted[0].largest) > case.clip_at
 
 
-@pytest.mark.sample(24)
+@pytest.mark.sample(12)
 @pytest.mark.parametrize("stage", STAGES)
 @pytest.mark.parametrize(
     ("world_size", "row"),
@@ -159,7 +159,7 @@ def error_of(reference: Group, other: Group) -> tuple[float, float]:
     return sum(losses) / len(losses), float(sum(squares)) ** 0.5
 
 
-@pytest.mark.sample(4)
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("stage", STAGES)
 @pytest.mark.parametrize("precision", LOW)
 def test_16_bit_error_is_at_most_twice_ddps(precision: str, stage: int) -> None:

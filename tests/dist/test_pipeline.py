@@ -340,6 +340,7 @@ def train_tied(rank: int, world_size: int, options: dict[str, Any] | None, preci
     return {k: v.clone() for k, v in trainer.strategy.lightning_module_state_dict().items()}
 
 
+@pytest.mark.wide
 def test_tied_weights_with_offloaded_updates_in_two_precisions():
     expected = once(train_tied, 1, None, "32-true")[0]
     pipeline = {"parallel.pipeline.size": 2, "parallel.pipeline.micro_batches": 4}
@@ -387,6 +388,7 @@ def train_compiled(rank: int, world_size: int, wrapped: bool) -> tuple[dict[str,
     return {k.replace("_orig_mod.", ""): v.clone() for k, v in weights.items()}, len(COMPILED)
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize("wrapped", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_compiled_blocks_and_layers_around_them(wrapped):
     expected = once(train_tied, 1, None, "32-true")[0]

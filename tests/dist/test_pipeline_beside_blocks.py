@@ -94,6 +94,7 @@ def trained(
     return [state(fit(world_size, options, accumulate_grad_batches=accumulate)) for options in cases]
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("accumulate", [1, 2])
 def test_they_are_trained_as_in_one_process(accumulate: int) -> None:
     (expected,) = once(trained, 1, [None], accumulate)[0]

@@ -330,7 +330,7 @@ def train_all(rank: int, world_size: int, case: str, expected: list[Any]) -> dic
     return worst
 
 
-@pytest.mark.sample(3)
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(
     ("case", "world_size"),
     [

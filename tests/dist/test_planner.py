@@ -126,7 +126,7 @@ def forecast_of(chosen: tuple[Candidate, str, int, tuple[str, ...]], world_size:
         return forecaster.forecast(candidate, Hardware(ranks=world_size, device="cpu"))
 
 
-@pytest.mark.sample(4)
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("index", range(len(RUNS)), ids=IDS)
 @pytest.mark.parametrize("world_size", [2, pytest.param(3, marks=pytest.mark.slow)])
 def test_the_peak_is_foretold_within_a_hundredth(world_size: int, index: int) -> None:

@@ -114,6 +114,7 @@ def prepare(kind: str, folder: Path, rank: int, world_size: int, content: str) -
     return path
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("content", CONTENTS)
 @pytest.mark.parametrize("kind", ["ddp", "sharded"])
 @on_ranks(2)

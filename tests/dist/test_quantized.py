@@ -419,6 +419,7 @@ def measured() -> list[list[tuple[int, int]]]:
     return spawn(measure, 2, init_process_group=False, timeout_s=120)
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("index", range(len(PLANNED)), ids=str)
 def test_the_planner_knows_the_bytes(index: int) -> None:
     stage, name = PLANNED[index]

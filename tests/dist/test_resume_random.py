@@ -155,6 +155,7 @@ DATA: dict[str, Any] = {
 }
 
 
+@pytest.mark.sample(6)
 @pytest.mark.parametrize("kind", DATA)
 @pytest.mark.parametrize("limit", [{"max_epochs": 3}, {"max_steps": 16, "max_epochs": 3}], ids=["epochs", "steps"])
 @on_ranks(1)
@@ -168,6 +169,7 @@ def test_inside_an_epoch_with_the_sampler_of_lightning(rank: int, world_size: in
         check(plain, 4, tmp_path / str(stage), lambda stage=stage: stage)
 
 
+@pytest.mark.wide
 @on_ranks(2, timeout_s=100)
 def test_virtual_ranks_draw_what_they_would_have_drawn(rank: int, world_size: int, tmp_path: Path) -> None:
     """Their iterators, samplers, datasets and workers draw from streams of their own."""
@@ -189,6 +191,7 @@ def drawn(rank: int, world_size: int, virtual: int | None, place: str) -> list[A
     return run(strategy, place, DataLoader(Numbers(), 2, shuffle=True))
 
 
+@pytest.mark.sample(1)
 @pytest.mark.dist
 @pytest.mark.parametrize("place", PLACES)
 def test_virtual_ranks_draw_what_ranks_of_ddp_draw(place: str) -> None:

@@ -18,6 +18,7 @@ def options(size: int, ring: int, **more: Any) -> dict[str, Any]:
     return {"parallel.context": size, "parallel.ring": ring, **more}
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(
     ("world", "size", "ring"), [(2, 2, 2), (4, 4, 2), slow(4, 4, 4), slow(4, 2, 2)]
 )  # fmt: skip

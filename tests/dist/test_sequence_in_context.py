@@ -85,6 +85,7 @@ def test_with_experts():
     assert_as_plain(4, runs, timeout_s=250)
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize("ring", [{}, slow(RING)], ids=str)
 def test_recompute_and_offload_change_no_bit(ring):
     assert_less_memory_changes_no_bit(4, {**BOTH, "stage": 3, **ring}, {}, steps=5)

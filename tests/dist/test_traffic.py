@@ -110,7 +110,7 @@ def expected(case: Case, world_size: int) -> tuple[int, int]:
     return volume * others // world_size, p
 
 
-@pytest.mark.sample(16)
+@pytest.mark.sample(8)
 @pytest.mark.parametrize("index", range(len(CASES)), ids=[f"{c.stage}-{c}" for c in CASES])
 @pytest.mark.parametrize("world_size", WORLDS)
 def test_sent_elements_equal_the_formula(world_size: int, index: int) -> None:

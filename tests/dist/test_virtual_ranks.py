@@ -216,6 +216,7 @@ def test_uneven_shares_give_the_same_bits(trainer_options: dict[str, Any], tmp_p
         check_equal(run(len(shares), {**options, "parallel.virtual_ranks_per_rank": shares}, trainer_options), expected)
 
 
+@pytest.mark.wide
 def test_a_slow_rank_computes_less(tmp_path: Path) -> None:
     """And a run continues inside an epoch with other shares."""
     path = str(tmp_path / "middle.ckpt")
@@ -457,7 +458,7 @@ class Sums(Net):
         return torch.optim.AdamW(self.parameters(), lr=1e-2, eps=1e-4)
 
 
-@pytest.mark.parametrize("kind", ["generator of a sampler", "generator of a loader", "batch sampler"])
+@pytest.mark.sample(1)
 def test_samplers_draw_for_one_virtual_rank(kind: str) -> None:
     """One process has the samplers of several virtual ranks, which must not share generators or orders."""
     strategy = ZeROStrategy(2, parallel={"virtual_ranks": 2})
@@ -548,6 +549,7 @@ def refused(rank: int, world_size: int, what: str) -> str:
     return str(caught.value)
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(
     ("what", "says"),
     [

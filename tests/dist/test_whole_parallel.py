@@ -203,6 +203,7 @@ class Joins(Net):
             self.trainer.optimizers[0].add_param_group({"params": list(self.blocks[1].parameters()), "lr": 0.02})
 
 
+@pytest.mark.wide
 @on_ranks(2)
 def test_parameters_that_join_keep_the_states_of_the_others(rank: int, world_size: int) -> None:
     quiet()

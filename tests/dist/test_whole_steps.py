@@ -83,6 +83,7 @@ class WithMuon(Scheduled):
         self.seen += [{len(m.shape) for m in sharded.whole.members}, sharded.state_bytes()]
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize("name", ["fp32", *(pytest.param(n, marks=pytest.mark.slow) for n in CASES if n != "fp32")])
 @on_ranks(2, timeout_s=150)
 def test_adamw_groups_of_muon_stay_in_shards_on_every_tier(

@@ -47,6 +47,7 @@ def as_in_one_process(rank: int, world_size: int, cases: list[tuple[str, int, st
         assert_close(weights(module), expected[case], f"{case}, stage {stage}, {tier}", LIMIT)
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_a_run_in_shards_is_the_run_in_one_process(world_size: int, tmp_path: Path) -> None:
     spawn(as_in_one_process, world_size, SOME, str(tmp_path), init_process_group=False)

@@ -153,6 +153,7 @@ def begins(heading: str) -> re.Pattern[str]:
     return re.compile(".*?".join(re.escape(part) for part in heading.split("...")), re.DOTALL)
 
 
+@pytest.mark.wide
 def test_every_message_is_one_of_the_source() -> None:
     known = messages()
     assert len(headings()) > 60

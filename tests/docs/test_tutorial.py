@@ -145,6 +145,7 @@ def program_options(words: list[str]) -> list[str]:
     return options[: options.index("&")] if "&" in options else options
 
 
+@pytest.mark.wide
 def test_files_and_options_are_taken(project: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("jsonargparse")
     compile((project / "plain.py").read_text(), "plain.py", "exec")

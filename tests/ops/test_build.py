@@ -140,6 +140,7 @@ def test_no_compiler(tmp_path, env):
     assert result["status"]["cpu"].startswith("reference: no compiler")
 
 
+@pytest.mark.wide
 def test_a_compiler_that_is_no_command_line(tmp_path):
     result = finish(start(tmp_path, CXX='g++ "'))
     (line,) = warnings(result)
@@ -184,6 +185,7 @@ def compiling(tmp_path: Path, *, ninja: bool) -> tuple[subprocess.Popen, Callabl
     return process, lambda: [pid for pid in pids.read_text().split() if is_running(pid)]
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize("ninja", [True, slow(False)])
 def test_ctrl_c_leaves_no_compiler_running(tmp_path, ninja):
     """ninja gives every compiler a process group of its own, which the end of ninja's does not reach."""
@@ -225,6 +227,7 @@ def test_the_status_and_the_words_of_a_command_arrive(tmp_path):
             assert words in output.read()
 
 
+@pytest.mark.wide
 def test_off(tmp_path):
     result = finish(start(tmp_path, LS_STRATEGY_OPS="0"))
     assert result["lines"] == []
@@ -232,6 +235,7 @@ def test_off(tmp_path):
     assert not list(tmp_path.iterdir())
 
 
+@pytest.mark.wide
 def test_required(tmp_path):
     process = start(tmp_path, LS_STRATEGY_OPS="1", CXX="/nonexistent/g++")
     _, err = process.communicate(timeout=60)

@@ -40,6 +40,7 @@ def check(actual, x, weight, terms=None):
 @pytest.mark.usefixtures("implementation")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 class TestEvery:
+    @pytest.mark.sample(4)
     def test_int8(self, dtype):
         g = torch.Generator().manual_seed(0)
         for rows, width, out in [*SHAPES, (2, 45, 5)]:

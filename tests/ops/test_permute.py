@@ -89,6 +89,7 @@ def assert_same_bits(a, b):
 class TestMeaning:
     """Against loops over pairs, in fp64."""
 
+    @pytest.mark.sample(12)
     def test_sort(self, shape, dropped):
         r = Routed(shape, torch.float32, dropped)
         order, counts = permute.sort_by_expert(r.indices, r.kept, r.experts)

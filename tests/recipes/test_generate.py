@@ -267,6 +267,7 @@ def check(
                 assert text == f"{'-' * 20} prompt {i + 1} of 5 {'-' * 20}\n{PROMPTS[i]}{texts[i]}", (name, rank)
 
 
+@pytest.mark.wide
 def test_predict_writes_the_texts_of_one_process_under_every_strategy(tmp_path: Path) -> None:
     """Five prompts over two replicas: one is computed twice, and written once."""
     tensor = ZeROStrategy(stage=1, parallel={"tensor": 2})

@@ -38,7 +38,7 @@ def on_cpu() -> dict[str, dict[str, Any]]:
     return run(fit_all, simulated=False).result
 
 
-@pytest.mark.sample(6)
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("name", FITS)
 def test_a_fit_is_that_of_the_cpu(name: str, on_cpu: dict[str, dict[str, Any]]) -> None:
     on_device = run(fit, *FITS[name])

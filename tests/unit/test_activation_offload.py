@@ -123,6 +123,7 @@ RECOMPUTE = {
 }
 
 
+@pytest.mark.sample(8)
 @pytest.mark.parametrize("in_flight", [0, 2 * ACTIVATION, 1 << 30])
 @pytest.mark.parametrize("recompute", RECOMPUTE)
 @pytest.mark.parametrize("tier", TIERS)

@@ -103,6 +103,7 @@ WITHOUT_A_NAME = {("Lightning", "/"), ("ddp", "/")}
 """Addresses that torch itself refuses."""
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize(
     ("reader", "end"),
     [pair for pair in itertools.product(READERS, ("", "/", "?download=1")) if pair not in WITHOUT_A_NAME],

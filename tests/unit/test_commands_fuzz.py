@@ -139,6 +139,7 @@ def cases(command: str, parser: argparse.ArgumentParser) -> Iterator[list[str]]:
                 yield [command, *words]
 
 
+@pytest.mark.wide
 @pytest.mark.sample(1)
 @pytest.mark.parametrize("command", parsers())
 def test_a_wrong_word_ends_with_a_line(command: str, capsys: pytest.CaptureFixture[str]) -> None:

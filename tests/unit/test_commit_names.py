@@ -240,6 +240,7 @@ def saver(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Saver]:
         saver.process.wait()
 
 
+@pytest.mark.sample(1)
 @pytest.mark.timeout(120)
 def test_a_look_leaves_a_save_in_flight_alone(tmp_path: Path, saver: Saver) -> None:
     path = tmp_path / "last.ckpt"
@@ -254,6 +255,7 @@ def test_a_look_leaves_a_save_in_flight_alone(tmp_path: Path, saver: Saver) -> N
     assert names_in(tmp_path) == ["last.ckpt"]
 
 
+@pytest.mark.sample(1)
 @pytest.mark.timeout(120)
 def test_a_second_save_under_the_name_is_an_error_and_harms_nothing(tmp_path: Path, saver: Saver) -> None:
     path = tmp_path / "last.ckpt"
@@ -275,6 +277,7 @@ def test_a_second_save_under_the_name_is_an_error_and_harms_nothing(tmp_path: Pa
     assert content_of(path) == 2
 
 
+@pytest.mark.sample(1)
 @pytest.mark.timeout(120)
 def test_a_killed_save_is_nobodys(tmp_path: Path, saver: Saver) -> None:
     path = tmp_path / "last.ckpt"

@@ -401,6 +401,7 @@ def test_a_further_option_does_not_turn_a_short_form_into_a_default(
     assert f"the following arguments are required: {required}" in capsys.readouterr().err
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(
     ("word", "message"),
     [
@@ -420,6 +421,7 @@ def test_a_wrong_value_on_the_command_line(word: str, message: str) -> None:
         build(STRATEGY, f"--trainer.strategy.{word}")
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("where", ["file", "command line"])
 @pytest.mark.parametrize("old", ["offload_optimizer", "nvme_path", "tensor_parallel_size", "save_as"])
 def test_an_old_name_in_yaml_or_on_the_command_line_says_the_new_one(

@@ -128,6 +128,7 @@ def test_a_hub_that_is_stopped_while_it_receives_is_noticed() -> None:
         process.send_signal(signal.SIGCONT)
 
 
+@pytest.mark.wide
 def test_many_bytes_may_take_longer_than_the_silence_that_is_allowed() -> None:
     """The limit counts from piece to piece."""
     with two(1.5) as (_, _, (first, second), pool):

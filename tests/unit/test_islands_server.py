@@ -208,6 +208,7 @@ def test_a_connection_has_one_seat() -> None:
         assert second.is_closed()
 
 
+@pytest.mark.wide
 def test_hundreds_of_islands_fit_into_an_answer() -> None:
     islands = 300  # each is a thread of the server
     with serving(islands, patience_s=60.0) as port:

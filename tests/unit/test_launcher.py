@@ -117,6 +117,7 @@ if __name__ == "__main__":
 """
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize("method", ["fork", slow("spawn"), slow("forkserver")])
 def test_a_forked_rank_0_ends_with_its_launcher(method: str, tmp_path: Path) -> None:
     program = tmp_path / "program.py"

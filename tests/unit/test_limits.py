@@ -48,6 +48,7 @@ def sleep(rank: int, world_size: int, seconds: float) -> int:
     return rank
 
 
+@pytest.mark.sample(1)
 def test_ranks(busy: bool) -> None:
     if busy:
         assert spawn(sleep, 2, 6.0, timeout_s=4, init_process_group=False) == [0, 1]

@@ -176,6 +176,7 @@ def test_the_longest_samples_and_the_largest_micro_batch(config, capsys, tmp_pat
     assert f"{plain['longest_sample_tokens']:,} tokens" in out
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(
     ("words", "error", "message"),
     [

@@ -118,6 +118,7 @@ FULL = RecomputeConfig(policy="full")
 SELECTIVE = RecomputeConfig(policy="selective")
 
 
+@pytest.mark.sample(8)
 @pytest.mark.parametrize("autocast", [False, True], ids=["fp32", "autocast"])
 @pytest.mark.parametrize("call", ["plain", "keyword", "checkpointed"])
 @pytest.mark.parametrize(

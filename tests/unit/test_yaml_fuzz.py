@@ -80,6 +80,7 @@ def is_clear(text: str) -> bool:
     return len(text.splitlines()) == 1 and "jsonargparse" not in text and "Union" not in text and len(text) < 1000
 
 
+@pytest.mark.wide
 @pytest.mark.sample(1)
 @pytest.mark.parametrize("form", ["class", "alias", "command"])
 def test_a_mistake_ends_with_a_sentence(form: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -90,6 +91,7 @@ def test_a_mistake_ends_with_a_sentence(form: str, capsys: pytest.CaptureFixture
     assert [row for row, text in told.items() if option[row] not in text and not text.startswith(of_itself)] == []
 
 
+@pytest.mark.wide
 def test_what_is_right_is_built(capsys: pytest.CaptureFixture[str]) -> None:
     for row in (
         "stage: 1",
