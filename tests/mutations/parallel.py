@@ -48,7 +48,7 @@ PARALLEL = (
         "ls_strategy/zero/step/stepper.py",
         "                flat.averages.change(self._model.share.sum_tied)\n",
         "                pass\n",
-        ("tests/dist/test_pipeline.py::test_tied_weights_with_offloaded_updates_in_two_precisions",),
+        ("tests/unit/test_zero_stepper.py::test_gradients_of_parameters_that_two_stages_share_are_summed_once",),
     ),
     Mutation(
         "the weights of a token's experts are normalised before pairs are dropped",

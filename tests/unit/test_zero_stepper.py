@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -14,6 +15,7 @@ from ls_strategy.distributed.comm import Comm
 from ls_strategy.engine import Engine
 from ls_strategy.errors import PlanError, StateError
 from ls_strategy.zero.flat.parameters import unnoticed
+from ls_strategy.zero.setup.share import Share
 from ls_strategy.zero.step import regroup
 from ls_strategy.zero.step.global_norm import global_norm
 from ls_strategy.zero.step.phase import Phase
@@ -184,6 +186,34 @@ def test_hooks_of_the_user_change_gradients_before_the_engine_takes_them() -> No
     (found, order), (expected, plain) = train(sharded=True), train(sharded=False)
     torch.testing.assert_close(found, expected)
     assert order == plain == ["first", "second"]
+
+
+class WithTied(Share):
+    """Another stage holds the same parameters, and its gradients are ones."""
+
+    def sum_tied(self, gradients: Tensor) -> None:
+        gradients.add_(1)
+
+
+@pytest.mark.parametrize("stage", [0, 1, 3])
+def test_gradients_of_parameters_that_two_stages_share_are_summed_once(stage: int) -> None:
+    model = network()
+    engine = engine_on(model, [torch.optim.SGD(model.parameters(), lr=0.5)], stage=stage, offload=None)
+    engine.stepper._model = replace(engine.stepper._model, share=WithTied())
+    tied = engine.flats[1]
+    tied.plan = replace(tied.plan, tied=True)
+    averages = []
+    for counts in (False, True):
+        backward(engine, 0)
+        if counts:
+            engine.stepper.owe_tied()
+        for _ in range(2):
+            engine.stepper.as_they_are(0)
+        averages.append([flat.averages.tensor().clone() for flat in engine.flats])
+        engine.zero_grad(0)
+    changed = [(b - a)[:600].unique().tolist() for a, b in zip(*averages, strict=True)]
+    assert changed[0] == changed[2] == [0.0]
+    assert changed[1] == pytest.approx([1.0] * len(changed[1]))
 
 
 class OtherStage(Comm):
