@@ -8,9 +8,10 @@ from __future__ import annotations
 import logging
 import random
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -22,10 +23,12 @@ from torch.nn import functional
 from torch.utils.data import DataLoader, TensorDataset
 
 from ls_strategy.config import LossScaleConfig, nested
+from ls_strategy.errors import PlanError
 from ls_strategy.lightning import engine_setup
 from ls_strategy.lightning.precision import ZeROPrecision
 from ls_strategy.lightning.strategy import ZeROStrategy
 from ls_strategy.precision import PrecisionPolicy, resolve_precision
+from ls_strategy.testing import spawn
 from tests.dist.everywhere import check_every_rank
 
 VOCABULARY = 13
@@ -367,3 +370,74 @@ def same_bits(a: Result, b: Result) -> bool:
         and a.weights.keys() == b.weights.keys()
         and all(torch.equal(v, b.weights[k]) for k, v in a.weights.items())
     )
+
+
+# --- runs of the same bits --------------------------------------------------------------------------------------------
+
+
+def placed(case: Case, folder: Path | None) -> Case:
+    """Return the case with a place for what it has on a drive, if it has anything there."""
+    on_drive = dict(case.options).get("offload.nvme_allow_ram")
+    return replace(case, options=(*case.options, ("offload.nvme_path", str(folder)))) if on_drive else case
+
+
+def assert_same_bits(
+    world_size: int, groups: Iterable[Sequence[Case]], folder: Path | None = None, *, timeout_s: float = 500
+) -> None:
+    """Every case has the bits and the norms of the first one of its group, on every rank."""
+    groups = [[placed(case, folder) for case in group] for group in groups]
+    runs = [case for group in groups for case in group]
+    for results in spawn(run_all, world_size, runs, init_process_group=False, timeout_s=timeout_s):
+        found = iter(results)
+        for first, *others in groups:
+            expected = next(found)
+            assert len(expected.losses) == first.steps * first.accumulate
+            for case in others:
+                ours = next(found)
+                assert same_bits(expected, ours), f"stage {case.stage} {case} {case.options}"
+                assert expected.norms == ours.norms, f"stage {case.stage} {case} {case.options}"
+
+
+class SaveOnce(pl.Callback):
+    """Saves after three steps, inside the epoch."""
+
+    def __init__(self, path: str) -> None:
+        self.path = path
+
+    def on_train_batch_end(self, trainer: pl.Trainer, *_: Any) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
+        if trainer.global_step == 3:
+            trainer.save_checkpoint(self.path)
+
+
+def changed_in_between(
+    rank: int, world_size: int, folder: Path, whole: Case, changes: dict[str, tuple[Case, Case]]
+) -> dict[str, bool]:
+    """Whether three steps as one case, saved, and the rest as another end with the bits of ``whole``. Collective."""
+    quiet()
+
+    def trained(case: Case, path: str | None = None, *callbacks: pl.Callback) -> Net:
+        net = Net(case)
+        trainer_of(case, world_size, callbacks=list(callbacks)).fit(net, loader(case, world_size), ckpt_path=path)
+        return net
+
+    def weights(net: Net) -> dict[str, Tensor]:
+        return {k: v.clone() for k, v in net.state_dict().items()}
+
+    expected, found = weights(trained(whole)), {}
+    for name, (before, after) in changes.items():
+        path = str(folder / f"{whole.stage} {name}")
+        trained(before, None, SaveOnce(path))
+        resumed = trained(after, path)
+        assert len(resumed.result.losses) == whole.steps - 3
+        ours = weights(resumed)
+        found[f"{whole.stage} {name}"] = all(torch.equal(value, ours[k]) for k, value in expected.items())
+    return found
+
+
+def refused(case: Case, world_size: int) -> str:
+    """Return what the plan of the case says against it. Collective."""
+    try:
+        trainer_of(case, world_size).fit(Net(case), loader(case, world_size))
+    except PlanError as error:
+        return str(error)
+    raise AssertionError(f"{case} {case.options} was not refused")

@@ -14,7 +14,7 @@ from ls_strategy import ConfigError
 from ls_strategy.lightning.strategy import ZeROStrategy
 from ls_strategy.testing import spawn
 from tests.dist.test_shard_groups import BOTH, NORM, NVME, VALUE, measure
-from tests.models import Case, Net, Result, loader, quiet, run_all, same_bits, trainer_of
+from tests.models import Case, Net, assert_same_bits, loader, quiet, trainer_of
 
 FIRST = [
     Case(stage=3, steps=4, traits=("uneven", "frozen", "tied"), accumulate=2, **NORM),
@@ -41,19 +41,7 @@ def copied(case: Case, size: int) -> Case:
 
 
 def compare(world_size: int, cases: list[Case], size: int, folder: Path | None = None) -> None:
-    placed = [
-        replace(c, options=(*c.options, ("offload.nvme_path", str(folder))))
-        if dict(c.options).get("offload.nvme_allow_ram")
-        else c
-        for c in cases
-    ]
-    runs = [each for case in placed for each in (case, copied(case, size))]
-    for results in spawn(run_all, world_size, runs, init_process_group=False, timeout_s=500):
-        ranks: list[Result] = results
-        for i, case in enumerate(cases):
-            plain, ours = ranks[2 * i], ranks[2 * i + 1]
-            assert len(plain.losses) == case.steps * case.accumulate
-            assert same_bits(plain, ours), f"{case} {case.options}"
+    assert_same_bits(world_size, [(case, copied(case, size)) for case in cases], folder)
 
 
 def test_the_bits_are_those_without_a_copy() -> None:

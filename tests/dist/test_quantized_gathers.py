@@ -16,7 +16,7 @@ from ls_strategy.ops.quantized import rounded
 from ls_strategy.testing import spawn
 from tests.dist.everywhere import check_every_rank
 from tests.dist.test_shard_groups import BOTH, NORM, NVME, measure
-from tests.models import Case, Net, loader, quiet, trainer_of
+from tests.models import Case, Net, loader, placed, quiet, trainer_of
 
 CASES = [
     (Case(stage=3, steps=4, traits=("uneven", "tied"), accumulate=2, **NORM), "int8"),
@@ -93,14 +93,12 @@ def test_the_bits_are_those_of_weights_rounded_by_hand() -> None:
 @pytest.mark.timeout(400)
 @pytest.mark.parametrize("world_size", [2, 4])
 def test_every_case_has_the_bits_of_weights_rounded_by_hand(world_size: int, tmp_path: Path) -> None:
-    placed = [
-        (replace(c, options=(*c.options, ("offload.nvme_path", str(tmp_path)))), form)
-        if dict(c.options).get("offload.nvme_allow_ram")
-        else (c, form)
-        for c, form in CASES + MORE
-        if world_size == 4 or not {"sharding.hpz", "sharding.shard_size"} & set(dict(c.options))
+    cases = [
+        (placed(case, tmp_path), form)
+        for case, form in CASES + MORE
+        if world_size == 4 or not {"sharding.hpz", "sharding.shard_size"} & set(dict(case.options))
     ]
-    compare(world_size, placed)
+    compare(world_size, cases)
 
 
 def test_bytes() -> None:

@@ -18,7 +18,7 @@ from ls_strategy.testing import spawn
 from ls_strategy.zero.flat.parameters import grad_of
 from tests.dist.test_quantized_reduce import by_hand
 from tests.dist.test_shard_groups import BOTH, NORM, NVME, VALUE, measure, on_nodes
-from tests.models import Case, Net, Result, loader, quiet, run_all, same_bits, trainer_of
+from tests.models import Case, Net, assert_same_bits, loader, quiet, trainer_of
 
 
 def rounding(case: Case, form: str, *more: tuple[str, Any]) -> Case:
@@ -125,41 +125,19 @@ ON_FOUR = [
 ]
 
 
-def compare(world_size: int, groups: list[list[Case]], folder: Path | None = None) -> None:
-    placed = [
-        [
-            replace(c, options=(*c.options, ("offload.nvme_path", str(folder))))
-            if dict(c.options).get("offload.nvme_allow_ram")
-            else c
-            for c in group
-        ]
-        for group in groups
-    ]
-    runs = [case for group in placed for case in group]
-    ranks: list[list[Result]] = spawn(run_all, world_size, runs, init_process_group=False, timeout_s=900)
-    for results in ranks:
-        taken = iter(results)
-        for group in placed:
-            first, *others = [next(taken) for _ in group]
-            assert len(first.losses) == group[0].steps * group[0].accumulate
-            for case, found in zip(group[1:], others, strict=True):
-                assert same_bits(first, found), f"stage {case.stage} {case} {case.options}"
-                assert first.norms == found.norms
-
-
 def test_the_bits_are_those_of_every_stage() -> None:
-    compare(2, FIRST)
+    assert_same_bits(2, FIRST)
 
 
 @pytest.mark.wide
 def test_the_bits_on_four_ranks() -> None:
-    compare(4, ON_FOUR)
+    assert_same_bits(4, ON_FOUR)
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(1000)
 def test_every_case_has_the_same_bits(tmp_path: Path) -> None:
-    compare(2, MORE, tmp_path)
+    assert_same_bits(2, MORE, tmp_path, timeout_s=900)
 
 
 # --- bytes -----------------------------------------------------------------------------------------------------------

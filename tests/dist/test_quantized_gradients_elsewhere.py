@@ -7,7 +7,6 @@ Their difference is what `gradient_error` reports, and the rounded run trains on
 from __future__ import annotations
 
 import math
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +18,7 @@ from tests.dist import fabric_ranks
 from tests.dist.parallel_runs import Module, Outcome, Run, train_all
 from tests.dist.test_quantized_gradients import rounding
 from tests.dist.test_shard_groups import NORM, NVME, VALUE, on_nodes
-from tests.models import Case, Net, loader, quiet, trainer_of
+from tests.models import Case, Net, loader, placed, quiet, trainer_of
 
 ROUNDED = "sharding.quantized_gradients"
 
@@ -159,13 +158,7 @@ def with_options(rank: int, world_size: int, cases: list[Case]) -> list[Any]:
 
 
 def options(cases: list[tuple[Case, str]], folder: Path) -> None:
-    placed = [
-        (replace(c, options=(*c.options, ("offload.nvme_path", str(folder)))), form)
-        if dict(c.options).get("offload.nvme_allow_ram")
-        else (c, form)
-        for c, form in cases
-    ]
-    runs = [each for case, form in placed for each in (case, rounding(case, form))]
+    runs = [each for case, form in cases for each in (placed(case, folder), rounding(placed(case, folder), form))]
     ranks = spawn(with_options, 2, runs, init_process_group=False, timeout_s=170)
     for i, case in enumerate(runs[1::2]):
         compare([rank[2 * i] for rank in ranks], [rank[2 * i + 1] for rank in ranks], f"stage {case.stage} {case}")

@@ -9,13 +9,19 @@ from typing import Any
 
 import lightning.pytorch as pl
 import pytest
-import torch
 
-from ls_strategy import PlanError
-from ls_strategy.lightning.strategy import ZeROStrategy
 from ls_strategy.planner.traffic import traffic
 from ls_strategy.testing import spawn
-from tests.models import Case, Net, Result, loader, quiet, run_all, same_bits, trainer_of
+from tests.models import (
+    Case,
+    Net,
+    assert_same_bits,
+    changed_in_between,
+    loader,
+    quiet,
+    refused,
+    trainer_of,
+)
 
 NORM: dict[str, Any] = {"clip": "norm", "clip_at": 0.05}
 VALUE: dict[str, Any] = {"clip": "value", "clip_at": 0.01}
@@ -59,23 +65,7 @@ def grouped(case: Case, size: int) -> Case:
 
 
 def compare(world_size: int, cases: list[Case], sizes: tuple[int, ...], folder: Path | None = None) -> None:
-    placed = [
-        replace(c, options=(*c.options, ("offload.nvme_path", str(folder))))
-        if dict(c.options).get("offload.nvme_allow_ram")
-        else c
-        for c in cases
-    ]
-    runs = [each for case in placed for each in (case, *(grouped(case, size) for size in sizes))]
-    ranks: list[list[Result]] = spawn(run_all, world_size, runs, init_process_group=False, timeout_s=500)
-    for results in ranks:
-        taken = iter(results)
-        for case in cases:
-            flat = next(taken)
-            assert len(flat.losses) == case.steps * case.accumulate
-            for size in sizes:
-                found = next(taken)
-                assert same_bits(flat, found), f"stage {case.stage} {case} {case.options} shard_size={size}"
-                assert flat.norms == found.norms
+    assert_same_bits(world_size, [(case, *(grouped(case, size) for size in sizes)) for case in cases], folder)
 
 
 def test_the_bits_are_those_of_one_group() -> None:
@@ -181,37 +171,17 @@ def test_bytes_between_nodes_equal_the_formula() -> None:
 # --- checkpoints -----------------------------------------------------------------------------------------------------
 
 
-class SaveInside(pl.Callback):
-    """Saves after three steps, inside the epoch."""
-
-    def __init__(self, path: str) -> None:
-        self.path = path
-
-    def on_train_batch_end(self, trainer: pl.Trainer, *_: Any) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
-        if trainer.global_step == 3:
-            trainer.save_checkpoint(self.path)
-
-
 def resume(rank: int, world_size: int, folder: Path) -> dict[str, bool]:
     """A run of 6 steps against 3 steps saved in groups of one size and 3 more in groups of another."""
-    quiet()
     found: dict[str, bool] = {}
     for stage, form in ((1, "file"), (3, "sharded")):
         case = Case(stage=stage, steps=6, options=(("checkpoint.format", form),))
-        full = Net(case)
-        trainer_of(case, world_size).fit(full, loader(case, world_size))
-        for name, before, after in (
-            ("two, then all", grouped(case, 2), case),
-            ("all, then two", case, grouped(case, 2)),
-            ("two, then one", grouped(case, 2), grouped(case, 1)),
-        ):
-            path = str(folder / f"{stage} {name}")
-            trainer_of(before, world_size, callbacks=[SaveInside(path)]).fit(Net(before), loader(case, world_size))
-            resumed = Net(after)
-            trainer_of(after, world_size).fit(resumed, loader(case, world_size), ckpt_path=path)
-            assert len(resumed.result.losses) == 3
-            weights = [{k: v.clone() for k, v in m.state_dict().items()} for m in (full, resumed)]
-            found[f"{stage} {name}"] = all(torch.equal(weights[0][k], weights[1][k]) for k in weights[0])
+        changes = {
+            "two, then all": (grouped(case, 2), case),
+            "all, then two": (case, grouped(case, 2)),
+            "two, then one": (grouped(case, 2), grouped(case, 1)),
+        }
+        found |= changed_in_between(rank, world_size, folder, case, changes)
     return found
 
 
@@ -227,27 +197,8 @@ def test_checkpoints_do_not_know_the_groups(tmp_path: Path) -> None:
 
 def refusals(rank: int, world_size: int) -> list[str]:
     quiet()
-    found = []
-    wrong: list[dict[str, Any]] = [
-        {"sharding": {"shard_size": 3}},
-        {"sharding": {"shard_size": 2}, "parallel": {"tensor": 2}},
-    ]
-    for options in wrong:
-        case = Case(stage=2, steps=2)
-        trainer = pl.Trainer(
-            accelerator="cpu",
-            devices=world_size,
-            strategy=ZeROStrategy(stage=2, **options),
-            max_steps=2,
-            logger=False,
-            enable_checkpointing=False,
-            enable_progress_bar=False,
-            enable_model_summary=False,
-        )
-        with pytest.raises(PlanError) as caught:
-            trainer.fit(Net(case), loader(case, world_size))
-        found.append(str(caught.value))
-    return found
+    wrong = ({"sharding.shard_size": 3}, {"sharding.shard_size": 2, "parallel.tensor": 2})
+    return [refused(Case(stage=2, steps=2, options=tuple(options.items())), world_size) for options in wrong]
 
 
 def test_sizes_that_do_not_divide_are_refused_on_all_ranks() -> None:

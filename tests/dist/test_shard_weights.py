@@ -9,15 +9,22 @@ from typing import Any
 
 import lightning.pytorch as pl
 import pytest
-import torch
 from torch import distributed as dist
 
-from ls_strategy import PlanError
 from ls_strategy.config import TierConfig
 from ls_strategy.lightning.strategy import ZeROStrategy
 from ls_strategy.testing import spawn
 from ls_strategy.zero.setup import weights as by_memory
-from tests.models import Case, Net, Result, loader, quiet, run_all, same_bits, trainer_of
+from tests.models import (
+    Case,
+    Net,
+    assert_same_bits,
+    changed_in_between,
+    loader,
+    quiet,
+    refused,
+    trainer_of,
+)
 
 pytestmark = pytest.mark.wide
 
@@ -62,19 +69,7 @@ def weighted(case: Case, *weights: float) -> Case:
 
 
 def compare(world_size: int, cases: list[Case], weights: tuple[float, ...], folder: Path) -> None:
-    placed = [
-        replace(c, options=(*c.options, ("offload.nvme_path", str(folder))))
-        if dict(c.options).get("offload.nvme_allow_ram")
-        else c
-        for c in cases
-    ]
-    both = [each for case in placed for each in (case, weighted(case, *weights))]
-    ranks: list[list[Result]] = spawn(run_all, world_size, both, init_process_group=False, timeout_s=400)
-    for results in ranks:
-        for i, case in enumerate(cases):
-            equal, unequal = results[2 * i], results[2 * i + 1]
-            assert len(equal.losses) == case.steps * case.accumulate
-            assert same_bits(equal, unequal), f"stage {case.stage} {case} {case.options}"
+    assert_same_bits(world_size, [(case, weighted(case, *weights)) for case in cases], folder, timeout_s=400)
 
 
 def test_the_bits_are_those_of_equal_shards(tmp_path: Path) -> None:
@@ -165,37 +160,17 @@ def test_bytes_per_rank_are_in_proportion() -> None:
 # --- checkpoints -----------------------------------------------------------------------------------------------------
 
 
-class SaveInside(pl.Callback):
-    """Saves after three steps, inside the epoch."""
-
-    def __init__(self, path: str) -> None:
-        self.path = path
-
-    def on_train_batch_end(self, trainer: pl.Trainer, *_: Any) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
-        if trainer.global_step == 3:
-            trainer.save_checkpoint(self.path)
-
-
 def resume(rank: int, world_size: int, folder: Path) -> dict[str, bool]:
     """A run of 6 steps against 3 steps saved with one cut and 3 more with another."""
-    quiet()
     found: dict[str, bool] = {}
     for stage in (1, 3):
         case = Case(stage=stage, steps=6)
-        whole = Net(case)
-        trainer_of(case, world_size).fit(whole, loader(case, world_size))
-        for name, before, after in (
-            ("with, then without", weighted(case, 2, 1), case),
-            ("without, then with", case, weighted(case, 1, 3)),
-            ("with, then otherwise", weighted(case, 2, 1), weighted(case, 1, 5)),
-        ):
-            path = str(folder / f"{stage} {name}")
-            trainer_of(before, world_size, callbacks=[SaveInside(path)]).fit(Net(before), loader(case, world_size))
-            resumed = Net(after)
-            trainer_of(after, world_size).fit(resumed, loader(case, world_size), ckpt_path=path)
-            assert len(resumed.result.losses) == 3
-            weights = [{k: v.clone() for k, v in m.state_dict().items()} for m in (whole, resumed)]
-            found[f"{stage} {name}"] = all(torch.equal(weights[0][k], weights[1][k]) for k in weights[0])
+        changes = {
+            "with, then without": (weighted(case, 2, 1), case),
+            "without, then with": (case, weighted(case, 1, 3)),
+            "with, then otherwise": (weighted(case, 2, 1), weighted(case, 1, 5)),
+        }
+        found |= changed_in_between(rank, world_size, folder, case, changes)
     return found
 
 
@@ -255,23 +230,8 @@ def test_weights_by_memory() -> None:
 
 def refusals(rank: int, world_size: int) -> list[str]:
     quiet()
-    found = []
-    for mine in ([1.0, 2.0, 3.0], [2.0, 1.0] if rank else [1.0, 2.0]):
-        case = Case(stage=2, steps=2)
-        trainer = pl.Trainer(
-            accelerator="cpu",
-            devices=world_size,
-            strategy=ZeROStrategy(stage=2, sharding={"rank_weights": mine}),
-            max_steps=2,
-            logger=False,
-            enable_checkpointing=False,
-            enable_progress_bar=False,
-            enable_model_summary=False,
-        )
-        with pytest.raises(PlanError) as caught:
-            trainer.fit(Net(case), loader(case, world_size))
-        found.append(str(caught.value))
-    return found
+    wrong = ([1.0, 2.0, 3.0], [2.0, 1.0] if rank else [1.0, 2.0])
+    return [refused(weighted(Case(stage=2, steps=2), *mine), world_size) for mine in wrong]
 
 
 def test_weights_that_do_not_fit_are_refused_on_all_ranks() -> None:

@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
-import lightning.pytorch as pl
 import torch
 import torchmetrics
 from lightning.pytorch.loggers import CSVLogger
@@ -24,7 +23,7 @@ from ls_strategy.zero.step import optimizer as step_optimizer
 from tests import models
 from tests.gpu.communicator import through_communicator
 from tests.gpu.watch import LATE, HostWaits
-from tests.models import Case, Result
+from tests.models import Case, Result, SaveOnce
 from tests.simulated_device.device import NAME
 from tests.simulated_device.programs import FITS, Stack, activations, fit, saved, saved_through_device, streamed
 
@@ -295,14 +294,3 @@ def write_checkpoints(device: torch.device) -> dict[str, Any]:
             ends[f"{form}, exists"] = "folder" if Path(path).is_dir() else "file"
             sent |= {kind for each in made for kind in each.traffic.bytes}
     return {**ends, "sent": sent}
-
-
-class SaveOnce(pl.Callback):
-    """Saves after the third step."""
-
-    def __init__(self, path: str) -> None:
-        self.path = path
-
-    def on_train_batch_end(self, trainer: pl.Trainer, *args: Any) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
-        if trainer.global_step == 3:
-            trainer.save_checkpoint(self.path)
