@@ -9,6 +9,7 @@ import sys
 import tempfile
 import time
 import xml.etree.ElementTree as ET
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,8 @@ ROOT = Path(__file__).parents[1]
 RECORD = ROOT / "tests" / "records" / "slow.json"
 SELECTION = "slow and not gpu and not slurm"
 LIMIT_S = 80 * 60
+LIMIT_COMMITS = 200
+"""How many commits a record may lie back."""
 
 PIECES: dict[str, tuple[str, ...]] = {
     "parity": ("tests/dist/test_parity*.py",),
@@ -96,6 +99,33 @@ def save(piece: str, figures: dict[str, Any]) -> dict[str, Any]:
     RECORD.parent.mkdir(exist_ok=True)
     RECORD.write_text(json.dumps(record, indent=1) + "\n")
     return record
+
+
+def commits_since(commit: str) -> int | None:
+    """How many commits the checkout is ahead of one; None where the history does not tell."""
+    try:
+        return int(_git("rev-list", "--count", f"{commit.rstrip('+')}..HEAD"))
+    except (subprocess.CalledProcessError, FileNotFoundError):  # no checkout of git, or not all of its history
+        return None
+
+
+def complaints(record: dict[str, Any], commits: int, *, but_for: Iterable[str] = ()) -> list[str]:
+    """What is wrong with a record that is ``commits`` old: its age, and what failed.
+
+    Args:
+        record: as `save` writes it.
+        commits: how many were made since.
+        but_for: names of tests that may fail.
+    """
+    found = []
+    if commits > LIMIT_COMMITS:
+        found.append(f"it is {commits} commits old, {LIMIT_COMMITS} are allowed")
+    for piece, figures in record["pieces"].items():
+        if failed := sorted(set(figures["failed"]) - set(but_for)):
+            found.append(f"{piece}: failed {', '.join(failed)}")
+        elif figures["exit_status"] not in (0, 1, 5):  # 1: a test failed, which is named or allowed; 5: no tests
+            found.append(f"{piece}: ended with status {figures['exit_status']}")
+    return found
 
 
 def main() -> int:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -47,6 +49,38 @@ def test_a_record_is_complete_when_all_pieces_ran_on_one_commit(
     after = slow.save(pieces[0], {"passed": 2})
     assert after["pieces"] == {pieces[0]: {"passed": 2}}
     assert not after["complete"]
+
+
+def test_age_and_failures_of_a_record_are_complained_of() -> None:
+    good: dict[str, Any] = {"exit_status": 0, "failed": []}
+    assert slow.complaints({"pieces": {"parity": good, "rest": good | {"exit_status": 5}}}, slow.LIMIT_COMMITS) == []
+    (age,) = slow.complaints({"pieces": {"parity": good}}, 201)
+    assert age == "it is 201 commits old, 200 are allowed"
+    bad = {"parity": good | {"exit_status": 1, "failed": ["a::b", "a::c"]}, "rest": good | {"exit_status": 3}}
+    assert slow.complaints({"pieces": bad}, 0) == ["parity: failed a::b, a::c", "rest: ended with status 3"]
+    assert slow.complaints({"pieces": bad}, 0, but_for=["a::b"])[0] == "parity: failed a::c"
+    assert slow.complaints({"pieces": {"parity": bad["parity"]}}, 0, but_for=["a::b", "a::c"]) == []
+
+
+def test_commits_are_counted_where_history_tells() -> None:
+    if slow.commits_since("HEAD") is None:
+        pytest.skip("not a checkout of git")
+    assert slow.commits_since("HEAD") == slow.commits_since("HEAD+") == 0
+    assert slow.commits_since("0123456789012345678901234567890123456789") is None
+
+
+@pytest.mark.slow
+def test_the_record_is_recent_and_nothing_failed(request: pytest.FixtureRequest) -> None:
+    """A release is not made on old results. Its own failure does not count, or it would fail in the next run, too.
+
+    Slow, although it takes no time: the record is old between two runs of ``.ci/slow``, and no change is to blame.
+    """
+    record = json.loads(slow.RECORD.read_text())
+    commits = slow.commits_since(record["commit"])
+    if commits is None:
+        pytest.skip(f"the history does not tell how old {record['commit']} is")
+    itself = f"{__name__}::{request.node.name}"
+    assert slow.complaints(record, commits, but_for=[itself]) == []
 
 
 def test_an_unknown_piece_is_refused() -> None:
