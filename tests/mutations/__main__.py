@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import sys
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from queue import SimpleQueue
@@ -31,7 +31,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         for mutation in chosen:
             print(f"{mutation.name}\n    {mutation.file}\n    " + "\n    ".join(mutation.tests))
         return 0
-    results = run(chosen, run_unchanged if options.check else run_mutated, options.workers, show=options.show)
+    results = check(chosen) if options.check else run(chosen, options.workers, show=options.show)
     print()
     width = max(len(result.verdict) for result in results)
     for result in results:
@@ -41,10 +41,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return 0 if good == len(results) else 1
 
 
-def run(
-    mutations: Sequence[Mutation], each: Callable[[Mutation, Path], Result], workers: int, *, show: bool
-) -> list[Result]:
-    """Call ``each`` for every mutation, in ``workers`` copies of the repository at a time."""
+def check(mutations: Sequence[Mutation]) -> list[Result]:
+    """Run the tests of the mutations on the package as it is."""
+    with tempfile.TemporaryDirectory(prefix="ls_mutations_") as folder:
+        results, output = run_unchanged(mutations, make_copy(Path(folder) / "0"))
+    print(output[-3000:])
+    return results
+
+
+def run(mutations: Sequence[Mutation], workers: int, *, show: bool) -> list[Result]:
+    """Run the tests of every mutation with it, in ``workers`` copies of the repository at a time."""
     with tempfile.TemporaryDirectory(prefix="ls_mutations_") as folder:
         free: SimpleQueue[Path] = SimpleQueue()
         for number in range(min(workers, len(mutations))):
@@ -53,7 +59,7 @@ def run(
         def one(mutation: Mutation) -> Result:
             copy = free.get()
             try:
-                result = each(mutation, copy)
+                result = run_mutated(mutation, copy)
             finally:
                 free.put(copy)
             print(f"{result.verdict}: {mutation.name} ({result.seconds:.0f} s)", flush=True)

@@ -8,12 +8,13 @@ before a package that was installed in editable mode.
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -90,16 +91,31 @@ def applied(mutation: Mutation, copy: Path) -> Iterator[None]:
 def run_mutated(mutation: Mutation, copy: Path) -> Result:
     """Run the tests of a mutation on the mutated copy."""
     with applied(mutation, copy):
-        code, output, seconds = run_tests(mutation.tests, copy)
+        code, output, seconds = run_tests(mutation.tests, copy, "-x", "-q")
     return Result(mutation.name, _verdict(code, output), seconds, output)
 
 
-def run_unchanged(mutation: Mutation, copy: Path) -> Result:
-    """Run the tests of a mutation on the copy as it is."""
-    code, output, seconds = run_tests(mutation.tests, copy)
-    # A test that was deselected or skipped would not fail with a mutation either.
-    passes = code == 0 and not any(word in output.rsplit("\n", 2)[-2] for word in ("skipped", "deselected", "xfailed"))
-    return Result(mutation.name, "passes" if passes else "DO NOT PASS", seconds, output)
+def run_unchanged(mutations: Sequence[Mutation], copy: Path) -> tuple[list[Result], str]:
+    """Run the tests of all mutations together on the copy as it is.
+
+    A test that is skipped, or not in the default selection, would not fail with a mutation either.
+
+    Returns:
+        A result for every mutation, and what pytest has printed.
+    """
+    tests = tuple(dict.fromkeys(test for mutation in mutations for test in mutation.tests))
+    _, output, seconds = run_tests(tests, copy, "-v", limit_s=RUN_LIMIT_S + 10 * len(tests))
+    verdicts = re.findall(r"^(tests/\S+?\.py::.+?) ([A-Z]+)\b", output, re.MULTILINE)
+
+    def passes(test: str) -> bool:
+        found = {verdict for case, verdict in verdicts if case == test or case.startswith((f"{test}[", f"{test}::"))}
+        return found == {"PASSED"}
+
+    results = [
+        Result(mutation.name, "passes" if all(map(passes, mutation.tests)) else "DO NOT PASS", seconds, "")
+        for mutation in mutations
+    ]
+    return results, output
 
 
 def _verdict(code: int | None, output: str) -> str:
@@ -109,16 +125,24 @@ def _verdict(code: int | None, output: str) -> str:
     return {0: "SURVIVED", 1: "killed"}.get(code, "ERROR")
 
 
-def run_tests(tests: tuple[str, ...], copy: Path) -> tuple[int | None, str, float]:
-    """Run tests of the default selection on a copy until one fails.
+def run_tests(
+    tests: Sequence[str], copy: Path, *options: str, limit_s: float = RUN_LIMIT_S
+) -> tuple[int | None, str, float]:
+    """Run tests of the default selection on a copy.
+
+    Args:
+        tests: their ids.
+        copy: the copy.
+        options: of pytest.
+        limit_s: limit of time, by the clock of `tests.limits`.
 
     Returns:
         The exit status of pytest, None after the limit of time; its output; seconds.
     """
-    command = [sys.executable, "-m", "pytest", "-x", "-q", "-n", "0", "-p", "no:cacheprovider", "-p", "no:randomly"]
+    command = [sys.executable, "-m", "pytest", "-n", "0", "-p", "no:cacheprovider", *options]
     environment = {**os.environ, "PYTHONPATH": str(copy), "OMP_NUM_THREADS": "1"}
     environment.pop("PYTHONDONTWRITEBYTECODE", None)  # the copy is for many runs, and each starts several processes
-    started, end = time.monotonic(), limits.clock() + RUN_LIMIT_S
+    started, end = time.monotonic(), limits.clock() + limit_s
     with (copy / "output.txt").open("w+") as output:
         process = subprocess.Popen(
             [*command, f"--timeout={TEST_LIMIT_S}", f"--basetemp={copy / 'basetemp'}", *tests],
