@@ -67,6 +67,20 @@ class Mixed(Net):
         return [optimizer], [{"scheduler": schedule, "interval": "step"}]
 
 
+class WithHistory(Mixed):
+    """And a buffer that steps change."""
+
+    history: Tensor
+
+    def build(self) -> None:
+        super().build()
+        self.register_buffer("history", torch.zeros(3))
+
+    def training_step(self, batch: Any, i: int) -> Tensor:
+        self.history.lerp_(torch.full_like(self.history, float(self.global_step)), 0.3)
+        return super().training_step(batch, i)
+
+
 class Momentum(Net):
     def configure_optimizers(self) -> Any:
         return torch.optim.SGD(self.parameters(), lr=5e-2, momentum=0.9, weight_decay=0.01)

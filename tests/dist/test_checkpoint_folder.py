@@ -47,24 +47,19 @@ from tests.dist.ranks import (
     trainer_of,
     weights,
 )
-from tests.dist.test_checkpoint_file import TEN_STEPS, Mixed
+from tests.dist.test_checkpoint_file import TEN_STEPS, Mixed, OneMore, WithHistory
 from tests.marks import slow
 
 WORLDS, STAGES, TIERS = (1, 2, 3, 4), (1, 2, 3), ("device", "cpu", "nvme")
 TEN = 10
 
 
-class Rich(Mixed):
+class Rich(WithHistory):
     """Frozen, tied and uneven parameters, buffers, parameters that nobody uses, two groups, a schedule."""
 
     def build(self) -> None:
         super().build()
         self.unused = nn.Parameter(torch.randn(5, 3))
-        self.register_buffer("history", torch.zeros(3))
-
-    def training_step(self, batch: Any, i: int) -> Tensor:
-        self.history.lerp_(torch.full_like(self.history, float(self.global_step)), 0.3)
-        return super().training_step(batch, i)
 
 
 # --- any layout to any other ------------------------------------------------------------------------------------------
@@ -421,15 +416,6 @@ def test_an_average_goes_on_at_another_world_size(tmp_path: Path) -> None:
 
 
 # --- what fits, and what may be left out ------------------------------------------------------------------------------
-
-
-class OneMore(Net):
-    def build(self) -> None:
-        super().build()
-        self.extra = nn.Linear(WIDTH, WIDTH)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return super().forward(x) + self.extra(x)
 
 
 class OneMoreNotStrict(OneMore):

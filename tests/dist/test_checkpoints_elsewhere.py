@@ -10,11 +10,10 @@ from typing import Any
 
 import lightning.pytorch as pl
 import pytest
-import torch
 from lightning.fabric.plugins.io.torch_io import TorchCheckpointIO
 from lightning.pytorch.callbacks import LearningRateFinder, ModelCheckpoint
 from lightning.pytorch.tuner import Tuner
-from torch import Tensor, nn
+from torch import nn
 from torch.utils.data import DataLoader
 
 from ls_strategy.checkpoint.consolidate import consolidate
@@ -30,24 +29,12 @@ from tests.dist.ranks import (
     trainer_of,
     weights,
 )
-from tests.dist.test_checkpoint_file import Mixed
+from tests.dist.test_checkpoint_file import WithHistory
 from tests.marks import slow
 
 pytestmark = pytest.mark.wide
 
 DDP = "ddp_find_unused_parameters_true"
-
-
-class Rich(Mixed):
-    """Frozen and tied parameters, two groups, a schedule, a buffer."""
-
-    def build(self) -> None:
-        super().build()
-        self.register_buffer("history", torch.zeros(3))
-
-    def training_step(self, batch: Any, i: int) -> Tensor:
-        self.history.lerp_(torch.full_like(self.history, float(self.global_step)), 0.3)
-        return super().training_step(batch, i)
 
 
 def states(trainer: pl.Trainer) -> list[Any]:
@@ -61,9 +48,9 @@ def test_ddp_goes_on_from_a_folder_as_if_nothing_had_happened(
 ) -> None:
     """Losses, weights and optimizer states of the second epoch are those of one DDP fit over both."""
     folder = tmp_path / "half.ckpt"
-    whole, resumed = Rich(), Rich()
+    whole, resumed = WithHistory(), WithHistory()
     trusted = fit(DDP, whole)
-    fit(stage, Rich(), max_epochs=1).save_checkpoint(folder)
+    fit(stage, WithHistory(), max_epochs=1).save_checkpoint(folder)
     trainer = fit(DDP, resumed, ckpt=folder)
     assert folder.is_dir()
     assert len(resumed.losses) == len(whole.losses) // 2

@@ -25,6 +25,7 @@ from ls_strategy.deepspeed.checkpoint import consolidate_deepspeed, is_deepspeed
 from ls_strategy.deepspeed.schedules import WarmupLR
 from ls_strategy.testing import free_port, spawn
 from tests.golden.deepspeed.make_checkpoints import CASES, STEPS, Net, batch, groups
+from tests.pickles import Runs
 
 pytestmark = pytest.mark.wide
 
@@ -155,16 +156,6 @@ def test_what_is_missing_or_divided(tmp_path):
         read_deepspeed(tmp_path)
     with pytest.raises(ConfigError, match="both source and target"):
         consolidate_deepspeed(folder, folder)
-
-
-class Runs:
-    """A pickle of this runs a command."""
-
-    def __init__(self, marker):
-        self.marker = marker
-
-    def __reduce__(self):
-        return os.system, (f"touch {self.marker}",)
 
 
 @pytest.mark.parametrize("weights_only", [None, True])

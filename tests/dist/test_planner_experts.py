@@ -31,6 +31,7 @@ from ls_strategy.testing import spawn
 from recipes.gpt.network import GPT, GPTConfig
 from tests.dist.parallel_runs import Module, Run
 from tests.dist.ranks import quiet
+from tests.dist.test_planner import Begin
 from tests.live_bytes import LiveBytes
 
 pytestmark = pytest.mark.wide
@@ -108,20 +109,6 @@ class Sparse(Module):
         generator = torch.Generator().manual_seed(1)
         tokens = torch.randint(0, SHAPE["vocab_size"], (2 * SAMPLES, SHAPE["block_size"]), generator=generator)
         return DataLoader(TensorDataset(tokens, tokens), batch_size=SAMPLES)
-
-
-class Begin(pl.Callback):
-    """From here on the peak counts; before, the original values are there, too."""
-
-    def __init__(self, live: LiveBytes) -> None:
-        self.live = live
-        self.sent: list[int] = []
-
-    def on_train_start(self, *_: Any) -> None:
-        self.live.reset_peak()
-
-    def on_train_batch_end(self, trainer: pl.Trainer, *_: Any) -> None:
-        self.sent.append(sum(trainer.strategy.traffic.bytes[k] for k in ("all_gather", "reduce_scatter")))
 
 
 def measure(rank: int, world_size: int) -> list[tuple[int, int]]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import shutil
 import signal
 import warnings
@@ -23,18 +22,9 @@ from ls_strategy.errors import CheckpointError
 from ls_strategy.lightning.strategy import ZeROStrategy
 from tests.dist.ranks import Net, on_ranks, trainer_of
 from tests.dist.test_preemption import STEPS, At, Resumable, handler, run, saved, send
+from tests.pickles import MakesFolder
 
 pytestmark = pytest.mark.dist
-
-
-class Runs:
-    """A pickle of this makes a folder."""
-
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
-
-    def __reduce__(self) -> Any:
-        return os.mkdir, (str(self.folder),)
 
 
 class Notes:
@@ -70,9 +60,9 @@ def whole(extra: Any) -> dict[str, Any]:
 
 
 CONTENTS: dict[str, Callable[[Path], bytes]] = {
-    "code": lambda folder: bytes_of(whole(Runs(folder / "ran")), folder),
+    "code": lambda folder: bytes_of(whole(MakesFolder(folder / "ran")), folder),
     "code in the old format": lambda folder: bytes_of(
-        whole(Runs(folder / "ran")), folder, _use_new_zipfile_serialization=False
+        whole(MakesFolder(folder / "ran")), folder, _use_new_zipfile_serialization=False
     ),
     "an object": lambda folder: bytes_of(whole(Notes()), folder),
     "garbage": lambda folder: b"\x80\x02c" * 100,

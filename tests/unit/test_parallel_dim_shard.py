@@ -7,17 +7,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ls_strategy.distributed.axis import Axis
 from ls_strategy.parallel.dim_shard import DimShard, expand_index, local_gradient, slice_shard, unshard
-from tests.unit.thread_ranks import ThreadAxis, on_ranks
-
-
-class Rank(Axis):
-    """One of several ranks, without communication."""
-
-    def __init__(self, rank: int, size: int) -> None:
-        super().__init__("test")
-        self.rank, self.size = rank, size
+from tests.unit.thread_ranks import Rank, ThreadAxis, on_ranks
 
 
 def shards(dim: int, sizes: tuple[int, ...]) -> list[DimShard]:

@@ -16,18 +16,10 @@ from torch.nn import functional
 from ls_strategy.distributed.axis import Axis
 from ls_strategy.errors import StateError
 from ls_strategy.parallel.logits import ShardedLogits, gather, wrap_sequence, wrap_vocabulary
-from tests.unit.thread_ranks import ThreadAxis, on_ranks
+from tests.unit.thread_ranks import Rank, ThreadAxis, on_ranks
 
 BATCH, TOKENS, CLASSES = 2, 4, 5
 FULL = torch.randn(BATCH, TOKENS, CLASSES, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
-
-
-class Rank(Axis):
-    """One of several ranks, without communication."""
-
-    def __init__(self, rank: int, size: int) -> None:
-        super().__init__("test")
-        self.rank, self.size = rank, size
 
 
 def by_vocabulary(axis: Axis) -> ShardedLogits:

@@ -27,6 +27,7 @@ from ls_strategy.snapshots.memory import Memory, name_of, node_id, root, step_of
 from ls_strategy.snapshots.nodes import Nodes
 from ls_strategy.snapshots.remote import close_snapshots, open_snapshot
 from ls_strategy.snapshots.server import Peer, Server, addresses
+from tests.pickles import MakesFolder
 
 A, B = name_of(5, "0000000a"), name_of(12, "0000000b")
 
@@ -241,16 +242,6 @@ class Notes:
         Notes.built += 1
 
 
-class Runs:
-    """An object that runs a command when it is built."""
-
-    def __init__(self, folder: Path):
-        self.folder = str(folder)
-
-    def __reduce__(self):
-        return os.mkdir, (self.folder,)
-
-
 def test_looking_up_the_run_of_a_checkpoint_builds_none_of_its_objects(tmp_path: Path):
     notes = Notes()
     notes.text = "x"
@@ -261,7 +252,7 @@ def test_looking_up_the_run_of_a_checkpoint_builds_none_of_its_objects(tmp_path:
 
 @pytest.mark.parametrize("zipped", [True, False])
 def test_a_checkpoint_that_runs_a_command_is_not_continued_from(tmp_path: Path, zipped: bool):
-    saved = {"x": Runs(tmp_path / "ran"), "callbacks": {"key": {"run": "mine"}}}
+    saved = {"x": MakesFolder(tmp_path / "ran"), "callbacks": {"key": {"run": "mine"}}}
     torch.save(saved, tmp_path / "c.ckpt", _use_new_zipfile_serialization=zipped)
     with pytest.warns(UserWarning, match="is not continued from"):
         assert _run_of(str(tmp_path / "c.ckpt"), "key") is None

@@ -6,7 +6,6 @@ command survive every quoting on the way.
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import re
@@ -18,8 +17,8 @@ from typing import Any
 import pytest
 import yaml
 
-from ls_strategy.cli import submit
 from ls_strategy.errors import ConfigError
+from tests.unit.test_submit import cli
 
 jsonschema = pytest.importorskip("jsonschema")
 
@@ -55,13 +54,6 @@ def program(tmp_path, monkeypatch):
 
 
 BASE = "recipes/toy/configs/base.yaml"
-
-
-def cli(*words: str) -> int:
-    parser = argparse.ArgumentParser()
-    submit.add(parser.add_subparsers(dest="subcommand", required=True))
-    args = parser.parse_args(["submit", *words])
-    return args.run(args)
 
 
 def text_of(capsys, to: str, *words: str) -> str:

@@ -30,17 +30,8 @@ from ls_strategy.checkpoint.source import read_checkpoint, read_weights
 from ls_strategy.errors import CheckpointError
 from ls_strategy.lightning import checkpoints as lightning_checkpoints
 from ls_strategy.lightning.loading import load_from_checkpoint
+from tests.pickles import Runs
 from tests.unit.checkpoint_folders import in_time, small_folder
-
-
-class Runs:
-    """A pickle of this runs a command."""
-
-    def __init__(self, marker: Path) -> None:
-        self.marker = marker
-
-    def __reduce__(self) -> Any:
-        return os.system, (f"touch {self.marker}",)
 
 
 def text(value: str) -> bytes:

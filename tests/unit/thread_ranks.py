@@ -17,6 +17,14 @@ from ls_strategy.distributed.axis import Axis, sum_in_order
 T = TypeVar("T")
 
 
+class Rank(Axis):
+    """One of several ranks, without communication."""
+
+    def __init__(self, rank: int, size: int) -> None:
+        super().__init__("test")
+        self.rank, self.size = rank, size
+
+
 class ThreadAxis(Axis):
     """One rank. Every collective gives all ranks' arguments to each of them."""
 
