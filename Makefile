@@ -7,6 +7,9 @@
 VENV ?= .venv
 PYTHON ?= python3
 
+# Ranks and programs are processes that would compile all modules again.
+unexport PYTHONDONTWRITEBYTECODE
+
 .PHONY: quickstart test environment
 
 quickstart: environment

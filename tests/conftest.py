@@ -16,7 +16,7 @@ import pytest
 import pytest_timeout
 from hypothesis import settings
 
-from tests import limits
+from tests import limits, rank_pool
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -42,11 +42,38 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def pytest_configure() -> None:
     """Let limits know how busy the machine is, and replace `spawn` before a module of tests imports it."""
     limits.install()
-    if os.environ.get(NATIVE) == "1":
-        import ls_strategy.testing
-        from tests.native_ranks import spawn_natively
+    import ls_strategy.testing
+    from tests.native_ranks import spawn_natively
 
-        ls_strategy.testing.spawn = spawn_natively
+    ls_strategy.testing.spawn = spawn_natively if os.environ.get(NATIVE) == "1" else rank_pool.spawn
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """Give a test that is marked so ranks of its own."""
+    rank_pool.own = item.get_closest_marker("own_ranks") is not None
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    """End the ranks; a worker of xdist sends what cases left behind to the process that prints."""
+    rank_pool.close()
+    if hasattr(session.config, "workeroutput"):
+        session.config.workeroutput["left_behind"] = rank_pool.left_behind
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_testnodedown(node: Any) -> None:
+    """Take what cases of a worker left behind."""
+    rank_pool.left_behind += getattr(node, "workeroutput", {}).get("left_behind", [])
+
+
+def pytest_terminal_summary(terminalreporter: Any) -> None:
+    """Say why ranks were not reused."""
+    if rank_pool.left_behind:
+        terminalreporter.section("left behind by cases, whose ranks were ended (restore it, or mark them own_ranks)")
+        for line in rank_pool.left_behind:
+            terminalreporter.write_line(line)
 
 
 @pytest.hookimpl(tryfirst=True)

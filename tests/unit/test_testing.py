@@ -13,6 +13,8 @@ from torch import distributed as dist
 
 from ls_strategy.testing import RankDiedError, RankTimeoutError, RankTraceback, spawn
 
+pytestmark = pytest.mark.own_ranks
+
 
 def _sum_of_ranks(rank: int, world_size: int, offset: int) -> torch.Tensor:
     value = torch.tensor([float(rank + offset)])
