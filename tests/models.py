@@ -30,6 +30,7 @@ from ls_strategy.lightning.strategy import ZeROStrategy
 from ls_strategy.precision import PrecisionPolicy, resolve_precision
 from ls_strategy.testing import spawn
 from tests.dist.everywhere import check_every_rank
+from tests.trainers import bare_trainer
 
 VOCABULARY = 13
 LENGTH = 5
@@ -305,17 +306,7 @@ def trainer_of(case: Case, world_size: int, **arguments: Any) -> Any:
         arguments["precision"] = case.precision.replace("scaled", "true")
     elif case.stage is None:
         arguments["plugins"] = [fp16_plugin(case.precision)]
-    return pl.Trainer(
-        accelerator=arguments.pop("accelerator", case.device),
-        devices=world_size,
-        strategy=strategy_of(case),
-        max_epochs=1,
-        logger=False,
-        enable_checkpointing=arguments.pop("enable_checkpointing", False),
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        **arguments,
-    )
+    return bare_trainer(strategy_of(case), world_size, **{"accelerator": case.device, "max_epochs": 1, **arguments})
 
 
 def run(rank: int, world_size: int, case: Case, **arguments: Any) -> Result:

@@ -24,6 +24,7 @@ from recipes.gpt.network import GPT, GPTConfig
 from tests.dist.everywhere import check_every_rank
 from tests.dist.ranks import mean_over_ranks, quiet
 from tests.dist.trusted import once
+from tests.trainers import bare_trainer
 
 SHAPE: dict[str, Any] = {
     "vocab_size": 61,  # of no number of ranks a multiple
@@ -144,18 +145,7 @@ def train(rank: int, world_size: int, run: Run, kind: type[Module] = Module) -> 
     strategy: Any = (
         "auto" if run.options is None else ZeROStrategy(**nested({"sharding.min_unit_numel": 0, **run.options}))
     )
-    trainer = pl.Trainer(
-        accelerator="cpu",
-        devices=world_size,
-        strategy=strategy,
-        max_epochs=1,
-        use_distributed_sampler=False,
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        **run.trainer,
-    )
+    trainer = bare_trainer(strategy, world_size, max_epochs=1, use_distributed_sampler=False, **run.trainer)
     trainer.fit(module, ckpt_path=run.resume)
     outcome = module.outcome
     outcome.losses = mean_over_ranks(outcome.losses)

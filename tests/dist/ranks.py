@@ -27,6 +27,7 @@ from ls_strategy.lightning.strategy import ZeROStrategy
 from ls_strategy.testing import spawn
 from ls_strategy.zero.lazy import LazyTensor
 from tests.models import quiet
+from tests.trainers import bare_trainer
 
 WIDTH = 8
 STAGES = (0, 1, 2, 3)
@@ -190,16 +191,8 @@ def trainer_of(strategy: str | int | ZeROStrategy, *, save_as: Any = "sharded", 
     """A quiet Trainer on the CPU. A number is a ZeRO stage, with every block as a unit."""
     if isinstance(strategy, int):
         strategy = ZeROStrategy(strategy, sharding={"min_unit_numel": 0}, checkpoint=save_as)  # type: ignore[arg-type]
-    defaults: dict[str, Any] = {
-        "accelerator": "cpu",
-        "devices": int(os.environ.get("WORLD_SIZE", "1")),
-        "max_epochs": 2,
-        "logger": False,
-        "enable_checkpointing": False,
-        "enable_progress_bar": False,
-        "enable_model_summary": False,
-    }
-    return pl.Trainer(strategy=strategy, **{**defaults, **options})
+    devices = int(os.environ.get("WORLD_SIZE", "1"))
+    return bare_trainer(strategy, **{"devices": devices, "max_epochs": 2, **options})
 
 
 def folders(stage: Any, **checkpoint: Any) -> ZeROStrategy:

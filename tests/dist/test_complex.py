@@ -14,6 +14,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from ls_strategy import ZeROStrategy
 from ls_strategy.testing import spawn
 from tests.models import quiet
+from tests.trainers import bare_trainer
 
 pytestmark = pytest.mark.dist
 
@@ -51,11 +52,9 @@ def fit(rank: int, world_size: int, optimizer: str, clip: float | None, strategy
     """Return losses and final weights. Every rank sees batches of its own."""
     module = Fourier(optimizer)
     data = torch.randn(32, 8, dtype=torch.float64, generator=torch.Generator().manual_seed(1 + rank))
-    trainer = pl.Trainer(
-        accelerator="cpu", devices=world_size, strategy=strategy, precision="64-true", max_epochs=1, logger=False,
-        gradient_clip_val=clip, use_distributed_sampler=False, enable_checkpointing=False,
-        enable_progress_bar=False, enable_model_summary=False,
-    )  # fmt: skip
+    trainer = bare_trainer(
+        strategy, world_size, precision="64-true", max_epochs=1, gradient_clip_val=clip, use_distributed_sampler=False
+    )
     trainer.fit(module, DataLoader(TensorDataset(data), batch_size=4))
     return [torch.stack(module.losses), *(v.detach().clone() for v in module.state_dict().values())]
 

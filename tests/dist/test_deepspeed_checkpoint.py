@@ -26,6 +26,7 @@ from ls_strategy.deepspeed.schedules import WarmupLR
 from ls_strategy.testing import free_port, spawn
 from tests.golden.deepspeed.make_checkpoints import CASES, STEPS, Net, batch, groups
 from tests.pickles import Runs
+from tests.trainers import bare_trainer
 
 pytestmark = pytest.mark.wide
 
@@ -197,17 +198,7 @@ class Module(pl.LightningModule):
 
 def go_on(rank, world_size, stage, path):
     strategy = ZeROStrategy(stage=stage, sharding={"min_unit_numel": 0})
-    trainer = pl.Trainer(
-        accelerator="cpu",
-        devices=world_size,
-        strategy=strategy,
-        max_epochs=1,
-        use_distributed_sampler=False,
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-    )
+    trainer = bare_trainer(strategy, world_size, max_epochs=1, use_distributed_sampler=False)
     module = Module()
     trainer.fit(module, ckpt_path=path)
     rates = [group["lr"] for group in trainer.optimizers[0].param_groups]

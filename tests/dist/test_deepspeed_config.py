@@ -16,6 +16,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from ls_strategy import ConfigError, ZeROStrategy
 from ls_strategy.deepspeed import WarmupLR
 from ls_strategy.testing import spawn
+from tests.trainers import bare_trainer
 
 GOLDEN = Path(__file__).resolve().parents[1] / "golden" / "deepspeed"
 
@@ -80,17 +81,7 @@ class WithOptimizer(Net):
 def fit(rank, world_size, module, strategy, arguments, steps=6):
     # through a plain dictionary: a strategy cannot be sent to ranks
     strategy = ZeROStrategy(**strategy)
-    trainer = pl.Trainer(
-        accelerator="cpu",
-        devices=world_size,
-        strategy=strategy,
-        max_steps=steps,
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        **arguments,
-    )
+    trainer = bare_trainer(strategy, world_size, max_steps=steps, **arguments)
     trainer.fit(module)
     weights = {k: v.clone() for k, v in strategy.lightning_module_state_dict().items()}
     facts = (str(trainer.precision), trainer.gradient_clip_val, trainer.accumulate_grad_batches)

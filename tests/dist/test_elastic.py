@@ -202,11 +202,11 @@ def test_auto_counts_the_thread_that_writes(memory: Path):
 
 def refused(rank: int, world_size: int, what: str, folder: str) -> str:
     """Return the error of a fit that `ElasticTraining` refuses."""
-    import lightning.pytorch as pl
     from torch.utils.data import DataLoader, IterableDataset, RandomSampler
 
     from ls_strategy import ElasticTraining, ZeROStrategy
     from tests.dist.ranks import Net, samples
+    from tests.trainers import bare_trainer
 
     class Stream(IterableDataset):
         def __iter__(self) -> Any:
@@ -226,11 +226,7 @@ def refused(rank: int, world_size: int, what: str, folder: str) -> str:
         strategy = ZeROStrategy(2, uneven="join")
     elif what == "ddp":
         strategy = "ddp"
-    trainer = pl.Trainer(
-        accelerator="cpu", devices=world_size, strategy=strategy, max_steps=2, callbacks=callbacks, logger=False,
-        enable_progress_bar=False, enable_model_summary=False, enable_checkpointing=False, default_root_dir=folder,
-        **options,
-    )  # fmt: skip
+    trainer = bare_trainer(strategy, world_size, max_steps=2, callbacks=callbacks, default_root_dir=folder, **options)
     try:
         trainer.fit(module, loader)
     except Exception as error:

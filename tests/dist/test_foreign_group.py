@@ -15,6 +15,7 @@ from ls_strategy import ZeROStrategy
 from ls_strategy.errors import OutOfStepError, RankFailedError
 from ls_strategy.testing import spawn
 from tests.models import quiet
+from tests.trainers import bare_trainer
 
 pytestmark = pytest.mark.dist
 
@@ -36,11 +37,7 @@ class LeavesStep(BoringModel):
 
 
 def trainer_of(strategy: Any, **options: Any) -> pl.Trainer:
-    defaults: dict[str, Any] = {
-        "accelerator": "cpu", "devices": 2, "max_steps": 8, "limit_val_batches": 0, "logger": False,
-        "enable_checkpointing": False, "enable_progress_bar": False, "enable_model_summary": False,
-    }  # fmt: skip
-    return pl.Trainer(strategy=strategy, **{**defaults, **options})
+    return bare_trainer(strategy, **{"devices": 2, "max_steps": 8, "limit_val_batches": 0, **options})
 
 
 def fails(rank: int, world_size: int, before: str, module: type) -> str:

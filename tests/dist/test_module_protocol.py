@@ -18,6 +18,7 @@ from ls_strategy import StateError, ZeROFabricStrategy, ZeROStrategy
 from ls_strategy.checkpoint.source import read_full
 from ls_strategy.testing import spawn
 from tests.models import quiet
+from tests.trainers import bare_trainer
 
 pytestmark = pytest.mark.dist
 
@@ -193,11 +194,9 @@ def resumed(part: str, strategy: Any, devices: int, folder: str) -> Tensor:
     data = TensorDataset(torch.randn(8, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(1)))
 
     def fit(module: Net, steps: int, **resume: Any) -> pl.Trainer:
-        trainer = pl.Trainer(
-            accelerator="cpu", devices=devices, strategy=strategy(), precision="64-true", max_steps=steps,
-            max_epochs=-1, logger=False, use_distributed_sampler=False, enable_checkpointing=False,
-            enable_progress_bar=False, enable_model_summary=False,
-        )  # fmt: skip
+        trainer = bare_trainer(
+            strategy(), devices, precision="64-true", max_steps=steps, max_epochs=-1, use_distributed_sampler=False
+        )
         trainer.fit(module.double(), DataLoader(data, batch_size=2), **resume)
         return trainer
 
@@ -229,10 +228,7 @@ def test_what_a_module_does_when_it_is_loaded_is_done(tmp_path: Path):
 
 def test_the_names_that_do_not_fit_are_refused(tmp_path: Path):
     def fit(part: str, **resume: Any) -> pl.Trainer:
-        trainer = pl.Trainer(
-            accelerator="cpu", devices=1, strategy=ZeROStrategy(1, checkpoint="sharded"), max_steps=1, logger=False,
-            enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
-        )  # fmt: skip
+        trainer = bare_trainer(ZeROStrategy(1, checkpoint="sharded"), max_steps=1)
         trainer.fit(Net(part), DataLoader(TensorDataset(torch.randn(8, 4)), batch_size=2), **resume)
         return trainer
 
@@ -300,11 +296,9 @@ class Halves(pl.LightningModule):
 def saved_by(rank: int, world_size: int, strategy: Any, folder: str) -> None:
     quiet()
     data = torch.randn(8, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
-    trainer = pl.Trainer(
-        accelerator="cpu", devices=world_size, strategy=strategy() if strategy else "auto", precision="64-true",
-        max_epochs=1, logger=False, use_distributed_sampler=False, enable_checkpointing=False,
-        enable_progress_bar=False, enable_model_summary=False,
-    )  # fmt: skip
+    trainer = bare_trainer(
+        strategy() if strategy else "auto", world_size, precision="64-true", max_epochs=1, use_distributed_sampler=False
+    )
     trainer.fit(Halves(), DataLoader(TensorDataset(data), batch_size=2))
     trainer.save_checkpoint(f"{folder}/c.ckpt")
 

@@ -16,6 +16,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from ls_strategy import StateError, ZeROStrategy
 from ls_strategy.testing import spawn
 from tests.models import quiet
+from tests.trainers import bare_trainer
 
 pytestmark = pytest.mark.dist
 
@@ -155,11 +156,9 @@ def fit(module: Net, strategy: Any, devices: int, steps: int = STEPS, **resume: 
     """Every rank sees the same batches."""
     data = torch.randn(2 * STEPS, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
     dtype = module.net[0].weight.dtype
-    trainer = pl.Trainer(
-        accelerator="cpu", devices=devices, strategy=strategy, precision=PRECISIONS[dtype], max_steps=steps,
-        max_epochs=-1, logger=False, use_distributed_sampler=False, enable_checkpointing=False,
-        enable_progress_bar=False, enable_model_summary=False,
-    )  # fmt: skip
+    trainer = bare_trainer(
+        strategy, devices, precision=PRECISIONS[dtype], max_steps=steps, max_epochs=-1, use_distributed_sampler=False
+    )
     trainer.fit(module, DataLoader(TensorDataset(data.to(dtype)), batch_size=2), **resume)
     return trainer
 

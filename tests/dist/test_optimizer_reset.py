@@ -15,6 +15,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from ls_strategy import Lion, ZeROStrategy
 from ls_strategy.testing import spawn
 from tests.models import quiet
+from tests.trainers import bare_trainer
 
 RESET_AT = 4
 OPTIMIZERS = {
@@ -70,10 +71,7 @@ class Net(pl.LightningModule):
 
 def fit(module: Net, strategy: Any, devices: int, steps: int, **options: Any) -> Tensor:
     data = TensorDataset(torch.randn(8 * steps, 5, generator=torch.Generator().manual_seed(1))[:8].repeat(steps, 1))
-    trainer = pl.Trainer(
-        accelerator="cpu", devices=devices, strategy=strategy, max_steps=steps, use_distributed_sampler=False,
-        logger=False, enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False, **options,
-    )  # fmt: skip
+    trainer = bare_trainer(strategy, devices, max_steps=steps, use_distributed_sampler=False, **options)
     trainer.fit(module, DataLoader(data, batch_size=8))
     return torch.stack(module.losses)
 
@@ -157,8 +155,5 @@ def test_the_log_has_the_memory_of_this_optimizer(make: Any, expected: str, tmp_
             text = strategy.require_engine().describe()
             assert expected in text, text
 
-    trainer = pl.Trainer(
-        accelerator="cpu", devices=1, strategy="zero1", max_steps=1, logger=False,
-        enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False, default_root_dir=tmp_path,
-    )  # fmt: skip
+    trainer = bare_trainer("zero1", max_steps=1, default_root_dir=tmp_path)
     trainer.fit(Wide(), DataLoader(TensorDataset(torch.randn(4, 1024)), batch_size=4))

@@ -22,6 +22,7 @@ from ls_strategy.planner.out_of_memory import OutOfMemory
 from ls_strategy.planner.speeds import Speeds, measure
 from ls_strategy.testing import spawn
 from tests.models import Case, PrivateNet, loader, quiet
+from tests.trainers import bare_trainer
 
 pytestmark = pytest.mark.wide
 
@@ -29,10 +30,7 @@ CASE = Case(stage=3, traits=("private",), width=64, blocks=4, steps=2, fused=Non
 
 
 def trainer(strategy: Any, world_size: int) -> pl.Trainer:
-    return pl.Trainer(
-        accelerator="cpu", devices=world_size, strategy=strategy, max_epochs=1, logger=False,
-        enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
-    )  # fmt: skip
+    return bare_trainer(strategy, world_size, max_epochs=1)
 
 
 MESSAGES = Speeds(

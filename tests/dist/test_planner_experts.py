@@ -33,6 +33,7 @@ from tests.dist.parallel_runs import Module, Run
 from tests.dist.ranks import quiet
 from tests.dist.test_planner import Begin
 from tests.live_bytes import LiveBytes
+from tests.trainers import bare_trainer
 
 pytestmark = pytest.mark.wide
 
@@ -120,11 +121,9 @@ def measure(rank: int, world_size: int) -> list[tuple[int, int]]:
         strategy = ZeROStrategy(**nested({**planned.candidate.arguments(), "sharding.min_unit_numel": 0}))
         with LiveBytes() as live:
             begin = Begin(live)
-            pl.Trainer(
-                accelerator="cpu", devices=world_size, strategy=strategy, max_epochs=1, logger=False,
-                use_distributed_sampler=False, enable_checkpointing=False, enable_progress_bar=False,
-                enable_model_summary=False, precision=planned.precision, callbacks=[begin],
-            ).fit(Sparse(planned))  # fmt: skip
+            options = {"precision": planned.precision, "callbacks": [begin]}
+            trainer = bare_trainer(strategy, world_size, max_epochs=1, use_distributed_sampler=False, **options)
+            trainer.fit(Sparse(planned))
         found.append((live.peak, begin.sent[-1] - begin.sent[-2]))
     return found
 

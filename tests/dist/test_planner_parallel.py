@@ -29,6 +29,7 @@ from ls_strategy.tiers.nvme import NVMeTier
 from tests.dist.parallel_runs import Module, Run
 from tests.dist.ranks import quiet
 from tests.live_bytes import LiveBytes
+from tests.trainers import bare_trainer
 
 FULL = RecomputeConfig(policy="full")
 SHAPE: dict[str, Any] = {"num_layers": 6, "width": 128, "num_heads": 4, "vocab_size": 64, "block_size": 64}
@@ -200,11 +201,9 @@ def offloads_made() -> Iterator[list[ActivationOffload]]:
 
 
 def trainer_of(run: Run, devices: int, nodes: int, **arguments: Any) -> pl.Trainer:
-    return pl.Trainer(
-        accelerator="cpu", devices=devices, num_nodes=nodes, strategy=ZeROStrategy(**nested(run.options or {})),
-        max_epochs=1, logger=False, use_distributed_sampler=False,
-        enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False, **run.trainer, **arguments,
-    )  # fmt: skip
+    strategy = ZeROStrategy(**nested(run.options or {}))
+    options = {"num_nodes": nodes, "max_epochs": 1, "use_distributed_sampler": False}
+    return bare_trainer(strategy, devices, **options, **run.trainer, **arguments)
 
 
 def measure(rank: int, world_size: int, runs: tuple[Planned, ...]) -> list[tuple[int, dict[str, int]]]:

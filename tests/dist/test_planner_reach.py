@@ -23,6 +23,7 @@ from tests.dist.parallel_runs import Module, Run
 from tests.dist.ranks import quiet
 from tests.dist.test_planner_experts import Begin
 from tests.live_bytes import LiveBytes
+from tests.trainers import bare_trainer
 
 pytestmark = pytest.mark.wide
 
@@ -54,11 +55,9 @@ def measure(rank: int, world_size: int, runs: list[tuple[Candidate, int, int]]) 
     for candidate, samples, tokens in runs:
         strategy = ZeROStrategy(**nested({**candidate.arguments(), "sharding.min_unit_numel": 0}))
         with LiveBytes() as live:
-            pl.Trainer(
-                accelerator="cpu", devices=world_size, strategy=strategy, max_epochs=1, logger=False,
-                use_distributed_sampler=False, enable_checkpointing=False, enable_progress_bar=False,
-                enable_model_summary=False, callbacks=[Begin(live)],
-            ).fit(Sized(samples, tokens))  # fmt: skip
+            bare_trainer(
+                strategy, world_size, max_epochs=1, use_distributed_sampler=False, callbacks=[Begin(live)]
+            ).fit(Sized(samples, tokens))
         found.append(live.peak)
     return found
 

@@ -27,6 +27,7 @@ from tests.dist.parallel_runs import (
 from tests.dist.ranks import quiet
 from tests.dist.test_expert_parallel import ALONE, ROUTINGS
 from tests.marks import slow
+from tests.trainers import bare_trainer
 
 pytestmark = [pytest.mark.dist, pytest.mark.timeout(300)]
 
@@ -145,11 +146,8 @@ class Llama(pl.LightningModule):
 
 def losses_of_llama(_rank: int, world: int) -> list[float]:
     quiet()
-    trainer = pl.Trainer(
-        accelerator="cpu", devices=world, strategy="auto" if world == 1 else ZeROStrategy(2, **nested(BOTH)),
-        max_epochs=1, use_distributed_sampler=False, logger=False, num_sanity_val_steps=0, enable_checkpointing=False,
-        enable_progress_bar=False, enable_model_summary=False,
-    )  # fmt: skip
+    strategy = "auto" if world == 1 else ZeROStrategy(2, **nested(BOTH))
+    trainer = bare_trainer(strategy, world, max_epochs=1, use_distributed_sampler=False, num_sanity_val_steps=0)
     module = Llama()
     trainer.fit(module)
     return module.losses
@@ -237,10 +235,7 @@ def fit(_rank: int, _world: int, options: dict[str, Any]) -> list[tuple[Tensor, 
     pl.seed_everything(3)
     net = Net(**options)
     parallel = {**BOTH, "parallel.tensor.plan": {f"{k}": v for k, v in net.plan.items()}}
-    trainer = pl.Trainer(
-        accelerator="cpu", devices=4, strategy=ZeROStrategy(2, **nested(parallel)), max_steps=2, logger=False,
-        enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
-    )  # fmt: skip
+    trainer = bare_trainer(ZeROStrategy(2, **nested(parallel)), 4, max_steps=2)
     trainer.fit(net)
     return net.drawn
 

@@ -15,6 +15,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from ls_strategy import PlanError, ZeROStrategy
 from ls_strategy.testing import spawn
 from tests.models import quiet
+from tests.trainers import bare_trainer
 
 pytestmark = pytest.mark.dist
 
@@ -98,11 +99,8 @@ def fit(module: Sparse, strategy: Any, rank: int, devices: int, accumulate: int 
     """Return losses and final weights. Every rank sees batches of its own, with few rows of the table."""
     generator = torch.Generator().manual_seed(1 + rank)
     data = torch.randint(16, (48,), generator=generator)
-    trainer = pl.Trainer(
-        accelerator="cpu", devices=devices, strategy=strategy, precision="64-true", max_epochs=1, logger=False,
-        accumulate_grad_batches=accumulate, use_distributed_sampler=False, enable_checkpointing=False,
-        enable_progress_bar=False, enable_model_summary=False, **options,
-    )  # fmt: skip
+    options = {"accumulate_grad_batches": accumulate, "use_distributed_sampler": False, **options}
+    trainer = bare_trainer(strategy, devices, precision="64-true", max_epochs=1, **options)
     trainer.fit(module, DataLoader(TensorDataset(data), batch_size=3))
     return [torch.stack(module.losses), *(p.detach().clone() for p in module.state_dict().values())]
 

@@ -30,6 +30,7 @@ from recipes.finetune.model import AdapterConfig, FinetuneModule, TeacherConfig
 from recipes.finetune.packing import IGNORED, Document, PackedRows, pack
 from recipes.gpt.model import OptimConfig
 from tests.recipes import programs
+from tests.trainers import bare_trainer
 
 CONFIGS = programs.ROOT / "recipes" / "finetune" / "configs"
 OVERLAYS = sorted(file for file in CONFIGS.glob("*.yaml") if file.name != "base.yaml")
@@ -214,10 +215,7 @@ def trained(base: Path, folder: Path, **options: Any) -> tuple[FinetuneModule, P
     """A module after three steps on one rank at stage 3, and its checkpoint."""
     pl.seed_everything(1)
     module = FinetuneModule(str(base), optim=OptimConfig(lr=1e-2, warmup_steps=1), **options)
-    trainer = pl.Trainer(
-        strategy="zero3", accelerator="cpu", devices=1, max_steps=3, logger=False, enable_checkpointing=False,
-        enable_progress_bar=False, enable_model_summary=False, limit_val_batches=2,
-    )  # fmt: skip
+    trainer = bare_trainer("zero3", max_steps=3, limit_val_batches=2)
     trainer.fit(module, datamodule=data(base))
     trainer.save_checkpoint(folder / "last.ckpt")
     return module, folder / "last.ckpt"

@@ -22,6 +22,7 @@ from ls_strategy.checkpoint.source import read_checkpoint
 from ls_strategy.config.checkpoint import CheckpointFormat
 from ls_strategy.errors import CheckpointError
 from ls_strategy.fabric.strategy import ZeROFabricStrategy
+from tests.trainers import bare_trainer
 
 
 class Quiet(SimpleHTTPRequestHandler):
@@ -43,17 +44,7 @@ def url(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
 
 
 def trainer(strategy: Any, steps: int) -> pl.Trainer:
-    return pl.Trainer(
-        accelerator="cpu",
-        devices=1,
-        strategy=strategy,
-        max_steps=steps,
-        logger=False,
-        enable_progress_bar=False,
-        enable_checkpointing=False,
-        enable_model_summary=False,
-        limit_val_batches=0,
-    )
+    return bare_trainer(strategy, max_steps=steps, limit_val_batches=0)
 
 
 def save(path: Path, form: CheckpointFormat) -> BoringModel:

@@ -15,6 +15,7 @@ from torch.utils.data import DataLoader
 
 from ls_strategy.lightning import module_state
 from ls_strategy.lightning.strategy import ZeROStrategy
+from tests.trainers import bare_trainer
 from tests.unit.one_rank import adamw, engine_on
 
 META = torch.device("meta")
@@ -125,17 +126,7 @@ def test_a_conversion_leaves_parameters_buffers_and_metrics(dtype: torch.dtype, 
 def during_fit(strategy: Any, precision: Any) -> dict[str, Any]:
     logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
     module = Module()
-    trainer = pl.Trainer(
-        accelerator="cpu",
-        devices=1,
-        strategy=strategy,
-        precision=precision,
-        max_steps=1,
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-    )
+    trainer = bare_trainer(strategy, precision=precision, max_steps=1)
     trainer.fit(module, DataLoader(torch.ones(2, 4), batch_size=2))
     return module.during_fit
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 from types import SimpleNamespace
 from typing import Any
 
-import lightning.pytorch as pl
 import pytest
 import torch
 import torch.distributed as dist
@@ -13,6 +12,7 @@ from lightning.pytorch.demos.boring_classes import BoringModel
 
 from ls_strategy.errors import CheckpointError, ConfigError, PlanError, RankFailedError
 from ls_strategy.lightning.strategy import ZeROStrategy
+from tests.trainers import bare_trainer
 
 
 @pytest.fixture
@@ -129,9 +129,6 @@ def test_an_interrupt_after_another_ranks_failure_does_not_save(strategy: ZeROSt
 
 def test_a_backend_that_torch_does_not_know() -> None:
     for name in ("x", "cuda:x", "cpu:gloo,cuda:ncl"):
-        trainer = pl.Trainer(
-            accelerator="cpu", devices=1, strategy=ZeROStrategy(2, process_group_backend=name), logger=False,
-            enable_checkpointing=False, max_steps=1, enable_progress_bar=False, enable_model_summary=False,
-        )  # fmt: skip
+        trainer = bare_trainer(ZeROStrategy(2, process_group_backend=name), max_steps=1)
         with pytest.raises(ConfigError, match=f"Got process_group_backend='{name}', but torch knows 'gloo', 'nccl'"):
             trainer.fit(BoringModel())

@@ -22,7 +22,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Literal, Union, get_args, get_origin
 
-import lightning.pytorch as pl
 import numpy as np
 import pytest
 import torch
@@ -35,6 +34,7 @@ from ls_strategy.config import ParallelConfig, ZeROConfig, nested
 from ls_strategy.errors import LSError
 from ls_strategy.hints import hints_of
 from ls_strategy.inference.sampling import SamplingConfig
+from tests.trainers import bare_trainer
 
 CONFIGS = (
     ls_strategy.OffloadConfig, ls_strategy.NVMeIOConfig, ls_strategy.LossScaleConfig, ls_strategy.RecomputeConfig,
@@ -303,10 +303,7 @@ def test_what_is_accepted_trains_or_is_refused_before(tmp_path: Path, monkeypatc
                 continue
 
             def fit(strategy: ZeROStrategy = strategy) -> None:
-                trainer = pl.Trainer(
-                    accelerator="cpu", devices=1, strategy=strategy, max_steps=1, limit_val_batches=0, logger=False,
-                    enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
-                )  # fmt: skip
+                trainer = bare_trainer(strategy, max_steps=1, limit_val_batches=0)
                 trainer.fit(BoringModel())
 
             result = outcome(fit, 60)

@@ -7,7 +7,6 @@ import warnings
 from pathlib import Path
 from typing import Any
 
-import lightning.pytorch as pl
 import pytest
 import torch
 from lightning.fabric.plugins.io.torch_io import TorchCheckpointIO
@@ -19,6 +18,7 @@ from ls_strategy.checkpoint.consolidate import consolidate
 from ls_strategy.checkpoint.source import read_full, read_weights
 from ls_strategy.errors import CheckpointError
 from ls_strategy.zero.lazy import LazyTensor
+from tests.trainers import bare_trainer
 from tests.unit.checkpoint_folders import damage, small_folder, small_meta, small_objects, small_tensors, write_folder
 
 ls_strategy.autoload.install()
@@ -103,10 +103,7 @@ def test_a_file_that_is_no_checkpoint_is_named(tmp_path: Path, name: str, weight
     """By every reader of this package."""
     path = tmp_path / "x.ckpt"
     path.write_bytes(GARBAGE[name])
-    trainer = pl.Trainer(
-        accelerator="cpu", devices=1, strategy=ZeROStrategy(2), logger=False, enable_checkpointing=False, max_steps=1,
-        enable_progress_bar=False, enable_model_summary=False,
-    )  # fmt: skip
+    trainer = bare_trainer(ZeROStrategy(2), max_steps=1)
     readers = (
         lambda: trainer.fit(BoringModel(), ckpt_path=path, weights_only=weights_only),
         lambda: trainer.test(BoringModel(), ckpt_path=path, weights_only=weights_only, verbose=False),

@@ -74,20 +74,12 @@ def _group_state(rank: int, world_size: int) -> bool:
 
 
 def _trainer(rank: int, world_size: int) -> dict[str, object]:
-    import lightning.pytorch as pl
     from lightning.pytorch.demos.boring_classes import BoringModel
 
+    from tests.trainers import bare_trainer
+
     torch.manual_seed(0)
-    trainer = pl.Trainer(
-        accelerator="cpu",
-        devices=world_size,
-        strategy="ddp",
-        max_steps=2,
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-    )
+    trainer = bare_trainer("ddp", world_size, max_steps=2)
     model = BoringModel()
     trainer.fit(model)
     return {

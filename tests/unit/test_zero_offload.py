@@ -15,6 +15,7 @@ from ls_strategy.config import OffloadConfig, PrecisionConfig
 from ls_strategy.engine import Engine
 from ls_strategy.errors import PlanError
 from ls_strategy.zero.step.offload import states_by_tier
+from tests.trainers import bare_trainer
 from tests.unit.one_rank import ShelfTier, engine_on, network, small, steps
 
 
@@ -100,11 +101,12 @@ def test_the_thread_of_updates_ends_with_the_fit_where_the_module_is_kept() -> N
     module = BoringModel()
     kept = [lambda: module]  # a closure, as a test or a notebook has one
     module.configure_optimizers = lambda: torch.optim.AdamW(module.parameters())  # type: ignore[method-assign]
-    trainer = pl.Trainer(
-        accelerator="cpu", devices=1, strategy=ZeROStrategy(stage=2, offload="cpu"), max_steps=2, logger=False,
-        enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False, limit_val_batches=0,
+    trainer = bare_trainer(
+        ZeROStrategy(stage=2, offload="cpu"),
+        max_steps=2,
+        limit_val_batches=0,
         callbacks=[OnBatch(lambda: names.append([t.name for t in threading.enumerate()]))],
-    )  # fmt: skip
+    )
     names: list[list[str]] = []
     for until in (2, 4):
         trainer.fit_loop.epoch_loop.max_steps = until
