@@ -8,7 +8,7 @@ from __future__ import annotations
 import logging
 import random
 import warnings
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -224,6 +224,31 @@ class Net(pl.LightningModule):
         head = {id(p) for p in (*self.head.parameters(), *self.emb.parameters())}
         body, rest = [p for p in params if id(p) not in head], [p for p in params if id(p) in head]
         return [_adamw(body, self.case.fused), _sgd(rest, self.case.fused)]
+
+
+class Curve(pl.LightningModule):
+    """Starts from the same weights each time, and keeps the losses of its steps: `loss` of a batch's first tensor."""
+
+    def __init__(self, optimizer: Callable[[Any], torch.optim.Optimizer]) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.make_optimizer = optimizer
+        self.losses: list[Tensor] = []
+
+    def loss(self, x: Tensor) -> Tensor:
+        raise NotImplementedError
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        loss = self.loss(batch[0])
+        self.losses.append(loss.detach().clone())
+        return loss
+
+    def configure_optimizers(self) -> Any:
+        return self.make_optimizer(self.parameters())
+
+    def results(self) -> list[Tensor]:
+        """Return all losses, and the weights and buffers of now."""
+        return [torch.stack(self.losses), *(value.detach().clone() for value in self.state_dict().values())]
 
 
 class PrivateNet(Net):

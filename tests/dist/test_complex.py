@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 from typing import Any
 
-import lightning.pytorch as pl
 import pytest
 import torch
 from torch import Tensor, nn
@@ -13,7 +12,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from ls_strategy import ZeROStrategy
 from ls_strategy.testing import spawn
-from tests.models import quiet
+from tests.models import Curve, quiet
 from tests.trainers import bare_trainer
 
 pytestmark = pytest.mark.dist
@@ -25,27 +24,19 @@ OPTIMIZERS = {
 }
 
 
-class Fourier(pl.LightningModule):
+class Fourier(Curve):
     def __init__(self, optimizer: str) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.optimizer = optimizer
+        super().__init__(OPTIMIZERS[optimizer])
         self.first: Any = nn.Linear(8, 8)
         self.modes = nn.Parameter(torch.randn(5, dtype=torch.complex128))
         self.scale = nn.Parameter(torch.randn(3, dtype=torch.complex128))
         self.first.register_buffer("start", copy.deepcopy(self.first.weight))
         self.double()
-        self.losses: list[Tensor] = []
 
-    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        x = torch.fft.rfft(self.first(batch[0])) * self.modes * self.scale.sum()
-        loss = (torch.fft.irfft(x, n=8) - batch[0]).square().mean()
-        loss = loss + 0.1 * (self.first.weight - self.first.start.detach()).square().sum()
-        self.losses.append(loss.detach().clone())
-        return loss
-
-    def configure_optimizers(self) -> Any:
-        return OPTIMIZERS[self.optimizer](self.parameters())
+    def loss(self, x: Tensor) -> Tensor:
+        modes = torch.fft.rfft(self.first(x)) * self.modes * self.scale.sum()
+        loss = (torch.fft.irfft(modes, n=8) - x).square().mean()
+        return loss + 0.1 * (self.first.weight - self.first.start.detach()).square().sum()
 
 
 def fit(rank: int, world_size: int, optimizer: str, clip: float | None, strategy: Any) -> list[Tensor]:
@@ -56,7 +47,7 @@ def fit(rank: int, world_size: int, optimizer: str, clip: float | None, strategy
         strategy, world_size, precision="64-true", max_epochs=1, gradient_clip_val=clip, use_distributed_sampler=False
     )
     trainer.fit(module, DataLoader(TensorDataset(data), batch_size=4))
-    return [torch.stack(module.losses), *(v.detach().clone() for v in module.state_dict().values())]
+    return module.results()
 
 
 CASES: list[Any] = [("adamw", None), ("adamw", 0.1), ("momentum", None), ("momentum", 0.1), ("rmsprop", None)]

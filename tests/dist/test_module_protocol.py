@@ -17,7 +17,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from ls_strategy import StateError, ZeROFabricStrategy, ZeROStrategy
 from ls_strategy.checkpoint.source import read_full
 from ls_strategy.testing import spawn
-from tests.models import quiet
+from tests.models import Curve, quiet
 from tests.trainers import bare_trainer
 
 pytestmark = pytest.mark.dist
@@ -148,24 +148,16 @@ class Normed(nn.Sequential):
         super().__init__(nn.BatchNorm1d(4, momentum=None))
 
 
-class Net(pl.LightningModule):
+class Net(Curve):
     def __init__(self, part: str) -> None:
-        super().__init__()
-        torch.manual_seed(0)
+        super().__init__(partial(torch.optim.SGD, lr=0.05))
         self.first = nn.Linear(4, 4)
         self.part = PARTS[part]()
-        self.losses: list[Tensor] = []
         self.anchor: Tensor | None = None
 
-    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        loss = (self.part(self.first(batch[0])) - batch[0]).square().mean()
-        if self.anchor is not None:
-            loss = loss + (self.first.weight - self.anchor).square().sum()
-        self.losses.append(loss.detach().clone())
-        return loss
-
-    def configure_optimizers(self) -> Any:
-        return torch.optim.SGD(self.parameters(), lr=0.05)
+    def loss(self, x: Tensor) -> Tensor:
+        loss = (self.part(self.first(x)) - x).square().mean()
+        return loss if self.anchor is None else loss + (self.first.weight - self.anchor).square().sum()
 
 
 class Anchored(Net):

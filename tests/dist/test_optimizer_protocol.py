@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from ls_strategy import StateError, ZeROStrategy
 from ls_strategy.testing import spawn
-from tests.models import quiet
+from tests.models import Curve, quiet
 from tests.trainers import bare_trainer
 
 pytestmark = pytest.mark.dist
@@ -126,30 +126,23 @@ CHANGES: dict[str, Callable[[Any, Net], None]] = {
 }
 
 
-class Net(pl.LightningModule):
+class Net(Curve):
     net: Any
 
     def __init__(
         self, make: Callable[[Any], torch.optim.Optimizer], change: Callable[[Any, Net], None] | None, dtype: Any
     ) -> None:
-        super().__init__()
-        torch.manual_seed(0)
+        super().__init__(make)
         self.net = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 4)).to(dtype)
-        self.make, self.change = make, change
-        self.losses: list[Tensor] = []
+        self.change = change
 
-    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        loss = (self.net(batch[0]) - batch[0].roll(1, -1)).square().mean()
-        self.losses.append(loss.detach().clone())
-        return loss
+    def loss(self, x: Tensor) -> Tensor:
+        return (self.net(x) - x.roll(1, -1)).square().mean()
 
     def on_train_batch_end(self, *_: Any) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
         if self.change is not None and self.global_step == STEPS // 2:
             optimizer: Any = self.optimizers()
             self.change(optimizer.optimizer, self)
-
-    def configure_optimizers(self) -> Any:
-        return self.make(self.parameters())
 
 
 def fit(module: Net, strategy: Any, devices: int, steps: int = STEPS, **resume: Any) -> pl.Trainer:

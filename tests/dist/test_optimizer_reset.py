@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from ls_strategy import Lion, ZeROStrategy
 from ls_strategy.testing import spawn
-from tests.models import quiet
+from tests.models import Curve, quiet
 from tests.trainers import bare_trainer
 
 RESET_AT = 4
@@ -36,21 +36,18 @@ CASES: list[tuple[int, str, str, str]] = [
 ]
 
 
-class Net(pl.LightningModule):
+class Net(Curve):
     """Sees the same batch on all ranks and in all steps."""
 
     def __init__(self, optimizer: str, *, keeps: tuple[int, ...] | None = None) -> None:
         """``keeps``: the parameters whose states stay when others are reset. None: no reset."""
-        super().__init__()
-        torch.manual_seed(0)
+        super().__init__(lambda params: OPTIMIZERS[optimizer](params, self.lr))
+        self.lr = 1e-2
         self.net = nn.Sequential(nn.Linear(5, 7), nn.Tanh(), nn.Linear(7, 5))
-        self.optimizer, self.keeps, self.lr = optimizer, keeps, 1e-2
-        self.losses: list[Tensor] = []
+        self.keeps = keeps
 
-    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        loss = (self.net(batch[0]) - batch[0].roll(1, -1)).square().mean()
-        self.losses.append(loss.detach().clone())
-        return loss
+    def loss(self, x: Tensor) -> Tensor:
+        return (self.net(x) - x.roll(1, -1)).square().mean()
 
     def on_train_batch_end(self, *_: Any) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
         if self.keeps is None or self.global_step != RESET_AT:
@@ -64,9 +61,6 @@ class Net(pl.LightningModule):
         )
         full = self.trainer.strategy.broadcast(full)
         optimizer.load_state_dict({**full, "state": {i: s for i, s in full["state"].items() if i in self.keeps}})
-
-    def configure_optimizers(self) -> Any:
-        return OPTIMIZERS[self.optimizer](self.parameters(), self.lr)
 
 
 def fit(module: Net, strategy: Any, devices: int, steps: int, **options: Any) -> Tensor:

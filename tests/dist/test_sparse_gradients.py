@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 from typing import Any
 
-import lightning.pytorch as pl
 import pytest
 import torch
 from torch import Tensor, nn
@@ -14,7 +13,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from ls_strategy import PlanError, ZeROStrategy
 from ls_strategy.testing import spawn
-from tests.models import quiet
+from tests.models import Curve, quiet
 from tests.trainers import bare_trainer
 
 pytestmark = pytest.mark.dist
@@ -44,29 +43,21 @@ OPTIMIZERS: dict[str, Any] = {
 }
 
 
-class Sparse(pl.LightningModule):
+class Sparse(Curve):
     functional = False
     """Whether only the call says that gradients are sparse."""
 
     def __init__(self, optimizer: str) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.optimizer = optimizer
+        super().__init__(lambda params: OPTIMIZERS[optimizer](params))
         self.table = nn.Embedding(16, 4, sparse=not self.functional)
         self.last = nn.Linear(4, 4)
         self.double()
-        self.losses: list[Tensor] = []
 
     def rows(self, tokens: Tensor) -> Tensor:
         return functional.embedding(tokens, self.table.weight, sparse=True) if self.functional else self.table(tokens)
 
-    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        loss = (self.last(self.rows(batch[0])).sin() - 0.5).square().mean()
-        self.losses.append(loss.detach().clone())
-        return loss
-
-    def configure_optimizers(self) -> Any:
-        return OPTIMIZERS[self.optimizer](self.parameters())
+    def loss(self, x: Tensor) -> Tensor:
+        return (self.last(self.rows(x)).sin() - 0.5).square().mean()
 
 
 class Functional(Sparse):
@@ -102,7 +93,7 @@ def fit(module: Sparse, strategy: Any, rank: int, devices: int, accumulate: int 
     options = {"accumulate_grad_batches": accumulate, "use_distributed_sampler": False, **options}
     trainer = bare_trainer(strategy, devices, precision="64-true", max_epochs=1, **options)
     trainer.fit(module, DataLoader(TensorDataset(data), batch_size=3))
-    return [torch.stack(module.losses), *(p.detach().clone() for p in module.state_dict().values())]
+    return module.results()
 
 
 def build(name: str, accumulate: int) -> Sparse:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from typing import Any
 
 import lightning.pytorch as pl
@@ -124,7 +123,6 @@ def test_a_conversion_leaves_parameters_buffers_and_metrics(dtype: torch.dtype, 
 
 
 def during_fit(strategy: Any, precision: Any) -> dict[str, Any]:
-    logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
     module = Module()
     trainer = bare_trainer(strategy, precision=precision, max_steps=1)
     trainer.fit(module, DataLoader(torch.ones(2, 4), batch_size=2))
