@@ -11,6 +11,7 @@ import torch
 from ls_strategy.config import OffloadConfig, ShardingConfig
 from ls_strategy.engine import Engine
 from ls_strategy.errors import StateError
+from ls_strategy.zero.step import schedule
 from tests.unit.one_rank import ShelfTier, adamw, backward, engine_on, network, small, steps, weights
 
 INLINE = ShardingConfig(min_unit_numel=1, overlap_step=False)
@@ -141,6 +142,22 @@ def test_who_waits_for_the_engine_finds_updated_masters(stage: int) -> None:
     assert all(torch.equal(flat.master, b) for flat, b in zip(engine.flats, before, strict=True)), "in flight"
     engine.wait()
     assert not any(torch.equal(flat.master, b) for flat, b in zip(engine.flats, before, strict=True))
+
+
+def test_the_norm_of_gradients_that_an_early_update_has_taken_waits_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The update sums their squares while it runs, and they are in no memory afterwards."""
+    monkeypatch.setattr(schedule, "_EARLY_UPDATES", 10)  # else backward waits
+
+    def norm(*, early: bool) -> torch.Tensor:
+        engine = overlapping(stage=1, offload="cpu")
+        engine.private_gradients, engine.early_step = True, early
+        steps(engine, 1, first=1)
+        engine.offload.stream.submit([Late()] if early else [])
+        backward(engine, 2)
+        assert any(flat.updated_early for flat in engine.flats) is early
+        return engine.grad_norm()
+
+    assert norm(early=True) == norm(early=False) > 0
 
 
 def test_hooks_of_the_user_after_the_step_find_updated_masters() -> None:
