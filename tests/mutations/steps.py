@@ -111,6 +111,13 @@ STEPS = (
         ("tests/unit/test_zero_stepper.py::test_hooks_of_the_user_change_gradients_before_the_engine_takes_them",),
     ),
     Mutation(
+        "a hook on an optimizer's loading runs before the one that was registered earlier",
+        "ls_strategy/_compat.py",
+        "for before in optimizer._optimizer_load_state_dict_pre_hooks.values():",
+        "for before in reversed(optimizer._optimizer_load_state_dict_pre_hooks.values()):",
+        ("tests/unit/test_zero_optimizer_state.py::test_hooks_of_saving_and_loading_run_in_the_order_of_torch",),
+    ),
+    Mutation(
         "rounded gathers decode with the scales of another rank",
         "ls_strategy/zero/flat/packed.py",
         "            dequantize_(self._wire, self.full, self.form)\n",

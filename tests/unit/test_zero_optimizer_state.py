@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from ls_strategy._compat import OptimizerHooks
 from ls_strategy.errors import StateError
 from ls_strategy.layout import Piece
 from ls_strategy.zero.step.optimizer_state import OptimizerStates
@@ -125,3 +126,18 @@ def test_a_later_engine_has_the_states_of_the_earlier_one() -> None:
     later = engine_on(model, [optimizer], stage=1, offload="cpu").optimizers[0].sharded.states
     found = later.full_state_dict()
     assert all(torch.equal(found["state"][i][k], v) for i, s in before["state"].items() for k, v in s.items())
+
+
+def test_hooks_of_saving_and_loading_run_in_the_order_of_torch() -> None:
+    optimizer, calls = adamw(network().parameters()), []
+    for number in range(3):
+        for kind in ("state_dict_pre", "state_dict_post", "load_state_dict_pre", "load_state_dict_post"):
+            register = getattr(optimizer, f"register_{kind}_hook")
+            register(lambda *_, call=(kind, number): calls.append(call))
+    optimizer.load_state_dict(optimizer.state_dict())
+    expected = list(calls)
+    calls.clear()
+    hooks = OptimizerHooks(optimizer)
+    hooks.around_load(hooks.around_save({"state": {}, "param_groups": []}), lambda _: None)
+    assert calls == expected
+    assert len(calls) == 12
