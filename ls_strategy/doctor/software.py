@@ -22,7 +22,7 @@ OPTIONAL = {
     "transformers": "models of Hugging Face",
     "safetensors": "weights of Hugging Face",
     "tiktoken": "the gpt2 tokenizer of recipes.gpt",
-    "deepspeed": "comparisons in tests/bench",
+    "deepspeed": "comparisons in benchmarks/",
 }
 """Optional packages and their uses."""
 
