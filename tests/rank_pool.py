@@ -59,7 +59,10 @@ _WATCHED_TOO = (
     "torch.nn.functional", "torch.nn.modules.module", "torch.serialization", "torch._tensor",
 )  # fmt: skip
 
-_EXPECTED = {"lightning.fabric.loggers.logger._DummyExperiment.__getattr__"}
+_EXPECTED = {
+    "lightning.fabric.loggers.logger._DummyExperiment.__getattr__",
+    "lightning.fabric.wrappers._FabricModule.zero_grad",
+}
 """What the strategy itself replaces for as long as the process lasts."""
 
 left_behind: list[str] = []

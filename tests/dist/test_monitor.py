@@ -275,7 +275,7 @@ class Counted(Net):
         return super().training_step(batch, i)
 
     def validation_step(self, batch: Any, i: int) -> None:
-        time.sleep(0.1)
+        time.sleep(0.5)
 
 
 def test_accumulation_counts_whole_steps_and_validation_none(tmp_path: Path) -> None:
@@ -290,8 +290,8 @@ def test_accumulation_counts_whole_steps_and_validation_none(tmp_path: Path) -> 
     for row in rows:
         check_sums(row)
         assert row["zero_time/forward_ms"] >= 40
-        assert row["zero_time/data_ms"] < 100
-    assert min(row["zero_time/step_ms"] for row in rows) < 200  # two batches of validation take as long
+        assert row["zero_time/data_ms"] < 500
+    assert min(row["zero_time/step_ms"] for row in rows) < 1000  # two batches of validation take as long
 
 
 class Pulls(Net):
