@@ -16,6 +16,16 @@ from ls_strategy.testing import RankDiedError, RankTimeoutError, RankTraceback, 
 pytestmark = pytest.mark.own_ranks
 
 
+@pytest.fixture(autouse=True, scope="module")
+def server() -> None:
+    """Start the process from which ranks are forked: its imports take longer than some limits below."""
+    spawn(_nothing, 1)
+
+
+def _nothing(rank: int, world_size: int) -> None:
+    pass
+
+
 def _sum_of_ranks(rank: int, world_size: int, offset: int) -> torch.Tensor:
     value = torch.tensor([float(rank + offset)])
     dist.all_reduce(value)
