@@ -459,6 +459,7 @@ class Sums(Net):
 
 
 @pytest.mark.sample(1)
+@pytest.mark.parametrize("kind", ["generator of a sampler", "generator of a loader", "batch sampler"])
 def test_samplers_draw_for_one_virtual_rank(kind: str) -> None:
     """One process has the samplers of several virtual ranks, which must not share generators or orders."""
     strategy = ZeROStrategy(2, parallel={"virtual_ranks": 2})
