@@ -50,8 +50,8 @@ def pytest_configure() -> None:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtest_setup(item: pytest.Item) -> None:
-    """Give a test that is marked so ranks of its own."""
-    rank_pool.own = item.get_closest_marker("own_ranks") is not None
+    """Give a test that is marked so ranks of its own, and what is wide or slow: many of these change the process."""
+    rank_pool.own = any(item.get_closest_marker(name) for name in ("own_ranks", "wide", "slow"))
 
 
 @pytest.hookimpl(trylast=True)
@@ -87,6 +87,9 @@ def pytest_timeout_set_timer(item: Any, settings: Any) -> bool | None:
 
 
 ROOT = Path(__file__).parent
+OTHER_DEVICES = ("simulated_device", "gpu")
+"""Folders of tests whose ranks have another device: autograd counts devices once in a process."""
+
 FOLDER_MARKERS = ("dist", "gpu", "slurm")
 
 # Set by Lightning and its launchers in the process that runs a Trainer. Restored, and not counted as a leak.
@@ -118,6 +121,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         folder = item.path.relative_to(ROOT).parts[0]
         if folder in FOLDER_MARKERS:
             item.add_marker(folder)
+        if folder in OTHER_DEVICES:
+            item.add_marker("own_ranks")
         if item.get_closest_marker("gpu") and not _has_gpu():
             item.add_marker(pytest.mark.skip(reason="no CUDA device"))
 

@@ -10,9 +10,9 @@ it was doing. `left_behind` says which case left what.
        │                                                ├─ all in: "end" ──> clean up, compare ── left behind ──> worker
        └──── case ──> rank 1 ─ fn(1, 2, ...) ─ report ──┘
 
-A case gets processes of its own, from `ls_strategy.testing.spawn`, if it is marked ``own_ranks`` (it measures or kills
-the process, or needs that nothing was imported or compiled before), or asks for variables that are read when a process
-starts.
+A case gets processes of its own, from `ls_strategy.testing.spawn`, if it is wide or slow, if it is marked ``own_ranks``
+(it measures or kills the process, or needs that nothing was imported or compiled before), or if it asks for variables
+that are read when a process starts.
 """
 
 from __future__ import annotations
