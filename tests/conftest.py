@@ -43,9 +43,13 @@ def pytest_configure() -> None:
     """Let limits know how busy the machine is, and replace `spawn` before a module of tests imports it."""
     limits.install()
     import ls_strategy.testing
-    from tests.native_ranks import spawn_natively
 
-    ls_strategy.testing.spawn = spawn_natively if os.environ.get(NATIVE) == "1" else rank_pool.spawn
+    if os.environ.get(NATIVE) == "1":
+        from tests.native_ranks import spawn_natively
+
+        ls_strategy.testing.spawn = spawn_natively
+    else:
+        ls_strategy.testing.spawn = rank_pool.spawn
 
 
 @pytest.hookimpl(tryfirst=True)

@@ -129,7 +129,7 @@ class _Pool:
         """Give ``count`` ranks for one case; those it leaves clean are given to later ones."""
         if self._owner != os.getpid():  # a fork of the process that started them
             self.__init__()  # type: ignore[misc]
-        ranks = [rank for rank in self._rested(count)]
+        ranks = list(self._rested(count))
         ranks += [self._start() for _ in range(count - len(ranks))]
         case, ended = os.environ.get("PYTEST_CURRENT_TEST", "").split(" ")[0], False
         try:
