@@ -46,8 +46,12 @@ def test_all_states_on_the_host_cost_what_they_are(moments: str, clip: bool) -> 
 
 
 def test_gradients_need_no_memory_where_updates_begin_at_once() -> None:
-    """Without clipping a few buffers go round, also after the first step, which cannot begin early."""
-    result = measure(Case("fp32", clip=False, blocks=64, width=384, steps=5))
+    """Without clipping a few buffers go round, also after the first step, which cannot begin early.
+
+    What does not grow with the model (buffers under way, the allocator's own) is 25 to 40 MB, and differs by 10 MB from
+    run to run: a fifth of a byte of each of 95 million parameters may not decide between 12 bytes and 14.
+    """
+    result = measure(Case("fp32", clip=False, blocks=160, width=384, steps=5))
     assert result["resident_per_parameter"] <= 12.0 + 1.0, result
 
 
