@@ -10,10 +10,9 @@ import pytest
 
 from ls_strategy.config import TierConfig
 from ls_strategy.testing import spawn
-from tests.marks import slow
+from tests.marks import few_or_all, slow
 from tests.models import Case, Result, run_all, same_bits
 
-STAGES = (1, 2, 3)
 TIMEOUT_S = 170
 NORM = {"clip": "norm", "clip_at": 0.05}
 VALUE = {"clip": "value", "clip_at": 0.01}
@@ -51,46 +50,71 @@ ROWS = {
 
 Group = tuple[Result, ...]
 
+FEW: dict[tuple[str, int], tuple[str, ...]] = {
+    ("bf16_clipped", 1): ("cpu", "nvme"),
+    ("value", 2): ("half", "blocking"),
+    ("guest", 3): ("nvme_param", "mixed"),
+    ("two", 3): ("param", "only_param"),
+    ("fp16", 2): ("nvme",),
+}
+"""``(row, stage) -> tiers``: every stage, tier, optimizer, clip and width of numbers at least once."""
 
-def tiers_of(stage: int) -> dict[str, dict]:
+
+def tiers_of(stage: int) -> tuple[str, ...]:
     """Those that the stage has."""
-    return {name: options for name, options in TIERS.items() if stage == 3 or "offload.parameters" not in options}
+    return tuple(name for name, options in TIERS.items() if stage == 3 or "offload.parameters" not in options)
+
+
+Rows = tuple[tuple[str, int, tuple[str, ...]], ...]
+"""Rows, each with a stage and tiers."""
 
 
 @functools.cache
-def results(world_size: int, stage: int, rows: tuple[str, ...]) -> dict[tuple[str, str | None], Group]:
-    """``(row, tier) -> result of every rank``; tier None is the run without offload."""
+def results(world_size: int, rows: Rows) -> dict[tuple[str, int, str | None], Group]:
+    """``(row, stage, tier) -> result of every rank``; tier None is the run without offload."""
     with tempfile.TemporaryDirectory() as folder:
-        keys: list[tuple[str, str | None]] = []
+        keys: list[tuple[str, int, str | None]] = []
         cases: list[Case] = []
-        for row in rows:
+        for row, stage, tiers in rows:
             case = replace(ROWS[row], steps=8, fused=None).at(stage)
-            keys.append((row, None))
+            keys.append((row, stage, None))
             cases.append(case)
-            for name, options in tiers_of(stage).items():
-                keys.append((row, name))
-                cases.append(replace(case, options=(("offload.nvme_path", folder), *options.items())))
+            for name in tiers:
+                keys.append((row, stage, name))
+                cases.append(replace(case, options=(("offload.nvme_path", folder), *TIERS[name].items())))
         ranks = spawn(run_all, world_size, cases, init_process_group=False, timeout_s=TIMEOUT_S)
     return dict(zip(keys, zip(*ranks, strict=True), strict=True))
 
 
-@pytest.mark.sample(3)
-@pytest.mark.parametrize("stage", [slow(1), 2, slow(3)])
-@pytest.mark.parametrize("world_size", [slow(1), 2])
-@pytest.mark.parametrize("row", ROWS)
-def test_every_tier_trains_to_the_same_bits(world_size: int, stage: int, row: str) -> None:
+def assert_as_without_offload(group: dict[tuple[str, int, str | None], Group], row: str, stage: int) -> None:
     """Losses of all ranks, weights and gradient norms; trusted run: the same stage without offload."""
-    group = results(world_size, stage, tuple(ROWS))
-    trusted = group[row, None]
+    trusted = group[row, stage, None]
     assert len(trusted[0].losses) >= 8
-    for name in tiers_of(stage):
-        ours = group[row, name]
+    tiers = [tier for name, at, tier in group if (name, at) == (row, stage) and tier is not None]
+    assert tiers
+    for name in tiers:
+        ours = group[row, stage, name]
         assert all(map(same_bits, trusted, ours)), name
         assert [r.norms for r in trusted] == [r.norms for r in ours], name
 
 
-def test_parameters_on_every_tier_with_some_that_are_not_stepped() -> None:
+@pytest.mark.parametrize(("row", "stage"), FEW)
+def test_tiers_train_to_the_same_bits(row: str, stage: int) -> None:
+    assert_as_without_offload(results(2, tuple((*key, tiers) for key, tiers in FEW.items())), row, stage)
+
+
+@pytest.mark.wide
+@pytest.mark.parametrize("stage", [slow(1), 2, slow(3)])
+@pytest.mark.parametrize("world_size", [slow(1), 2])
+@pytest.mark.parametrize("row", ROWS)
+def test_every_tier_trains_to_the_same_bits(world_size: int, stage: int, row: str) -> None:
+    rows = tuple((name, stage, tiers_of(stage)) for name in ROWS)
+    assert_as_without_offload(results(world_size, rows), row, stage)
+
+
+@pytest.mark.parametrize("tiers", few_or_all(("param", "mixed"), tuple(TIERS)))
+def test_parameters_on_every_tier_with_some_that_are_not_stepped(tiers: tuple[str, ...]) -> None:
     """Stage 3 in 16 bits: what no update writes keeps its value, also where parameters are kept beside the masters."""
-    group = results(2, 3, ("bf16_guest",))
-    for name in tiers_of(3):
-        assert all(map(same_bits, group["bf16_guest", None], group["bf16_guest", name])), name
+    group = results(2, (("bf16_guest", 3, tiers),))
+    for name in tiers:
+        assert all(map(same_bits, group["bf16_guest", 3, None], group["bf16_guest", 3, name])), name

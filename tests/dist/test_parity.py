@@ -33,9 +33,25 @@ ROWS = {
     "g": Case(optimizer="two", traits=("uneven", "unused", "tied"), accumulate=3, **NORM),
     "h": Case(optimizer="sgd", traits=("unused_here", "frozen"), accumulate=3),
     "i": Case(optimizer="adamw", traits=("empty", "tied"), accumulate=3),
+    # Every value once.
+    "x": Case(optimizer="adamw", traits=("tied", "uneven", "buffers"), **NORM),
+    "y": Case(optimizer="sgd", traits=("unused", "frozen", "empty"), accumulate=3, steps=7, **VALUE),
+    "z": Case(optimizer="two", traits=("unused_here",), accumulate=3, steps=7),
 }
-COVERING = {1: "abcdefghi", 2: "abcdefghi", 3: "beg", 4: "dfi"}
-MORE: dict[int, Any] = {1: (), 2: (), 3: pytest.mark.slow, 4: pytest.mark.slow}
+COVERING: list[tuple[int, str, Any]] = [
+    (2, "xyz", ()),
+    (1, "abcdefghi", pytest.mark.wide),
+    (2, "abcdefghi", pytest.mark.wide),
+    (3, "beg", pytest.mark.slow),
+    (4, "dfi", pytest.mark.slow),
+]
+"""World size, rows that one start of the ranks trains, and their mark."""
+
+PARAMETERS = [
+    pytest.param(world_size, rows, row, id=f"{world_size}-{ROWS[row]}", marks=mark)
+    for world_size, rows, mark in COVERING
+    for row in rows
+]
 TIMEOUT_S = 170
 
 Group = tuple[Result, ...]
@@ -65,32 +81,25 @@ def check_parity(case: Case, trusted: Group, ours: Group) -> None:
         assert min(trusted[0].largest) > case.clip_at
 
 
-@pytest.mark.sample(12)
 @pytest.mark.parametrize("stage", STAGES)
-@pytest.mark.parametrize(
-    ("world_size", "row"),
-    [pytest.param(w, row, id=f"{w}-{ROWS[row]}", marks=MORE[w]) for w, rows in COVERING.items() for row in rows],
-)
-def test_training_is_ddp_up_to_the_order_of_sums(world_size: int, row: str, stage: int) -> None:
+@pytest.mark.parametrize(("world_size", "rows", "row"), PARAMETERS)
+def test_training_is_ddp_up_to_the_order_of_sums(world_size: int, rows: str, row: str, stage: int) -> None:
     """Losses and buffers of all ranks, weights and gradient norms; trusted run: DDP.
 
     Weights are those of rank 0, and `run` has compared what every other rank has with them.
     """
-    group = results(world_size, COVERING[world_size])
+    group = results(world_size, rows)
     check_parity(ROWS[row], group[row, None], group[row, stage])
 
 
-@pytest.mark.parametrize(
-    ("world_size", "row"),
-    [pytest.param(w, row, id=f"{w}-{ROWS[row]}", marks=MORE[w]) for w, rows in COVERING.items() for row in rows],
-)
-def test_stages_are_equal_bit_for_bit(world_size: int, row: str) -> None:
+@pytest.mark.parametrize(("world_size", "rows", "row"), PARAMETERS)
+def test_stages_are_equal_bit_for_bit(world_size: int, rows: str, row: str) -> None:
     """All four without accumulation (and on one rank, which has nothing to shard); with it, 0 and 1, and 2 and 3.
 
     Stages 0 and 1 add micro-batches on each rank and average once; stages 2 and 3 average every micro-batch and add
     averages. The same numbers are added in another order, so between the pairs only the bound can hold.
     """
-    group = results(world_size, COVERING[world_size])
+    group = results(world_size, rows)
     zero, one, two, three = [group[row, s] for s in STAGES]
     assert all(map(same_bits, zero, one))
     assert all(map(same_bits, two, three))
@@ -139,14 +148,16 @@ LOW = {
 }
 
 
+# `test_parity_precision` has all of them in the default run, with other settings.
+PRECISIONS = [pytest.param(p, marks=() if p == "bf16-true" else pytest.mark.wide) for p in LOW]
+
+
 @functools.cache
-def low_results() -> dict[tuple[str, int | str | None], Group]:
-    """``(precision, stage) -> results`` on 2 ranks; stage "fp32" is DDP in fp32."""
-    keys: list[tuple[str, int | str | None]] = []
-    cases: list[Case] = []
-    for precision, case in LOW.items():
-        keys += [(precision, "fp32"), (precision, None), *((precision, s) for s in STAGES)]
-        cases += [replace(case, precision="32-true"), case, *(case.at(s) for s in STAGES)]
+def low_results(precision: str) -> dict[int | str | None, Group]:
+    """``stage -> results`` on 2 ranks; stage "fp32" is DDP in fp32."""
+    case = LOW[precision]
+    keys: list[int | str | None] = ["fp32", None, *STAGES]
+    cases = [replace(case, precision="32-true"), case, *(case.at(s) for s in STAGES)]
     ranks = spawn(run_all, 2, cases, init_process_group=False, timeout_s=TIMEOUT_S)
     return dict(zip(keys, zip(*ranks, strict=True), strict=True))
 
@@ -159,21 +170,20 @@ def error_of(reference: Group, other: Group) -> tuple[float, float]:
     return sum(losses) / len(losses), float(sum(squares)) ** 0.5
 
 
-@pytest.mark.sample(2)
 @pytest.mark.parametrize("stage", STAGES)
-@pytest.mark.parametrize("precision", LOW)
+@pytest.mark.parametrize("precision", PRECISIONS)
 def test_16_bit_error_is_at_most_twice_ddps(precision: str, stage: int) -> None:
     """Reference: DDP in fp32. Trusted run: DDP in the same precision; for fp16 with Lightning's own plugins."""
-    group = low_results()
-    loss, weight = error_of(group[precision, "fp32"], group[precision, stage])
-    ddp_loss, ddp_weight = error_of(group[precision, "fp32"], group[precision, None])
+    group = low_results(precision)
+    loss, weight = error_of(group["fp32"], group[stage])
+    ddp_loss, ddp_weight = error_of(group["fp32"], group[None])
     assert 0 < loss <= 2 * ddp_loss
     assert 0 < weight <= 2 * ddp_weight
 
 
-@pytest.mark.parametrize("precision", LOW)
+@pytest.mark.parametrize("precision", PRECISIONS)
 def test_stages_are_equal_bit_for_bit_in_16_bit(precision: str) -> None:
-    group = low_results()
-    zero, *others = [group[precision, s] for s in STAGES]
+    group = low_results(precision)
+    zero, *others = [group[s] for s in STAGES]
     for other in others:
         assert all(map(same_bits, zero, other))

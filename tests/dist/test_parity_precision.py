@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import itertools
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -20,7 +20,7 @@ from ls_strategy.lightning.precision import ZeROPrecision
 from ls_strategy.testing import spawn
 from tests.dist import parallel_runs
 from tests.dist.parallel_runs import Outcome, Run
-from tests.marks import slow
+from tests.marks import covering, slow
 from tests.models import Case, Result, fp16_plugin, run
 
 PRECISIONS = ("16-mixed", "16-true", "bf16-mixed", "bf16-true")
@@ -70,30 +70,26 @@ def too_large(found: list[tuple[Any, str, Errors, Errors]]) -> list[str]:
 # --- one model, every stage and tier ----------------------------------------------------------------------------------
 
 
-def product() -> Iterator[Case]:
-    """Precision, accumulation, clip, optimizer, stage, tier."""
-    axes = (PRECISIONS, (1, 3), CLIPS.values(), ("adamw", "sgd", "two"), STAGES, TIERS, ((), ("private",)))
-    for precision, accumulate, clip, optimizer, stage, tier, traits in itertools.product(*axes):
-        if (stage == 0 and tier != "none") or (optimizer == "two" and traits):
-            continue
-        options = () if tier == "none" else (("offload.optimizer", tier),)
-        yield Case(
-            stage, traits, optimizer, None, accumulate, precision=precision, steps=STEPS, options=options, **clip
-        )
+AXES: dict[str, Sequence[Any]] = {
+    "precision": PRECISIONS,
+    "accumulate": (1, 3),
+    "clip": list(CLIPS),
+    "optimizer": ("adamw", "sgd", "two"),
+    "stage": STAGES,
+    "tier": TIERS,
+    "traits": ((), ("private",)),
+}
 
 
-def covering() -> list[Case]:
-    """Of the product, so many that every pair of values is among them."""
-    pairs: dict[Case, set[Any]] = {}
-    for c in product():
-        words = (c.stage, c.accumulate, c.clip, c.optimizer, c.traits, str(c.options), c.precision)
-        pairs[c] = set(itertools.combinations(enumerate(words), 2))
-    left, chosen = set().union(*pairs.values()), []
-    while left:
-        best = max(pairs, key=lambda case: len(pairs[case] & left))
-        chosen.append(best)
-        left -= pairs[best]
-    return chosen
+def is_possible(row: dict[str, Any]) -> bool:
+    return (row["stage"] > 0 or row["tier"] == "none") and (row["optimizer"] != "two" or not row["traits"])
+
+
+def case_of(row: dict[str, Any]) -> Case:
+    options = {} if row["tier"] == "none" else {"offload.optimizer": row["tier"]}
+    names = ("stage", "traits", "optimizer", "accumulate", "precision")
+    own = {"fused": None, "steps": STEPS, "options": tuple(options.items())}
+    return Case(**{name: row[name] for name in names}, **own, **CLIPS[row["clip"]])
 
 
 def trusted_of(case: Case) -> Case:
@@ -136,10 +132,14 @@ def check(function: Any, world_size: int, *args: Any, timeout_s: float = 170) ->
     assert not problems, f"{len(problems)} too large:\n" + "\n".join(problems[:30])
 
 
-@pytest.mark.parametrize("world_size", [slow(1), 2])
+def test_every_setting() -> None:
+    check(compare_cases, 2, [case_of(row) for row in covering(AXES, 1, is_possible)])
+
+
+@pytest.mark.parametrize("world_size", [slow(1), pytest.param(2, marks=pytest.mark.wide)])
 def test_every_pair_of_settings(world_size: int) -> None:
-    cases = [c for c in covering() if world_size > 1 or c.stage in (0, 2)]
-    check(compare_cases, world_size, cases)
+    rows = covering(AXES, allowed=is_possible)
+    check(compare_cases, world_size, [case_of(row) for row in rows if world_size > 1 or row["stage"] in (0, 2)])
 
 
 @pytest.mark.slow
@@ -147,7 +147,8 @@ def test_every_pair_of_settings(world_size: int) -> None:
 @pytest.mark.parametrize("precision", PRECISIONS)
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_full_product(world_size: int, precision: str) -> None:
-    cases = [c for c in product() if c.precision == precision]
+    rows = [dict(zip(AXES, values, strict=True)) for values in itertools.product(*AXES.values())]
+    cases = [case_of(row) for row in rows if row["precision"] == precision and is_possible(row)]
     check(compare_cases, world_size, cases, timeout_s=3500)
 
 
