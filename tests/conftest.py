@@ -17,6 +17,7 @@ import pytest_timeout
 from hypothesis import settings
 
 from tests import limits, rank_pool
+from tests.marks import DEFAULT, LEFT_OUT
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -118,7 +119,6 @@ EXPECTED_VARIABLES = {
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Tests under ``tests/<marker>/`` carry that marker; GPU tests are skipped where there is no GPU."""
     _mark_all_but_samples(items)
-    _leave_other_parts(config, items)
     for item in items:
         if ROOT not in item.path.parents:
             continue
@@ -129,6 +129,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             item.add_marker("own_ranks")
         if item.get_closest_marker("gpu") and not _has_gpu():
             item.add_marker(pytest.mark.skip(reason="no CUDA device"))
+    config.stash[DEFAULT] = {item.nodeid: not any(map(item.get_closest_marker, LEFT_OUT)) for item in items}
+    _leave_other_parts(config, items)
 
 
 def _leave_other_parts(config: pytest.Config, items: list[pytest.Item]) -> None:

@@ -8,6 +8,12 @@ from typing import Any
 
 import pytest
 
+LEFT_OUT = ("wide", "slow", "gpu", "slurm")
+"""What the default run leaves out: ``addopts`` in pyproject.toml."""
+
+DEFAULT = pytest.StashKey[dict[str, bool]]()
+"""In pytest's configuration: every test that was collected, and whether it is in the default selection."""
+
 
 def slow(*values: Any) -> Any:
     """Parameters of a test with which the default run leaves it out: others cover the same code."""

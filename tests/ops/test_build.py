@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from ls_strategy.ops import _build, _session
 from ls_strategy.ops._session import _session as processes_of
 from ls_strategy.ops._session import start as start_session
 from tests.marks import slow
@@ -140,6 +141,23 @@ def test_no_compiler(tmp_path, env):
     assert result["status"]["cpu"].startswith("reference: no compiler")
 
 
+@pytest.mark.parametrize(
+    ("cxx", "says"),
+    [
+        ("/nonexistent/g++", "no compiler /nonexistent/g++"),
+        ('g++ "', "it is no command line: no closing quotation"),
+        ("FAILS", "no such luck"),
+    ],
+)
+def test_a_build_that_is_impossible_says_why(tmp_path, monkeypatch, cxx, says):
+    """In this process: the tests below see that results are right all the same, and one warning."""
+    monkeypatch.setenv("CXX", str(failing_compiler(tmp_path)) if cxx == "FAILS" else cxx)
+    monkeypatch.setattr(_build, "cache_dir", lambda: tmp_path)
+    with pytest.raises(_build.BuildError, match=says):
+        _build.library(_build.cpu_recipe())
+    assert not list(tmp_path.glob("*.so"))
+
+
 @pytest.mark.wide
 def test_a_compiler_that_is_no_command_line(tmp_path):
     result = finish(start(tmp_path, CXX='g++ "'))
@@ -147,13 +165,18 @@ def test_a_compiler_that_is_no_command_line(tmp_path):
     assert """Got CXX='g++ "', but it is no command line: no closing quotation. Set CXX to a compiler""" in line
 
 
-def test_a_compiler_that_fails(tmp_path):
-    compiler = tmp_path / "cxx"
+def failing_compiler(folder):
+    compiler = folder / "cxx"
     compiler.write_text(
         '#!/bin/sh\n[ "$1" = --version ] && echo fake 1.0 && exit 0\necho "x.cpp:1: error: no such luck" >&2\nexit 1\n'
     )
     compiler.chmod(0o755)
-    result = finish(start(tmp_path / "cache", CXX=str(compiler)))
+    return compiler
+
+
+@pytest.mark.wide
+def test_a_compiler_that_fails(tmp_path):
+    result = finish(start(tmp_path / "cache", CXX=str(failing_compiler(tmp_path))))
     (line,) = warnings(result)
     assert "no such luck" in line
 
@@ -199,6 +222,31 @@ def test_ctrl_c_leaves_no_compiler_running(tmp_path, ninja):
     assert not list((tmp_path / "cache").glob("*.build-*"))
 
 
+ASKS = """
+import runpy, sys, time
+from pathlib import Path
+sleeping = runpy.run_path(sys.argv[1])["start"](["sh", "-c", "sleep 300 & sleep 300"], Path(), sys.stderr)
+print(sleeping.pid, flush=True)
+time.sleep(300)
+"""
+
+
+def test_kill_leaves_no_command_running():
+    """Without torch, which the module of sessions does not need; compilers are below."""
+    process = subprocess.Popen([sys.executable, "-c", ASKS, _session.__file__], stdout=subprocess.PIPE, text=True)
+    session = int(process.stdout.readline())
+    deadline = time.monotonic() + 10
+    while len(processes_of(session)) < 4:  # the guard, the shell, and what that runs
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+    process.kill()
+    process.communicate()
+    while left := processes_of(session):
+        assert time.monotonic() < deadline, f"still running: {left}"
+        time.sleep(0.02)
+
+
+@pytest.mark.wide
 @pytest.mark.parametrize("ninja", [True, slow(False)])
 def test_kill_leaves_no_compiler_running(tmp_path, ninja):
     """Nothing in the killed process can end them."""

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import multiprocessing
 import os
 import shutil
-import subprocess
-import sys
 import time
 from collections.abc import Iterator
 from functools import partial
@@ -20,6 +19,7 @@ from ls_strategy.checkpoint.manifest import Manifest
 from ls_strategy.checkpoint.place import Place
 from ls_strategy.checkpoint.target import MANIFEST
 from ls_strategy.errors import CheckpointError
+from tests.unit.stopped_save import Saver, process_of, save_and_fork
 from tests.unit.test_commit import content_of, every_end, names_in, save
 
 # --- what has the name ------------------------------------------------------------------------------------------------
@@ -171,62 +171,6 @@ def test_another_file_system_has_the_same_rules(request: pytest.FixtureRequest) 
 
 # --- two processes ----------------------------------------------------------------------------------------------------
 
-SAVER = """
-import sys
-from ls_strategy.checkpoint import commit
-from ls_strategy.checkpoint.manifest import Manifest, record_of
-from ls_strategy.checkpoint.place import Place
-from ls_strategy.checkpoint.target import MANIFEST
-from pathlib import Path
-
-path, stop = Path(sys.argv[1]), sys.argv[2]
-
-def wait():
-    print("here", flush=True)
-    assert input() == "go on"
-
-held = commit.begin(path, "0000000a")
-place = commit.staging(path, "0000000a")
-with place.open("__0_0.distcp", "wb") as file:
-    file.write(b"7" if stop == "begun" else b"__0_0.distcp 7")
-    if stop == "begun":
-        wait()
-        file.seek(0)
-        file.write(b"__0_0.distcp 7")
-records = {"__0_0.distcp": record_of(place, "__0_0.distcp")}
-plain = commit._exchange
-if stop == "manifest":
-    commit.take_name = lambda *args, take_name=commit.take_name: (wait(), take_name(*args))
-elif stop == "nameless":
-    plain_rename = Place.rename
-    commit._exchange = lambda a, b: False
-    def rename(self, target):
-        plain_rename(self, target)
-        if target.path.endswith(".old"):
-            wait()
-    Place.rename = rename
-commit.commit(path, "0000000a", Manifest(7, 0, {}, records))
-held.release()
-print("done", flush=True)
-"""
-
-
-class Saver:
-    """Another process, which stops in the middle of a save."""
-
-    def __init__(self, path: Path, stop: str) -> None:
-        self.process = subprocess.Popen(
-            [sys.executable, "-c", SAVER, str(path), stop],
-            stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
-        )  # fmt: skip
-        assert self.process.stdout is not None
-        assert self.process.stdout.readline() == "here\n"
-
-    def go_on(self) -> None:
-        """To its end."""
-        out, err = self.process.communicate("go on\n", timeout=60)
-        assert out == "done\n", err
-
 
 @pytest.fixture(params=["begun", "manifest", "nameless"])
 def saver(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Saver]:
@@ -236,8 +180,7 @@ def saver(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Saver]:
     try:
         yield saver
     finally:
-        saver.process.kill()
-        saver.process.wait()
+        saver.close()
 
 
 @pytest.mark.sample(1)
@@ -283,7 +226,7 @@ def test_a_killed_save_is_nobodys(tmp_path: Path, saver: Saver) -> None:
     path = tmp_path / "last.ckpt"
     named = path.exists()
     saver.process.kill()
-    saver.process.wait()
+    saver.process.join()
     assert commit.newest([tmp_path]) == str(path)
     assert content_of(path) == (1 if named else 7)
     save(path, 2)
@@ -293,21 +236,11 @@ def test_a_killed_save_is_nobodys(tmp_path: Path, saver: Saver) -> None:
 
 def test_a_forked_child_does_not_keep_the_name(tmp_path: Path) -> None:
     """Workers of a data loader that are forked during a save may outlive a process that is killed."""
-    code = (
-        "import os, sys, time\n"
-        "from ls_strategy.checkpoint import commit\n"
-        "commit.begin(sys.argv[1], '0000000a')\n"
-        "if os.fork() == 0:\n"
-        "    print(os.getpid(), flush=True)\n"
-        "    time.sleep(60)\n"
-        "os.kill(os.getpid(), 9)\n"
-    )
-    child = subprocess.Popen(
-        [sys.executable, "-c", code, str(tmp_path / "a.ckpt")], stdout=subprocess.PIPE, text=True
-    )  # fmt: skip
-    assert child.stdout is not None
-    worker = int(child.stdout.readline())
-    child.wait(60)
+    ours, theirs = multiprocessing.Pipe()
+    saver = process_of(save_and_fork, tmp_path / "a.ckpt", theirs)
+    theirs.close()
+    worker = ours.recv()
+    saver.join(60)
     try:
         save(tmp_path / "a.ckpt", 1)
     finally:

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.marks import DEFAULT, LEFT_OUT
 from tests.mutations import Mutation
 from tests.mutations.catalogue import MUTATIONS
 from tests.mutations.runner import ROOT, applied
@@ -30,12 +31,12 @@ def test_an_edit_applies_and_leaves_a_program(mutation: Mutation) -> None:
     before = (ROOT / mutation.file).read_text()
     assert before.count(mutation.old) == 1
     after = before.replace(mutation.old, mutation.new)
-    assert ast.dump(_parsed(after)) != ast.dump(_parsed(before)), "only comments or layout change"
+    assert ast.dump(_parsed(after)) != _dumped(mutation.file), "only comments or layout change"
 
 
 @pytest.mark.parametrize("mutation", MUTATIONS, ids=lambda m: m.name)
 def test_one_to_three_tests_of_the_default_selection_are_named(mutation: Mutation) -> None:
-    """As far as their decorators tell; ``python -m tests.mutations --check`` runs them."""
+    """As far as decorators tell, which is all that a run of this file has; ``tests.mutations --check`` runs them."""
     assert 1 <= len(mutation.tests) <= 3
     for test in mutation.tests:
         found = _ID.fullmatch(test)
@@ -47,6 +48,35 @@ def test_one_to_three_tests_of_the_default_selection_are_named(mutation: Mutatio
             scope = next(node for node in ast.iter_child_nodes(scope) if getattr(node, "name", None) == name)
             assert isinstance(scope, ast.ClassDef | ast.FunctionDef)
             assert not any(_is_left_out(mark) for mark in map(ast.unparse, scope.decorator_list)), test
+
+
+@pytest.fixture(scope="module")
+def selected(request: pytest.FixtureRequest) -> dict[str, bool]:
+    """Whether the default selection has cases of it: for all files, classes, functions and cases of this session.
+
+    Empty where the session has parts of files only, so that a case may be missing.
+    """
+    config = request.config
+    if config.getoption("lf", False) or any("::" in str(word) for word in config.args):
+        return {}
+    found: dict[str, bool] = {}
+    for case, is_default in config.stash[DEFAULT].items():
+        parts = case.partition("[")[0].split("::")
+        for name in {case, *("::".join(parts[:i]) for i in range(1, len(parts) + 1))}:
+            found[name] = found.get(name, False) or is_default
+    return found
+
+
+def test_cases_that_are_named_are_in_the_default_selection(selected: dict[str, bool]) -> None:
+    """Of those files that this session has: all of them in a run of all tests, and whatever it selects."""
+    named = {test: mutation.name for mutation in MUTATIONS for test in mutation.tests}
+    here = {test: name for test, name in named.items() if test.partition("::")[0] in selected}
+    assert {test: name for test, name in here.items() if test not in selected} == {}, "there is no such test"
+    assert {test: name for test, name in here.items() if not selected[test]} == {}, "marked, so it runs nowhere here"
+
+
+def test_the_default_selection_is_what_pytest_is_told(request: pytest.FixtureRequest) -> None:
+    assert f"-m {' and '.join(f'not {mark}' for mark in LEFT_OUT)}" in request.config.getini("addopts")
 
 
 Y_IS_3 = Mutation("y is 3", "a.py", "y = 2", "y = 3", ())
@@ -76,6 +106,11 @@ def _tree(file: str) -> ast.Module:
     return _parsed((ROOT / file).read_text())
 
 
+@cache
+def _dumped(file: str) -> str:
+    return ast.dump(_tree(file))
+
+
 def _marks_of_module(tree: ast.Module) -> Iterator[str]:
     """Yield what is assigned to ``pytestmark``."""
     for node in tree.body:
@@ -85,4 +120,4 @@ def _marks_of_module(tree: ast.Module) -> Iterator[str]:
 
 def _is_left_out(mark: str) -> bool:
     """Whether a decorator keeps all cases of a test out of the default selection."""
-    return "parametrize" not in mark and re.search(r"\b(wide|slow|gpu|bench|slurm)\b", mark) is not None
+    return "parametrize" not in mark and re.search(rf"\b({'|'.join(LEFT_OUT)})\b", mark) is not None
