@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from ls_strategy.errors import PlanError
 from tests.dist.parallel_runs import Module, Run, assert_as_plain, attention_plan, train
 from tests.dist.ranks import on_ranks
-from tests.marks import slow
+from tests.marks import few_or_all
 
 pytestmark = pytest.mark.dist
 
@@ -78,6 +78,9 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "experts": {"stage": 1, "parallel.expert": 2},
     "experts, stage 3": {"stage": 3, "parallel.expert": 2},
 }  # fmt: skip
+FEW = ("zero2", "tensor, stage 3", "sequence", "pipeline, interleaved", "experts")
+"""Every way to divide a model, and stages 1 to 3."""
+
 FOUR_RANKS: dict[str, dict[str, Any]] = {
     "tensor": {"stage": 3, "parallel.tensor.size": 2},
     "pipeline": {"stage": 1, "parallel.pipeline.size": 2, "parallel.pipeline.micro_batches": 2},
@@ -105,10 +108,16 @@ def compare(world_size: int, layouts: dict[str, dict[str, Any]], kind: type[Modu
     assert_as_plain(world_size, [run_of(o, experts="parallel.expert" in o) for o in layouts.values()], kind)
 
 
-@pytest.mark.parametrize("kind", [slow(Different), DifferentOnMeta])
-def test_all_ranks_start_from_what_rank_0_has(kind: type[Module]) -> None:
+@pytest.mark.parametrize("names", few_or_all(FEW, tuple(LAYOUTS)))
+def test_all_ranks_start_from_what_rank_0_has(names: tuple[str, ...]) -> None:
     """Trusted run: one process, which has rank 0's values; the same global batches."""
-    compare(2, LAYOUTS, kind)
+    compare(2, {name: LAYOUTS[name] for name in names}, DifferentOnMeta)
+
+
+@pytest.mark.slow
+def test_all_ranks_start_from_what_rank_0_has_built() -> None:
+    """Modules that are built before the strategy sees them, with a buffer."""
+    compare(2, LAYOUTS, Different)
 
 
 @pytest.mark.wide
