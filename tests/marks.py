@@ -20,6 +20,11 @@ def slow(*values: Any) -> Any:
     return pytest.param(*values, marks=pytest.mark.slow)
 
 
+def wide(*values: Any, **options: Any) -> Any:
+    """Parameters of a test with which it is wide: others make the same claim in the default run."""
+    return pytest.param(*values, marks=pytest.mark.wide, **options)
+
+
 def in_turn(cases: Sequence[Any], options: Mapping[str, Any]) -> list[Any]:
     """Parameters ``(case, options)``: every case with two options in turn and, marked slow, with all of them.
 
@@ -36,7 +41,7 @@ def in_turn(cases: Sequence[Any], options: Mapping[str, Any]) -> list[Any]:
 
 def few_or_all(few: Any, all_: Any) -> list[Any]:
     """Parameters of a test that trains many cases in one start of the ranks: few of them, and, marked wide, all."""
-    return [pytest.param(few, id="few"), pytest.param(all_, id="all", marks=pytest.mark.wide)]
+    return [pytest.param(few, id="few"), wide(all_, id="all")]
 
 
 def covering(

@@ -32,7 +32,7 @@ from tests.dist.ranks import (
     weights,
 )
 from tests.dist.trusted import once
-from tests.marks import in_turn
+from tests.marks import few_or_all, in_turn, wide
 
 STEPS = 3
 EPOCHS = 4
@@ -209,19 +209,22 @@ def compare(world_size: int, kinds: list[type[Joins]], options: dict[str, Any], 
     assert not any(found), "\n".join(found[0])
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(("kind", "options"), in_turn(JOIN, OPTIONS))
 def test_on_two_ranks_as_in_a_plain_trainer(kind: type[Joins], options: dict[str, Any]) -> None:
     compare(2, [kind], options)
 
 
-@pytest.mark.parametrize(("kind", "options"), in_turn([ByCallback, AtABatch, AnotherOptimizer], OPTIONS))
+@pytest.mark.sample(1)
+@pytest.mark.parametrize(("kind", "options"), in_turn([AnotherOptimizer, ByCallback, AtABatch], OPTIONS))
 def test_on_one_rank_as_in_a_plain_trainer(kind: type[Joins], options: dict[str, Any]) -> None:
     compare(1, [kind], options)
 
 
-def test_with_accumulation_and_clipping() -> None:
-    compare(2, [AtEpochs], OPTIONS, accumulate_grad_batches=3, gradient_clip_val=0.1)
+@pytest.mark.parametrize("names", few_or_all(("zero2", "zero3_offload"), tuple(OPTIONS)))
+def test_with_accumulation_and_clipping(names: tuple[str, ...]) -> None:
+    options = {name: OPTIONS[name] for name in names}
+    compare(2, [AtEpochs], options, accumulate_grad_batches=3, gradient_clip_val=0.1)
 
 
 # --- checkpoints ------------------------------------------------------------------------------------------------------
@@ -245,7 +248,13 @@ def trusted_resume(rank: int, world_size: int, kind: type[Joins]) -> Outcome:
 
 
 def resume_problems(
-    rank: int, world_size: int, kind: type[Joins], expected: Outcome, options: list[dict[str, Any]], path: str
+    rank: int,
+    world_size: int,
+    kind: type[Joins],
+    expected: Outcome,
+    options: list[dict[str, Any]],
+    path: str,
+    forms: tuple[str, ...],
 ) -> list[str]:
     quiet()
 
@@ -253,8 +262,11 @@ def resume_problems(
         strategies = [ZeROStrategy(**nested({"checkpoint.format": name, **one})) for one in options]
         return resumed(rank, world_size, kind, strategies, f"{path}/{name}.ckpt")
 
-    found = differences(run, expected, ("sharded", "file"))
+    found = differences(run, expected, forms)
     return [f"{kind.__name__}, {options}, {name}: {words}" for name, words in found.items()]
+
+
+FORMS = few_or_all(("sharded",), ("sharded", "file"))
 
 
 class Stepwise(BaseFinetuning):
@@ -278,10 +290,13 @@ class ByOwnCallback(Joins):
 @pytest.mark.sample(1)
 @pytest.mark.parametrize("kind", [ByCallback, ByOwnCallback])
 @pytest.mark.parametrize("names", [("zero1", "zero3, small units"), ("zero2", "zero2"), ("zero3_offload", "zero1")])
-def test_resume_after_unfreezing(kind: type[Joins], names: tuple[str, str], tmp_path: Path) -> None:
+@pytest.mark.parametrize("forms", FORMS)
+def test_resume_after_unfreezing(
+    kind: type[Joins], names: tuple[str, str], forms: tuple[str, ...], tmp_path: Path
+) -> None:
     expected = once(trusted_resume, 1, kind)[0]
     options = [OPTIONS[name] for name in names]
-    found = spawn(resume_problems, 2, kind, expected, options, str(tmp_path), timeout_s=100)
+    found = spawn(resume_problems, 2, kind, expected, options, str(tmp_path), forms, timeout_s=100)
     assert not any(found), "\n".join(found[0])
 
 
@@ -356,7 +371,7 @@ def refusals(rank: int, world_size: int, options: dict[str, Any]) -> None:
             outcome(rank, world_size, kind(), ZeROStrategy(**nested(options)))
 
 
-@pytest.mark.parametrize("name", ["zero1", "zero3"])
+@pytest.mark.parametrize("name", [wide("zero1"), "zero3"])
 def test_what_cannot_be_followed_is_refused(name: str) -> None:
     spawn(refusals, 2, OPTIONS[name], timeout_s=60)
 
@@ -568,16 +583,17 @@ def test_optimizers_that_call_their_closure_once_work(world_size: int) -> None:
     spawn(one_pass, world_size, timeout_s=100)
 
 
-def sometimes_twice(rank: int, world_size: int) -> None:
+def sometimes_twice(rank: int, world_size: int, stages: tuple[int, ...]) -> None:
     quiet()
-    for stage in (0, 1, 3):
+    for stage in stages:
         Sometimes.calls = 0
         with pytest.raises(PlanError, match=r"Sometimes\.step\(\) calls its closure several times in a step"):
             fit(stage, With(Sometimes), max_epochs=10)
 
 
-def test_a_second_call_of_the_closure_is_an_error_whenever_it_comes() -> None:
-    spawn(sometimes_twice, 2, timeout_s=60)
+@pytest.mark.parametrize("stages", few_or_all((1,), (0, 1, 3)))
+def test_a_second_call_of_the_closure_is_an_error_whenever_it_comes(stages: tuple[int, ...]) -> None:
+    spawn(sometimes_twice, 2, stages, timeout_s=60)
 
 
 # --- parameters in no optimizer ---------------------------------------------------------------------------------------
@@ -805,14 +821,15 @@ def shared_problems(rank: int, world_size: int, kind: type[Any], options: dict[s
     return [f"{kind.__name__}, {name}: {words}" for name, words in found.items()]
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(("kind", "options"), in_turn(SHARED, ON_DEVICE))
 def test_one_parameter_in_two_optimizers_as_under_ddp(kind: type[Any], options: dict[str, Any]) -> None:
     found = spawn(shared_problems, 2, kind, options, timeout_s=100)
     assert not any(found), "\n".join(found[0])
 
 
-@pytest.mark.parametrize(("kind", "options"), in_turn([BothStep, ClipsBetween], ON_DEVICE))
+@pytest.mark.sample(1)
+@pytest.mark.parametrize(("kind", "options"), in_turn([ClipsBetween, BothStep], ON_DEVICE))
 def test_one_parameter_in_two_optimizers_on_one_rank(kind: type[Any], options: dict[str, Any]) -> None:
     found = spawn(shared_problems, 1, kind, options, timeout_s=100)
     assert not any(found), "\n".join(found[0])
@@ -821,11 +838,13 @@ def test_one_parameter_in_two_optimizers_on_one_rank(kind: type[Any], options: d
 @pytest.mark.sample(1)
 @pytest.mark.parametrize("kind", [Shared, TheSame])
 @pytest.mark.parametrize("names", [("zero1", "zero3, small units"), ("zero2", "zero2")])
+@pytest.mark.parametrize("forms", FORMS)
 def test_states_of_shared_parameters_are_kept_apart_in_checkpoints(
-    kind: type[Any], names: tuple[str, str], tmp_path: Path
+    kind: type[Any], names: tuple[str, str], forms: tuple[str, ...], tmp_path: Path
 ) -> None:
     expected = once(trusted_resume, 1, kind)[0]
-    found = spawn(resume_problems, 2, kind, expected, [OPTIONS[n] for n in names], str(tmp_path), timeout_s=100)
+    options = [OPTIONS[name] for name in names]
+    found = spawn(resume_problems, 2, kind, expected, options, str(tmp_path), forms, timeout_s=100)
     assert not any(found), "\n".join(found[0])
 
 

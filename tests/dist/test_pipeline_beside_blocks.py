@@ -15,6 +15,7 @@ from ls_strategy import ZeROStrategy
 from ls_strategy.testing import spawn
 from tests.dist.ranks import assert_close, quiet, trainer_of
 from tests.dist.trusted import once
+from tests.marks import few_or_all, wide
 
 pytestmark = pytest.mark.dist
 
@@ -89,33 +90,48 @@ CASES: list[dict[str, Any]] = [
 
 
 def trained(
-    rank: int, world_size: int, cases: list[dict[str, Any] | None], accumulate: int = 1
+    rank: int, world_size: int, cases: list[dict[str, Any] | None], accumulate: int = 1, epochs: int = 2
 ) -> list[dict[str, Tensor]]:
-    return [state(fit(world_size, options, accumulate_grad_batches=accumulate)) for options in cases]
+    return [state(fit(world_size, options, accumulate_grad_batches=accumulate, max_epochs=epochs)) for options in cases]
 
 
-@pytest.mark.sample(1)
-@pytest.mark.parametrize("accumulate", [1, 2])
-def test_they_are_trained_as_in_one_process(accumulate: int) -> None:
-    (expected,) = once(trained, 1, [None], accumulate)[0]
-    cases = CASES if accumulate == 1 else [pipeline(1), pipeline(3)]
+FEW = [pipeline(3), {**pipeline(1, "zero_bubble"), "offload": "cpu"}]
+
+
+@pytest.mark.parametrize(
+    ("accumulate", "epochs", "cases"),
+    [(1, 1, FEW), wide(1, 2, CASES), wide(2, 2, [pipeline(1), pipeline(3)])],
+    ids=["few", "all", "accumulated"],
+)
+def test_they_are_trained_as_in_one_process(accumulate: int, epochs: int, cases: list[Any]) -> None:
+    (expected,) = once(trained, 1, [None], accumulate, epochs)[0]
     assert torch.equal(expected["never"], torch.ones(2, dtype=torch.float64))
-    for found in spawn(trained, 2, cases, accumulate, init_process_group=False, timeout_s=200):
+    for found in spawn(trained, 2, cases, accumulate, epochs, init_process_group=False, timeout_s=200):
         for options, weights in zip(cases, found, strict=True):
             assert_close(weights, expected, str(options), 1e-12)
 
 
-def resumed(rank: int, world_size: int, folder: str) -> list[dict[str, Tensor]]:
+CHANGES: list[tuple[dict[str, Any], dict[str, Any]]] = [
+    (pipeline(1), pipeline(3)),
+    (pipeline(3), {"stage": 0}),
+    ({"stage": 2}, pipeline(2)),
+]
+
+
+def resumed(
+    rank: int, world_size: int, folder: str, changes: list[tuple[dict[str, Any], dict[str, Any]]]
+) -> list[dict[str, Tensor]]:
     results = []
-    for save, load in ((pipeline(1), pipeline(3)), (pipeline(3), {"stage": 0}), ({"stage": 2}, pipeline(2))):
+    for save, load in changes:
         path = f"{folder}/{len(results)}"
         fit(world_size, save, max_epochs=1).save_checkpoint(path)
         results.append(state(fit(world_size, load, path)))
     return results
 
 
-def test_checkpoints_have_them_for_any_layout(tmp_path: Path) -> None:
+@pytest.mark.parametrize("changes", few_or_all(CHANGES[1:2], CHANGES))
+def test_checkpoints_have_them_for_any_layout(changes: list[Any], tmp_path: Path) -> None:
     (expected,) = once(trained, 1, [None])[0]
-    for found in spawn(resumed, 2, str(tmp_path), init_process_group=False, timeout_s=200):
+    for found in spawn(resumed, 2, str(tmp_path), changes, init_process_group=False, timeout_s=200):
         for number, weights in enumerate(found):
             assert_close(weights, expected, f"resumed {number}", 1e-12)

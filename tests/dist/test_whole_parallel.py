@@ -34,6 +34,7 @@ from tests.dist.parallel_runs import (
 )
 from tests.dist.ranks import Net, assert_close, assert_equal, fit, global_batches, on_ranks, quiet, weights
 from tests.dist.whole_optimizers import Shampoo, matrices, vectors
+from tests.marks import slow, wide
 
 pytestmark = pytest.mark.dist
 STEPS = 6
@@ -58,11 +59,14 @@ class WithMuon(Module):
         )
 
 
-@pytest.mark.parametrize(("size", "tier"), [(2, None), pytest.param(1, "cpu", marks=pytest.mark.slow)])
-def test_stacks_of_experts_are_stepped_expert_by_expert(size: int, tier: str | None) -> None:
+@pytest.mark.parametrize(
+    ("size", "tier", "stages"),
+    [(2, None, (3,)), wide(2, None, (1, 3)), slow(1, "cpu", (1, 3))],
+)
+def test_stacks_of_experts_are_stepped_expert_by_expert(size: int, tier: str | None, stages: tuple[int, ...]) -> None:
     offload = {} if tier is None else {"offload.optimizer": tier}
     cases = [
-        Run({"stage": stage, "parallel.expert": size, **offload}, experts=EXPERTS, steps=STEPS) for stage in (1, 3)
+        Run({"stage": stage, "parallel.expert": size, **offload}, experts=EXPERTS, steps=STEPS) for stage in stages
     ]
     assert_as_plain(2, cases, WithMuon, **LIMITS)
 
@@ -79,9 +83,14 @@ def test_pipelines_and_experts_on_four_ranks() -> None:
     assert_as_plain(4, experts, WithMuon, **LIMITS)
 
 
-@pytest.mark.parametrize(("ranks", "stages"), [(2, (1,)), pytest.param(4, (0, 1, 3), marks=pytest.mark.slow)])
-def test_matrices_that_tensor_parallelism_splits_are_stepped_in_full(ranks: int, stages: tuple[int, ...]) -> None:
-    for kind in (WithMuon, WithLamb):
+@pytest.mark.parametrize(
+    ("ranks", "stages", "kinds"),
+    [(2, (1,), [WithMuon]), wide(2, (1,), [WithMuon, WithLamb]), slow(4, (0, 1, 3), [WithMuon, WithLamb])],
+)
+def test_matrices_that_tensor_parallelism_splits_are_stepped_in_full(
+    ranks: int, stages: tuple[int, ...], kinds: list[type[Module]]
+) -> None:
+    for kind in kinds:
         cases = [Run({"stage": stage, "parallel.tensor": 2}, steps=STEPS) for stage in stages]
         assert_as_plain(ranks, cases, kind, **LIMITS)
 

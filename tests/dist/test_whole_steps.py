@@ -58,12 +58,14 @@ CASES: dict[str, dict[str, Any]] = {
 }
 
 
-def trained(rank: int, world_size: int, net: type[Net], options: dict[str, Any], case: dict[str, Any]) -> Any:
+def trained(
+    rank: int, world_size: int, net: type[Net], options: dict[str, Any], case: dict[str, Any], steps: int = STEPS
+) -> Any:
     """Weights, and how many steps an overflow has skipped."""
     module = net()
     options = {"sharding.min_unit_numel": 0, **options}
     fit(
-        ZeROStrategy(**nested(options)), module, global_batches(rank, world_size, 2 * STEPS),
+        ZeROStrategy(**nested(options)), module, global_batches(rank, world_size, 2 * steps),
         use_distributed_sampler=False, max_epochs=1, **{k: v() if callable(v) else v for k, v in case.items()},
     )  # fmt: skip
     return weights(module), module.seen[0]
@@ -116,6 +118,19 @@ def test_adamw_groups_of_muon_stay_in_shards_on_every_tier(
             assert 0 < total(nbytes) <= owned * 1.4  # padding, and step counts
 
 
+@on_ranks(2)
+def test_steps_are_those_of_stage_0(rank: int, world_size: int, tmp_path: Path) -> None:
+    """Every stage and tier with one of the optimizers; `test_a_step_is_that_of_stage_0` has the other cases."""
+    drive = {"offload.optimizer": "nvme", "offload.nvme_path": str(tmp_path)}
+    tiers = {Scheduled: ({"stage": 2, **drive}, {"stage": 3}), Unknown: ({"stage": 1, "offload.optimizer": "cpu"},)}
+    for net, layouts in tiers.items():
+        expected = trained(rank, world_size, net, {"stage": 0}, CASES["bf16-mixed"], 3)[0]
+        for options in layouts:
+            found = trained(rank, world_size, net, options, CASES["bf16-mixed"], 3)[0]
+            assert_equal(found, expected, f"{net.__name__}, {options}")
+
+
+@pytest.mark.wide
 @pytest.mark.parametrize("name", [*list(CASES)[2:3], *(pytest.param(n, marks=pytest.mark.slow) for n in CASES)])
 @on_ranks(2, timeout_s=150)
 def test_a_step_is_that_of_stage_0(rank: int, world_size: int, name: str, tmp_path: Path) -> None:

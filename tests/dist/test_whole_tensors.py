@@ -19,12 +19,15 @@ from ls_strategy.testing import spawn
 from ls_strategy.zero.step import whole_tensors
 from tests.dist.ranks import assert_close, fit, global_batches, quiet, weights
 from tests.dist.whole_optimizers import MAKE, STEPS, Trained, one_process
+from tests.marks import wide
 
 LIMIT = 1e-5
 TIERS = ("device", "cpu", "nvme")
 ALL = [(case, stage, tier) for case in MAKE for stage in (1, 2, 3) for tier in TIERS]
 SOME = [(case, 1 + i % 3, TIERS[(i + i // 3) % 3]) for i, case in enumerate(MAKE)]
 HALF = STEPS // 2
+FEW = [("Muon and AdamW", 2, "nvme"), ("Adafactor", 3, "cpu"), ("Shampoo", 1, "device")]
+FEW_STEPS = 6  # `Trained.late` has a gradient from the fourth on
 
 
 def strategy(stage: int, tier: str, folder: str) -> ZeROStrategy:
@@ -35,22 +38,29 @@ def strategy(stage: int, tier: str, folder: str) -> ZeROStrategy:
     return ZeROStrategy(stage, **nested(options))
 
 
-def as_in_one_process(rank: int, world_size: int, cases: list[tuple[str, int, str]], folder: str) -> None:
+def as_in_one_process(
+    rank: int, world_size: int, cases: list[tuple[str, int, str]], folder: str, steps: int = STEPS
+) -> None:
     quiet()
-    expected = {case: one_process(case, world_size)[0] for case in sorted({case for case, _, _ in cases})}
+    expected = {case: one_process(case, world_size, steps)[0] for case in sorted({case for case, _, _ in cases})}
     for case, stage, tier in cases:
         module = Trained(case)
-        data = global_batches(rank, world_size, STEPS)
+        data = global_batches(rank, world_size, steps)
         bucket = whole_tensors.BUCKET if stage == 1 else 150  # several tensors, or one
         with mock.patch.object(whole_tensors, "BUCKET", bucket):
             fit(strategy(stage, tier, folder), module, data, use_distributed_sampler=False, max_epochs=1)
         assert_close(weights(module), expected[case], f"{case}, stage {stage}, {tier}", LIMIT)
 
 
-@pytest.mark.sample(1)
-@pytest.mark.parametrize("world_size", [1, 2])
-def test_a_run_in_shards_is_the_run_in_one_process(world_size: int, tmp_path: Path) -> None:
-    spawn(as_in_one_process, world_size, SOME, str(tmp_path), init_process_group=False)
+@pytest.mark.parametrize(
+    ("world_size", "cases", "steps"),
+    [(2, FEW, FEW_STEPS), wide(1, SOME, STEPS), wide(2, SOME, STEPS)],
+    ids=["2-few", "1-some", "2-some"],
+)
+def test_a_run_in_shards_is_the_run_in_one_process(
+    world_size: int, cases: list[tuple[str, int, str]], steps: int, tmp_path: Path
+) -> None:
+    spawn(as_in_one_process, world_size, cases, str(tmp_path), steps, init_process_group=False)
 
 
 @pytest.mark.slow
@@ -170,7 +180,8 @@ LAYOUTS = [(2, (3, "cpu")), (3, (1, "device")), (1, (2, "nvme")), (2, (2, "devic
 @pytest.mark.parametrize(
     ("form", "layout", "cases"),
     [
-        ("sharded", LAYOUTS[0], ["Muon and AdamW", "Shampoo"]),
+        ("sharded", LAYOUTS[0], ["Shampoo"]),
+        wide("sharded", LAYOUTS[0], ["Muon and AdamW", "Shampoo"]),
         *(pytest.param("sharded", layout, list(MAKE), marks=pytest.mark.slow) for layout in LAYOUTS),
         *(pytest.param("file", layout, list(MAKE), marks=pytest.mark.slow) for layout in LAYOUTS[1:]),
     ],
