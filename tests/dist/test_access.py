@@ -5,6 +5,7 @@ The ranks are started once for all cases.
 
 from __future__ import annotations
 
+import functools
 import tempfile
 import traceback
 from collections.abc import Callable, Iterator
@@ -23,6 +24,7 @@ from ls_strategy.lightning.strategy import ZeROStrategy
 from ls_strategy.precision import resolve_precision
 from ls_strategy.testing import spawn
 from tests.live_bytes import LiveBytes
+from tests.marks import few_or_all
 
 pytestmark = pytest.mark.dist
 
@@ -31,10 +33,18 @@ SHARD = 304
 """Elements that a rank sends when a block of 600 is gathered: half of them, and the padding."""
 
 
+FEW: dict[int, tuple[str, ...]] = {0: ("device",), 1: ("cpu",), 2: ("device",), 3: ("device", "nvme")}
+"""``stage -> tiers`` of the default run."""
+
+_every_tier = True
+
+
 def tiers(stage: int) -> Iterator[dict[str, Any]]:
-    """Yield options that store the states of a stage on each tier."""
-    yield {}
-    for tier in ("cpu", "nvme") if stage else ():
+    """Yield options that store the states of a stage on each tier, or on few of them."""
+    chosen = ("device", "cpu", "nvme")[: 3 if stage else 1] if _every_tier else FEW[stage]
+    if "device" in chosen:
+        yield {}
+    for tier in (name for name in chosen if name != "device"):
         offload = {"optimizer": tier, "gradients": tier, "nvme_path": tempfile.gettempdir(), "nvme_allow_ram": True}
         yield {"offload": {**offload, "parameters": tier} if stage == 3 else offload}
 
@@ -505,7 +515,9 @@ def a_frozen_model_is_released_block_by_block_also_without_no_grad() -> None:
 # --- run --------------------------------------------------------------------------------------------------------------
 
 
-def run_all(rank: int, world_size: int) -> dict[str, str]:
+def run_all(rank: int, world_size: int, every_tier: bool) -> dict[str, str]:
+    global _every_tier
+    _every_tier = every_tier
     found: dict[str, str] = {}
     for name, body in CASES.items():
         try:
@@ -517,13 +529,13 @@ def run_all(rank: int, world_size: int) -> dict[str, str]:
     return found
 
 
-@pytest.fixture(scope="module")
-def outcome() -> list[dict[str, str]]:
-    return spawn(run_all, 2, timeout_s=100)
+@functools.cache
+def outcome(every_tier: bool) -> list[dict[str, str]]:
+    return spawn(run_all, 2, every_tier, timeout_s=100)
 
 
-@pytest.mark.sample(9)
 @pytest.mark.parametrize("name", CASES)
-def test_on_two_ranks(name: str, outcome: list[dict[str, str]]) -> None:
-    for rank, found in enumerate(outcome):
+@pytest.mark.parametrize("every_tier", few_or_all(False, True))
+def test_on_two_ranks(every_tier: bool, name: str) -> None:
+    for rank, found in enumerate(outcome(every_tier)):
         assert found.get(name, "not run: an earlier case failed") == "", f"rank {rank}"

@@ -11,7 +11,8 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from ls_strategy.testing import spawn
-from tests.dist.ranks import WIDTH, Block, Net, Result, Sgd, compare, train_all
+from tests.dist.ranks import WIDTH, Block, Net, Sgd, compare, train_all
+from tests.dist.trusted import once
 
 # --- blocks -----------------------------------------------------------------------------------------------------------
 
@@ -244,13 +245,22 @@ GROUPS: dict[str, list[type[Net]]] = {
 }
 
 
-@pytest.fixture(scope="module")
-def trusted() -> dict[str, Result]:
-    """Every case in one process under Lightning's plain single-device strategy."""
-    return spawn(train_all, 1, [case for group in GROUPS.values() for case in group], init_process_group=False)[0]
+# Of every group some, each at a stage or two.
+FEW: dict[tuple[int, ...], list[type[Net]]] = {
+    (3,): [Twice, Returns, ReturnsOpaque, Views, RecomputeReentrant, RecomputeTwice, RecomputeGroup],
+    (1,): [RecomputeLora],
+}
 
 
-@pytest.mark.sample(1)
+@pytest.mark.parametrize("stages", FEW)
+def test_few_equal_one_process(stages: tuple[int, ...]) -> None:
+    """Trusted run: Lightning's plain single-device strategy."""
+    trusted = once(train_all, 1, [case for cases in FEW.values() for case in cases])[0]
+    spawn(compare, 2, FEW[stages], trusted, stages, init_process_group=False)
+
+
+@pytest.mark.wide
 @pytest.mark.parametrize("group", GROUPS)
-def test_equals_one_process(group: str, trusted: dict[str, Result]) -> None:
+def test_equals_one_process(group: str) -> None:
+    trusted = once(train_all, 1, GROUPS[group])[0]
     spawn(compare, 2, GROUPS[group], trusted, init_process_group=False)

@@ -37,7 +37,7 @@ from tests.dist.ranks import (
     weights,
 )
 from tests.dist.ranks import fit as fit_
-from tests.marks import slow
+from tests.marks import few_or_all, slow, wide
 
 fit = functools.partial(fit_, save_as="file")
 
@@ -86,10 +86,10 @@ class Momentum(Net):
         return torch.optim.SGD(self.parameters(), lr=5e-2, momentum=0.9, weight_decay=0.01)
 
 
-@pytest.mark.parametrize("make", [Mixed, slow(Momentum)])
+@pytest.mark.parametrize(("make", "stages"), [(Mixed, (3,)), wide(Mixed, STAGES), slow(Momentum, STAGES)])
 @on_ranks(2)
 def test_plain_lightning_and_every_stage_read_each_others_checkpoints(
-    rank: int, world_size: int, make: type[Net], tmp_path: Path
+    rank: int, world_size: int, stages: tuple[int, ...], make: type[Net], tmp_path: Path
 ) -> None:
     whole, half = make(), make()
     fit("ddp", whole)
@@ -97,7 +97,7 @@ def test_plain_lightning_and_every_stage_read_each_others_checkpoints(
     trainer.save_checkpoint(tmp_path / "ddp.ckpt")
     after_half = weights(half)
     expected = torch.load(tmp_path / "ddp.ckpt", weights_only=True)
-    for stage in STAGES:
+    for stage in stages:
         path = tmp_path / f"{stage}.ckpt"
         module = make()
         fit(stage, module, max_epochs=1).save_checkpoint(path)
@@ -128,13 +128,16 @@ def same_optimizer_state(actual: dict[str, Any], expected: dict[str, Any], what:
             assert_close(actual["state"][number][key], value, f"{what}: state {number}, {key}", 1e-5)
 
 
-@pytest.mark.parametrize("precision", ["32-true", slow("bf16-true"), slow("bf16-mixed")])
+@pytest.mark.parametrize(
+    ("precision", "stages"),
+    [("32-true", (1,)), wide("32-true", STAGES), slow("bf16-true", STAGES), slow("bf16-mixed", STAGES)],
+)
 @on_ranks(2)
 def test_ten_steps_and_ten_more_are_twenty_bit_for_bit(
-    rank: int, world_size: int, precision: str, tmp_path: Path
+    rank: int, world_size: int, stages: tuple[int, ...], precision: str, tmp_path: Path
 ) -> None:
     options: dict[str, Any] = {"precision": precision, "gradient_clip_val": 0.5}
-    for stage in STAGES:
+    for stage in stages:
         whole, half, rest = Mixed(), Mixed(), Mixed()
         fit(stage, whole, batches(TEN_STEPS), **options)
         trainer = fit(stage, half, batches(TEN_STEPS), max_epochs=1, **options)
@@ -177,16 +180,20 @@ def leg(
     return results
 
 
-def test_resume_across_stages_and_world_sizes(tmp_path: Path) -> None:
-    """Two ranks, one, three: three chains that change the stage at each change of the world size."""
+@pytest.mark.parametrize("chains", few_or_all(1, 3))
+def test_resume_across_stages_and_world_sizes(chains: int, tmp_path: Path) -> None:
+    """Two ranks, one, three: three chains that change the stage at each change of the world size; or one, to two ranks.
+
+    A third rank process is worth its start only with all of them.
+    """
     first, second, third, whole = (str(tmp_path / f"{name}{{}}.ckpt") for name in ("first", "second", "third", "whole"))
     trusted = spawn(leg, 1, ("auto",), 3, None, whole, init_process_group=False)[0][0]
     legs = [
-        spawn(leg, 2, (1, 2, 3), 1, None, first, init_process_group=False)[0],
-        spawn(leg, 1, (2, 3, "auto"), 2, first, second, init_process_group=False)[0],
-        spawn(leg, 3, (3, 1, 2), 3, second, third, init_process_group=False)[0],
+        spawn(leg, 2, (1, 2, 3)[:chains], 1, None, first, init_process_group=False)[0],
+        spawn(leg, 1, (2, 3, "auto")[:chains], 2, first, second, init_process_group=False)[0],
+        spawn(leg, 3 if chains > 1 else 2, (3, 1, 2)[:chains], 3, second, third, init_process_group=False)[0],
     ]
-    for chain in range(3):
+    for chain in range(chains):
         losses = [loss for done in legs for loss in done[chain][0]]
         assert_close(losses, trusted[0], f"chain {chain}, losses")
         assert_close(legs[-1][chain][1], trusted[1], f"chain {chain}, weights", 3e-6)
@@ -223,19 +230,25 @@ class OneMoreNotStrict(OneMore):
         )
 
 
+@pytest.mark.parametrize("stages", few_or_all((3,), (1, 2, 3)))
 @on_ranks(2)
-def test_a_checkpoint_of_another_model_is_refused_by_name(rank: int, world_size: int, tmp_path: Path) -> None:
+def test_a_checkpoint_of_another_model_is_refused_by_name(
+    rank: int, world_size: int, stages: tuple[int, ...], tmp_path: Path
+) -> None:
     fit(1, Net(), max_epochs=1).save_checkpoint(tmp_path / "net.ckpt")
-    for stage in (1, 2, 3):
+    for stage in stages:
         with pytest.raises(RuntimeError, match=r"blocks\.1\.wide\.weight"):
             fit(stage, OtherShape(), ckpt=tmp_path / "net.ckpt")
         with pytest.raises(RuntimeError, match=r"extra\.weight"):
             fit(stage, OneMore(), ckpt=tmp_path / "net.ckpt")
 
 
+@pytest.mark.parametrize("stages", few_or_all((1, 3), STAGES))
 @on_ranks(2)
-def test_loading_into_a_running_model_checks_everything_first(rank: int, world_size: int) -> None:
-    for stage in STAGES:
+def test_loading_into_a_running_model_checks_everything_first(
+    rank: int, world_size: int, stages: tuple[int, ...]
+) -> None:
+    for stage in stages:
         module = Net()
         trainer = fit(stage, module, max_epochs=1)
         before = weights(module)
@@ -255,11 +268,14 @@ def test_loading_into_a_running_model_checks_everything_first(rank: int, world_s
         assert_equal(after["last.bias"], before["last.bias"], f"stage {stage}")
 
 
+@pytest.mark.parametrize("stages", few_or_all((3,), STAGES))
 @on_ranks(2)
-def test_strict_loading_off_keeps_what_the_file_lacks(rank: int, world_size: int, tmp_path: Path) -> None:
+def test_strict_loading_off_keeps_what_the_file_lacks(
+    rank: int, world_size: int, stages: tuple[int, ...], tmp_path: Path
+) -> None:
     fit(1, Net(), max_epochs=1).save_checkpoint(tmp_path / "net.ckpt")
     expected = None
-    for strategy in ("ddp_find_unused_parameters_true", *STAGES):
+    for strategy in ("ddp_find_unused_parameters_true", *stages):
         module = OneMoreNotStrict()
         fit(strategy, module, ckpt=tmp_path / "net.ckpt")
         result = weights(module)
@@ -303,9 +319,10 @@ class Overflows(Net):
         return loss * float("inf") if self.global_step == 0 and i == 1 and len(self.losses) == 2 else loss
 
 
+@pytest.mark.parametrize("stages", few_or_all((3,), (1, 3)))
 @on_ranks(2)
-def test_loss_scale_is_saved_and_restored(rank: int, world_size: int, tmp_path: Path) -> None:
-    for stage in (1, 3):
+def test_loss_scale_is_saved_and_restored(rank: int, world_size: int, stages: tuple[int, ...], tmp_path: Path) -> None:
+    for stage in stages:
         whole, half, rest = Net(), Net(), Net()
         long = fit(half_precision(stage), whole)
         short = fit(half_precision(stage), half, max_epochs=1)
@@ -322,8 +339,11 @@ class SeesScale(Net):
         self.scale_at_start = self.trainer.strategy.loss_scale
 
 
+@pytest.mark.parametrize("stages", few_or_all((1,), (1, 3)))
 @on_ranks(2)
-def test_loss_scale_of_a_ddp_run_is_taken_over(rank: int, world_size: int, tmp_path: Path) -> None:
+def test_loss_scale_of_a_ddp_run_is_taken_over(
+    rank: int, world_size: int, stages: tuple[int, ...], tmp_path: Path
+) -> None:
     fit(half_precision(1), Net(), max_epochs=1).save_checkpoint(tmp_path / "ours.ckpt")
     checkpoint = torch.load(tmp_path / "ours.ckpt", weights_only=True)
     assert checkpoint.pop("ZeROPrecision") == {"scale": 128.0, "hysteresis_left": 2, "good_steps": 4}
@@ -333,7 +353,7 @@ def test_loss_scale_of_a_ddp_run_is_taken_over(rank: int, world_size: int, tmp_p
         theirs = {**copy.deepcopy(checkpoint), key: {**scaler.state_dict(), "_growth_tracker": 1}}
         path = tmp_path / f"{key}{rank}.ckpt"
         torch.save(theirs, path)
-        for stage in (1, 3):
+        for stage in stages:
             module = SeesScale()
             trainer = trainer_of(half_precision(stage))
             trainer.fit(module, batches(), ckpt_path=path)
@@ -341,11 +361,12 @@ def test_loss_scale_of_a_ddp_run_is_taken_over(rank: int, world_size: int, tmp_p
             assert trainer.strategy.loss_scale == 1024.0  # one good step there, four here, window 3
 
 
+@pytest.mark.parametrize("stages", few_or_all((3,), (1, 3)))
 @on_ranks(2)
-def test_hooks_may_add_to_a_checkpoint(rank: int, world_size: int, tmp_path: Path) -> None:
+def test_hooks_may_add_to_a_checkpoint(rank: int, world_size: int, stages: tuple[int, ...], tmp_path: Path) -> None:
     """``on_save_checkpoint`` sees the dict before it is written, and ``on_load_checkpoint`` after it is read."""
     x, _ = samples(4)
-    for stage in (1, 3):
+    for stage in stages:
         module = Hooked()
         fit(stage, module, max_epochs=1).save_checkpoint(tmp_path / f"{stage}.ckpt")
         resumed = Hooked()

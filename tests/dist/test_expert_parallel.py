@@ -46,7 +46,13 @@ ALONE = {"balance_loss": 0.0, "second_expert_sampling": False}
 QUICK = {(2, 2, "capacity, k=1"), (2, 2, "dropless, k=2")}
 
 
-@pytest.mark.sample(1)
+@pytest.mark.parametrize(("stage", "routing"), [(2, "capacity, k=1"), (3, "dropless, k=2")])
+def test_eight_steps_are_those_of_ddp(stage, routing):
+    runs = [Run({"stage": stage, "parallel.expert": 2}, experts=ROUTINGS[routing], steps=8)]
+    assert_as_plain(2, runs, plain_ranks=2)
+
+
+@pytest.mark.wide
 @pytest.mark.parametrize(
     ("world", "size", "routing"),
     [

@@ -13,6 +13,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from ls_strategy.lightning.strategy import ZeROStrategy
 from tests.dist.ranks import assert_close, assert_equal, fit, on_ranks, weights
 from tests.dist.test_pretrained import MODELS, Pretrained, tokens
+from tests.marks import few_or_all, wide
 
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("transformers") is None, reason="needs transformers")
 
@@ -44,8 +45,8 @@ def here(module: FromConfig) -> dict[str, torch.Tensor]:
 
 
 @on_ranks(2, timeout_s=120)
-def _equal_to_ddp(rank: int, world_size: int) -> None:
-    for name in ("gpt2", "llama", "llama, tied", "bert"):
+def _equal_to_ddp(rank: int, world_size: int, names: tuple[str, ...]) -> None:
+    for name in names:
         fit(3, ours := FromConfig(name), tokens(), max_epochs=1)
         fit("ddp", trusted := FromConfig(name), tokens(), max_epochs=1)
         assert ours.was_on_meta
@@ -54,8 +55,9 @@ def _equal_to_ddp(rank: int, world_size: int) -> None:
         assert_close(weights(ours), weights(trusted), f"{name}, at the end")
 
 
-def test_stage_3_trains_as_ddp() -> None:
-    _equal_to_ddp()
+@pytest.mark.parametrize("names", few_or_all(("llama, tied",), ("gpt2", "llama", "llama, tied", "bert")))
+def test_stage_3_trains_as_ddp(names: tuple[str, ...]) -> None:
+    _equal_to_ddp(names=names)
 
 
 LAYOUTS: dict[str, tuple[str, dict[str, Any]]] = {
@@ -84,7 +86,7 @@ def _parts(rank: int, world_size: int, layouts: list[str]) -> None:
 
 
 @pytest.mark.parametrize(
-    "layouts", [["tensor", "pipeline"], ["tensor, tied", "pipeline, stage 1", "experts", "offload"]]
+    "layouts", [["tensor", "pipeline"], wide(["tensor, tied", "pipeline, stage 1", "experts", "offload"])]
 )
 def test_every_layout_starts_as_ddp(layouts: list[str]) -> None:
     _parts(layouts=layouts)
@@ -103,9 +105,10 @@ class Parallelized(FromConfig):
             parallelize_module(block.mlp, self.device_mesh["tensor_parallel"], plan)
 
 
+@pytest.mark.parametrize("stages", few_or_all((3,), (1, 3)))
 @on_ranks(2)
-def test_layers_that_the_user_parallelizes(rank: int, world_size: int) -> None:
-    for stage in (1, 3):
+def test_layers_that_the_user_parallelizes(rank: int, world_size: int, stages: tuple[int, ...]) -> None:
+    for stage in stages:
         fit(ZeROStrategy(stage, parallel={"tensor": 2}), ours := Parallelized("llama"), tokens(), max_steps=2)
         fit("ddp", trusted := FromConfig("llama"), tokens(), max_steps=2)
         assert_equal(ours.at_start, trusted.at_start, f"stage {stage}, at the start")

@@ -25,6 +25,7 @@ from tests.dist.ranks import (
     trainer_of,
     weights,
 )
+from tests.marks import few_or_all
 
 
 class SeededLinear(nn.Linear):
@@ -76,12 +77,13 @@ class Late(Seeded):
             self.was_on_meta = all(p.is_meta for p in self.parameters()) and all(b.is_meta for b in self.buffers())
 
 
+@pytest.mark.parametrize("stages", few_or_all((2, 3), STAGES))
 @on_ranks(2)
-def test_init_module(rank: int, world_size: int) -> None:
+def test_init_module(rank: int, world_size: int, stages: tuple[int, ...]) -> None:
     """With and without ``empty_init``, which may leave weights without memory until fit."""
     plain = Seeded()
     fit("ddp", plain)
-    for stage in STAGES:
+    for stage in stages:
         for empty_init in (None, False, True):
             trainer = trainer_of(stage)
             with trainer.init_module(empty_init=empty_init):
@@ -95,11 +97,12 @@ def test_init_module(rank: int, world_size: int) -> None:
             assert_close(weights(module), weights(plain), f"stage {stage}, empty_init={empty_init}")
 
 
+@pytest.mark.parametrize("stages", few_or_all((1, 3), STAGES))
 @on_ranks(2)
-def test_configure_model_is_on_meta_at_stage_3_only(rank: int, world_size: int) -> None:
+def test_configure_model_is_on_meta_at_stage_3_only(rank: int, world_size: int, stages: tuple[int, ...]) -> None:
     plain = Seeded()
     fit("ddp", plain)
-    for stage in STAGES:
+    for stage in stages:
         module = Late()
         trainer = fit(stage, module)
         assert module.was_on_meta is (stage == 3), f"stage {stage}"
@@ -139,15 +142,16 @@ def test_no_rank_ever_holds_the_whole_model_at_stage_3(rank: int, world_size: in
     assert max(elements) <= largest + len(list(module.parameters())), f"{elements}: the whole model has {total}"
 
 
+@pytest.mark.parametrize("stages", few_or_all((3,), (1, 3)))
 @on_ranks(2)
-def test_resume_into_a_meta_module(rank: int, world_size: int, tmp_path: Path) -> None:
+def test_resume_into_a_meta_module(rank: int, world_size: int, stages: tuple[int, ...], tmp_path: Path) -> None:
     """From a checkpoint of DDP and of stage 3, at every stage; the values of the module's own init must not matter."""
     whole = Late()
     fit("ddp", whole)
     fit("ddp", Late(), max_epochs=1).save_checkpoint(tmp_path / "ddp.ckpt")
     fit(3, Late(), max_epochs=1).save_checkpoint(tmp_path / "zero.ckpt")
     for source in ("ddp.ckpt", "zero.ckpt"):
-        for stage in (1, 3):
+        for stage in stages:
             module = Late()
             fit(stage, module, ckpt=tmp_path / source)
             assert_close(module.losses, whole.losses[4:], f"{source}, stage {stage}")

@@ -17,6 +17,7 @@ from ls_strategy import ZeROStrategy, init_inference
 from ls_strategy.testing import spawn
 from ls_strategy.zero.setup.kept import kept_in_fp32
 from tests.dist.ranks import assert_close, assert_equal, quiet, trainer_of, weights
+from tests.marks import few_or_all, wide
 
 pytestmark = [
     pytest.mark.dist,
@@ -124,22 +125,28 @@ OPTIONS: list[dict[str, Any]] = [
 ]
 
 
+FEW = [OPTIONS[number] for number in (4, 6, 8)]
+
+
 def runs(
-    rank: int, world_size: int, folder: str
+    rank: int, world_size: int, folder: str, choices: list[dict[str, Any]]
 ) -> list[tuple[list[float], dict[str, Tensor], dict[str, torch.dtype]]]:
     quiet()
     os.environ["LS_STRATEGY_NVME_PATH"] = folder
-    modules = [fit(rank, options)[0] for options in OPTIONS]
+    modules = [fit(rank, options)[0] for options in choices]
     return [(m.losses, m.final, m.seen) for m in modules]
 
 
-@pytest.mark.sample(1)
-@pytest.mark.parametrize("world_size", [1, 2])
-def test_what_the_author_keeps_in_fp32_is_trained_in_fp32(world_size: int, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("world_size", "choices"), [(2, FEW), wide(1, OPTIONS), wide(2, OPTIONS)], ids=["2-few", "1-all", "2-all"]
+)
+def test_what_the_author_keeps_in_fp32_is_trained_in_fp32(
+    world_size: int, choices: list[dict[str, Any]], tmp_path: Path
+) -> None:
     losses, final = expected(world_size, torch.bfloat16)
     ranks: dict[str, Any] = {"init_process_group": False, "timeout_s": 300}
-    for rank, found in enumerate(spawn(runs, world_size, str(tmp_path), **ranks)):
-        for options, (own, state, seen) in zip(OPTIONS, found, strict=True):
+    for rank, found in enumerate(spawn(runs, world_size, str(tmp_path), choices, **ranks)):
+        for options, (own, state, seen) in zip(choices, found, strict=True):
             what = f"rank {rank} of {world_size}, {options}"
             assert {n for n, d in seen.items() if d == torch.float32} == {n for n in seen if n.endswith(KEPT)}, what
             for name, value in state.items():
@@ -151,11 +158,18 @@ def test_what_the_author_keeps_in_fp32_is_trained_in_fp32(world_size: int, tmp_p
                 assert_close({n: state[n] for n in gates}, gates, what, 1e-4)
 
 
-def resumed(rank: int, world_size: int, folder: str) -> list[tuple[dict[str, Tensor], dict[str, Tensor]]]:
+CHANGES: list[tuple[dict[str, Any], dict[str, Any]]] = [
+    ({"stage": 3}, {"stage": 1}),
+    ({"stage": 1, "checkpoint": "file"}, {"stage": 3, "offload": "cpu"}),
+]
+
+
+def resumed(
+    rank: int, world_size: int, folder: str, changes: list[tuple[dict[str, Any], dict[str, Any]]]
+) -> list[tuple[dict[str, Tensor], dict[str, Tensor]]]:
     quiet()
     results = []
-    one_file = {"stage": 1, "checkpoint": "file"}
-    for save, load in (({"stage": 3}, {"stage": 1}), (one_file, {"stage": 3, "offload": "cpu"})):
+    for save, load in changes:
         full, _ = fit(rank, load, epochs=2)
         _, trainer = fit(rank, save)
         path = f"{folder}/{save['stage']}.ckpt"
@@ -165,8 +179,9 @@ def resumed(rank: int, world_size: int, folder: str) -> list[tuple[dict[str, Ten
     return results
 
 
-def test_training_resumes_with_the_same_bits(tmp_path: Path) -> None:
-    for found in spawn(resumed, 2, str(tmp_path), init_process_group=False, timeout_s=300):
+@pytest.mark.parametrize("changes", few_or_all(CHANGES[:1], CHANGES))
+def test_training_resumes_with_the_same_bits(changes: list[Any], tmp_path: Path) -> None:
+    for found in spawn(resumed, 2, str(tmp_path), changes, init_process_group=False, timeout_s=300):
         for full, again in found:
             assert_equal(again, full, "resumed")
 

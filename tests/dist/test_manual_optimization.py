@@ -21,7 +21,6 @@ from tests.dist.ranks import (
     WIDTH,
     Block,
     Net,
-    Result,
     assert_close,
     assert_equal,
     compare,
@@ -31,6 +30,8 @@ from tests.dist.ranks import (
     train_all,
     weights,
 )
+from tests.dist.trusted import once
+from tests.marks import few_or_all
 
 
 class Manual(Net):
@@ -287,23 +288,33 @@ GROUPS: dict[str, list[type[Net]]] = {
 }
 
 
-@pytest.fixture(scope="module")
-def trusted() -> dict[str, Result]:
-    """Every case in one process under Lightning's plain single-device strategy."""
-    return spawn(
-        train_all, 1, [ClampsWeights, *(case for group in GROUPS.values() for case in group)], init_process_group=False
-    )[0]
+# One case of each group, each stage with some.
+FEW: dict[tuple[int, ...], list[type[Net]]] = {
+    (0, 3): [AccumulateOverBatches],
+    (1,): [EditsByReplacing, ZeroHalfWay],
+    (2,): [Gan, Closure],
+}
 
 
-@pytest.mark.sample(1)
+@pytest.mark.parametrize("stages", FEW)
+def test_few_equal_one_process(stages: tuple[int, ...]) -> None:
+    """Trusted run: Lightning's plain single-device strategy."""
+    trusted = once(train_all, 1, [case for cases in FEW.values() for case in cases])[0]
+    spawn(compare, 2, FEW[stages], trusted, stages, init_process_group=False)
+
+
+@pytest.mark.wide
 @pytest.mark.parametrize("group", GROUPS)
-def test_equals_one_process(group: str, trusted: dict[str, Result]) -> None:
+def test_equals_one_process(group: str) -> None:
+    trusted = once(train_all, 1, GROUPS[group])[0]
     spawn(compare, 2, GROUPS[group], trusted, init_process_group=False)
 
 
-def test_clamped_weights_equal_one_process(trusted: dict[str, Result]) -> None:
-    """Stage 3 cannot: see `test_clamping_sharded_weights_fails_loudly`."""
-    spawn(compare, 2, [ClampsWeights], trusted, (0, 1, 2), init_process_group=False)
+@pytest.mark.parametrize("stages", few_or_all((1,), (0, 1, 2)))
+def test_clamped_weights_equal_one_process(stages: tuple[int, ...]) -> None:
+    """For stage 3 see `test_clamping_sharded_weights_counts`."""
+    trusted = once(train_all, 1, [ClampsWeights])[0]
+    spawn(compare, 2, [ClampsWeights], trusted, stages, init_process_group=False)
 
 
 # --- what must not pass silently --------------------------------------------------------------------------------------
@@ -319,9 +330,10 @@ class BareStep(Manual):
             opt.step()
 
 
+@pytest.mark.parametrize("stages", few_or_all((1, 3), STAGES))
 @on_ranks(2)
-def test_step_of_the_bare_optimizer_is_refused(rank: int, world_size: int) -> None:
-    for stage in STAGES:
+def test_step_of_the_bare_optimizer_is_refused(rank: int, world_size: int, stages: tuple[int, ...]) -> None:
+    for stage in stages:
         module = BareStep()
         before = weights(module)
         fit(stage, module, max_steps=-1, max_epochs=1)
@@ -386,16 +398,17 @@ class SometimesUnused(Net):
         return [torch.optim.SGD(head, lr=0.05), torch.optim.SGD(self.blocks.parameters(), lr=0.05, momentum=0.9)]
 
 
+@pytest.mark.parametrize("stages", few_or_all((3,), (1, 2, 3)))
 @pytest.mark.sample(1)
 @pytest.mark.parametrize("options", [{}, {"offload.optimizer": "cpu"}, {"offload.optimizer": "nvme"}])
 @on_ranks(2)
 def test_the_norm_forgets_gradients_of_the_step_before(
-    rank: int, world_size: int, options: dict[str, Any], tmp_path: Any
+    rank: int, world_size: int, stages: tuple[int, ...], options: dict[str, Any], tmp_path: Any
 ) -> None:
     """Trusted run: DDP."""
     trusted = SometimesUnused()
     fit("ddp_find_unused_parameters_true", trusted)
-    for stage in (1, 2, 3):
+    for stage in stages:
         ours = SometimesUnused()
         fit(
             ZeROStrategy(

@@ -79,9 +79,24 @@ def weigh(rank: int, world_size: int, cases: list[Case]) -> list[tuple[int, dict
     return result
 
 
+Weights = dict[int, tuple[int, dict[str, int], dict[str, int]]]
+"""``stage -> measured, stated, planned``."""
+
+
 @functools.cache
-def weights(world_size: int) -> list[list[tuple[int, dict[str, int], dict[str, int]]]]:
-    return spawn(weigh, world_size, CASES, init_process_group=False, timeout_s=120)
+def weights(world_size: int, stages: tuple[int, ...]) -> list[Weights]:
+    ranks = spawn(weigh, world_size, [CASES[stage] for stage in stages], init_process_group=False, timeout_s=120)
+    return [dict(zip(stages, found, strict=True)) for found in ranks]
+
+
+PARAMETERS = [
+    pytest.param(world_size, stages, stage, id=f"{world_size}-{name}-{stage}", marks=mark)
+    for world_size, name, stages, mark in (
+        (2, "few", (1, 3), ()),
+        *((world_size, "all", (0, 1, 2, 3), pytest.mark.wide) for world_size in WORLDS),
+    )
+    for stage in stages
+]
 
 
 HIDDEN = 3 * WIDTH + 1
@@ -115,21 +130,17 @@ def pooled(stage: int, n: int) -> float:
     return (received + 2) * (3 * BLOCK + EMBEDDING + HEAD)
 
 
-@pytest.mark.sample(1)
-@pytest.mark.parametrize("stage", [0, 1, 2, 3])
-@pytest.mark.parametrize("world_size", WORLDS)
-def test_nothing_but_model_state_outlives_a_step(world_size: int, stage: int) -> None:
+@pytest.mark.parametrize(("world_size", "stages", "stage"), PARAMETERS)
+def test_nothing_but_model_state_outlives_a_step(world_size: int, stages: tuple[int, ...], stage: int) -> None:
     """Activations least of all; a few bytes of step counts and of released parameters are left."""
-    for rank in weights(world_size):
+    for rank in weights(world_size, stages):
         measured, stated, _ = rank[stage]
         assert 0 <= measured - sum(stated.values()) < 1024
 
 
-@pytest.mark.sample(4)
-@pytest.mark.parametrize("stage", [0, 1, 2, 3])
-@pytest.mark.parametrize("world_size", WORLDS)
-def test_model_state_is_the_formulas_within_5_percent(world_size: int, stage: int) -> None:
-    for rank in weights(world_size):
+@pytest.mark.parametrize(("world_size", "stages", "stage"), PARAMETERS)
+def test_model_state_is_the_formulas_within_5_percent(world_size: int, stages: tuple[int, ...], stage: int) -> None:
+    for rank in weights(world_size, stages):
         measured, stated, planned = rank[stage]
         assert measured - stated["communication"] == pytest.approx(state(stage, world_size), rel=0.05)
         assert stated["communication"] == pytest.approx(pooled(stage, world_size), rel=0.05)
