@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import sys
 import threading
@@ -20,7 +21,7 @@ from tests import limits, rank_pool
 from tests.marks import DEFAULT, LEFT_OUT
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Generator, Iterator
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch is imported; parity tests compare bit for bit
 
@@ -113,6 +114,17 @@ EXPECTED_VARIABLES = {
     "TF_CPP_MIN_LOG_LEVEL",
     "WORLD_SIZE",
 }
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Generator[None, Any, Any]:
+    """What was imported and collected lasts until the end: the garbage collector never looks at it."""
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.freeze()
+        gc.enable()
 
 
 @pytest.hookimpl(tryfirst=True)

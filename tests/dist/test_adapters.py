@@ -20,10 +20,12 @@ from tests.dist.ranks import assert_close, assert_equal, fit, mean_over_ranks, o
 from tests.dist.test_pretrained import LENGTH, VOCABULARY, Pretrained, save, tokens
 from tests.marks import slow
 
-pytest.importorskip("peft", reason="needs peft")
 pytestmark = [
     pytest.mark.wide,
-    pytest.mark.skipif(importlib.util.find_spec("transformers") is None, reason="needs transformers"),
+    *(
+        pytest.mark.skipif(importlib.util.find_spec(name) is None, reason=f"needs {name}")
+        for name in ("peft", "transformers")
+    ),
 ]
 
 LORA = {"peft_type": "LORA", "target_modules": ["q_proj", "v_proj"]}

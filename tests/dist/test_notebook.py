@@ -10,10 +10,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-import nbformat
 import pytest
-from nbclient import NotebookClient
-from nbclient.exceptions import CellExecutionError
 
 from tests.marks import slow
 from tests.processes import is_running
@@ -109,6 +106,10 @@ class Kernel:
     """A kernel that runs one cell after another."""
 
     def __init__(self, folder: Path) -> None:
+        import nbformat  # here, so that a run which leaves these tests out does not import it
+        from nbclient import NotebookClient
+
+        self._new_cell = nbformat.v4.new_code_cell
         self.client = NotebookClient(
             nbformat.v4.new_notebook(), timeout=200, resources={"metadata": {"path": str(folder)}}
         )
@@ -119,13 +120,19 @@ class Kernel:
 
     def run(self, source: str) -> str:
         """Run a cell; its text output."""
-        cell = nbformat.v4.new_code_cell(source)
+        return "".join(out.get("text", "") for out in self.outputs(source))
+
+    def outputs(self, source: str) -> list[Any]:
+        """Run a cell; all that it shows."""
+        cell = self._new_cell(source)
         self.client.nb.cells = [cell]
         done: Any = self.client.execute_cell(cell, 0)
-        return "".join(out.get("text", "") for out in done.outputs)
+        return done.outputs
 
     def error(self, source: str) -> str:
         """Run a cell that fails; the error as the user sees it."""
+        from nbclient.exceptions import CellExecutionError
+
         with pytest.raises(CellExecutionError) as error:
             self.run(source)
         return str(error.value)
@@ -177,13 +184,11 @@ def test_progress_of_forked_ranks_is_shown(kernel: Kernel, callbacks: str) -> No
 def test_progress_of_a_rank_in_the_notebook_is_left_to_the_callback(kernel: Kernel) -> None:
     """As text, or as a widget where ipywidgets is installed."""
     callbacks = "[L.pytorch.callbacks.TQDMProgressBar()]"
-    cell = nbformat.v4.new_code_cell(PROGRESS.replace("{devices}", "1").replace("{callbacks}", callbacks))
-    kernel.client.nb.cells = [cell]
-    done: Any = kernel.client.execute_cell(cell, 0)
-    assert "over 1 ranks" in str(done.outputs)
+    outputs = kernel.outputs(PROGRESS.replace("{devices}", "1").replace("{callbacks}", callbacks))
+    assert "over 1 ranks" in str(outputs)
     # A widget's text changes after it is shown, and has spaces that do not break lines.
     shown = [str(state.get("value")) for state in kernel.client.widget_state.values()]
-    assert "Epoch 0" in " ".join(" ".join([str(done.outputs), *shown]).split())
+    assert "Epoch 0" in " ".join(" ".join([str(outputs), *shown]).split())
 
 
 @pytest.mark.parametrize("stage", [slow(0), 3])

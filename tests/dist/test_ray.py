@@ -13,8 +13,13 @@ from ls_strategy.errors import ConfigError, StateError
 from ls_strategy.testing import spawn
 from tests.dist import ray_program
 
-pytest.importorskip("ray.train", exc_type=ImportError)
 pytestmark = pytest.mark.wide
+
+
+@pytest.fixture(autouse=True, scope="module")
+def ray() -> None:
+    """Not at the top of the module: a run that leaves these tests out would import it, too."""
+    pytest.importorskip("ray.train", exc_type=ImportError)
 
 
 @functools.cache

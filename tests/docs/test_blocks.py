@@ -145,7 +145,7 @@ def parser() -> Iterator[Any]:
         yield main([f"--config={base}", *small], run=False).parser
 
 
-@pytest.mark.sample(7)
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("block", of("yaml"), ids=str)
 def test_yaml_is_taken_by_the_recipe(block: Block, parser: Any, tmp_path: Path) -> None:
     yaml = pytest.importorskip("yaml")

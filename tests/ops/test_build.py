@@ -16,7 +16,7 @@ from ls_strategy.ops import _build, _session
 from ls_strategy.ops._session import _session as processes_of
 from ls_strategy.ops._session import start as start_session
 from tests.marks import slow
-from tests.processes import is_running
+from tests.processes import Program, is_running
 
 ROOT = Path(__file__).parents[2]
 PROGRAM = """
@@ -36,18 +36,26 @@ print(json.dumps({"p": p.unique().tolist(), "lines": lines, "status": _build.sta
 """
 
 
-def start(cache, program=PROGRAM, **env) -> subprocess.Popen:
+def environment(cache, **env) -> dict[str, str]:
     variables = {k: v for k, v in os.environ.items() if k not in ("LS_STRATEGY_OPS", "CXX")}
-    variables |= {"LS_STRATEGY_CACHE": str(cache), "PYTHONPATH": str(ROOT), **env}
+    return variables | {"LS_STRATEGY_CACHE": str(cache), "PYTHONPATH": str(ROOT), **env}
+
+
+def start(cache, program=PROGRAM, **env) -> subprocess.Popen:
     return subprocess.Popen(
         [sys.executable, "-c", program],
-        env=variables, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True,
+        env=environment(cache, **env), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+        start_new_session=True,
     )  # fmt: skip
 
 
 def finish(process: subprocess.Popen) -> dict:
     out, err = process.communicate(timeout=150)
     assert process.returncode == 0, err
+    return result_of(out)
+
+
+def result_of(out: str) -> dict:
     result = json.loads(out.splitlines()[-1])
     assert len(result["p"]) == 1
     assert result["p"][0] == pytest.approx(0.8, abs=1e-6)
@@ -135,7 +143,8 @@ class TestWithCompiler:
 
 @pytest.mark.parametrize("env", [{"CXX": "/nonexistent/g++"}, slow({"PATH": "/nonexistent"})])
 def test_no_compiler(tmp_path, env):
-    result = finish(start(tmp_path, **env))
+    with Program(PROGRAM, env=environment(tmp_path, **env)) as process:
+        result = result_of(process.output())
     assert len(warnings(result)) == 1
     assert "no compiler" in warnings(result)[0]
     assert result["status"]["cpu"].startswith("reference: no compiler")

@@ -4,7 +4,6 @@ import hashlib
 import os
 import shutil
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -12,6 +11,7 @@ import torch
 
 from ls_strategy.doctor import kernels
 from ls_strategy.ops import _build
+from tests.processes import Program
 
 ROOT = Path(__file__).parents[2]
 OTHER = 12345
@@ -136,8 +136,5 @@ def test_a_planted_library_does_not_run(tmp_path):
     planted.write_bytes(content + hashlib.sha256(content).digest())
     variables = {k: v for k, v in os.environ.items() if k not in ("LS_STRATEGY_OPS", "CXX")}
     variables |= {"LS_STRATEGY_CACHE": str(cache), "PYTHONPATH": str(ROOT)}
-    done = subprocess.run(
-        [sys.executable, "-c", PROGRAM, cache, planted, marker],
-        env=variables, capture_output=True, text=True, timeout=100, check=True,
-    )  # fmt: skip
-    assert done.stdout.split() == ["False", "True"]
+    with Program(PROGRAM, str(cache), str(planted), str(marker), env=variables) as process:
+        assert process.output().split() == ["False", "True"]

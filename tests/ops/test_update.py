@@ -63,7 +63,7 @@ def test_equals_torch(name, no_kernels):
         torch.testing.assert_close(m.codes, optimizer.state[q][key], rtol=1e-6, atol=1e-6)
 
 
-@pytest.mark.sample(27)
+@pytest.mark.sample(10)
 @pytest.mark.parametrize("moment_format", FORMATS)
 @pytest.mark.parametrize("name", CASES)
 @pytest.mark.parametrize("isa", [0, 1, 2], indirect=True)

@@ -42,7 +42,7 @@ def cli(tmp_path_factory: pytest.TempPathFactory) -> GPTCLI:
     return build([*config_args(CONFIGS / "base.yaml"), *smaller], tmp_path_factory.mktemp("runs"))
 
 
-@pytest.mark.sample(5)
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("file", FILES, ids=stem)
 def test_parses(cli: GPTCLI, file: Path) -> None:
     """Every name and type is checked; nothing is built."""

@@ -63,7 +63,7 @@ def cli(tmp_path_factory: pytest.TempPathFactory) -> GPTCLI:
 # --- configurations -------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.sample(4)
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("file", FILES, ids=stem)
 def test_parses_and_fits_the_network(cli: GPTCLI, file: Path) -> None:
     """Every name and type is checked, and the network builds without memory."""

@@ -67,7 +67,7 @@ SMALL = {
 }
 
 
-@pytest.mark.sample(1)
+@pytest.mark.wide
 @pytest.mark.parametrize("recipe", SMALL)
 def test_zero_auto_plans_and_trains(recipe: str, data: Path, tmp_path: Path) -> None:
     options = [

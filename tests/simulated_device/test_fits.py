@@ -33,9 +33,11 @@ def assert_equal(found: dict[str, Any], expected: dict[str, Any]) -> None:
 
 
 @pytest.fixture(scope="module")
-def on_cpu() -> dict[str, dict[str, Any]]:
-    """Every fit on the CPU, in one process."""
-    return run(fit_all, simulated=False).result
+def on_cpu(request: pytest.FixtureRequest) -> dict[str, dict[str, Any]]:
+    """Every fit that this session compares, on the CPU, in one process."""
+    same = test_a_fit_is_that_of_the_cpu
+    names = [item.callspec.params["name"] for item in request.session.items if getattr(item, "function", None) is same]
+    return run(fit_all, names, simulated=False).result
 
 
 @pytest.mark.sample(3)

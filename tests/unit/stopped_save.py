@@ -10,15 +10,15 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
-from ls_strategy import testing
+from tests.processes import fork_of_server
 
 
 class Saver:
-    """Saves 7 in a process that is a fork of the server that ranks of tests come from: it has imported torch."""
+    """Saves 7 in another process."""
 
     def __init__(self, path: Path, stop: str) -> None:
         self._connection, theirs = multiprocessing.Pipe()
-        self.process = process_of(_save, path, stop, theirs)
+        self.process = fork_of_server(_save, path, stop, theirs)
         theirs.close()
         assert self._connection.recv() == "here"
 
@@ -33,15 +33,6 @@ class Saver:
         self.process.kill()
         self.process.join()
         self._connection.close()
-
-
-def process_of(function: Any, *args: Any) -> Any:
-    """Start a function in such a process."""
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(testing._PRELOAD)  # no effect on a server that already runs
-    process = context.Process(target=function, args=args)
-    process.start()
-    return process
 
 
 def _save(path: Path, stop: str, connection: Connection) -> None:

@@ -7,6 +7,7 @@ import json
 import math
 import subprocess
 import sys
+from typing import Any
 
 import pytest
 
@@ -126,9 +127,15 @@ def test_a_record_is_written_whole_and_says_how(tmp_path, monkeypatch: pytest.Mo
     record.write(None, found)
 
 
+@pytest.fixture(scope="module")
+def header() -> dict[str, Any]:
+    """It takes a while: git and the processor are asked."""
+    return record.header("moments")
+
+
 @pytest.mark.parametrize("name", [*record.REQUIRED, "results"])
-def test_a_record_without_what_a_reader_needs_is_not_written(name: str, tmp_path) -> None:
-    found = {**record.header("moments"), "results": 1}
+def test_a_record_without_what_a_reader_needs_is_not_written(name: str, header: dict[str, Any], tmp_path) -> None:
+    found = {**header, "results": 1}
     del found[name]
     with pytest.raises(ValueError, match=f"without {name}"):
         record.write(tmp_path / "x.json", found)

@@ -38,7 +38,7 @@ def url(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     served = tmp_path / "served"
     served.mkdir()
     with ThreadingHTTPServer(("127.0.0.1", 0), partial(Quiet, directory=str(served))) as server:
-        threading.Thread(target=server.serve_forever, daemon=True).start()
+        threading.Thread(target=server.serve_forever, args=(0.02,), daemon=True).start()
         yield f"http://127.0.0.1:{server.server_port}"
         server.shutdown()
 
@@ -94,7 +94,7 @@ WITHOUT_A_NAME = {("Lightning", "/"), ("ddp", "/")}
 """Addresses that torch itself refuses."""
 
 
-@pytest.mark.sample(4)
+@pytest.mark.sample(3)
 @pytest.mark.parametrize(
     ("reader", "end"),
     [pair for pair in itertools.product(READERS, ("", "/", "?download=1")) if pair not in WITHOUT_A_NAME],

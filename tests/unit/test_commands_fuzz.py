@@ -63,7 +63,6 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     (tmp_path / "bytes.bin").write_bytes(bytes(range(256)))
     (tmp_path / "utf8.txt").write_text("some text")
     (tmp_path / "empty").write_text("")
-    write_checkpoints(tmp_path)
     return tmp_path
 
 
@@ -142,7 +141,8 @@ def cases(command: str, parser: argparse.ArgumentParser) -> Iterator[list[str]]:
 @pytest.mark.wide
 @pytest.mark.sample(1)
 @pytest.mark.parametrize("command", parsers())
-def test_a_wrong_word_ends_with_a_line(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_wrong_word_ends_with_a_line(command: str, folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    write_checkpoints(folder)
     found = [complaint(argv, capsys) for argv in cases(command, parsers()[command])]
     assert len(found) > len(WRONG) - 1
     assert not [each for each in found if each is not None]

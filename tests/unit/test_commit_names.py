@@ -19,7 +19,8 @@ from ls_strategy.checkpoint.manifest import Manifest
 from ls_strategy.checkpoint.place import Place
 from ls_strategy.checkpoint.target import MANIFEST
 from ls_strategy.errors import CheckpointError
-from tests.unit.stopped_save import Saver, process_of, save_and_fork
+from tests.processes import fork_of_server
+from tests.unit.stopped_save import Saver, save_and_fork
 from tests.unit.test_commit import content_of, every_end, names_in, save
 
 # --- what has the name ------------------------------------------------------------------------------------------------
@@ -237,7 +238,7 @@ def test_a_killed_save_is_nobodys(tmp_path: Path, saver: Saver) -> None:
 def test_a_forked_child_does_not_keep_the_name(tmp_path: Path) -> None:
     """Workers of a data loader that are forked during a save may outlive a process that is killed."""
     ours, theirs = multiprocessing.Pipe()
-    saver = process_of(save_and_fork, tmp_path / "a.ckpt", theirs)
+    saver = fork_of_server(save_and_fork, tmp_path / "a.ckpt", theirs)
     theirs.close()
     worker = ours.recv()
     saver.join(60)

@@ -316,7 +316,7 @@ def test_help_describes_groups_and_their_options(capsys: pytest.CaptureFixture[s
     assert "renamed" not in text
 
 
-@pytest.mark.sample(3)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(
     ("words", "options"),
     [
@@ -355,7 +355,7 @@ def test_a_command_line_goes_on_from_the_file(tmp_path: Path) -> None:
     assert parallel.parallel == ParallelConfig(expert=2, pipeline=PipelineConfig(size=2, micro_batches=8))
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(
     ("name", "given", "words", "expected"),
     [
@@ -383,6 +383,7 @@ def test_a_share_in_a_file_names_its_tier(tmp_path: Path, capsys: pytest.Capture
     assert "the following arguments are required: tier" in capsys.readouterr().err
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(
     ("words", "required"),
     [
@@ -401,7 +402,7 @@ def test_a_further_option_does_not_turn_a_short_form_into_a_default(
     assert f"the following arguments are required: {required}" in capsys.readouterr().err
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(
     ("word", "message"),
     [
@@ -421,7 +422,7 @@ def test_a_wrong_value_on_the_command_line(word: str, message: str) -> None:
         build(STRATEGY, f"--trainer.strategy.{word}")
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("where", ["file", "command line"])
 @pytest.mark.parametrize("old", ["offload_optimizer", "nvme_path", "tensor_parallel_size", "save_as"])
 def test_an_old_name_in_yaml_or_on_the_command_line_says_the_new_one(

@@ -26,6 +26,7 @@ from ls_strategy.checkpoint.torch_file import StreamedSave
 from ls_strategy.errors import CheckpointError, ConfigError
 from ls_strategy.lightning.loading import load_from_checkpoint
 from ls_strategy.zero.lazy import LazyTensor
+from tests.processes import Program
 from tests.unit.checkpoint_folders import damage, small_folder, small_tensors, uncommit, write_folder
 
 WEIGHTS = ["table.weight", "head.weight", "blocks.10.bias", "blocks.9.bias", "empty", "blocks.9._extra_state", "seen"]
@@ -259,19 +260,13 @@ def test_what_a_killed_process_left_is_removed_by_the_next_and_by_no_other(tmp_p
         "with atomic_output(Path(sys.argv[1]), nbytes=0, force=False) as path:\n"
         "    path.write_text('half'); print('begun', flush=True); sys.stdin.read()"
     )
-    with subprocess.Popen(
-        [sys.executable, "-c", begin, str(target)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-    ) as process:
-        try:
-            assert process.stdout is not None
-            assert process.stdout.readline() == "begun\n"
-            with pytest.raises(CheckpointError, match=rf"by another process \(pid {process.pid} on "):
-                consolidate(folder, target)
-            small_folder(tmp_path / "y.ckpt")  # a save, which removes what nobody needs
-            shutil.rmtree(tmp_path / "y.ckpt")
-            assert len(list(tmp_path.glob("[.]*.partial"))) == 1, "of a process that is alive"
-        finally:
-            process.kill()
+    with Program(begin, str(target)) as process:
+        assert process.stdout.readline() == "begun\n"
+        with pytest.raises(CheckpointError, match=rf"by another process \(pid {process.pid} on "):
+            consolidate(folder, target)
+        small_folder(tmp_path / "y.ckpt")  # a save, which removes what nobody needs
+        shutil.rmtree(tmp_path / "y.ckpt")
+        assert len(list(tmp_path.glob("[.]*.partial"))) == 1, "of a process that is alive"
     assert len(list(tmp_path.glob("[.]*.partial"))) == 1
     consolidate(folder, target, force=True)
     assert sorted(p.name for p in tmp_path.iterdir()) == ["one.ckpt", "x.ckpt"]

@@ -190,10 +190,9 @@ def ds_config(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> str:
 def test_yaml_alone_takes_the_file(tmp_path: Any, ds_config: str) -> None:
     strategy = build(["--config", yaml_file(tmp_path, deepspeed_config=ds_config)])
     assert (strategy.config.stage, strategy.config.offload) == (2, OffloadConfig(optimizer="cpu"))
-    assert build(["--config", yaml_file(tmp_path, deepspeed_config=ds_config, stage=2)]).config.stage == 2
-    partly = yaml_file(tmp_path, deepspeed_config=ds_config, offload={"step_on": "cpu"}, parallel={"expert": 1})
-    offload = build(["--config", partly]).config.offload
-    assert offload == OffloadConfig(optimizer="cpu", step_on="cpu")
+    partly = {"stage": 2, "offload": {"step_on": "cpu"}, "parallel": {"expert": 1}}
+    config = build(["--config", yaml_file(tmp_path, deepspeed_config=ds_config, **partly)]).config
+    assert (config.stage, config.offload) == (2, OffloadConfig(optimizer="cpu", step_on="cpu"))
 
 
 @pytest.mark.sample(1)

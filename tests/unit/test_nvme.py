@@ -6,9 +6,6 @@ import errno
 import logging
 import os
 import shutil
-import signal
-import subprocess
-import sys
 import textwrap
 import threading
 from collections import namedtuple
@@ -26,6 +23,7 @@ from ls_strategy.tiers.buffers import BoundedPool
 from ls_strategy.tiers.file_io import DirectFile, NVMeError
 from ls_strategy.tiers.nvme import NVMeTier
 from ls_strategy.tiers.nvme_folder import check_path, nvme_wear
+from tests.processes import Program
 
 IO = NVMeIOConfig(block_bytes=8192, parallelism=3, queue_depth=8)
 SIZES = {
@@ -400,16 +398,13 @@ class TestFile:
 
     def start(self, directory, kind):
         code = textwrap.dedent(self.CODE)
-        process = subprocess.Popen(
-            [sys.executable, "-c", code, str(directory), kind], stdout=subprocess.PIPE, stdin=subprocess.PIPE, text=True
-        )
-        assert process.stdout is not None
+        process = Program(code, str(directory), kind)
         assert process.stdout.readline() == "ready\n"
         return process
 
     def kill(self, process):
-        process.send_signal(signal.SIGKILL)
-        process.communicate()
+        with process:
+            process.kill()
 
     def test_it_has_no_name_and_kill_9_leaves_nothing(self, tmp_path):
         process = self.start(tmp_path, "nameless")

@@ -161,6 +161,7 @@ def options(target: Callable[..., Any]) -> list[str]:
     return [name for name, p in inspect.signature(target).parameters.items() if p.kind not in kinds]
 
 
+@pytest.mark.sample(16)
 @pytest.mark.parametrize("name", targets())
 def test_a_wrong_value_is_refused_or_works(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
@@ -196,6 +197,7 @@ def fits(value: Any, hint: Any) -> bool | None:
     return isinstance(value, (list, tuple)) if get_origin(hint) in (list, tuple) else None
 
 
+@pytest.mark.sample(16)
 @pytest.mark.parametrize("name", targets())
 def test_what_has_another_type_is_not_accepted(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Whatever the hint of an option does not allow is refused, also where the option is not used."""

@@ -6,6 +6,7 @@ command survive every quoting on the way.
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import os
 import re
@@ -290,17 +291,18 @@ def test_an_elastic_run_of_torchrun_takes_fewer_nodes(program, capsys):
     assert variables["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] == "1"
 
 
-def test_torchrun_knows_the_variable_for_the_time_to_save():
+def test_torchrun_knows_the_variable_for_the_time_to_save(monkeypatch):
+    """It reads the variable when its module is imported."""
     from dataclasses import fields
 
-    from torch.distributed.launcher.api import LaunchConfig
+    from torch.distributed.launcher import api
 
-    if "shutdown_timeout" not in {each.name for each in fields(LaunchConfig)}:
+    if "shutdown_timeout" not in {each.name for each in fields(api.LaunchConfig)}:
         pytest.skip("this torch gives ranks 30 s")
-    script = "from torch.distributed.launcher.api import LaunchConfig as C; print(C(1, 1, 1).shutdown_timeout)"
-    environment = {**os.environ, "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": "321"}
-    done = subprocess.run([sys.executable, "-c", script], env=environment, capture_output=True, text=True, check=True)
-    assert done.stdout.split()[-1] == "321"
+    monkeypatch.setenv("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", "321")
+    again = importlib.util.module_from_spec(api.__spec__)
+    api.__spec__.loader.exec_module(again)
+    assert again.LaunchConfig(1, 1, 1).shutdown_timeout == 321
 
 
 # --- all -------------------------------------------------------------------------------------------------------------

@@ -108,7 +108,7 @@ OPENERS: dict[str, Callable[[Path], Any]] = {
 BY_LIGHTNING = ("load_from_checkpoint of Lightning", "fit under any strategy")
 
 
-@pytest.mark.sample(10)
+@pytest.mark.sample(6)
 @pytest.mark.parametrize("kind", ["ours", "without index.json", "foreign"])
 @pytest.mark.parametrize("attack", ATTACKS)
 def test_a_crafted_metadata_runs_nothing(tmp_path: Path, attack: str, kind: str) -> None:
