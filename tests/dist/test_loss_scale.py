@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import functools
+import itertools
 from pathlib import Path
 from typing import Any
 
@@ -13,15 +13,27 @@ from torch import Tensor
 
 from ls_strategy.config import LossScaleConfig
 from ls_strategy.testing import spawn
+from tests.marks import few_or_all
 from tests.models import Case, Net, loader, quiet, trainer_of
 
 STAGES = (0, 1, 2, 3)
 PRECISIONS = ("16-mixed", "16-true")
-OVERFLOWS = (3, 4, 7)  # optimizer steps, from 0
-STEPS = 9
+OVERFLOWS = (2, 3, 5)  # optimizer steps, from 0
+STEPS = 7
 FIRST = 2.0**10
 # hysteresis 2: the first overflow is tolerated, the others halve; no window ends
-SCALES = [FIRST, FIRST, FIRST, FIRST, FIRST / 2, FIRST / 2, FIRST / 2, FIRST / 4, FIRST / 4]
+SCALES = [FIRST, FIRST, FIRST, FIRST / 2, FIRST / 2, FIRST / 4, FIRST / 4]
+
+Cases = list[tuple[int, str, int, bool]]
+"""Stage, precision, micro-batches of a step, and whether the run is saved and resumed."""
+
+FEW: Cases = [
+    (0, "16-true", 1, False),
+    (1, "16-mixed", 2, True),
+    (2, "16-true", 1, False),
+    (3, "16-true", 2, True),
+]
+ALL: Cases = [(*each, each[1:] == ("16-true", 2)) for each in itertools.product(STAGES, PRECISIONS, (1, 2))]
 
 
 def case_of(stage: int, precision: str, accumulate: int = 1) -> Case:
@@ -63,26 +75,24 @@ class Recorder(pl.Callback):
         self.states.append(tensors)
 
 
-def train(rank: int, world_size: int, folder: str) -> dict[tuple[int, str, int], dict[str, Any]]:
+def train(rank: int, world_size: int, folder: str, cases: Cases) -> list[dict[str, Any]]:
     quiet()
-    result = {}
-    case: Any = None
-    trainer: Any = None
-    for stage in STAGES:
-        for precision in PRECISIONS:
-            for accumulate in (1, 2):
-                case = case_of(stage, precision, accumulate)
-                recorder = Recorder()
-                trainer = trainer_of(case, world_size, callbacks=[recorder])
-                trainer.fit(Overflowing(case), loader(case, world_size))
-                pairs = zip(recorder.states[:-1], recorder.states[1:], strict=True)
-                unchanged = [
-                    len(a) == len(b) and all(map(torch.equal, a, b)) for a, b in pairs
-                ]  # fmt: skip
-                finite = all(bool(t.isfinite().all()) for t in recorder.states[-1])
-                entry = {"scales": recorder.scales, "skipped": recorder.skipped, "unchanged": unchanged}
-                result[stage, precision, accumulate] = entry | {"finite": finite}
-        result[stage, "restored", 1] = restore(trainer, case, world_size, f"{folder}/{stage}.ckpt")
+    result = []
+    for stage, precision, accumulate, resumes in cases:
+        case = case_of(stage, precision, accumulate)
+        recorder = Recorder()
+        trainer = trainer_of(case, world_size, callbacks=[recorder])
+        trainer.fit(Overflowing(case), loader(case, world_size))
+        pairs = zip(recorder.states[:-1], recorder.states[1:], strict=True)
+        result.append(
+            {
+                "scales": recorder.scales,
+                "skipped": recorder.skipped,
+                "unchanged": [len(a) == len(b) and all(map(torch.equal, a, b)) for a, b in pairs],
+                "finite": all(bool(t.isfinite().all()) for t in recorder.states[-1]),
+                "restored": restore(trainer, case, world_size, f"{folder}/{len(result)}.ckpt") if resumes else None,
+            }
+        )
     return result
 
 
@@ -102,33 +112,18 @@ def restore(trainer: Any, case: Case, world_size: int, path: str) -> dict[str, A
     return {"saved": saved, "found": found[0]}
 
 
-@functools.cache
-def results(folder: str) -> list[dict]:
-    return spawn(train, 2, folder, init_process_group=False, timeout_s=150)
+@pytest.mark.parametrize("cases", few_or_all(FEW, ALL))
+def test_overflow_on_one_rank_skips_on_all(cases: Cases, tmp_path: Path) -> None:
+    """Masters, moments and step counts stay as they were in exactly the steps that overflow; on every rank.
 
-
-@pytest.fixture(scope="module")
-def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict]:
-    return results(str(tmp_path_factory.mktemp("loss_scale") or Path()))
-
-
-@pytest.mark.sample(3)
-@pytest.mark.parametrize("accumulate", [1, 2])
-@pytest.mark.parametrize("precision", PRECISIONS)
-@pytest.mark.parametrize("stage", STAGES)
-def test_overflow_on_one_rank_skips_on_all(ranks, stage, precision, accumulate) -> None:
-    """Masters, moments and step counts stay as they were in exactly the steps that overflow; on every rank."""
-    for rank in ranks:
-        seen = rank[stage, precision, accumulate]
-        assert seen["unchanged"] == [step in OVERFLOWS for step in range(1, STEPS)]
-        assert seen["skipped"] == [sum(o <= step for o in OVERFLOWS) for step in range(STEPS)]
-        assert seen["scales"] == SCALES
-        assert seen["finite"]
-
-
-@pytest.mark.parametrize("stage", STAGES)
-def test_the_scale_is_saved_and_restored(ranks, stage) -> None:
-    for rank in ranks:
-        seen = rank[stage, "restored", 1]
-        assert seen["found"] == seen["saved"]
-        assert seen["saved"]["scale"] == SCALES[-1]
+    The scale is saved and restored.
+    """
+    ranks = spawn(train, 2, str(tmp_path), cases, init_process_group=False, timeout_s=150)
+    for case, seen in itertools.chain.from_iterable(zip(cases, rank, strict=True) for rank in ranks):
+        assert seen["unchanged"] == [step in OVERFLOWS for step in range(1, STEPS)], case
+        assert seen["skipped"] == [sum(o <= step for o in OVERFLOWS) for step in range(STEPS)], case
+        assert seen["scales"] == SCALES, case
+        assert seen["finite"], case
+        if seen["restored"] is not None:
+            assert seen["restored"]["found"] == seen["restored"]["saved"], case
+            assert seen["restored"]["saved"]["scale"] == SCALES[-1], case

@@ -35,6 +35,7 @@ from tests.dist.parallel_runs import (
 )
 from tests.dist.ranks import on_ranks, trainer_of
 from tests.dist.trusted import once
+from tests.marks import few_or_all
 
 pytestmark = pytest.mark.dist
 
@@ -53,20 +54,22 @@ def compare(
     accumulate: int = 1,
     clip: float = 0.0,
     batch: int = BATCH,
+    steps: int = STEPS,
     **shape: Any,
 ) -> list[Outcome]:
     options = trainer_options(accumulate, clip)
-    runs = [Run({"parallel.pipeline.size": 2, **c}, shape, steps=STEPS, batch=batch, trainer=options) for c in choices]
+    runs = [Run({"parallel.pipeline.size": 2, **c}, shape, steps=steps, batch=batch, trainer=options) for c in choices]
     return assert_as_plain(world, runs, timeout_s=170, losses=1e-6, norms=1e-6)
 
 
-def test_every_schedule():
-    """With clipping, tied embeddings, and gradients added up over two batches."""
+@pytest.mark.parametrize("schedules", few_or_all(("1f1b", "dualpipe_v"), SCHEDULES))
+def test_every_schedule(schedules):
+    """With clipping, tied embeddings, and gradients added up over two batches. `test_pipeline_runner` has them too."""
     choices = [
         {"stage": 2, "parallel.pipeline.micro_batches": 4, "parallel.pipeline.schedule": schedule}
-        for schedule in SCHEDULES
+        for schedule in schedules
     ]
-    compare(2, choices, 2, 0.5, **FOUR)
+    compare(2, choices, 2, 0.5, steps=STEPS if schedules is SCHEDULES else 4, **FOUR)
 
 
 @pytest.mark.wide
@@ -95,9 +98,17 @@ def test_with_tensor_parallel_layers_recompute_and_offload():
     compare(4, choices, tied_embeddings=False)
 
 
-def test_losses_of_experts_on_earlier_stages():
+EXPERTS_ON_STAGES = (
+    {"parallel.pipeline.schedule": "interleaved_1f1b"},
+    {"parallel.pipeline.schedule": "1f1b", "activations.checkpointing": "full"},
+    {"parallel.pipeline.schedule": "zbv"},
+)
+
+
+@pytest.mark.parametrize("choices", few_or_all(EXPERTS_ON_STAGES[:1], EXPERTS_ON_STAGES))
+def test_losses_of_experts_on_earlier_stages(choices):
     """Trusted run: as many small batches, whose gradients add up, since a loss of balance is one of a micro-batch."""
-    parts, steps = 4, 4
+    parts, steps = 4, 2
     experts = {
         "num_experts": 4,
         "k": 2,
@@ -110,14 +121,7 @@ def test_losses_of_experts_on_earlier_stages():
     expected = plain(one)
     expected.losses = torch.tensor(expected.losses).view(-1, parts).sum(1).tolist()  # of each the part
     shared = {"stage": 2, "parallel.pipeline.size": 2, "parallel.pipeline.micro_batches": parts}
-    runs = [
-        Run({**shared, **choice}, FOUR, experts, steps, trainer=trainer_options(1, 0.5))
-        for choice in (
-            {"parallel.pipeline.schedule": "1f1b", "activations.checkpointing": "full"},
-            {"parallel.pipeline.schedule": "interleaved_1f1b"},
-            {"parallel.pipeline.schedule": "zbv"},
-        )
-    ]
+    runs = [Run({**shared, **choice}, FOUR, experts, steps, trainer=trainer_options(1, 0.5)) for choice in choices]
     assert not unequal(expected, runs, start(2, runs))
 
 
@@ -296,6 +300,7 @@ def test_a_stage_that_raises_ends_the_run_on_all():
     assert seconds < 30
 
 
+@pytest.mark.wide
 def test_a_stage_that_refuses_the_step_ends_the_run_on_all():
     (first, seconds), (last, _) = spawn(fail, 2, ReadsBeforeTheBlocks, init_process_group=False, timeout_s=60)
     assert last.startswith("PlanError: ")
@@ -514,6 +519,7 @@ def balance(rank: int, world_size: int, methods: list[str]) -> list[tuple[Any, l
     return found
 
 
+@pytest.mark.wide
 def test_operations_are_balanced_the_same_on_all_ranks_and_without_a_trace():
     """The batches of one replica have other shapes, for which the other division would be best."""
     found = spawn(balance, 4, ["flops", "parameters"], init_process_group=False)

@@ -6,7 +6,9 @@ first iterators while optimizers are configured, or in a hook before that, earli
 
 from __future__ import annotations
 
+import itertools
 import random
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,9 +23,13 @@ from typing_extensions import override
 from ls_strategy import ZeROStrategy
 from ls_strategy.testing import spawn
 from tests.dist.ranks import on_ranks, quiet, trainer_of
+from tests.marks import few_or_all
 
 PLACES = ("configure_optimizers", "setup", "on_fit_start")
 """Where the number of batches is asked for."""
+
+ANYWHERE = ("", *PLACES)
+"""There, and nowhere."""
 
 SAMPLES = 24
 
@@ -133,10 +139,17 @@ def run(strategy: Any, place: str, data: Any, *callbacks: pl.Callback, ckpt: Any
 
 
 def check(
-    make_data: Any, done: int, path: Path, make_strategy: Any = lambda: 1, *, passes: int = 1, **options: Any
+    make_data: Any,
+    done: int,
+    path: Path,
+    make_strategy: Any = lambda: 1,
+    *,
+    places: Sequence[str] = ANYWHERE,
+    passes: int = 1,
+    **options: Any,
 ) -> None:
     """Compare a run resumed after ``done`` batches, of so many passes, with the one that was not interrupted."""
-    for place in ("", *PLACES):
+    for place in places:
         saved = path / f"{place}.ckpt"
         whole = run(make_strategy(), place, make_data(), SaveAt(saved, done), **options)
         rest = run(make_strategy(), place, make_data(), ckpt=saved, **options)
@@ -155,18 +168,31 @@ DATA: dict[str, Any] = {
 }
 
 
-@pytest.mark.sample(6)
-@pytest.mark.parametrize("kind", DATA)
-@pytest.mark.parametrize("limit", [{"max_epochs": 3}, {"max_steps": 16, "max_epochs": 3}], ids=["epochs", "steps"])
-@on_ranks(1)
-def test_inside_an_epoch(rank: int, world_size: int, tmp_path: Path, kind: str, limit: dict[str, int]) -> None:
-    check(DATA[kind], 8, tmp_path, use_distributed_sampler=False, **limit)
+LIMITS: dict[str, dict[str, int]] = {"epochs": {"max_epochs": 3}, "steps": {"max_steps": 16, "max_epochs": 3}}
+Cases = list[tuple[str, str, Sequence[str]]]
+"""Names of data and limit, and places."""
+
+FEW: Cases = [
+    (kind, ("epochs", "steps")[i % 2], (ANYWHERE[(i + i // 4) % 4],))
+    for i, kind in enumerate(DATA)
+]  # fmt: skip
 
 
+@pytest.mark.parametrize("cases", few_or_all(FEW, [(*each, ANYWHERE) for each in itertools.product(DATA, LIMITS)]))
+@on_ranks(1, timeout_s=150)
+def test_inside_an_epoch(rank: int, world_size: int, tmp_path: Path, cases: Cases) -> None:
+    for kind, limit, places in cases:
+        folder = tmp_path / f"{kind} {limit}"
+        check(DATA[kind], 8, folder, places=places, use_distributed_sampler=False, **LIMITS[limit])
+
+
+@pytest.mark.parametrize("places", few_or_all({0: ("",), 3: ("setup",)}, {0: ANYWHERE, 3: ANYWHERE}))
 @on_ranks(2)
-def test_inside_an_epoch_with_the_sampler_of_lightning(rank: int, world_size: int, tmp_path: Path) -> None:
-    for stage in (0, 3):
-        check(plain, 4, tmp_path / str(stage), lambda stage=stage: stage)
+def test_inside_an_epoch_with_the_sampler_of_lightning(
+    rank: int, world_size: int, tmp_path: Path, places: dict[int, Sequence[str]]
+) -> None:
+    for stage, of_stage in places.items():
+        check(plain, 4, tmp_path / str(stage), lambda stage=stage: stage, places=of_stage)
 
 
 @pytest.mark.wide
@@ -226,13 +252,14 @@ def test_a_total_number_of_steps_that_is_auto(rank: int, world_size: int, tmp_pa
     assert train(ckpt=saved) == whole[8:]
 
 
+@pytest.mark.parametrize("places", few_or_all([("",), ("on_fit_start",)], [ANYWHERE, ANYWHERE]))
 @on_ranks(1)
 def test_between_two_epochs_the_order_is_drawn_from_the_saved_numbers(
-    rank: int, world_size: int, tmp_path: Path
+    rank: int, world_size: int, tmp_path: Path, places: list[Sequence[str]]
 ) -> None:
     """Also where Lightning restores the epoch as one that goes on, with ``max_steps``."""
-    for number, limit in enumerate([{"max_epochs": 3}, {"max_epochs": 3, "max_steps": 14}]):
-        check(shuffled, 6, tmp_path / str(number), use_distributed_sampler=False, **limit)
+    for limit, of_limit in zip([{"max_epochs": 3}, {"max_epochs": 3, "max_steps": 14}], places, strict=True):
+        check(shuffled, 6, tmp_path / str(len(limit)), places=of_limit, use_distributed_sampler=False, **limit)
 
 
 class Evaluates(Asks):

@@ -9,7 +9,7 @@ import pytest
 from ls_strategy import ConfigError, ZeROStrategy
 from ls_strategy.testing import spawn
 from tests.dist.parallel_runs import Run, assert_as_plain, train_all
-from tests.marks import slow
+from tests.marks import few_or_all, slow
 
 pytestmark = pytest.mark.dist
 
@@ -18,13 +18,19 @@ def options(size: int, ring: int, **more: Any) -> dict[str, Any]:
     return {"parallel.context": size, "parallel.ring": ring, **more}
 
 
-@pytest.mark.sample(1)
-@pytest.mark.parametrize(
-    ("world", "size", "ring"), [(2, 2, 2), (4, 4, 2), slow(4, 4, 4), slow(4, 2, 2)]
-)  # fmt: skip
-def test_losses_norms_and_weights_are_those_of_one_process(world, size, ring):
-    runs = [Run({"stage": stage, **options(size, ring)}) for stage in (1, 3)]
-    assert_as_plain(world, runs)
+@pytest.mark.parametrize("steps", few_or_all(4, 20))
+def test_losses_norms_and_weights_are_those_of_one_process(steps):
+    compare(2, 2, 2, steps)
+
+
+@pytest.mark.wide
+@pytest.mark.parametrize(("world", "size", "ring"), [(4, 4, 2), slow(4, 4, 4), slow(4, 2, 2)])
+def test_on_four_ranks(world, size, ring):
+    compare(world, size, ring, 20)
+
+
+def compare(world: int, size: int, ring: int, steps: int) -> None:
+    assert_as_plain(world, [Run({"stage": stage, **options(size, ring)}, steps=steps) for stage in (1, 3)])
 
 
 @pytest.mark.wide
@@ -61,7 +67,7 @@ def test_with_partitioned_layers():
 def test_traffic_is_the_formula(size, kv_heads):
     """Of ``2 size`` chunks a rank sends those that belong to another one in zig-zag order; keys pass ``3 size - 2``
     times: forward, backward, and as gradients."""
-    steps, blocks, batch, tokens, width = 5, 2, 4, 16, 32
+    steps, blocks, batch, tokens, width = 2, 2, 4, 16, 32
     run = Run({"stage": 2, **options(size, size)}, {"num_kv_heads": kv_heads}, steps=steps)
     share = batch * tokens * width // size
     keys_values = 2 * share * kv_heads // 4

@@ -26,7 +26,7 @@ from tests.dist.parallel_runs import (
 )
 from tests.dist.ranks import quiet
 from tests.dist.test_expert_parallel import ALONE, ROUTINGS
-from tests.marks import slow
+from tests.marks import few_or_all, slow
 from tests.trainers import bare_trainer
 
 pytestmark = [pytest.mark.dist, pytest.mark.timeout(300)]
@@ -38,14 +38,15 @@ RING = {"parallel.ring": 2}
 CHUNKED: dict[str, Any] = {"activations.loss": {"chunk_bytes": 4 * 61 * 5}}
 
 
-def compare(choices: list[dict[str, Any]], world: int = 4, accumulate: int = 1, **shape: Any) -> None:
+def compare(choices: list[dict[str, Any]], world: int = 4, accumulate: int = 1, steps: int = 8, **shape: Any) -> None:
     trainer = {"accumulate_grad_batches": accumulate, "gradient_clip_val": 0.5}
-    runs = [Run({**BOTH, **choice}, shape, steps=8, trainer=trainer) for choice in choices]
+    runs = [Run({**BOTH, **choice}, shape, steps=steps, trainer=trainer) for choice in choices]
     assert_as_plain(world, runs, timeout_s=250)
 
 
-def test_losses_norms_and_weights_are_those_of_one_process():
-    compare([{"stage": 1}, {"stage": 3, **RING, **CHUNKED}], num_layers=3)
+@pytest.mark.parametrize("steps", few_or_all(3, 8))
+def test_losses_norms_and_weights_are_those_of_one_process(steps):
+    compare([{"stage": 1}, {"stage": 3, **RING, **CHUNKED}], steps=steps, num_layers=3)
 
 
 @pytest.mark.slow

@@ -17,21 +17,28 @@ from tests.dist.parallel_runs import (
     start,
     train_all,
 )
-from tests.marks import slow
+from tests.marks import few_or_all, slow
 
 pytestmark = pytest.mark.dist
 
 STAGES = (1, 2, 3)
 
 
-def at_every_stage(world: int, tp: int, shape: Any = None, **options: Any) -> None:
-    runs = [Run({"stage": s, "parallel.tensor.size": tp, **options}, shape or {}) for s in STAGES]
+def at_every_stage(world: int, tp: int, shape: Any = None, steps: int = 20, **options: Any) -> None:
+    runs = [Run({"stage": s, "parallel.tensor.size": tp, **options}, shape or {}, steps=steps) for s in STAGES]
     assert_same_bits(assert_as_plain(world, runs))  # of the stages
 
 
-@pytest.mark.parametrize(("world", "tp"), [slow(2, 2), (4, 2), slow(4, 4)])
-def test_losses_norms_and_weights_are_those_of_one_process(world, tp):
-    at_every_stage(world, tp)
+@pytest.mark.parametrize("steps", few_or_all(4, 20))
+def test_losses_norms_and_weights_are_those_of_one_process(steps):
+    """Two replicas of two ranks."""
+    at_every_stage(4, 2, steps=steps)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_one_replica(ranks):
+    at_every_stage(ranks, ranks)
 
 
 @pytest.mark.slow
@@ -76,7 +83,7 @@ def test_with_offload_recompute_and_partitioned_activations():
 @pytest.mark.parametrize("tp", [2, slow(4)])
 def test_traffic_is_four_sums_per_block_and_micro_batch(tp):
     """b * t * h elements each, of which a rank of n sends 2 (n - 1) / n; and those of embedding, head and loss."""
-    steps = 5
+    steps = 2
     found = spawn(train_all, tp, [Run({"stage": 1, "parallel.tensor.size": tp}, steps=steps)], init_process_group=False)
     b, t, h, blocks = 4, 16, 32, 2
     sums = 4 * blocks + 2  # the embedding's in forward, the head's in backward
