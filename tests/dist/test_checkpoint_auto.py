@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import re
+import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -82,8 +83,8 @@ def lines() -> Iterator[list[str]]:
 # --- the kind ---------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.sample(2)
-@pytest.mark.parametrize("name", ["0", "1", slow("2"), "3", "3, host", slow("1, 8 bits")])
+@pytest.mark.sample(1)
+@pytest.mark.parametrize("name", ["3", "0", "1", slow("2"), "3, host", slow("1, 8 bits")])
 @on_ranks(2)
 def test_a_small_one_is_the_file_that_ddp_writes(rank: int, world_size: int, name: str, tmp_path: Path) -> None:
     paths = {}
@@ -129,7 +130,8 @@ class Grows(Net):
         self.register_buffer("queue", torch.zeros(numel))
 
 
-@pytest.mark.parametrize("stage", [1, 3])
+@pytest.mark.sample(1)
+@pytest.mark.parametrize("stage", [3, 1])
 @on_ranks(2)
 def test_ranks_that_know_different_sizes_decide_alike(rank: int, world_size: int, stage: int, tmp_path: Path) -> None:
     numel = sum(p.numel() for p in Net().parameters())
@@ -171,9 +173,9 @@ def test_what_only_folders_can_hold_is_a_folder(rank: int, world_size: int, tmp_
 # --- runs that change -------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.sample(2)
-@pytest.mark.parametrize("background", [False, True])
-@pytest.mark.parametrize("last", [True, "link"])
+@pytest.mark.sample(1)
+@pytest.mark.parametrize("background", [True, False])
+@pytest.mark.parametrize("last", ["link", True])
 @on_ranks(2)
 def test_a_run_may_change_from_save_to_save(
     rank: int, world_size: int, background: bool, last: Any, tmp_path: Path
@@ -215,7 +217,7 @@ def test_a_run_may_change_from_save_to_save(
         assert runner.global_step == 12
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("first", ["sharded", "file"])
 @pytest.mark.parametrize("background", [False, True])
 @on_ranks(2)
@@ -238,6 +240,7 @@ def test_either_takes_the_place_of_the_other(
         dist.barrier()
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("scheme", ["memory://checkpoints-auto", "local"])
 def test_on_another_file_system_too(scheme: str, tmp_path: Path) -> None:
     place = f"{tmp_path}/x.ckpt" if scheme == "local" else f"{scheme}/x.ckpt"
@@ -275,6 +278,10 @@ class Saves(Counts):
     saved: dict[str, Tensor]
     seconds = 0.0
 
+    def build(self) -> None:
+        super().build()
+        self.overtakes = threading.Event()
+
     def on_train_batch_end(self, *_: Any) -> None:
         if self.global_step == 2:
             self.saved = weights(self)
@@ -286,6 +293,8 @@ class Saves(Counts):
         if self.global_step == 3:
             dist.barrier()
             assert not self.path.exists()  # training overtakes the save
+            dist.barrier()  # no rank writes before all have looked
+            self.overtakes.set()
         return super().training_step(batch, i)
 
 
@@ -297,16 +306,16 @@ def test_training_that_overtakes_a_file_does_not_change_it(
 ) -> None:
     plain = save.run_file
 
-    def slowly(*args: Any) -> None:
-        time.sleep(2)
+    def later(*args: Any) -> None:
+        assert module.overtakes.wait(30)
         plain(*args)
 
     module = Saves()
     module.path = tmp_path / "x.ckpt"
-    with patch.object(save, "run_file", slowly):
+    with patch.object(save, "run_file", later):
         trainer = fit(strategy(name, **{"checkpoint.background": True}), module)
     assert kind(module.path) == "file"
-    assert module.seconds < 1.5
+    assert module.seconds < 15
     assert_equal(read_checkpoint(module.path)["state_dict"], module.saved, "weights")
     whole, resumed = weights(module), Counts()
     fit(strategy(name), resumed, ckpt=module.path)
@@ -492,7 +501,8 @@ def test_modules_learn_which_version_saved_them(rank: int, world_size: int, form
             assert_equal(weights(loaded), half, path)
 
 
-@pytest.mark.parametrize("name", ["1", "3"])
+@pytest.mark.sample(1)
+@pytest.mark.parametrize("name", ["3", "1"])
 @on_ranks(2)
 def test_a_damaged_file_is_not_resumed(rank: int, world_size: int, name: str, tmp_path: Path) -> None:
     trainer = fit(strategy(name), Net(), max_epochs=1)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,7 @@ from tests.dist.parallel_runs import Module, Run, train
 from tests.dist.ranks import WIDTH, fit, global_batches, quiet
 from tests.dist.test_combinations import EXPERTS, LAYOUTS
 from tests.dist.test_habits import OPTIONS, STEPS, Habit, outcome, problems
-from tests.marks import in_turn
+from tests.marks import few_or_all, in_turn
 
 
 class ByHand(Habit):
@@ -403,14 +404,20 @@ def test_with_clipping_as_under_ddp(habit: type[Habit], options: dict[str, Any],
 
 
 @pytest.mark.sample(1)
-@pytest.mark.parametrize("habit", [Clips, ClipsByValue, Replaces, KeepsObjects, GivesItsOwn, ChangesThenAdds])
-def test_where_gradients_rest_on_a_drive(habit: type[Habit], tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("habit", "stages"),
+    [
+        (Clips, (2,)),
+        *((each, (1, 2, 3)) for each in (Clips, ClipsByValue, Replaces, KeepsObjects, GivesItsOwn, ChangesThenAdds)),
+    ],
+)
+def test_where_gradients_rest_on_a_drive(habit: type[Habit], stages: tuple[int, ...], tmp_path: Path) -> None:
     drive: dict[str, Any] = {
         "offload.optimizer": "nvme",
         "offload.nvme_path": str(tmp_path),
         "sharding.min_unit_numel": 0,
     }
-    options = {f"zero{stage}_nvme": {"stage": stage, **drive} for stage in (1, 2, 3)}
+    options = {f"zero{stage}_nvme": {"stage": stage, **drive} for stage in stages}
     found = spawn(problems, 2, habit, options, timeout_s=100)
     assert not any(found), "\n".join(found[0])
 
@@ -438,10 +445,15 @@ class TwoNorms(Habit):
         self.note(after.clamp(min=0.1) / 0.1 - 1)
 
 
-def norms(rank: int, world_size: int, precision: str) -> list[str]:
+FEW = ("zero2", "zero3_offload")
+"""Of the options: of both ways to shard gradients, and of both tiers, one."""
+
+
+def norms(rank: int, world_size: int, precision: str, names: Sequence[str]) -> list[str]:
     quiet()
     found = []
-    for name, options in OPTIONS.items():
+    for name in names:
+        options = OPTIONS[name]
         module = TwoNorms()
         data = global_batches(rank, world_size, STEPS)
         plugin, scale = ZeROPrecision(precision), LossScaleConfig(initial_power=6)
@@ -453,9 +465,12 @@ def norms(rank: int, world_size: int, precision: str) -> list[str]:
 
 
 @pytest.mark.sample(1)
-@pytest.mark.parametrize("precision", ["bf16-true", "16-mixed", "16-true"])
-def test_norms_and_clipping_in_16_bit(precision: str) -> None:
-    found = spawn(norms, 2, precision, timeout_s=100)
+@pytest.mark.parametrize(
+    ("precision", "names"),
+    [("16-mixed", FEW), *((each, tuple(OPTIONS)) for each in ("bf16-true", "16-mixed", "16-true"))],
+)
+def test_norms_and_clipping_in_16_bit(precision: str, names: Sequence[str]) -> None:
+    found = spawn(norms, 2, precision, names, timeout_s=100)
     assert not any(found), found[0]
 
 
@@ -478,7 +493,7 @@ def test_norms_over_a_part_of_the_model_are_refused(name: str) -> None:
     spawn(refused, 2, LAYOUTS[name], init_process_group=False, timeout_s=60)
 
 
-def by_lambda(rank: int, world_size: int) -> list[float]:
+def by_lambda(rank: int, world_size: int, names: Sequence[str]) -> list[float]:
     quiet()
     seen: list[float] = []
 
@@ -486,10 +501,10 @@ def by_lambda(rank: int, world_size: int) -> list[float]:
         gradients = [p.grad for p in module.parameters()]
         seen.append(float(torch.nn.utils.get_total_norm(gradients) / trainer.strategy.grad_norm() - 1))
 
-    for options in OPTIONS.values():
+    for name in names:
         strategy = ZeROStrategy(
             precision_plugin=ZeROPrecision("16-mixed"),
-            **nested({**options, "precision.loss_scale": LossScaleConfig(initial_power=6)}),
+            **nested({**OPTIONS[name], "precision.loss_scale": LossScaleConfig(initial_power=6)}),
         )
         callback = LambdaCallback(on_before_optimizer_step=look)
         data = global_batches(rank, world_size, 2)
@@ -497,10 +512,11 @@ def by_lambda(rank: int, world_size: int) -> list[float]:
     return seen
 
 
-def test_a_lambda_callback_is_user_code() -> None:
+@pytest.mark.parametrize("names", few_or_all(FEW, tuple(OPTIONS)))
+def test_a_lambda_callback_is_user_code(names: Sequence[str]) -> None:
     """Though its class is Lightning's: it sees gradients without the loss scale."""
-    for seen in spawn(by_lambda, 2, timeout_s=100):
-        assert len(seen) == 2 * len(OPTIONS)
+    for seen in spawn(by_lambda, 2, names, timeout_s=100):
+        assert len(seen) == 2 * len(names)
         assert max(map(abs, seen)) < 1e-6
 
 
@@ -580,11 +596,11 @@ class Counts(Habit):
             self.largest = max(self.largest, sum(s.full is not None for s in gradients._shown.values()))
 
 
-def count(rank: int, world_size: int) -> list[str]:
+def count(rank: int, world_size: int, names: Sequence[str]) -> list[str]:
     quiet()
     found = []
-    for name, options in OPTIONS.items():
-        module = Counts()
+    for name in names:
+        options, module = OPTIONS[name], Counts()
         data = global_batches(rank, world_size, 2)
         fit(ZeROStrategy(**nested(options)), module, data, use_distributed_sampler=False, max_epochs=1)
         parameters = len(list(module.parameters()))
@@ -593,9 +609,10 @@ def count(rank: int, world_size: int) -> list[str]:
     return found
 
 
-def test_torchs_clipping_sends_a_number_per_parameter_and_reading_takes_few_buffers() -> None:
+@pytest.mark.parametrize("names", few_or_all(FEW, tuple(OPTIONS)))
+def test_torchs_clipping_sends_a_number_per_parameter_and_reading_takes_few_buffers(names: Sequence[str]) -> None:
     """8 bytes of its norm, and the flags of what has a gradient; two buffers that stay and the one that is read."""
-    found = spawn(count, 2, timeout_s=100)
+    found = spawn(count, 2, names, timeout_s=100)
     assert not any(found), found[0]
 
 
@@ -649,25 +666,26 @@ REFUSED = {
 }
 
 
-def refuse(rank: int, world_size: int, habit: type[Habit], message: str) -> None:
+def refuse(rank: int, world_size: int, habit: type[Habit], message: str, each: dict[str, Any]) -> None:
     quiet()
-    for options in OPTIONS.values():
+    for options in each.values():
         with pytest.raises(StateError, match=message):
             outcome(rank, world_size, habit, ZeROStrategy(**nested(options)))
 
 
 @pytest.mark.sample(2)
-@pytest.mark.parametrize("habit", REFUSED)
-def test_what_cannot_be_had_is_an_error_with_the_cure(habit: type[Habit]) -> None:
-    spawn(refuse, 2, habit, REFUSED[habit], timeout_s=100)
+@pytest.mark.parametrize(("habit", "options"), in_turn(list(REFUSED), OPTIONS))
+def test_what_cannot_be_had_is_an_error_with_the_cure(habit: type[Habit], options: dict[str, Any]) -> None:
+    spawn(refuse, 2, habit, REFUSED[habit], options, timeout_s=100)
 
 
-def late_hooks(rank: int, world_size: int) -> list[str]:
+def late_hooks(rank: int, world_size: int, names: Sequence[str]) -> list[str]:
     """What is neither equal to DDP nor refused."""
-    cure = "Register such hooks in __init__"
-    return [problem for problem in problems(rank, world_size, HooksTooLate, OPTIONS) if cure not in problem]
+    cure, options = "Register such hooks in __init__", {name: OPTIONS[name] for name in names}
+    return [problem for problem in problems(rank, world_size, HooksTooLate, options) if cure not in problem]
 
 
-def test_hooks_that_come_too_late_are_refused_or_count() -> None:
-    found = spawn(late_hooks, 2, timeout_s=100)
+@pytest.mark.parametrize("names", few_or_all(FEW, tuple(OPTIONS)))
+def test_hooks_that_come_too_late_are_refused_or_count(names: Sequence[str]) -> None:
+    found = spawn(late_hooks, 2, names, timeout_s=100)
     assert not any(found), found[0]

@@ -297,7 +297,7 @@ def test_a_run_goes_on_on_another_number_of_ranks(tmp_path: Path) -> None:
     """In the middle of an epoch: next batches, random numbers and bits are those of the unbroken run."""
     path = str(tmp_path / "middle.ckpt")
     expected = run(1, {"stage": 3}, PLAIN, "Habits", (path, 4))
-    check_continued(run(3, {"stage": 2}, PLAIN, "Habits", None, path), expected)
+    check_continued(run(2, {"stage": 2}, PLAIN, "Habits", None, path), expected)
 
 
 def check_continued(found: Result, expected: Result) -> None:
@@ -475,13 +475,15 @@ def test_samplers_draw_for_one_virtual_rank(kind: str) -> None:
 # --- traffic and memory -----------------------------------------------------------------------------------------------
 
 
-def sent(rank: int, world_size: int, virtual: int | None) -> dict[str, int]:
+def sent(rank: int, world_size: int, counts: list[int | None]) -> list[dict[str, int]]:
     quiet()
-    parallel = {} if virtual is None else {"virtual_ranks": virtual}
-    strategy = ZeROStrategy(2, sharding={"min_unit_numel": 0}, parallel=parallel)
-    trainer = trainer_of(strategy, max_epochs=1)
-    trainer.fit(Wide(), batches(16))
-    return dict(strategy.traffic.bytes)
+    found = []
+    for virtual in counts:
+        parallel = {} if virtual is None else {"virtual_ranks": virtual}
+        strategy = ZeROStrategy(2, sharding={"min_unit_numel": 0}, parallel=parallel)
+        trainer_of(strategy, max_epochs=1).fit(Wide(), batches(16))
+        found.append(dict(strategy.traffic.bytes))
+    return found
 
 
 class Wide(Net):
@@ -494,7 +496,7 @@ class Wide(Net):
 
 
 def test_bytes_are_those_without_virtual_ranks() -> None:
-    plain, virtual, twice = (spawn(sent, 2, count, init_process_group=False, timeout_s=60)[0] for count in (None, 2, 4))
+    plain, virtual, twice = spawn(sent, 2, [None, 2, 4], init_process_group=False, timeout_s=60)[0]
     assert virtual["reduce_scatter"] == plain["reduce_scatter"]
     assert virtual["all_gather"] == plain["all_gather"]
     assert twice["reduce_scatter"] == plain["reduce_scatter"], "half as many steps, with two rounds each"
