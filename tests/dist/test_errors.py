@@ -339,9 +339,10 @@ class RefusesOnRank1(Net):
         return super().training_step(batch, i)
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(
     ("error", "where", "stage"),
-    [(PlanError, "step", 0), (ConfigError, "setup", 3), slow(PlanError, "setup", 1), slow(ConfigError, "step", 3)],
+    [(ConfigError, "setup", 3), (PlanError, "step", 0), slow(PlanError, "setup", 1), slow(ConfigError, "step", 3)],
 )
 @on_ranks(2)
 def test_a_refusal_on_one_rank_stops_the_others_within_seconds(

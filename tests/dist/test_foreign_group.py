@@ -54,6 +54,7 @@ def fails(rank: int, world_size: int, before: str, module: type) -> str:
     return "no error"
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("before", ["ddp", "own"])
 def test_a_failure_ends_all_ranks_in_a_group_that_the_strategy_has_not_made(before: str):
     waiting, failed = spawn(fails, 2, before, Fails, init_process_group=False)
@@ -87,6 +88,7 @@ def timeouts(rank: int, world_size: int, sharding: dict[str, Any]) -> list[tuple
     return found
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(("ranks", "sharding"), [(2, {}), (4, {"shard_size": 2})], ids=["plain", "mesh"])
 def test_the_timeout_reaches_every_group(ranks: int, sharding: dict[str, Any]):
     for first, second in spawn(timeouts, ranks, sharding, init_process_group=False):

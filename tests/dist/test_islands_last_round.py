@@ -162,6 +162,7 @@ def test_an_island_whose_connection_breaks_in_the_last_round_ends_with_the_globa
     assert torch.equal(first["weights"], second["weights"])
 
 
+@pytest.mark.wide
 def test_a_last_round_that_cannot_be_repeated_with_all_islands_is_an_error(tmp_path: Path) -> None:
     """The hub is lost when one island has its answer and the other one has not: it repeated the round alone."""
     port = free_port()
