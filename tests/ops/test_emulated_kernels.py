@@ -59,6 +59,7 @@ def places(buffers):
     return [(buffers, "param"), (buffers, "grad"), *stored] + [(buffers, "out")] * (buffers.out is not None)
 
 
+@pytest.mark.sample(10)
 @pytest.mark.parametrize("moment_format", FORMATS)
 @pytest.mark.parametrize("name", CASES)
 def test_update_is_the_reference(emulation, name, moment_format):
@@ -123,6 +124,7 @@ def test_sums_of_sums(emulation):
     assert torch.equal(emulation.run("sum_of_squares", grad, 1.0), sum_of_squares_reference(grad, 1.0))
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("dropped", [0, 0.3, 1.0])
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_routing_is_the_reference(emulation, dtype, dropped):

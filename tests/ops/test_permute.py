@@ -220,7 +220,7 @@ def test_threads_change_nothing(kernels):
 # --- gradients -------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("dropped", [0, 0.4, 1.0])
+@pytest.mark.parametrize("dropped", [pytest.param(0, marks=pytest.mark.wide), 0.4, 1.0])
 def test_gradients(dropped):
     """First and second ones, in fp64."""
     r = Routed((5, 2, 4, 3), torch.float64, dropped)
@@ -287,8 +287,14 @@ def operations(r):
     ]
 
 
-@pytest.mark.parametrize("number", range(6))
-@pytest.mark.parametrize("dropped", [0, 0.4])
+@pytest.mark.parametrize(
+    ("number", "dropped"),
+    [
+        pytest.param(number, dropped, marks=[pytest.mark.wide] if (number in (0, 2, 3)) is (dropped == 0) else [])
+        for number in range(6)
+        for dropped in (0, 0.4)
+    ],
+)
 def test_opcheck(kernels, number, dropped):
     permute._kernels("cpu")
     op, args = operations(Routed((10, 2, 4, 24), torch.bfloat16 if number % 2 else torch.float32, dropped))[number]

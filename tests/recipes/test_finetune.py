@@ -186,6 +186,7 @@ def cli(tmp_path_factory: pytest.TempPathFactory) -> FinetuneCLI:
     return build(f"--config={CONFIGS / 'base.yaml'}", folder=tmp_path_factory.mktemp("runs"))
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("file", OVERLAYS, ids=programs.stem)
 def test_an_overlay_is_taken_and_says_only_what_it_changes(cli: FinetuneCLI, file: Path) -> None:
     parsed = cli.parser.parse_args([f"--config={CONFIGS / 'base.yaml'}", f"--config={file}"])

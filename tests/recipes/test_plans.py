@@ -40,7 +40,7 @@ def of_data(recipe: str, data: Path) -> list[str]:
     return [f"--data.corpus.cache_dir={data / 'cache'}", "--data.corpus.tokenizer=bytes"]
 
 
-@pytest.mark.sample(1)
+@pytest.mark.wide
 @pytest.mark.parametrize("name", CONFIGS)
 def test_every_configuration_is_planned(
     name: str, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]

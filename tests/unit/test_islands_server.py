@@ -152,6 +152,7 @@ WRONG: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.sample(12)
 @pytest.mark.parametrize("wrong", WRONG.values(), ids=WRONG.keys())
 def test_a_request_that_is_malformed_ends_its_own_connection_only(wrong: dict[str, Any]) -> None:
     with serving(2) as port:

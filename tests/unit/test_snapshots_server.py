@@ -78,6 +78,7 @@ WRONG: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.sample(11)
 @pytest.mark.parametrize("wrong", WRONG.values(), ids=WRONG.keys())
 @pytest.mark.parametrize("what", ["read", "put"])
 def test_a_malformed_request_is_answered_by_an_error(what: str, wrong: dict[str, Any], memory: Memory):
