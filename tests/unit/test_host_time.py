@@ -1,4 +1,5 @@
 """What a unit costs the training thread, counted and not timed: lines of this package that Python executes in a step.
+And what a step costs a reader: the files and functions of this package that it enters.
 
 One rank of a world of two takes part in every collective, but sends nothing (`benchmarks.host_time`).
 """
@@ -24,6 +25,13 @@ PACKAGE = str(Path(ls_strategy.__file__).parent)
 
 LINES = {0: 1190, 1: 1040, 2: 850, 3: 1330}
 """At most so many per unit and step, by stage: some more than there are, since versions of Python count differently."""
+
+FILES = {0: 40, 1: 40, 2: 40, 3: 40}
+FUNCTIONS = {0: 222, 1: 232, 2: 233, 3: 260}
+"""A plain step may enter so many, by stage. They only ever fall: a feature that is off is not entered."""
+
+CALLS_OF_A_GATHER = 20
+"""Calls within the package from the start of a unit's gather to the collective."""
 
 
 @pytest.fixture(autouse=True)
@@ -70,6 +78,43 @@ def test_every_unit_costs_the_same_and_not_much(stage: int) -> None:
     few, more, most = (lines_of_a_step(stage, units) for units in (10, 20, 30))
     assert most - more == more - few
     assert 0 < (most - more) / 10 <= LINES[stage]
+
+
+def calls_of_a_step(stage: int) -> list[tuple[str, str]]:
+    """Files and names of all functions of the package that a step calls, in their order."""
+    loop, calls = warm(stage, 3), []
+
+    def note(frame: FrameType, event: str, _: Any) -> None:
+        if event == "call" and frame.f_code.co_filename.startswith(PACKAGE):
+            calls.append((frame.f_code.co_filename.removeprefix(PACKAGE), frame.f_code.co_qualname))
+
+    before = sys.getprofile()
+    gc.collect()
+    gc.disable()
+    sys.setprofile(note)
+    try:
+        loop.run(torch.ones(BATCH, WIDTH))
+    finally:
+        sys.setprofile(before)
+        gc.enable()
+    return calls
+
+
+@pytest.mark.skipif(sys.version_info < (3, 11), reason="functions of the same name in two classes count as one")
+@pytest.mark.parametrize("stage", range(4))
+def test_a_plain_step_enters_few_files(stage: int) -> None:
+    calls = calls_of_a_step(stage)
+    files = sorted({file for file, _ in calls})
+    assert len(files) <= FILES[stage], "\n".join(files)
+    assert len(set(calls)) <= FUNCTIONS[stage]
+
+
+def test_few_calls_stand_between_the_start_of_a_gather_and_its_collective() -> None:
+    names = [name for _, name in calls_of_a_step(3)]
+    ends = [i for i, name in enumerate(names) if name == "Comm.all_gather"]
+    starts = [max(i for i in range(end) if names[i].endswith(".start_gather")) for end in ends]
+    assert ends
+    assert max(e - s for s, e in zip(starts, ends, strict=True)) <= CALLS_OF_A_GATHER, names[starts[0] : ends[0] + 1]
 
 
 def test_no_step_looks_at_a_released_parameter(monkeypatch: pytest.MonkeyPatch) -> None:
