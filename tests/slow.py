@@ -1,4 +1,8 @@
-"""Run the tests marked slow in pieces, record the result: ``python -m tests.slow [PIECE...]`` (see ``.ci/slow``)."""
+"""Run the tests marked slow in pieces, record the result: ``python -m tests.slow [PIECE...]`` (see ``.ci/slow``).
+
+``python -m tests.slow --failed`` runs once more what failed in the record. What passes by now is counted as passed, and
+the record says in ``mended`` with which commit.
+"""
 
 from __future__ import annotations
 
@@ -101,6 +105,39 @@ def save(piece: str, figures: dict[str, Any]) -> dict[str, Any]:
     return record
 
 
+def node_of(name: str) -> str:
+    """Return pytest's id of a test that a report calls ``package.module[.Class]::name``."""
+    module, _, test = name.partition("::")
+    parts = module.split(".")
+    length = next((n for n in range(len(parts), 0, -1) if (ROOT / Path(*parts[:n])).with_suffix(".py").is_file()), 0)
+    if not length:
+        raise SystemExit(f"Got {name!r} in {RECORD.name}, but there is no such file. Run its piece again.")
+    return "::".join([f"{'/'.join(parts[:length])}.py", *parts[length:], test])
+
+
+def mend() -> list[str]:
+    """Run the record's failed tests again; move what passes to ``mended``, return what does not."""
+    record = json.loads(RECORD.read_text())
+    failed = [name for figures in record["pieces"].values() for name in figures["failed"]]
+    with tempfile.TemporaryDirectory() as folder:
+        report = Path(folder) / "report.xml"
+        command = [sys.executable, "-m", "pytest", "-q", "-m", SELECTION, "-p", "no:cacheprovider"]
+        status = subprocess.run([*command, f"--junitxml={report}", *map(node_of, failed)], cwd=ROOT, check=False)
+        if status.returncode not in (0, 1):
+            raise SystemExit(f"pytest ended with status {status.returncode}; the record is as it was")
+        still = set(figures_of(report)["failed"])
+    for figures in record["pieces"].values():
+        passed = [name for name in figures["failed"] if name not in still]
+        figures["failed"] = [name for name in figures["failed"] if name in still]
+        figures["passed"] += len(passed)
+        if passed:
+            figures.setdefault("mended", {}).update(dict.fromkeys(passed, tested_commit()))
+        if not figures["failed"] and figures["exit_status"] == 1:
+            figures["exit_status"] = 0
+    RECORD.write_text(json.dumps(record, indent=1) + "\n")
+    return sorted(still)
+
+
 def commits_since(commit: str) -> int | None:
     """How many commits the checkout is ahead of one; None where the history does not tell."""
     try:
@@ -133,7 +170,10 @@ def main() -> int:
     options = argparse.ArgumentParser(description=__doc__)
     options.add_argument("pieces", nargs="*", metavar="PIECE", help=f"of {', '.join(PIECES)}; default: all")
     options.add_argument("-n", "--workers", type=int, default=2, help="tests at a time; default: %(default)s")
+    options.add_argument("--failed", action="store_true", help="only what failed in the record")
     asked = options.parse_args()
+    if asked.failed:
+        return int(bool(mend()))
     if unknown := set(asked.pieces) - set(PIECES):
         options.error(f"Got {sorted(unknown)}, but the pieces are {', '.join(PIECES)}.")
     bad = 0

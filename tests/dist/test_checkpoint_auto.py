@@ -41,7 +41,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "2": {},
     "3": {"sharding.min_unit_numel": 0},
     "3, host": {"sharding.min_unit_numel": 0, "offload.optimizer": "cpu", "offload.parameters": "cpu"},
-    "1, 8 bits": {"precision.moments": "8bit"},
+    "1, 8 bits": {"precision.moments": "int8"},
 }
 
 

@@ -20,6 +20,17 @@ REPORT = """<testsuites><testsuite>
 </testsuite></testsuites>"""
 
 
+SAMPLE = """
+import pytest
+pytestmark = pytest.mark.slow
+@pytest.mark.parametrize("x", [1, 2])
+def test_mended(x): pass
+class TestClass:
+    def test_mended(self): pass
+def test_broken(): assert False
+"""
+
+
 def test_every_test_file_is_in_exactly_one_piece() -> None:
     named = [path for piece in slow.PIECES if piece != "rest" for path in slow.paths_of(piece)]
     files = [f for path in named for f in ((slow.ROOT / path).rglob("test_*.py") if "." not in path else [Path(path)])]
@@ -49,6 +60,28 @@ def test_a_record_is_complete_when_all_pieces_ran_on_one_commit(
     after = slow.save(pieces[0], {"passed": 2})
     assert after["pieces"] == {pieces[0]: {"passed": 2}}
     assert not after["complete"]
+
+
+def test_what_failed_runs_again_and_the_record_says_with_which_commit_it_passed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A file with a test that passes by now, one that still fails, and one in a class."""
+    (tmp_path / "tests").mkdir()
+    (tmp_path / "tests" / "test_sample.py").write_text(SAMPLE)
+    monkeypatch.setattr(slow, "ROOT", tmp_path)
+    monkeypatch.setattr(slow, "RECORD", tmp_path / "slow.json")
+    monkeypatch.setattr(slow, "tested_commit", lambda: "two")
+    names = ["tests.test_sample::test_mended[1]", "tests.test_sample.TestClass::test_mended"]
+    failed = {"exit_status": 1, "passed": 4, "failed": names}
+    still = {"exit_status": 1, "passed": 0, "failed": ["tests.test_sample::test_broken"]}
+    slow.RECORD.write_text(json.dumps({"commit": "one", "pieces": {"parity": failed, "rest": still}}))
+    assert slow.mend() == still["failed"]
+    record = json.loads(slow.RECORD.read_text())
+    assert record["commit"] == "one"
+    mended = {"exit_status": 0, "passed": 6, "failed": [], "mended": dict.fromkeys(names, "two")}
+    assert record["pieces"] == {"parity": mended, "rest": still}
+    with pytest.raises(SystemExit, match="no such file"):
+        slow.node_of("tests.test_gone::test")
 
 
 def test_age_and_failures_of_a_record_are_complained_of() -> None:
