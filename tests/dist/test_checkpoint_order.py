@@ -51,7 +51,8 @@ class Unsorted(Net):
         self.seen_keys = list(checkpoint["state_dict"])
 
 
-@pytest.mark.parametrize("stage", [1, 3])
+@pytest.mark.sample(1)
+@pytest.mark.parametrize("stage", [3, 1])
 @on_ranks(2)
 def test_of_every_reader(rank: int, world_size: int, stage: int, tmp_path: Path) -> None:
     module = Unsorted()

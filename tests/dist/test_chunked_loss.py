@@ -36,8 +36,8 @@ CHUNKED: dict[str, Any] = {"activations.loss": {"chunk_bytes": 4 * 61 * 5}}
     ids=str,
 )
 def test_it_changes_no_number(more):
-    runs = [Run({"stage": s, **CHUNKED, **more}, steps=8) for s in (1, 2, 3)]
-    runs.append(Run({"stage": 3, **CHUNKED, **more}, {"tied_embeddings": False}, steps=8))
+    runs = [Run({"stage": s, **CHUNKED, **more}, steps=4) for s in (1, 2, 3)]
+    runs.append(Run({"stage": 3, **CHUNKED, **more}, {"tied_embeddings": False}, steps=4))
     assert_as_plain(2, runs)
 
 
@@ -73,7 +73,7 @@ class Explicit(Module):
 @pytest.mark.parametrize("head", [[], ["Head"]], ids=["root", "unit"])
 def test_the_function_works_where_a_head_is_sharded(head):
     options = {"stage": 3, "sharding.block_classes": ["Block", *head], "sharding.min_unit_numel": 0}
-    run = Run(options, steps=8)
+    run = Run(options, steps=4)
     assert not unequal(plain(run), [run], start(2, [run], Explicit))
 
 

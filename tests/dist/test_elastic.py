@@ -50,11 +50,12 @@ def fit(ranks: int, folder: Path, memory: Path, **options: Any) -> dict[str, Any
     return {key: value for key, value in result.items() if key != "world_size"}
 
 
-def test_continues_on_other_numbers_of_ranks_with_the_same_bits(tmp_path: Path, memory: Path):
+@pytest.mark.parametrize("then", [1, pytest.param(3, marks=pytest.mark.wide)])
+def test_continues_on_other_numbers_of_ranks_with_the_same_bits(tmp_path: Path, memory: Path, then: int):
     kills = [[7, 1, "train"]]
     expected = fit(1, tmp_path / "unbroken", memory, run="unbroken")
     assert fit(2, tmp_path / "lossy", memory, kills=kills) is None
-    assert fit(3, tmp_path / "lossy", memory, kills=kills) == expected
+    assert fit(then, tmp_path / "lossy", memory, kills=kills) == expected
     assert list(memory.glob("*")) == []  # a complete run leaves nothing
 
 

@@ -39,7 +39,7 @@ from ls_strategy.parallel.pipeline.transfer import SideLoss
 from ls_strategy.testing import spawn
 from recipes.gpt.network import GPT, GPTConfig
 from tests import papers
-from tests.marks import slow
+from tests.marks import few_or_all, slow
 
 pytestmark = pytest.mark.dist
 
@@ -415,10 +415,10 @@ def test_callbacks_come_around_every_action_and_before_the_last_gradient() -> No
     spawn(callbacks, 2)
 
 
-def leftovers(rank: int, world_size: int) -> None:
+def leftovers(rank: int, world_size: int, schedules: tuple[str, ...]) -> None:
     """Tensors alive after a step, by reference counts alone."""
     comm = make_comm()
-    for schedule in ("1f1b", "zero_bubble", "dualpipe_v"):
+    for schedule in schedules:
         model, step, batch = CASES["pairs"]()
         runner = build(model, schedule, world_size, comm)
         parts = chunks(batch(8), 4)
@@ -435,8 +435,9 @@ def leftovers(rank: int, world_size: int) -> None:
 
 
 @pytest.mark.filterwarnings("ignore")
-def test_nothing_is_left_of_a_step() -> None:
-    spawn(leftovers, 2)
+@pytest.mark.parametrize("schedules", few_or_all(("dualpipe_v",), ("1f1b", "zero_bubble", "dualpipe_v")))
+def test_nothing_is_left_of_a_step(schedules: tuple[str, ...]) -> None:
+    spawn(leftovers, 2, schedules)
 
 
 def side_traffic(rank: int, world_size: int) -> None:
@@ -624,6 +625,7 @@ def bubbles(rank: int, world_size: int, counts: tuple[int, ...]) -> dict[tuple[s
     return found
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(("world_size", "counts"), [(2, (4, 8, 16)), (4, (4, 12))])
 def test_the_bubble_is_that_of_the_formula(world_size: int, counts: tuple[int, ...]) -> None:
     """In slots of time, not in seconds: actions of one slot are in flight together on all ranks."""
@@ -681,7 +683,8 @@ def train_foreign(rank: int, world_size: int, kind: str) -> dict[str, float]:
     return worst
 
 
-@pytest.mark.parametrize("kind", [slow("gpt2"), "llama", "t5", slow("vit")])
+@pytest.mark.sample(1)
+@pytest.mark.parametrize("kind", ["t5", "llama", slow("gpt2"), slow("vit")])
 def test_models_of_others_need_no_change(kind: str) -> None:
     """T5 hands a bias that its first block computes on to all others; Llama asks its input for its device."""
     pytest.importorskip("torchvision" if kind == "vit" else "transformers")

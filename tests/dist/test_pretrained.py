@@ -18,7 +18,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from ls_strategy.lightning.strategy import ZeROStrategy
 from ls_strategy.zero_stages import POLICIES
 from tests.dist.ranks import Net, assert_equal, fit, on_ranks, weights
-from tests.marks import slow
+from tests.marks import few_or_all, slow
 
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("transformers") is None, reason="needs transformers")
 
@@ -172,10 +172,11 @@ def _equal_to_ddp(rank: int, world_size: int, folder: str, cases: dict[str, dict
         assert 0 < compare(place, name, **options) <= 1.1 * bytes_of(place), name
 
 
-def test_training_from_files_is_what_ddp_makes_of_them(tmp_path: Path) -> None:
-    for name in ("gpt2", "llama"):
-        save(tmp_path, name)
-    _equal_to_ddp(folder=str(tmp_path), cases={"gpt2": {}, "llama": {}})
+@pytest.mark.sample(1)
+@pytest.mark.parametrize("name", ["gpt2", "llama"])
+def test_training_from_files_is_what_ddp_makes_of_them(name: str, tmp_path: Path) -> None:
+    save(tmp_path, name)
+    _equal_to_ddp(folder=str(tmp_path), cases={name: {}})
 
 
 def test_tied_weights_and_several_files(tmp_path: Path) -> None:
@@ -194,13 +195,6 @@ def _on_every_rank(rank: int, world_size: int, folder: str, cases: dict[str, dic
         assert 0 < total <= 1.1 * bytes_of(place), (name, total, bytes_of(place))
 
 
-def test_where_every_rank_has_the_full_model_the_ranks_read_the_files_once(tmp_path: Path) -> None:
-    cases = {"gpt2": {}, "llama, tied": {}, **CASES}
-    for name in cases:
-        save(tmp_path, name)
-    _on_every_rank(folder=str(tmp_path), cases=cases)
-
-
 CASES = {
     "bert": {"auto": "AutoModelForSequenceClassification"},
     "t5": {"auto": "AutoModelForSeq2SeqLM"},
@@ -209,7 +203,19 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("names", [("bert", "t5"), ("qwen2-moe", "vit")], ids=", ".join)
+@pytest.mark.parametrize(
+    "names", few_or_all(("gpt2", "llama, tied", "bert"), ("gpt2", "llama, tied", *CASES))
+)  # fmt: skip
+def test_where_every_rank_has_the_full_model_the_ranks_read_the_files_once(
+    names: tuple[str, ...], tmp_path: Path
+) -> None:
+    for name in names:
+        save(tmp_path, name)
+    _on_every_rank(folder=str(tmp_path), cases={name: CASES.get(name, {}) for name in names})
+
+
+@pytest.mark.sample(1)
+@pytest.mark.parametrize("names", [("bert", "qwen2-moe"), ("t5", "vit")], ids=", ".join)
 def test_families(names: tuple[str, ...], tmp_path: Path) -> None:
     """BERT gets a head that no file has: rank 0's random numbers, as under DDP."""
     for name in names:
@@ -218,8 +224,8 @@ def test_families(names: tuple[str, ...], tmp_path: Path) -> None:
 
 
 @on_ranks(2)
-def _dtypes(rank: int, world_size: int, folder: str) -> None:
-    for dtype in ("auto", torch.float32, torch.bfloat16, torch.float16):
+def _dtypes(rank: int, world_size: int, folder: str, dtypes: tuple[Any, ...]) -> None:
+    for dtype in dtypes:
         ours, trusted = (Pretrained(Path(folder) / "gpt2", dtype=dtype) for _ in range(2))
         fit(3, ours, tokens(), max_steps=1)
         fit("ddp", trusted, tokens(), max_steps=1)
@@ -227,9 +233,12 @@ def _dtypes(rank: int, world_size: int, folder: str) -> None:
         assert_equal(ours.losses, trusted.losses, f"{dtype}, loss")
 
 
-def test_dtypes_are_those_of_transformers(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "dtypes", few_or_all(("auto", torch.float16), ("auto", torch.float32, torch.bfloat16, torch.float16))
+)
+def test_dtypes_are_those_of_transformers(dtypes: tuple[Any, ...], tmp_path: Path) -> None:
     save(tmp_path, "gpt2", dtype=torch.bfloat16)
-    _dtypes(folder=str(tmp_path))
+    _dtypes(folder=str(tmp_path), dtypes=dtypes)
 
 
 class Classifier(Pretrained):

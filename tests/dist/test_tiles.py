@@ -28,7 +28,7 @@ TILES: dict[str, Any] = {"activations.tiling": {"tokens": 3}}
     ids=str,
 )
 def test_it_changes_no_number(more):
-    runs = [Run({"stage": s, **TILES, **more}, steps=8) for s in (1, 3)]
+    runs = [Run({"stage": s, **TILES, **more}, steps=4) for s in (1, 3)]
     assert_as_plain(2, runs)
 
 
@@ -39,5 +39,5 @@ def test_sharded_results_are_refused():
 
 @pytest.mark.slow
 def test_in_a_pipeline():
-    runs = [Run({"stage": s, **TILES, "parallel.pipeline": {"size": 2, "micro_batches": 2}}, steps=8) for s in (1, 3)]
+    runs = [Run({"stage": s, **TILES, "parallel.pipeline": {"size": 2, "micro_batches": 2}}, steps=4) for s in (1, 3)]
     assert_as_plain(2, runs)
