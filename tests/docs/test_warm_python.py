@@ -55,6 +55,7 @@ def has_ended(pid: int) -> bool:
     return True
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("words", [["program.py"], ["-u", "program.py"], ["-m", "program"]], ids=" ".join)
 def test_a_program_gets_what_its_client_has(python: list[str], tmp_path: Path, words: list[str]) -> None:
     folder = tmp_path / "elsewhere"
@@ -89,6 +90,7 @@ def test_an_error_is_the_status_and_the_traceback(python: list[str], tmp_path: P
     assert "ValueError: why" in error
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL, signal.SIGSEGV])
 def test_a_client_ends_by_the_signal_of_its_program(python: list[str], tmp_path: Path, number: signal.Signals) -> None:
     (tmp_path / "program.py").write_text(f"import os; os.kill(os.getpid(), {int(number)})")

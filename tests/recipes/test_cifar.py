@@ -103,6 +103,7 @@ def test_configuration_names_no_place_on_this_machine(file: Path) -> None:
     assert_names_no_place(file)
 
 
+@pytest.mark.wide
 def test_help_shows_the_docstrings_of_options(capsys: pytest.CaptureFixture[str], no_arguments: None) -> None:
     with pytest.raises(SystemExit):
         main(["fit", "--help"])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import tempfile
 import threading
 from pathlib import Path
@@ -279,6 +280,26 @@ def reordered(device: torch.device) -> list[Tensor]:
     rows = torch.arange(14.0, device=device).view(7, 2)
     sorted_rows, back = by_expert(rows, [[2, 0, 1], [1, 3, 0]])
     return [sorted_rows.cpu(), back(sorted_rows).cpu()]
+
+
+PARTS: dict[str, tuple[Any, ...]] = {
+    "dropped": (dropped,),
+    "crowded": (crowded,),
+    "given up": (given_up, False),
+    "given up, sent again": (given_up, True),
+    "reordered": (reordered,),
+}
+"""What drives a part directly, and its arguments."""
+
+
+def all_parts(device: torch.device) -> dict[str, Any]:
+    """Return what all `PARTS` return, one after the other in one process."""
+    found: dict[str, Any] = {}
+    for name, (function, *arguments) in PARTS.items():
+        found[name] = function(device, *arguments)
+        gc.collect()
+        torch.accelerator.synchronize()
+    return found
 
 
 def activations(tier: str) -> dict[str, Any]:

@@ -7,16 +7,13 @@ from typing import Any
 import pytest
 import torch
 
-from tests.simulated_device.device import run
+from tests.simulated_device.device import Outcome, run
 from tests.simulated_device.programs import (
     FITS,
-    crowded,
-    dropped,
+    all_parts,
     fit,
     fit_all,
-    given_up,
     places_of_updates,
-    reordered,
     saved,
     saved_through_device,
     streamed,
@@ -52,7 +49,7 @@ def test_a_fit_is_that_of_the_cpu(name: str, on_cpu: dict[str, dict[str, Any]]) 
 def test_streamed_inference_is_that_of_the_cpu(tier: str) -> None:
     on_device = run(streamed, tier)
     assert on_device.hazards == []
-    assert torch.equal(on_device.result, run(streamed, tier, simulated=False).result)
+    assert torch.equal(on_device.result, streamed(torch.device("cpu"), tier))
 
 
 @pytest.mark.sample(1)
@@ -65,26 +62,29 @@ def test_a_save_in_the_background_is_that_of_its_step(program: tuple[Any, ...]) 
         assert all(torch.equal(weights[name], value) for name, value in end.items())
 
 
-def test_a_target_is_freed_when_its_copy_is_over() -> None:
-    on_device = run(dropped)
-    assert on_device.hazards == []
-    assert not on_device.result.any()
+@pytest.fixture(scope="module")
+def parts() -> Outcome:
+    """What parts of the package return that are driven directly, in one process."""
+    found = run(all_parts)
+    assert found.hazards == []
+    return found
 
 
-def test_memory_for_results_is_used_again_when_they_have_arrived() -> None:
-    on_device = run(crowded)
-    assert on_device.hazards == []
-    assert on_device.result == (1, [0.0, 1.0, 2.0])
+def test_a_target_is_freed_when_its_copy_is_over(parts: Outcome) -> None:
+    assert not parts.result["dropped"].any()
 
 
-@pytest.mark.parametrize("sent_again", [False, True])
-def test_a_region_that_nobody_needed_leaves_its_memory_when_its_copy_is_over(sent_again: bool) -> None:
-    on_device = run(given_up, sent_again)
-    assert on_device.hazards == []
-    assert (on_device.result == 4.0).all()
+def test_memory_for_results_is_used_again_when_they_have_arrived(parts: Outcome) -> None:
+    assert parts.result["crowded"] == (1, [0.0, 1.0, 2.0])
 
 
-@pytest.mark.parametrize("parameters", [None, "cpu"])
+@pytest.mark.parametrize("name", ["given up", "given up, sent again"])
+def test_a_region_that_nobody_needed_leaves_its_memory_when_its_copy_is_over(name: str, parts: Outcome) -> None:
+    assert (parts.result[name] == 4.0).all()
+
+
+@pytest.mark.sample(1)
+@pytest.mark.parametrize("parameters", ["cpu", None])
 def test_the_host_pins_what_is_planned(parameters: str | None) -> None:
     """And two units on their way to the device. Torch's own blocks would take 1.45 times as much here."""
     offload = {"optimizer": "cpu", "gradients": "cpu", "parameters": parameters, "step_on": "cpu"}
@@ -125,6 +125,7 @@ def test_training_waits_for_the_device_once_a_step(options: dict[str, Any], prec
     assert sum((long - short).values()) <= 5 * allowed, long - short
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("precision", ["32-true", "bf16-true"])
 def test_reads_from_a_drive_have_a_stream_of_their_own(precision: str) -> None:
     """In the stream of the model they would wait for all of its work, and it for them."""
@@ -135,9 +136,8 @@ def test_reads_from_a_drive_have_a_stream_of_their_own(precision: str) -> None:
     assert all(stream != 0 for stream, _ in found.result), found.result
 
 
-def test_rows_are_put_in_order_without_waiting() -> None:
-    found = run(reordered)
-    sorted_rows, back = found.result
+def test_rows_are_put_in_order_without_waiting(parts: Outcome) -> None:
+    sorted_rows, back = parts.result["reordered"]
     assert sorted_rows[:, 0].tolist() == [0, 2, 6, 8, 10, 12, 4]
     assert back[:, 0].tolist() == [0, 2, 4, 6, 8, 10, 12]
-    assert not [line for line in found.waits if line.startswith("moe/")]
+    assert not [line for line in parts.waits if line.startswith("moe/")]

@@ -142,6 +142,7 @@ def test_no_bit_changes(tier: str, recompute: str, in_flight: int, drive: NVMeFo
     assert same(train(model)[:4], expected[:4])
 
 
+@pytest.mark.wide
 def test_no_bit_changes_with_autocast_and_compiled_blocks(drive: NVMeFolder) -> None:
     def run(offload: ActivationOffloadConfig | None) -> list[Tensor]:
         torch.compiler.reset()

@@ -16,6 +16,7 @@ import torch
 from ls_strategy import ConfigError, DiLoCo, StateError
 from ls_strategy.cli import main
 from ls_strategy.islands import buffers, messages, wire
+from ls_strategy.islands import hub as hub_module
 from ls_strategy.islands.client import HubClient, parse_address
 from ls_strategy.islands.decided import Reply
 from ls_strategy.islands.fingerprint import disagreement
@@ -68,7 +69,8 @@ class Rank:
 
 
 @pytest.fixture(autouse=True)
-def _everyone_leaves() -> Iterator[None]:
+def _everyone_leaves(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setattr(hub_module, "_LOOK_EVERY_S", 0.05)  # else a limit is noticed up to a second later
     yield
     for rank in Rank.made:
         rank.lose()

@@ -117,6 +117,7 @@ def same(found, expected, bound=1e-12):
         assert (found[name] - value).norm() <= bound * max(1, value.norm()), name
 
 
+@pytest.mark.sample(22)
 @pytest.mark.parametrize("k", [1, 2, 3])
 @pytest.mark.parametrize("kind", ["random", "all the same", "none to some", "ties"])
 @pytest.mark.parametrize("expert", EXPERTS)

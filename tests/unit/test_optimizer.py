@@ -203,6 +203,7 @@ def difference(a: list[Tensor], b: list[Tensor]) -> float:
     return max(((x - y).abs().max() / x.abs().max()).item() for x, y in zip(a, b, strict=True) if x.numel())
 
 
+@pytest.mark.sample(19)
 @pytest.mark.parametrize("world_size", [1, 2, 3, 5])
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_steps_are_the_plain_optimizers(name, world_size) -> None:

@@ -70,6 +70,7 @@ MASKS = {
 }
 
 
+@pytest.mark.sample(17)
 @pytest.mark.parametrize("mask", MASKS)
 @pytest.mark.parametrize(("size", "members"), [(2, 2), (4, 4), (4, 2), (2, 1), (4, 1)])
 @pytest.mark.parametrize("rows", [2000, 10**6])

@@ -226,7 +226,7 @@ def test_a_search_for_4096_ranks_keeps_the_global_batch():
     assert len(front_table(found).splitlines()) == 2 + len(found.front)
 
 
-@pytest.mark.sample(1)
+@pytest.mark.wide
 @pytest.mark.parametrize(("then", "tried"), [(8.0, True), (8.5, False)])
 def test_what_known_steps_tell_is_tried_after_the_time_to_trace(monkeypatch, then, tried):
     """Steps on eight ranks are told by those on two and four, if these leave time to replay memory."""

@@ -228,7 +228,7 @@ def test_the_hook_of_skypilot_ends_the_run_and_waits_for_it(program, capsys):
     fake.parent.mkdir()
     fake.write_text(
         f"#!{sys.executable}\nimport pathlib, signal, sys, time\n"
-        "def end(*_):\n    time.sleep(1.5)\n    pathlib.Path('saved').touch()\n    sys.exit(1)\n"
+        "def end(*_):\n    time.sleep(0.5)\n    pathlib.Path('saved').touch()\n    sys.exit(1)\n"
         "signal.signal(signal.SIGTERM, end)\npathlib.Path('ready').touch()\ntime.sleep(60)\n"
     )
     fake.chmod(0o755)
