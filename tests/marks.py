@@ -25,16 +25,18 @@ def wide(*values: Any, **options: Any) -> Any:
     return pytest.param(*values, marks=pytest.mark.wide, **options)
 
 
-def in_turn(cases: Sequence[Any], options: Mapping[str, Any]) -> list[Any]:
-    """Parameters ``(case, options)``: every case with two options in turn and, marked slow, with all of them.
+def in_turn(cases: Sequence[Any], options: Mapping[str, Any], first: int = 0) -> list[Any]:
+    """Parameters ``(case, options)``: every case with one option in turn and, marked slow, with all of them.
 
-    Neighbours in ``cases`` get other options, so that the default run has each option with many cases.
+    Neighbours in ``cases`` get other options, so that the default run has each option with some case. The first case
+    gets the option of number ``first``: of many lists of which the default run has only the first case, each should
+    begin with another.
     """
     names = list(options)
     found = []
-    for i, case in enumerate(cases):
-        two = names[i % len(names)], names[(i + len(names) // 2) % len(names)]
-        found.append(pytest.param(case, {name: options[name] for name in two}, id=case.__name__))
+    for i, case in enumerate(cases, first):
+        name = names[i % len(names)]
+        found.append(pytest.param(case, {name: options[name]}, id=case.__name__))
         found.append(pytest.param(case, dict(options), id=f"{case.__name__}, all", marks=pytest.mark.slow))
     return found
 

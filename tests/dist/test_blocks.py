@@ -247,8 +247,8 @@ GROUPS: dict[str, list[type[Net]]] = {
 
 # Of every group some, each at a stage or two.
 FEW: dict[tuple[int, ...], list[type[Net]]] = {
-    (3,): [Twice, Returns, ReturnsOpaque, Views, RecomputeReentrant, RecomputeTwice, RecomputeGroup],
-    (1,): [RecomputeLora],
+    (3,): [Twice, Returns, ReturnsOpaque, RecomputeReentrant, RecomputeTwice],
+    (1,): [Lora],
 }
 
 

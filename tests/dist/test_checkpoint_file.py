@@ -243,7 +243,7 @@ def test_a_checkpoint_of_another_model_is_refused_by_name(
             fit(stage, OneMore(), ckpt=tmp_path / "net.ckpt")
 
 
-@pytest.mark.parametrize("stages", few_or_all((1, 3), STAGES))
+@pytest.mark.parametrize("stages", few_or_all((3,), STAGES))
 @on_ranks(2)
 def test_loading_into_a_running_model_checks_everything_first(
     rank: int, world_size: int, stages: tuple[int, ...]
@@ -361,12 +361,12 @@ def test_loss_scale_of_a_ddp_run_is_taken_over(
             assert trainer.strategy.loss_scale == 1024.0  # one good step there, four here, window 3
 
 
-@pytest.mark.parametrize("stages", few_or_all((3,), (1, 3)))
+@pytest.mark.wide
 @on_ranks(2)
-def test_hooks_may_add_to_a_checkpoint(rank: int, world_size: int, stages: tuple[int, ...], tmp_path: Path) -> None:
+def test_hooks_may_add_to_a_checkpoint(rank: int, world_size: int, tmp_path: Path) -> None:
     """``on_save_checkpoint`` sees the dict before it is written, and ``on_load_checkpoint`` after it is read."""
     x, _ = samples(4)
-    for stage in stages:
+    for stage in (1, 3):
         module = Hooked()
         fit(stage, module, max_epochs=1).save_checkpoint(tmp_path / f"{stage}.ckpt")
         resumed = Hooked()
@@ -397,10 +397,13 @@ class SeesCheckpoints(Net):
         self.saw.append(checkpoint)
 
 
+@pytest.mark.parametrize("names", few_or_all(("ddp", "sharded"), ("ddp", "sharded", "file")))
 @on_ranks(2)
-def test_hooks_are_handed_the_keys_that_they_are_under_ddp(rank: int, world_size: int, tmp_path: Any) -> None:
+def test_hooks_are_handed_the_keys_that_they_are_under_ddp(
+    rank: int, world_size: int, names: tuple[str, ...], tmp_path: Any
+) -> None:
     expected = None
-    for name in ("ddp", "sharded", "file"):
+    for name in names:
         saving, loading = SeesCheckpoints(), SeesCheckpoints()
         make = functools.partial(fit, "ddp") if name == "ddp" else functools.partial(fit, 3, save_as=name)
         make(saving, max_epochs=1).save_checkpoint(tmp_path / name)
@@ -410,6 +413,7 @@ def test_hooks_are_handed_the_keys_that_they_are_under_ddp(rank: int, world_size
         assert keys == expected, name
 
 
+@pytest.mark.wide
 @on_ranks(2)
 def test_files_are_final_on_every_rank_when_fit_returns(rank: int, world_size: int, tmp_path: Any) -> None:
     """Rank 0 removes what a new checkpoint replaces, here slowly."""

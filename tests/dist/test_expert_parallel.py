@@ -25,6 +25,7 @@ from tests.dist.parallel_runs import (
     train_all,
     unequal,
 )
+from tests.marks import wide
 
 pytestmark = pytest.mark.dist
 
@@ -46,7 +47,7 @@ ALONE = {"balance_loss": 0.0, "second_expert_sampling": False}
 QUICK = {(2, 2, "capacity, k=1"), (2, 2, "dropless, k=2")}
 
 
-@pytest.mark.parametrize(("stage", "routing"), [(2, "capacity, k=1"), (3, "dropless, k=2")])
+@pytest.mark.parametrize(("stage", "routing"), [wide(2, "capacity, k=1"), (3, "dropless, k=2")])
 def test_eight_steps_are_those_of_ddp(stage, routing):
     runs = [Run({"stage": stage, "parallel.expert": 2}, experts=ROUTINGS[routing], steps=8)]
     assert_as_plain(2, runs, plain_ranks=2)

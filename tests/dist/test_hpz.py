@@ -45,9 +45,9 @@ def compare(world_size: int, cases: list[Case], size: int, folder: Path | None =
     assert_same_bits(world_size, [(case, copied(case, size)) for case in cases], folder)
 
 
-@pytest.mark.parametrize("cases", few_or_all(FIRST[:1], FIRST))
-def test_the_bits_are_those_without_a_copy(cases: list[Case]) -> None:
-    compare(4, cases, 2)
+@pytest.mark.wide
+def test_the_bits_are_those_without_a_copy() -> None:
+    compare(4, FIRST, 2)
 
 
 @pytest.mark.slow

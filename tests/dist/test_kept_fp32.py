@@ -17,7 +17,7 @@ from ls_strategy import ZeROStrategy, init_inference
 from ls_strategy.testing import spawn
 from ls_strategy.zero.setup.kept import kept_in_fp32
 from tests.dist.ranks import assert_close, assert_equal, quiet, trainer_of, weights
-from tests.marks import few_or_all, wide
+from tests.marks import wide
 
 pytestmark = [
     pytest.mark.dist,
@@ -179,9 +179,9 @@ def resumed(
     return results
 
 
-@pytest.mark.parametrize("changes", few_or_all(CHANGES[:1], CHANGES))
-def test_training_resumes_with_the_same_bits(changes: list[Any], tmp_path: Path) -> None:
-    for found in spawn(resumed, 2, str(tmp_path), changes, init_process_group=False, timeout_s=300):
+@pytest.mark.parametrize(("world_size", "changes"), [(1, CHANGES[:1]), wide(2, CHANGES)], ids=["few", "all"])
+def test_training_resumes_with_the_same_bits(world_size: int, changes: list[Any], tmp_path: Path) -> None:
+    for found in spawn(resumed, world_size, str(tmp_path), changes, init_process_group=False, timeout_s=300):
         for full, again in found:
             assert_equal(again, full, "resumed")
 

@@ -210,13 +210,13 @@ def compare(world_size: int, kinds: list[type[Joins]], options: dict[str, Any], 
 
 
 @pytest.mark.sample(1)
-@pytest.mark.parametrize(("kind", "options"), in_turn(JOIN, OPTIONS))
+@pytest.mark.parametrize(("kind", "options"), in_turn(JOIN, OPTIONS, 3))
 def test_on_two_ranks_as_in_a_plain_trainer(kind: type[Joins], options: dict[str, Any]) -> None:
     compare(2, [kind], options)
 
 
 @pytest.mark.sample(1)
-@pytest.mark.parametrize(("kind", "options"), in_turn([AnotherOptimizer, ByCallback, AtABatch], OPTIONS))
+@pytest.mark.parametrize(("kind", "options"), in_turn([AnotherOptimizer, ByCallback, AtABatch], OPTIONS, 4))
 def test_on_one_rank_as_in_a_plain_trainer(kind: type[Joins], options: dict[str, Any]) -> None:
     compare(1, [kind], options)
 
@@ -544,21 +544,22 @@ SEVERAL_PASSES: list[tuple[Any, str]] = [
 ]
 
 
-def several_passes(rank: int, world_size: int) -> None:
+def several_passes(rank: int, world_size: int, stages: tuple[int, ...]) -> None:
     quiet()
     for make, message in SEVERAL_PASSES:
         for manual in (False, True):
-            for stage in (0, 1, 2, 3):
+            for stage in stages:
                 module = With(make, manual=manual)
                 with pytest.raises(PlanError, match=f"{message}.*automatic_optimization=False"):
                     fit(stage, module)
                 assert not module.losses
 
 
-@pytest.mark.sample(1)
-@pytest.mark.parametrize("world_size", [1, 2])
-def test_optimizers_that_need_several_passes_are_refused_before_training(world_size: int) -> None:
-    spawn(several_passes, world_size, timeout_s=100)
+@pytest.mark.parametrize(("world_size", "stages"), [(1, (2,)), wide(1, (0, 1, 2, 3)), wide(2, (0, 1, 2, 3))])
+def test_optimizers_that_need_several_passes_are_refused_before_training(
+    world_size: int, stages: tuple[int, ...]
+) -> None:
+    spawn(several_passes, world_size, stages, timeout_s=100)
 
 
 def one_pass(rank: int, world_size: int) -> None:
@@ -658,7 +659,7 @@ class FrozenOwn(OwnOptimizer):
 
 @pytest.mark.sample(1)
 @pytest.mark.parametrize(
-    ("kind", "options"), in_turn([InNone, AddsUp, OwnOptimizer, FrozenAtFirst, FrozenOwn], OPTIONS)
+    ("kind", "options"), in_turn([InNone, AddsUp, OwnOptimizer, FrozenAtFirst, FrozenOwn], OPTIONS, 4)
 )
 def test_parameters_in_no_optimizer_get_gradients(kind: type[Any], options: dict[str, Any]) -> None:
     compare(2, [kind], options)
@@ -822,14 +823,14 @@ def shared_problems(rank: int, world_size: int, kind: type[Any], options: dict[s
 
 
 @pytest.mark.sample(1)
-@pytest.mark.parametrize(("kind", "options"), in_turn(SHARED, ON_DEVICE))
+@pytest.mark.parametrize(("kind", "options"), in_turn(SHARED, ON_DEVICE, 3))
 def test_one_parameter_in_two_optimizers_as_under_ddp(kind: type[Any], options: dict[str, Any]) -> None:
     found = spawn(shared_problems, 2, kind, options, timeout_s=100)
     assert not any(found), "\n".join(found[0])
 
 
 @pytest.mark.sample(1)
-@pytest.mark.parametrize(("kind", "options"), in_turn([ClipsBetween, BothStep], ON_DEVICE))
+@pytest.mark.parametrize(("kind", "options"), in_turn([ClipsBetween, BothStep], ON_DEVICE, 1))
 def test_one_parameter_in_two_optimizers_on_one_rank(kind: type[Any], options: dict[str, Any]) -> None:
     found = spawn(shared_problems, 1, kind, options, timeout_s=100)
     assert not any(found), "\n".join(found[0])
@@ -930,7 +931,7 @@ class StepHooksByHandFused(StepHooksByHand):
 @pytest.mark.sample(1)
 @pytest.mark.parametrize(
     ("kind", "options"),
-    in_turn([StepHooks, StepHooksFused, StepHooksLate, StepHooksByHand, StepHooksByHandFused], OPTIONS),
+    in_turn([StepHooks, StepHooksFused, StepHooksLate, StepHooksByHand, StepHooksByHandFused], OPTIONS, 1),
 )
 def test_hooks_of_the_step_see_what_they_see_under_ddp(kind: type[Any], options: dict[str, Any]) -> None:
     compare(2, [kind], options)

@@ -114,12 +114,10 @@ Cases = list[tuple[tuple[str, int], list[dict[str, Any]]]]
 """Optimizers and accumulation, each with strategies."""
 
 FEW: Cases = [
-    (("sgd", 3), STRATEGIES[1:2]),
-    (("momentum", 1), STRATEGIES[2:3]),
+    (("momentum", 1), STRATEGIES[1:2]),
     (("adagrad", 3), STRATEGIES[4:]),
     (("functional", 1), STRATEGIES[3:4]),
     (("rows", 2), STRATEGIES[:1]),
-    (("lazy", 1), STRATEGIES[:1]),
 ]
 ALL: Cases = [*((case, STRATEGIES) for case in CASES), *((case, STRATEGIES[:1]) for case in BY_ROWS)]
 
