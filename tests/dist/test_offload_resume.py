@@ -15,12 +15,13 @@ from torch import Tensor
 
 from ls_strategy.testing import spawn
 from tests.dist.test_offload import TIERS
+from tests.marks import few_or_all
 from tests.models import Case, PrivateNet, loader, quiet, trainer_of
 
 EPOCH = 4
 """Steps."""
 
-CHANGES = {
+CHANGES: dict[int, list[tuple[str | None, str | None]]] = {
     2: [(None, "cpu"), ("cpu", "nvme"), ("nvme", None), ("half", "blocking")],
     3: [(None, "param"), ("param", "nvme_param"), ("nvme_param", "cpu"), ("mixed", "only_param"), ("nvme", None)],
 }
@@ -43,12 +44,15 @@ def weights_of(trainer: pl.Trainer) -> dict[str, Tensor]:
     return {k: v.clone() for k, v in trainer.strategy.lightning_module_state_dict().items()}
 
 
-def resume(rank: int, world_size: int, stage: int, moments: str) -> list[str]:
+Changes = list[tuple[str | None, str | None]]
+
+
+def resume(rank: int, world_size: int, stage: int, moments: str, changes: Changes) -> list[str]:
     """What differs, for every change of tier between two epochs; trusted run: two epochs without a change."""
     quiet()
     problems: list[str] = []
     root = Path(tempfile.gettempdir())
-    for number, (before, after) in enumerate(CHANGES[stage]):
+    for number, (before, after) in enumerate(changes):
         folder = root / f"resume-{world_size}-{stage}-{moments}-{number}"
         folder.mkdir(exist_ok=True)
         trainer, trusted = fit(case_of(stage, before, moments, str(folder)), world_size, 2)
@@ -64,21 +68,30 @@ def resume(rank: int, world_size: int, stage: int, moments: str) -> list[str]:
     return problems
 
 
-@pytest.mark.sample(1)
+def assert_resumes(world_size: int, stage: int, moments: str, changes: Changes) -> None:
+    for problems in spawn(resume, world_size, stage, moments, changes, init_process_group=False, timeout_s=120):
+        assert problems == []
+
+
+def test_resume_on_another_tier_at_stage_3(tmp_path: Any, monkeypatch: Any) -> None:
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    assert_resumes(2, 3, "bf16", [("param", "nvme_param"), ("mixed", None)])
+
+
+@pytest.mark.wide
 @pytest.mark.parametrize("moments", ["fp32", "bf16", "int8"])
 @pytest.mark.parametrize("stage", [2, 3])
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_resume_on_another_tier(world_size: int, stage: int, moments: str, tmp_path: Any, monkeypatch: Any) -> None:
     monkeypatch.setenv("TMPDIR", str(tmp_path))
-    for problems in spawn(resume, world_size, stage, moments, init_process_group=False, timeout_s=120):
-        assert problems == []
+    assert_resumes(world_size, stage, moments, CHANGES[stage])
 
 
-def states(rank: int, world_size: int, folder: str) -> dict[str, Any]:
+def states(rank: int, world_size: int, folder: str, tiers: tuple[str | None, ...]) -> dict[str, Any]:
     """The optimizer state of a checkpoint, by tier."""
     quiet()
     result: dict[str, Any] = {}
-    for tier in (None, "cpu", "nvme", "mixed"):
+    for tier in tiers:
         case = case_of(3, tier, "fp32", folder)
         trainer, _ = fit(replace(case, options=(*case.options, ("checkpoint.format", "file"))), world_size, 1)
         trainer.save_checkpoint(Path(folder) / "saved.ckpt")
@@ -87,9 +100,10 @@ def states(rank: int, world_size: int, folder: str) -> dict[str, Any]:
     return result
 
 
-def test_the_optimizer_state_is_torchs_own(tmp_path: Any) -> None:
+@pytest.mark.parametrize("tiers", few_or_all((None, "nvme"), (None, "cpu", "nvme", "mixed")))
+def test_the_optimizer_state_is_torchs_own(tiers: tuple[str | None, ...], tmp_path: Any) -> None:
     """The same on every tier, and a plain AdamW loads it."""
-    saved = spawn(states, 2, str(tmp_path), init_process_group=False, timeout_s=120)[0]
+    saved = spawn(states, 2, str(tmp_path), tiers, init_process_group=False, timeout_s=120)[0]
     trusted = saved.pop("None")["optimizer_states"][0]
     for tier, checkpoint in saved.items():
         state = checkpoint["optimizer_states"][0]

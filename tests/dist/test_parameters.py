@@ -15,7 +15,6 @@ from tests.dist.ranks import (
     WIDTH,
     Block,
     Net,
-    Result,
     Sgd,
     assert_close,
     assert_equal,
@@ -27,6 +26,8 @@ from tests.dist.ranks import (
     trainer_of,
     weights,
 )
+from tests.dist.trusted import once
+from tests.marks import few_or_all
 
 # --- parameters -------------------------------------------------------------------------------------------------------
 
@@ -203,15 +204,26 @@ GROUPS: dict[str, list[type[Net]]] = {
 }
 
 
-@pytest.fixture(scope="module")
-def trusted() -> dict[str, Result]:
-    """Every case in one process under Lightning's plain single-device strategy."""
-    return spawn(train_all, 1, [case for group in GROUPS.values() for case in group], init_process_group=False)[0]
+# Of every group some, each at a stage or two.
+FEW: dict[tuple[int, ...], list[type[Net]]] = {
+    (3,): [Tied, UnusedAtTimes, GradientPenalty],
+    (2,): [UnusedOnOneRank, RetainGraph],
+    (1,): [RootParameters, FrozenAfterTrainable],
+    (0,): [TwoForwardsOneBackward],
+}
 
 
-@pytest.mark.sample(1)
+@pytest.mark.parametrize("stages", FEW)
+def test_few_equal_one_process(stages: tuple[int, ...]) -> None:
+    """Trusted run: Lightning's plain single-device strategy."""
+    trusted = once(train_all, 1, [case for cases in FEW.values() for case in cases])[0]
+    spawn(compare, 2, FEW[stages], trusted, stages, init_process_group=False)
+
+
+@pytest.mark.wide
 @pytest.mark.parametrize("group", GROUPS)
-def test_equals_one_process(group: str, trusted: dict[str, Result]) -> None:
+def test_equals_one_process(group: str) -> None:
+    trusted = once(train_all, 1, GROUPS[group])[0]
     spawn(compare, 2, GROUPS[group], trusted, init_process_group=False)
 
 
@@ -246,10 +258,11 @@ class Samples(Net):
         self.sampled = h.clone()
 
 
+@pytest.mark.parametrize("stages", few_or_all((3,), STAGES))
 @on_ranks(2)
-def test_sampling_between_validation_and_training(rank: int, world_size: int) -> None:
+def test_sampling_between_validation_and_training(rank: int, world_size: int, stages: tuple[int, ...]) -> None:
     expected = None
-    for strategy in ("ddp", *STAGES):
+    for strategy in ("ddp", *stages):
         module = Samples()
         trainer = trainer_of(strategy)
         trainer.fit(module, batches(), batches(16, seed=2))

@@ -27,6 +27,7 @@ from ls_strategy.precision import resolve_precision
 from ls_strategy.testing import spawn
 from tests.dist.test_planner_parallel import moved_by_the_drive
 from tests.live_bytes import LiveBytes
+from tests.marks import few_or_all
 from tests.models import Case, Net, PrivateNet, loader, quiet, trainer_of
 
 WIDTH, BLOCKS, STEPS = 96, 4, 2
@@ -81,12 +82,30 @@ class Begin(pl.Callback):
         self.sent.append(traffic["all_gather"] + traffic["reduce_scatter"])
 
 
-def measure(rank: int, world_size: int) -> list[tuple[int, int, dict[str, int]]]:
+FEW = (0, 3, 5, 12, 15)
+"""Runs of the default run: every stage, precision and kind of saving, with and without accumulation."""
+
+
+def parameters(*starts: tuple[int, tuple[int, ...], Any]) -> list[Any]:
+    """``(world size, runs that one start of the ranks measures, one of these)``, from the first two and their mark."""
+    return [
+        pytest.param(world_size, indices, index, id=f"{world_size}-{'few' if indices == FEW else 'all'}-{IDS[index]}",
+                     marks=mark)
+        for world_size, indices, mark in starts
+        for index in indices
+    ]  # fmt: skip
+
+
+ALL = tuple(range(len(RUNS)))
+ON_TWO = [(2, FEW, ()), (2, ALL, pytest.mark.wide)]
+
+
+def measure(rank: int, world_size: int, indices: tuple[int, ...]) -> list[tuple[int, int, dict[str, int]]]:
     """For every run: peak in bytes, bytes sent in the last step, bytes of states."""
     quiet()
     result = []
-    for chosen in RUNS:
-        case = case_of(*chosen)
+    for index in indices:
+        case = case_of(*RUNS[index])
         data: Any = loader(case, world_size)
         with LiveBytes(ignore=list(data.dataset.tensors)) as live:
             begin = Begin(live)
@@ -98,8 +117,9 @@ def measure(rank: int, world_size: int) -> list[tuple[int, int, dict[str, int]]]
 
 
 @functools.cache
-def measured(world_size: int) -> list[list[tuple[int, int, dict[str, int]]]]:
-    return spawn(measure, world_size, init_process_group=False, timeout_s=170)
+def measured(world_size: int, indices: tuple[int, ...]) -> list[dict[int, tuple[int, int, dict[str, int]]]]:
+    ranks = spawn(measure, world_size, indices, init_process_group=False, timeout_s=170)
+    return [dict(zip(indices, found, strict=True)) for found in ranks]
 
 
 @functools.cache
@@ -126,35 +146,34 @@ def forecast_of(chosen: tuple[Candidate, str, int, tuple[str, ...]], world_size:
         return forecaster.forecast(candidate, Hardware(ranks=world_size, device="cpu"))
 
 
-@pytest.mark.sample(2)
-@pytest.mark.parametrize("index", range(len(RUNS)), ids=IDS)
-@pytest.mark.parametrize("world_size", [2, pytest.param(3, marks=pytest.mark.slow)])
-def test_the_peak_is_foretold_within_a_hundredth(world_size: int, index: int) -> None:
+@pytest.mark.parametrize(("world_size", "indices", "index"), parameters(*ON_TWO, (3, ALL, pytest.mark.slow)))
+def test_the_peak_is_foretold_within_a_hundredth(world_size: int, indices: tuple[int, ...], index: int) -> None:
     forecast = foretell(index, world_size)
-    for rank in measured(world_size):
+    for rank in measured(world_size, indices):
         peak, _, _ = rank[index]
         assert forecast.peak.device + forecast.peak.cpu == pytest.approx(peak, rel=0.01)
 
 
-@pytest.mark.sample(4)
-@pytest.mark.parametrize("index", range(len(RUNS)), ids=IDS)
-def test_the_record_is_what_this_planner_foretells_and_these_ranks_hold(index: int) -> None:
+@pytest.mark.parametrize(("world_size", "indices", "index"), parameters(*ON_TWO))
+def test_the_record_is_what_this_planner_foretells_and_these_ranks_hold(
+    world_size: int, indices: tuple[int, ...], index: int
+) -> None:
     """Bytes are counted and not timed, so the published table comes out again to the last one."""
     record = json.loads((ROOT / RECORDS / "planner.json").read_text())
-    row, forecast = record["results"][IDS[index]], foretell(index, record["ranks"])
+    assert record["ranks"] == world_size
+    row, forecast = record["results"][IDS[index]], foretell(index, world_size)
     if record["versions"]["torch"] != torch.__version__.split("+")[0]:
         pytest.skip("another torch allocates otherwise")
     again = "the table is of another planner or engine: python -m benchmarks planner --record"
     assert row["foretold_bytes"] == forecast.peak.device + forecast.peak.cpu, again
-    assert row["measured_bytes"] == max(rank[index][0] for rank in measured(record["ranks"])), again
+    assert row["measured_bytes"] == max(rank[index][0] for rank in measured(world_size, indices)), again
     assert row["sent_bytes_foretold"] == row["sent_bytes_measured"] == forecast.traffic.sent, again
 
 
-@pytest.mark.parametrize("index", range(len(RUNS)), ids=IDS)
-@pytest.mark.parametrize("world_size", [2, pytest.param(3, marks=pytest.mark.slow)])
-def test_traffic_and_states_are_foretold_exactly(world_size: int, index: int) -> None:
+@pytest.mark.parametrize(("world_size", "indices", "index"), parameters(*ON_TWO, (3, ALL, pytest.mark.slow)))
+def test_traffic_and_states_are_foretold_exactly(world_size: int, indices: tuple[int, ...], index: int) -> None:
     forecast = foretell(index, world_size)
-    for rank in measured(world_size):
+    for rank in measured(world_size, indices):
         _, sent, states = rank[index]
         assert forecast.traffic.sent == sent
         foretold = {kind: sum(t[kind] for t in forecast.peak.states.values()) for kind in ("masters", "optimizer")}
@@ -175,12 +194,12 @@ ON_DRIVE: tuple[tuple[Candidate, str, int, tuple[str, ...]], ...] = (
 )
 
 
-def drive_bytes(rank: int, world_size: int, folder: str) -> list[int]:
+def drive_bytes(rank: int, world_size: int, folder: str, indices: tuple[int, ...]) -> list[int]:
     """What one more step asks of the drive, for every run: elements that are got and put, in bytes."""
     quiet()
     result = []
-    for chosen in ON_DRIVE:
-        case = case_of(*chosen)
+    for index in indices:
+        case = case_of(*ON_DRIVE[index])
         case = replace(case, options=(*case.options, ("offload.nvme_path", folder), ("offload.nvme_allow_ram", True)))
         totals: list[int] = []
         for steps in (STEPS, STEPS + 1):
@@ -192,9 +211,10 @@ def drive_bytes(rank: int, world_size: int, folder: str) -> list[int]:
     return result
 
 
-def test_the_drives_traffic_is_foretold_exactly(tmp_path: Any) -> None:
+@pytest.mark.parametrize("indices", few_or_all((2, 4), tuple(range(len(ON_DRIVE)))))
+def test_the_drives_traffic_is_foretold_exactly(indices: tuple[int, ...], tmp_path: Any) -> None:
     """States are read and written once per step, averages that wait for clipping too, parameters at every gather."""
-    found = spawn(drive_bytes, 2, str(tmp_path), init_process_group=False, timeout_s=170)
-    for index, chosen in enumerate(ON_DRIVE):
-        foretold = forecast_of(chosen, 2).traffic.drive
-        assert [rank[index] for rank in found] == [foretold] * 2, chosen
+    found = spawn(drive_bytes, 2, str(tmp_path), indices, init_process_group=False, timeout_s=170)
+    for number, index in enumerate(indices):
+        foretold = forecast_of(ON_DRIVE[index], 2).traffic.drive
+        assert [rank[number] for rank in found] == [foretold] * 2, ON_DRIVE[index]

@@ -16,6 +16,7 @@ from ls_strategy.testing import spawn
 from recipes.gpt.network import Attention
 from tests.dist.parallel_runs import Module, Outcome, Run, train, unequal
 from tests.dist.trusted import once
+from tests.marks import wide
 
 pytestmark = pytest.mark.dist
 STEPS, LIMIT = 6, 0.01
@@ -78,7 +79,7 @@ def runs(rank: int, world_size: int, cases: list[Run]) -> list[Outcome]:
         return [train(rank, world_size, run, Clipped) for run in cases]
 
 
-SHAPES = [{}, {"num_kv_heads": 2}]
+SHAPES = [wide({}), {"num_kv_heads": 2}]
 
 
 @pytest.mark.parametrize("shape", SHAPES)

@@ -6,7 +6,6 @@ were rounded before.
 
 from __future__ import annotations
 
-import functools
 from pathlib import Path
 from typing import Any
 
@@ -47,6 +46,7 @@ from tests.dist.test_planner import Begin
 from tests.dist.test_pretrained import Pretrained, save, tokens
 from tests.dist.trusted import once
 from tests.live_bytes import LiveBytes
+from tests.marks import few_or_all, slow, wide
 
 safetensors = pytest.importorskip("safetensors.torch", reason="needs safetensors")
 
@@ -140,26 +140,33 @@ def frozen(weights: dict[str, Tensor]) -> dict[str, Tensor]:
     return {name: value for name, value in weights.items() if ".up." in name or ".down." in name}
 
 
-@pytest.mark.parametrize("world_size", [1, 2, pytest.param(4, marks=pytest.mark.slow)])
-def test_training_is_that_of_rounded_weights(world_size: int) -> None:
+FEW = ("stage 1", "stage 3, recomputed", "stage 3, host")
+
+
+@pytest.mark.parametrize(
+    ("world_size", "names"),
+    [(2, FEW), wide(1, tuple(OPTIONS)), wide(2, tuple(OPTIONS)), slow(4, tuple(OPTIONS))],
+    ids=["2-few", "1-all", "2-all", "4-all"],
+)
+def test_training_is_that_of_rounded_weights(world_size: int, names: tuple[str, ...]) -> None:
     """On every stage bit for bit, against plain torch on one process to within rounding, the frozen weights exactly."""
     expected = once(plain, 1, timeout_s=60)[0]
-    spawn(all_options, world_size, expected, init_process_group=False, timeout_s=120)
+    spawn(several_options, world_size, expected, names, init_process_group=False, timeout_s=120)
 
 
-def all_options(rank: int, world_size: int, expected: Any) -> None:
+def several_options(rank: int, world_size: int, expected: Any, names: tuple[str, ...]) -> None:
     quiet()
     first: Any = None
     unequal = {"stage 3, shards 2 : 1": {"stage": 3, "sharding.rank_weights": [2, 1]}} if world_size == 2 else {}
-    for name, options in (OPTIONS | unequal).items():
+    for name, options in ({each: OPTIONS[each] for each in names} | unequal).items():
         losses, weights, _ = run(rank, world_size, options, "nf4")
         assert_close(losses, expected[0], f"{name}, losses")
         assert_close(weights, expected[1], f"{name}, weights", 1e-5)  # sums of four ranks are in another order
         assert_equal(frozen(weights), frozen(expected[1]), f"{name}, frozen weights")
         first = first or (losses, weights)
         if name != "stage 3, host":  # where a kernel of its own updates the adapters; `tests.unit` has it bit for bit
-            assert_equal(losses, first[0], f"{name} against stage 0, losses")
-            assert_equal(weights, first[1], f"{name} against stage 0, weights")
+            assert_equal(losses, first[0], f"{name} against {names[0]}, losses")
+            assert_equal(weights, first[1], f"{name} against {names[0]}, weights")
     losses, weights, _ = run(rank, world_size, OPTIONS["stage 3"], None, Rounded())
     assert_equal(losses, first[0], "without quantization, losses")
     assert_equal(weights, first[1], "without quantization, weights")
@@ -245,14 +252,18 @@ PARALLEL: dict[str, tuple[type[Net], type[Net], dict[str, Any]]] = {
 }  # fmt: skip
 
 
+@pytest.mark.parametrize(
+    "names", few_or_all(("tensor, stage 3", "pipeline, stage 1", "experts, stage 1"), tuple(PARALLEL))
+)
 @on_ranks(2, timeout_s=120)
-def test_parts_of_weights_are_quantized(rank: int, world_size: int) -> None:
+def test_parts_of_weights_are_quantized(rank: int, world_size: int, names: tuple[str, ...]) -> None:
     """Bit for bit the run of rounded weights. The widths of the parts are multiples of a block."""
-    check_parts(rank, world_size)
+    check_parts(rank, world_size, names)
 
 
-def check_parts(rank: int, world_size: int) -> None:
-    for name, (module, trusted_module, options) in PARALLEL.items():
+def check_parts(rank: int, world_size: int, names: tuple[str, ...]) -> None:
+    for name in names:
+        module, trusted_module, options = PARALLEL[name]
         losses, weights, trainer = run(rank, world_size, options, "nf4", module())
         expected = run(rank, world_size, options, None, trusted_module())
         assert_equal(losses, expected[0], f"{name}, losses")
@@ -266,7 +277,7 @@ def check_parts(rank: int, world_size: int) -> None:
 @pytest.mark.slow
 @on_ranks(4, timeout_s=170)
 def test_parts_of_weights_on_four_ranks(rank: int, world_size: int) -> None:
-    check_parts(rank, world_size)
+    check_parts(rank, world_size, tuple(PARALLEL))
 
 
 def here(state: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -274,10 +285,13 @@ def here(state: dict[str, Tensor]) -> dict[str, Tensor]:
     return {name: value for name, value in state.items() if not value.is_meta}
 
 
+@pytest.mark.parametrize("forms", few_or_all(("sharded",), ("sharded", "file")))
 @on_ranks(2)
-def test_checkpoints_have_the_same_bits_everywhere(rank: int, world_size: int, tmp_path: Path) -> None:
+def test_checkpoints_have_the_same_bits_everywhere(
+    rank: int, world_size: int, forms: tuple[str, ...], tmp_path: Path
+) -> None:
     """Saved at stage 3 in nf4; resumed at another stage, in nf4 and without quantization; opened by plain torch."""
-    for form in ("sharded", "file"):
+    for form in forms:
         path = f"{tmp_path}/{form}"
         options = {**OPTIONS["stage 3"], "checkpoint.format": form}
         _, expected, trainer = run(rank, world_size, options, "nf4")
@@ -317,9 +331,12 @@ class Unfreeze(BaseFinetuning):
             self.unfreeze_and_add_param_group(pl_module.blocks[1], optimizer)
 
 
+@pytest.mark.parametrize("names", few_or_all(("stage 3",), ("stage 1", "stage 3")))
 @on_ranks(2)
-def test_layers_that_are_unfrozen_start_from_rounded_weights(rank: int, world_size: int) -> None:
-    for name in ("stage 1", "stage 3"):
+def test_layers_that_are_unfrozen_start_from_rounded_weights(
+    rank: int, world_size: int, names: tuple[str, ...]
+) -> None:
+    for name in names:
         unfrozen = Unfreeze()
         module = Lora()
         trainer = fit(strategy_of(OPTIONS[name], "nf4"), module, callbacks=[unfrozen], max_epochs=2)
@@ -359,10 +376,10 @@ class From(Peft):
 
 
 @on_ranks(2)
-def _peft(rank: int, world_size: int, folder: str) -> None:
+def _peft(rank: int, world_size: int, folder: str, stages: tuple[int, ...]) -> None:
     place = Path(folder) / "llama"
     held = dict(safetensors.load_file(next(place.glob("*.safetensors"))))
-    for stage in (1, 3):
+    for stage in stages:
         fit(strategy_of({"stage": stage}, "nf4"), ours := Peft(place), tokens(), max_steps=4)
         kept = set()
         for name, value in ours.at_start.items():
@@ -381,10 +398,11 @@ def _peft(rank: int, world_size: int, folder: str) -> None:
         assert_close(weights(ours), weights(trusted_module), "weights", 1e-5)
 
 
-def test_adapters_of_peft_on_weights_of_files(tmp_path: Path) -> None:
+@pytest.mark.parametrize("stages", few_or_all((3,), (1, 3)))
+def test_adapters_of_peft_on_weights_of_files(stages: tuple[int, ...], tmp_path: Path) -> None:
     pytest.importorskip("peft")
     save(tmp_path, "llama")
-    _peft(folder=str(tmp_path))
+    _peft(folder=str(tmp_path), stages=stages)
 
 
 # --- the planner ------------------------------------------------------------------------------------------------------
@@ -400,11 +418,11 @@ class Large(Lora):
         self.blocks = nn.ModuleList([Adapted(HIDDEN, 8 * HIDDEN) for _ in range(4)])
 
 
-def measure(rank: int, world_size: int) -> list[tuple[int, int]]:
+def measure(rank: int, world_size: int, indices: tuple[int, ...]) -> list[tuple[int, int]]:
     """Peak bytes of tensors, and bytes sent in the last step."""
     quiet()
     result = []
-    for stage, precision in PLANNED:
+    for stage, precision in (PLANNED[index] for index in indices):
         data = global_batches(rank, world_size, STEPS)
         with LiveBytes(ignore=list(data.dataset.tensors)) as live:  # type: ignore[attr-defined]
             sent, begin = Sent(), Begin(live)
@@ -414,14 +432,14 @@ def measure(rank: int, world_size: int) -> list[tuple[int, int]]:
     return result
 
 
-@functools.cache
-def measured() -> list[list[tuple[int, int]]]:
-    return spawn(measure, 2, init_process_group=False, timeout_s=120)
+@pytest.mark.parametrize("indices", few_or_all((3,), tuple(range(len(PLANNED)))))
+def test_the_planner_knows_the_bytes(indices: tuple[int, ...]) -> None:
+    ranks = spawn(measure, 2, indices, init_process_group=False, timeout_s=120)
+    for number, index in enumerate(indices):
+        check_forecast(index, [rank[number] for rank in ranks])
 
 
-@pytest.mark.sample(2)
-@pytest.mark.parametrize("index", range(len(PLANNED)), ids=str)
-def test_the_planner_knows_the_bytes(index: int) -> None:
+def check_forecast(index: int, measured: list[tuple[int, int]]) -> None:
     stage, name = PLANNED[index]
     module, precision = Large(), resolve_precision(name)
     optimizer = module.configure_optimizers()
@@ -432,7 +450,6 @@ def test_the_planner_knows_the_bytes(index: int) -> None:
             module, optimizers, fakes=fakes, precision=precision, step=training_step(module, optimizers),
             batch=first_batch(global_batches(0, 2, STEPS)), run=Run(config=config, clips=True),
         ).forecast(Candidate(stage), Hardware(ranks=2, device="cpu"))  # type: ignore[arg-type]  # fmt: skip
-    for rank in measured():
-        peak, sent = rank[index]
+    for peak, sent in measured:
         assert forecast.peak.device == pytest.approx(peak, rel=0.01)
         assert forecast.traffic.sent == sent

@@ -12,6 +12,7 @@ import pytest
 
 from ls_strategy.planner.traffic import traffic
 from ls_strategy.testing import spawn
+from tests.marks import few_or_all
 from tests.models import (
     Case,
     Net,
@@ -68,8 +69,9 @@ def compare(world_size: int, cases: list[Case], sizes: tuple[int, ...], folder: 
     assert_same_bits(world_size, [(case, *(grouped(case, size) for size in sizes)) for case in cases], folder)
 
 
-def test_the_bits_are_those_of_one_group() -> None:
-    compare(4, FIRST, (2,))
+@pytest.mark.parametrize("cases", few_or_all(FIRST[:1], FIRST))
+def test_the_bits_are_those_of_one_group(cases: list[Case]) -> None:
+    compare(4, cases, (2,))
 
 
 @pytest.mark.wide
@@ -139,14 +141,12 @@ def measure(rank: int, world_size: int, cases: list[Case]) -> list[dict[str, Any
     return found
 
 
-def test_bytes_between_nodes_equal_the_formula() -> None:
+@pytest.mark.parametrize("of", few_or_all(((2, "bf16-true"),), ((2, "bf16-true"), (3, "32-true"))))
+def test_bytes_between_nodes_equal_the_formula(of: tuple[tuple[int, str], ...]) -> None:
     """Two nodes of two ranks. Without groups, stage 2 sends ``P`` elements in the compute dtype for gradients and ``P``
     for parameters, half of them to the other node per rank; in groups by node, only sums of gradients cross: fp32, one
     shard per rank of the first node, and one total back."""
-    cases = [
-        Case(stage=stage, steps=3, width=32, precision=precision)
-        for stage, precision in ((2, "bf16-true"), (3, "32-true"))
-    ]
+    cases = [Case(stage=stage, steps=3, width=32, precision=precision) for stage, precision in of]
     runs = [each for case in cases for each in (case, replace(case, options=(("sharding.shard_size", "node"),)))]
     for found in spawn(measure, 4, runs, init_process_group=False, timeout_s=120):
         for i, case in enumerate(cases):

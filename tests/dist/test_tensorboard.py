@@ -108,6 +108,7 @@ class Fails(Net):
         return super().training_step(batch, i)
 
 
+@pytest.mark.wide
 @on_ranks(2)
 def test_without_images_nothing_is_drawn_and_an_error_is_noted(rank: int, world_size: int, tmp_path: Path) -> None:
     logger = CSVLogger(str(tmp_path), name="", version="0")
@@ -123,6 +124,7 @@ def test_without_images_nothing_is_drawn_and_an_error_is_noted(rank: int, world_
         assert "no more <data>" in last["message"]
 
 
+@pytest.mark.wide
 @on_ranks(1)
 def test_without_pillow_training_goes_on(rank: int, world_size: int, tmp_path: Path) -> None:
     logger = TensorBoardLogger(str(tmp_path), name="", version="0", default_hp_metric=False)
