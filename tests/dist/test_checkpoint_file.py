@@ -339,6 +339,7 @@ class SeesScale(Net):
         self.scale_at_start = self.trainer.strategy.loss_scale
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize("stages", few_or_all((1,), (1, 3)))
 @on_ranks(2)
 def test_loss_scale_of_a_ddp_run_is_taken_over(

@@ -48,7 +48,7 @@ from tests.dist.ranks import (
     weights,
 )
 from tests.dist.test_checkpoint_file import TEN_STEPS, Mixed, OneMore, WithHistory
-from tests.marks import slow
+from tests.marks import few_or_all, slow, wide
 
 WORLDS, STAGES, TIERS = (1, 2, 3, 4), (1, 2, 3), ("device", "cpu", "nvme")
 TEN = 10
@@ -266,14 +266,17 @@ def moments(trainer: pl.Trainer) -> dict[str, Tensor]:
     return dict(sorted(result.items()))
 
 
-@pytest.mark.parametrize("precision", ["32-true", slow("bf16-true"), slow("16-mixed")])
+@pytest.mark.parametrize(
+    ("precision", "stages"),
+    [("32-true", (3,)), wide("32-true", (1, 2, 3)), slow("bf16-true", (1, 2, 3)), slow("16-mixed", (1, 2, 3))],
+)
 @on_ranks(2)
 def test_ten_steps_and_ten_more_are_twenty_bit_for_bit(
-    rank: int, world_size: int, precision: str, tmp_path: Path
+    rank: int, world_size: int, precision: str, stages: tuple[int, ...], tmp_path: Path
 ) -> None:
     """Also after seven steps, in the middle of an epoch."""
     data = {"data": batches(TEN_STEPS)}
-    for stage in (1, 2, 3):
+    for stage in stages:
         whole = Dropped()
         strategy, options = seeded(stage, precision)
         saves = ModelCheckpoint(tmp_path / str(stage), "{step}", every_n_train_steps=7, save_top_k=-1)
@@ -430,12 +433,13 @@ class NotStrict(Net):
         self.strict_loading = False
 
 
+@pytest.mark.parametrize("stages", few_or_all((3,), (1, 3)))
 @on_ranks(2)
-def test_names_that_do_not_fit_are_told(rank: int, world_size: int, tmp_path: Path) -> None:
+def test_names_that_do_not_fit_are_told(rank: int, world_size: int, stages: tuple[int, ...], tmp_path: Path) -> None:
     fit(2, Net(), max_epochs=1).save_checkpoint(tmp_path / "net.ckpt")
     fit(3, OneMore(), max_epochs=1).save_checkpoint(tmp_path / "more.ckpt")
     net, more = (saved(tmp_path / f"{name}.ckpt")["state_dict"] for name in ("net", "more"))
-    for stage in (1, 3):
+    for stage in stages:
         with pytest.raises(StateError, match=r"missing keys: extra\.bias, extra\.weight.*strict_loading=False"):
             fit(stage, OneMore(), ckpt=tmp_path / "net.ckpt")
         with pytest.raises(StateError, match=r"unexpected keys: extra\.bias, extra\.weight.*strict_loading=False"):
@@ -480,10 +484,11 @@ class Adapted(Net):
         return torch.optim.AdamW([self.a, self.b], lr=1e-2, eps=1e-4, fused=True)
 
 
+@pytest.mark.parametrize("stages", few_or_all((2,), (1, 2, 3)))
 @on_ranks(2)
-def test_frozen_parameters_may_be_left_out(rank: int, world_size: int, tmp_path: Path) -> None:
+def test_frozen_parameters_may_be_left_out(rank: int, world_size: int, stages: tuple[int, ...], tmp_path: Path) -> None:
     frozen = {name for name, p in Adapted().named_parameters() if not p.requires_grad}
-    for stage in (1, 2, 3):
+    for stage in stages:
         path = tmp_path / f"{stage}.ckpt"
         whole, half = Adapted(), Adapted()
         fit(stage, whole)
@@ -536,10 +541,13 @@ def test_weights_only_folders_and_evaluation_at_other_stages(rank: int, world_si
             fit(stage, Mixed(), ckpt=folder / "small.ckpt")
 
 
+@pytest.mark.parametrize("stages", few_or_all((3,), (1, 3)))
 @on_ranks(2)
-def test_evaluation_of_an_earlier_checkpoint_after_a_fit(rank: int, world_size: int, tmp_path: Path) -> None:
+def test_evaluation_of_an_earlier_checkpoint_after_a_fit(
+    rank: int, world_size: int, stages: tuple[int, ...], tmp_path: Path
+) -> None:
     """By the same Trainer, whose states are still there; and the fit goes on from another one."""
-    for stage in (1, 3):
+    for stage in stages:
         module = Mixed()
         saves = ModelCheckpoint(tmp_path / str(stage), "{step}", every_n_train_steps=2, save_top_k=-1)
         trainer = fit(stage, module, callbacks=[saves], enable_checkpointing=True, max_epochs=1)
@@ -574,8 +582,9 @@ class Hooked(Net):
             self.loading(checkpoint)
 
 
+@pytest.mark.parametrize("stages", few_or_all((2,), (1, 2, 3)))
 @on_ranks(2)
-def test_hooks_drop_rename_and_add(rank: int, world_size: int, tmp_path: Path) -> None:
+def test_hooks_drop_rename_and_add(rank: int, world_size: int, stages: tuple[int, ...], tmp_path: Path) -> None:
     def saving(checkpoint: dict[str, Any]) -> None:
         state = checkpoint["state_dict"]
         del state["last.bias"]
@@ -584,7 +593,7 @@ def test_hooks_drop_rename_and_add(rank: int, world_size: int, tmp_path: Path) -
         checkpoint["own"] = {"copy": state["last.weight"], "tensor": torch.arange(3), "word": "x"}
         checkpoint["alone"] = torch.arange(4)
 
-    for stage in (1, 2, 3):
+    for stage in stages:
         path = tmp_path / f"{stage}.ckpt"
         module = Hooked(saving)
         fit(stage, module, max_epochs=1).save_checkpoint(path)
@@ -622,12 +631,13 @@ def inside(checkpoint: dict[str, Any]) -> None:
     checkpoint["own"] = {"deep": [checkpoint["state_dict"]["blocks.1.wide.weight"].half()]}
 
 
+@pytest.mark.parametrize("stages", few_or_all((1,), (1, 3)))
 @pytest.mark.parametrize(("hook", "key"), [(scaled, "scaled"), slow(copied, "copied"), slow(inside, "own")])
 @on_ranks(2)
 def test_a_hook_that_computes_with_what_is_sharded_is_told_so(
-    rank: int, world_size: int, hook: Any, key: str, tmp_path: Path
+    rank: int, world_size: int, stages: tuple[int, ...], hook: Any, key: str, tmp_path: Path
 ) -> None:
-    for stage in (1, 3):
+    for stage in stages:
         module = Hooked(hook)
         trainer = fit(stage, module, max_epochs=1)
         with pytest.raises(CheckpointError, match=rf"{key}.*on_save_checkpoint"):
@@ -655,7 +665,7 @@ def deep(checkpoint: dict[str, Any]) -> None:
     checkpoint["mine"] = {"a": {"b": checkpoint["state_dict"]["blocks.1.wide.weight"]}}
 
 
-@pytest.mark.parametrize("hook", [under_a_name, slow(in_a_list), deep])
+@pytest.mark.parametrize("hook", [under_a_name, slow(in_a_list), wide(deep)])
 @on_ranks(2)
 def test_a_sharded_value_in_any_place_is_saved_or_refused(
     rank: int, world_size: int, hook: Any, tmp_path: Path
@@ -714,6 +724,7 @@ def test_hooks_read_saved_tensors_as_tensors(rank: int, world_size: int, tmp_pat
     assert seen
 
 
+@pytest.mark.wide
 @on_ranks(2)
 def test_changes_in_place_of_a_saved_tensor_are_made_or_refused(rank: int, world_size: int, tmp_path: Path) -> None:
     """Never lost without a word."""
@@ -860,6 +871,7 @@ def test_a_file_system_in_memory(rank: int, world_size: int) -> None:
     assert [Path(entry).name for entry in Place(root).entries()] == [f"step={steps}.ckpt"]
 
 
+@pytest.mark.wide
 @on_ranks(2)
 def test_a_path_with_a_protocol(rank: int, world_size: int, tmp_path: Path) -> None:
     half, rest, whole = Mixed(), Mixed(), Mixed()
@@ -966,6 +978,7 @@ def test_an_exception_on_one_rank_does_not_hang_in_its_checkpoint(
         assert verify_all(path) == []
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize("stage", [slow(1), 3])
 @on_ranks(2, timeout_s=60)
 def test_an_exception_on_all_ranks_is_followed_by_a_checkpoint(

@@ -298,6 +298,7 @@ class Drawn(Net):
             self.last.weight = self.first.weight
 
 
+@pytest.mark.wide
 @on_ranks(2)
 def test_every_stage_starts_from_the_weights_the_constructor_draws(rank: int, world_size: int) -> None:
     """As under DDP with the same seed, also where stage 3 fills the modules one by one; so do later random numbers."""

@@ -55,9 +55,8 @@ FEW: dict[tuple[str, int], tuple[str, ...]] = {
     ("value", 2): ("half", "blocking"),
     ("guest", 3): ("nvme_param", "mixed"),
     ("two", 3): ("param", "only_param"),
-    ("fp16", 2): ("nvme",),
 }
-"""``(row, stage) -> tiers``: every stage, tier, optimizer, clip and width of numbers at least once."""
+"""``(row, stage) -> tiers``: every stage, tier, optimizer and clip; `test_parity_precision` has every precision."""
 
 
 def tiers_of(stage: int) -> tuple[str, ...]:
@@ -70,13 +69,13 @@ Rows = tuple[tuple[str, int, tuple[str, ...]], ...]
 
 
 @functools.cache
-def results(world_size: int, rows: Rows) -> dict[tuple[str, int, str | None], Group]:
+def results(world_size: int, rows: Rows, steps: int = 8) -> dict[tuple[str, int, str | None], Group]:
     """``(row, stage, tier) -> result of every rank``; tier None is the run without offload."""
     with tempfile.TemporaryDirectory() as folder:
         keys: list[tuple[str, int, str | None]] = []
         cases: list[Case] = []
         for row, stage, tiers in rows:
-            case = replace(ROWS[row], steps=8, fused=None).at(stage)
+            case = replace(ROWS[row], steps=steps, fused=None).at(stage)
             keys.append((row, stage, None))
             cases.append(case)
             for name in tiers:
@@ -89,7 +88,7 @@ def results(world_size: int, rows: Rows) -> dict[tuple[str, int, str | None], Gr
 def assert_as_without_offload(group: dict[tuple[str, int, str | None], Group], row: str, stage: int) -> None:
     """Losses of all ranks, weights and gradient norms; trusted run: the same stage without offload."""
     trusted = group[row, stage, None]
-    assert len(trusted[0].losses) >= 8
+    assert len(trusted[0].losses) >= 4
     tiers = [tier for name, at, tier in group if (name, at) == (row, stage) and tier is not None]
     assert tiers
     for name in tiers:
@@ -100,7 +99,7 @@ def assert_as_without_offload(group: dict[tuple[str, int, str | None], Group], r
 
 @pytest.mark.parametrize(("row", "stage"), FEW)
 def test_tiers_train_to_the_same_bits(row: str, stage: int) -> None:
-    assert_as_without_offload(results(2, tuple((*key, tiers) for key, tiers in FEW.items())), row, stage)
+    assert_as_without_offload(results(2, tuple((*key, tiers) for key, tiers in FEW.items()), 4), row, stage)
 
 
 @pytest.mark.wide
@@ -115,6 +114,6 @@ def test_every_tier_trains_to_the_same_bits(world_size: int, stage: int, row: st
 @pytest.mark.parametrize("tiers", few_or_all(("param", "mixed"), tuple(TIERS)))
 def test_parameters_on_every_tier_with_some_that_are_not_stepped(tiers: tuple[str, ...]) -> None:
     """Stage 3 in 16 bits: what no update writes keeps its value, also where parameters are kept beside the masters."""
-    group = results(2, (("bf16_guest", 3, tiers),))
+    group = results(2, (("bf16_guest", 3, tiers),), 4)
     for name in tiers:
         assert all(map(same_bits, group["bf16_guest", 3, None], group["bf16_guest", 3, name])), name

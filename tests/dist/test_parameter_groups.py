@@ -215,7 +215,7 @@ def test_on_two_ranks_as_in_a_plain_trainer(kind: type[Joins], options: dict[str
     compare(2, [kind], options)
 
 
-@pytest.mark.sample(1)
+@pytest.mark.wide
 @pytest.mark.parametrize(("kind", "options"), in_turn([AnotherOptimizer, ByCallback, AtABatch], OPTIONS, 4))
 def test_on_one_rank_as_in_a_plain_trainer(kind: type[Joins], options: dict[str, Any]) -> None:
     compare(1, [kind], options)
@@ -829,7 +829,7 @@ def test_one_parameter_in_two_optimizers_as_under_ddp(kind: type[Any], options: 
     assert not any(found), "\n".join(found[0])
 
 
-@pytest.mark.sample(1)
+@pytest.mark.wide
 @pytest.mark.parametrize(("kind", "options"), in_turn([ClipsBetween, BothStep], ON_DEVICE, 1))
 def test_one_parameter_in_two_optimizers_on_one_rank(kind: type[Any], options: dict[str, Any]) -> None:
     found = spawn(shared_problems, 1, kind, options, timeout_s=100)
