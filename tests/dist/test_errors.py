@@ -25,7 +25,7 @@ from tests.dist.ranks import (
     trainer_of,
     weights,
 )
-from tests.marks import slow
+from tests.marks import few_or_all, slow
 
 # --- options that are wrong by themselves: no ranks needed ------------------------------------------------------------
 
@@ -161,11 +161,12 @@ class Together(Lamb):
         return loss
 
 
+@pytest.mark.parametrize("stages", few_or_all(((1,), (3,)), ((1, 2, 3), (1, 2, 3))))
 @on_ranks(2)
-def test_optimizers_that_need_all_parameters_are_refused(rank: int, world_size: int) -> None:
+def test_optimizers_that_need_all_parameters_are_refused(rank: int, world_size: int, stages: Any) -> None:
     cure = r"(element-wise|first-order) optimizer \(AdamW"
-    for make in (Together, torch.optim.LBFGS):
-        for stage in (1, 2, 3):
+    for make, of_optimizer in zip((Together, torch.optim.LBFGS), stages, strict=True):
+        for stage in of_optimizer:
             with pytest.raises(PlanError, match=rf"{make.__name__}.*{cure}"):
                 fit(stage, WithOptimizer(make))
 
@@ -234,15 +235,18 @@ class PerRank(Net):
             self.last.bias.requires_grad_(False)
 
 
+@pytest.mark.parametrize("stages", few_or_all({"shape": (0,), "name": (2,), "number": (3,), "frozen": (3,)}, {}))
 @on_ranks(2)
-def test_ranks_with_different_models_are_told_the_first_difference(rank: int, world_size: int) -> None:
+def test_ranks_with_different_models_are_told_the_first_difference(
+    rank: int, world_size: int, stages: dict[str, tuple[int, ...]]
+) -> None:
     for what, words in {
         "shape": r"blocks\.1\.wide\.weight.*\(5, 8\).*blocks\.1\.wide\.weight.*\(6, 8\)",
         "name": r"extra_0\.weight.*extra_1\.weight",
         "number": r"None.*surplus\.weight",
         "frozen": r"last\.bias.*True.*last\.bias.*False",
     }.items():
-        for stage in (0, 2, 3):
+        for stage in stages.get(what, (0, 2, 3)):
             with pytest.raises(PlanError, match=rf"(?s)different models.*rank 0.*{words}.*same model on every rank"):
                 fit(stage, PerRank(rank, what))
 
@@ -412,9 +416,10 @@ def test_names_without_a_module_are_refused(rank: int, world_size: int) -> None:
     assert len(module.losses) == 8
 
 
+@pytest.mark.parametrize("stages", few_or_all((1, 3), STAGES))
 @on_ranks(2)
-def test_nan_is_not_hidden(rank: int, world_size: int) -> None:
-    for stage in STAGES:
+def test_nan_is_not_hidden(rank: int, world_size: int, stages: tuple[int, ...]) -> None:
+    for stage in stages:
         module = Net()
         with torch.no_grad():
             module.last.weight[0, 0] = math.nan
@@ -429,9 +434,10 @@ class NormAtWrongTime(Net):
             self.trainer.strategy.grad_norm()
 
 
+@pytest.mark.parametrize("stages", few_or_all((0, 3), STAGES))
 @on_ranks(2)
-def test_grad_norm_without_gradients(rank: int, world_size: int) -> None:
-    for stage in (0, 1, 2, 3):
+def test_grad_norm_without_gradients(rank: int, world_size: int, stages: tuple[int, ...]) -> None:
+    for stage in stages:
         trainer = trainer_of(stage, max_epochs=1, limit_train_batches=1)
         trainer.fit(NormAtWrongTime(), batches())
         assert trainer.global_step == 1

@@ -444,8 +444,6 @@ def test_refusals(rank, world_size):
             AlexNetLike,
             {**size, "parallel.pipeline.micro_batches": 3, "parallel.pipeline.schedule": "dualpipe_v"},
         ),
-        (PlanError, r"'net' is compiled together with its blocks.*block.compile\(\)", CompiledWhole, size),
-        (PlanError, r"training_step is compiled.*block.compile\(\)", CompiledStep, size),
     ]
     for error, pattern, module, options in cases:
         with pytest.raises(error, match=pattern):
@@ -464,6 +462,18 @@ def test_refusals(rank, world_size):
     }.items():
         with pytest.raises(ConfigError, match=pattern):
             ZeROStrategy(1, **nested(options))
+
+
+@pytest.mark.wide
+@on_ranks(2)
+def test_what_is_compiled_as_a_whole_is_refused(rank, world_size):
+    size = {"parallel.pipeline.size": 2}
+    for pattern, module in (
+        (r"'net' is compiled together with its blocks.*block.compile\(\)", CompiledWhole),
+        (r"training_step is compiled.*block.compile\(\)", CompiledStep),
+    ):
+        with pytest.raises(PlanError, match=pattern):
+            trainer_of(ZeROStrategy(1, **nested(size)), max_epochs=1).fit(module(), images())
     compiled: Any = torch.compile(AlexNetLike(), backend=counting)
     with pytest.raises(PlanError, match="forward is compiled"):
         trainer_of(ZeROStrategy(1, **nested(size)), max_epochs=1).fit(compiled, images())

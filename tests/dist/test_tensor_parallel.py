@@ -24,15 +24,17 @@ pytestmark = pytest.mark.dist
 STAGES = (1, 2, 3)
 
 
-def at_every_stage(world: int, tp: int, shape: Any = None, steps: int = 20, **options: Any) -> None:
-    runs = [Run({"stage": s, "parallel.tensor.size": tp, **options}, shape or {}, steps=steps) for s in STAGES]
+def at_every_stage(
+    world: int, tp: int, shape: Any = None, steps: int = 20, stages: tuple[int, ...] = STAGES, **options: Any
+) -> None:
+    runs = [Run({"stage": s, "parallel.tensor.size": tp, **options}, shape or {}, steps=steps) for s in stages]
     assert_same_bits(assert_as_plain(world, runs))  # of the stages
 
 
-@pytest.mark.parametrize("steps", few_or_all(4, 20))
-def test_losses_norms_and_weights_are_those_of_one_process(steps):
+@pytest.mark.parametrize("options", few_or_all({"steps": 3, "stages": (1, 3)}, {}))
+def test_losses_norms_and_weights_are_those_of_one_process(options):
     """Two replicas of two ranks."""
-    at_every_stage(4, 2, steps=steps)
+    at_every_stage(4, 2, **options)
 
 
 @pytest.mark.slow
