@@ -207,7 +207,7 @@ def no_threads_left() -> Iterator[None]:
     """A test ends the threads that would keep the process alive, and this package's own ones."""
     before = set(threading.enumerate())
     yield
-    deadline = time.monotonic() + 2
+    deadline = time.monotonic() + limits.wall(2)
     while leaked := [t for t in threading.enumerate() if t not in before and _must_end(t)]:
         if time.monotonic() > deadline:
             raise AssertionError(f"threads still running: {[t.name for t in leaked]}")

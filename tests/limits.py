@@ -26,6 +26,11 @@ def slowness() -> float:
     return min(max(os.getloadavg()[0] / processors(), 1.0), _SLOWEST)
 
 
+def wall(seconds: float) -> float:
+    """Return what ``seconds`` of a machine that runs nothing else are on one as busy as this is now."""
+    return seconds * slowness()
+
+
 class Clock:
     """Seconds since some moment, as ``time.monotonic``, on a machine that runs nothing else."""
 

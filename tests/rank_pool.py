@@ -42,6 +42,7 @@ from typing import Any, TypeVar, cast
 from ls_strategy import testing
 from ls_strategy.distributed.rendezvous import free_port
 from ls_strategy.testing import spawn as spawn_processes
+from tests import limits
 
 T = TypeVar("T")
 
@@ -233,7 +234,7 @@ def _clean_up() -> list[str]:
     if dist.is_initialized():
         dist.destroy_process_group()
     gc.collect()
-    deadline = time.monotonic() + 2.0
+    deadline = time.monotonic() + limits.wall(2)
     while threads := [t.name for t in threading.enumerate() if t is not threading.main_thread() and _must_end(t)]:
         if time.monotonic() > deadline:
             return [f"threads {threads}"]

@@ -39,6 +39,7 @@ from ls_strategy.config import nested
 from ls_strategy.errors import CheckpointError, RankFailedError
 from ls_strategy.testing import RankDiedError, spawn
 from tests.dist.ranks import Net, assert_equal, batches, fit, folders, on_ranks, quiet, saved, trainer_of, weights
+from tests.limits import wall
 from tests.marks import slow
 
 pytestmark = pytest.mark.wide
@@ -480,7 +481,7 @@ def test_damage_is_told_on_all_ranks(tmp_path: Path, whole: Path, name: str, dam
     DAMAGES[damage](path / name)
     for _, message, seconds in spawn(load_damaged, 2, path, init_process_group=False, timeout_s=60):
         assert f"x.ckpt/{name}" in message
-        assert seconds < 20
+        assert seconds < wall(20)
 
 
 def load_some(rank: int, world_size: int, path: Path) -> list[str]:

@@ -48,6 +48,7 @@ from tests.dist.ranks import (
     weights,
 )
 from tests.dist.test_checkpoint_file import TEN_STEPS, Mixed, OneMore, WithHistory
+from tests.limits import wall
 from tests.marks import few_or_all, slow, wide
 
 WORLDS, STAGES, TIERS = (1, 2, 3, 4), (1, 2, 3), ("device", "cpu", "nvme")
@@ -938,7 +939,7 @@ def test_an_error_on_one_rank_is_raised_on_all(
             started = time.monotonic()
             with pytest.raises(CheckpointError, match=rf"x\.ckpt failed: rank {failing}: OSError.*Input/output error"):
                 trainer.save_checkpoint(tmp_path / "x.ckpt")
-            assert time.monotonic() - started < 10
+            assert time.monotonic() - started < wall(10)
         assert names_in(tmp_path) == ["x.ckpt"]
         assert verify_all(tmp_path / "x.ckpt") == []
         assert_equal(saved(tmp_path / "x.ckpt")["state_dict"], before, "the one before")
@@ -973,7 +974,7 @@ def test_an_exception_on_one_rank_does_not_hang_in_its_checkpoint(
     started = time.monotonic()
     with pytest.raises((ValueError, RankFailedError), match="this rank has enough"):
         fit(strategy, FailsAlone(), callbacks=[callback], enable_checkpointing=True)
-    assert time.monotonic() - started < 30
+    assert time.monotonic() - started < wall(30)
     for path in tmp_path.iterdir():
         assert verify_all(path) == []
 

@@ -25,6 +25,7 @@ from ls_strategy.testing import free_port
 from tests.dist.islands import become, diloco, hub, on_islands
 from tests.dist.ranks import Net, assert_equal, batches, fit, quiet, trainer_of, weights
 from tests.dist.test_islands import STREAMING, Frozen, Normed
+from tests.limits import wall
 
 pytestmark = [pytest.mark.dist, pytest.mark.wide]
 
@@ -218,7 +219,7 @@ def _steps(folder: Path, island: int) -> list[tuple[int, float]]:
 
 
 def _until(condition: Any, what: str, process: Any) -> None:
-    end = time.monotonic() + 120.0
+    end = time.monotonic() + wall(120.0)
     while not condition():
         assert time.monotonic() < end, what
         assert process.is_alive(), f"{what}: exit code {process.exitcode}"

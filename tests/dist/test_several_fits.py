@@ -13,6 +13,7 @@ import pytest
 from ls_strategy.config import nested
 from ls_strategy.lightning.strategy import ZeROStrategy
 from tests.dist.ranks import STAGES, Net, assert_close, fit, on_ranks, weights
+from tests.limits import wall
 from tests.marks import slow
 
 pytestmark = pytest.mark.wide
@@ -31,7 +32,7 @@ def threads() -> int:
 
 def threads_when_ended(at_most: int) -> int:
     """As `threads`, but those that were told to end get five seconds to be gone from the kernel's list."""
-    deadline = time.monotonic() + 5
+    deadline = time.monotonic() + wall(5)
     while threads() > at_most and time.monotonic() < deadline:
         time.sleep(0.05)
     return threads()

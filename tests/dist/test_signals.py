@@ -17,6 +17,7 @@ from lightning.pytorch.utilities.exceptions import SIGTERMException
 
 from ls_strategy.testing import RankDiedError, spawn
 from tests.dist.ranks import Net, batches, quiet, trainer_of
+from tests.limits import wall
 from tests.marks import slow
 from tests.processes import is_running
 
@@ -93,7 +94,7 @@ class Run:
 
     def wait_for(self, what: str) -> None:
         """``trains``, ``validates`` or ``pid``, of both ranks."""
-        deadline = time.monotonic() + 120
+        deadline = time.monotonic() + wall(120)
         while not all((self.folder / f"rank{r}.{what}").exists() for r in range(2)):
             assert self.process.poll() is None, self.said()
             assert time.monotonic() < deadline, self.said()

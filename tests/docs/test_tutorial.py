@@ -29,6 +29,7 @@ from ls_strategy import cli
 from tests.docs import warm_python
 from tests.docs.blocks import ROOT, Block, blocks_of
 from tests.docs.test_blocks import check_own, commands_of, environment
+from tests.limits import wall
 
 PAGE = ROOT / "docs" / "tutorial.md"
 BLOCKS = blocks_of(PAGE)
@@ -232,7 +233,7 @@ class Session:
             stderr=subprocess.DEVNULL, start_new_session=True,
         )  # fmt: skip
         try:
-            end = time.monotonic() + 120
+            end = time.monotonic() + wall(120)
             while True:
                 try:
                     scalars, images = (self._get(port, plugin) for plugin in ("scalars", "images"))

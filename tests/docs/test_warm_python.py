@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 
 from tests.docs import warm_python
+from tests.limits import wall
 
 REPORT = "import json, os, sys; print(json.dumps([sys.argv, sys.path[0], os.getcwd(), os.environ.get('WORD'), "
 REPORT += "sys.executable, __name__, sys.stdin.read()])); print('error', file=sys.stderr); sys.exit(7)"
@@ -39,7 +40,7 @@ def start(command: list[str], folder: Path, **options: Any) -> subprocess.Popen[
 
 
 def wait_for(file: Path) -> str:
-    end = time.monotonic() + 60
+    end = time.monotonic() + wall(60)
     while not file.exists() or not file.read_text():
         assert time.monotonic() < end, f"{file} is not there"
         time.sleep(0.02)
@@ -47,7 +48,7 @@ def wait_for(file: Path) -> str:
 
 
 def has_ended(pid: int) -> bool:
-    end = time.monotonic() + 60
+    end = time.monotonic() + wall(60)
     while Path(f"/proc/{pid}").exists():
         if time.monotonic() > end:
             return False

@@ -15,6 +15,7 @@ import pytest
 from ls_strategy.ops import _build, _session
 from ls_strategy.ops._session import _session as processes_of
 from ls_strategy.ops._session import start as start_session
+from tests.limits import wall
 from tests.marks import slow
 from tests.processes import Program, is_running
 
@@ -104,7 +105,7 @@ class TestWithCompiler:
 
     def test_a_killed_builder_leaves_no_lock(self, tmp_path):
         first = start(tmp_path)
-        deadline = time.monotonic() + 60
+        deadline = time.monotonic() + wall(60)
         while not list(tmp_path.glob("*.build-*/build.ninja")) and not list(tmp_path.glob("*.build-*/*.o")):
             assert time.monotonic() < deadline
             time.sleep(0.01)
@@ -209,7 +210,7 @@ def compiling(tmp_path: Path, *, ninja: bool) -> tuple[subprocess.Popen, Callabl
     if not ninja:
         program = f"import shutil; shutil.which = lambda *_, **__: None\n{program}"
     process = start(tmp_path / "cache", CXX=str(compiler), program=program)
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + wall(60)
     while not pids.exists() or len(pids.read_text().split()) < (2 if ninja else 1):
         assert process.poll() is None, process.communicate()
         assert time.monotonic() < deadline
@@ -224,7 +225,7 @@ def test_ctrl_c_leaves_no_compiler_running(tmp_path, ninja):
     process, running = compiling(tmp_path, ninja=ninja)
     process.send_signal(signal.SIGINT)
     assert "KeyboardInterrupt" in process.communicate(timeout=30)[1]
-    deadline = time.monotonic() + 5
+    deadline = time.monotonic() + wall(5)
     while left := running():
         assert time.monotonic() < deadline, f"compilers still run: {left}"
         time.sleep(0.05)
@@ -244,7 +245,7 @@ def test_kill_leaves_no_command_running():
     """Without torch, which the module of sessions does not need; compilers are below."""
     process = subprocess.Popen([sys.executable, "-c", ASKS, _session.__file__], stdout=subprocess.PIPE, text=True)
     session = int(process.stdout.readline())
-    deadline = time.monotonic() + 10
+    deadline = time.monotonic() + wall(10)
     while len(processes_of(session)) < 4:  # the guard, the shell, and what that runs
         assert time.monotonic() < deadline
         time.sleep(0.02)
@@ -264,7 +265,7 @@ def test_kill_leaves_no_compiler_running(tmp_path, ninja):
     assert session != os.getsid(process.pid)
     process.kill()
     process.communicate(timeout=30)
-    deadline = time.monotonic() + 10
+    deadline = time.monotonic() + wall(10)
     while left := processes_of(session):
         assert time.monotonic() < deadline, f"compilers still run: {left}"
         time.sleep(0.05)

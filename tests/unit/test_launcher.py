@@ -18,6 +18,7 @@ import torch.distributed as dist
 from ls_strategy import ZeROStrategy
 from ls_strategy.distributed.launcher import VARIABLE, LauncherWatch, end_processes
 from ls_strategy.distributed.rendezvous import free_port
+from tests.limits import wall
 from tests.marks import slow
 
 RANK = """
@@ -131,7 +132,7 @@ def test_a_forked_rank_0_ends_with_its_launcher(method: str, tmp_path: Path) -> 
         time.sleep(1.0)
         assert _is_running(rank)
         launcher.stdin.close()
-        deadline = time.monotonic() + 10
+        deadline = time.monotonic() + wall(10)
         while _is_running(rank):
             assert time.monotonic() < deadline
             time.sleep(0.05)

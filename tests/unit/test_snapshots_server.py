@@ -16,6 +16,7 @@ from ls_strategy.errors import CheckpointError
 from ls_strategy.snapshots.memory import Memory
 from ls_strategy.snapshots.nodes import Nodes
 from ls_strategy.snapshots.server import Peer, Server, one_address
+from tests.limits import wall
 from tests.unit.test_snapshots import A, serving, together, write
 
 
@@ -41,7 +42,7 @@ def test_connections_without_the_secret_take_few_descriptors(memory: Memory, mon
     strangers = [socket.create_connection(("127.0.0.1", server.port)) for _ in range(200)]
     try:
         Peer(["127.0.0.1"], server.port, "secret").hello()  # a node is served nevertheless
-        deadline = time.monotonic() + 8
+        deadline = time.monotonic() + wall(8)
         while (served := descriptors() - before - len(strangers)) > 64 + 2:
             assert time.monotonic() < deadline, f"{served} descriptors"
             time.sleep(0.05)
@@ -54,7 +55,7 @@ def test_connections_without_the_secret_take_few_descriptors(memory: Memory, mon
 def test_a_connection_that_sends_a_letter_now_and_then_is_closed(memory: Memory, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(requests, "_STRANGER_S", 1.0)
     with serving(memory) as peer, socket.create_connection(("127.0.0.1", peer._port), timeout=20) as stranger:
-        end = time.monotonic() + 15
+        end = time.monotonic() + wall(15)
         with contextlib.suppress(ConnectionError):
             while time.monotonic() < end:
                 stranger.sendall(b" ")
