@@ -84,7 +84,8 @@ def _run(
     for number, end in enumerate((given, out)):
         os.dup2(end.fileno(), number)
         end.close()
-    sys.stdin, sys.stdout = os.fdopen(0), io.TextIOWrapper(os.fdopen(1, "wb", 0), write_through=True)
+    sys.stdin = sys.__stdin__ = os.fdopen(0)  # the second name keeps it open where the first gets another stream
+    sys.stdout = sys.__stdout__ = io.TextIOWrapper(os.fdopen(1, "wb", 0), write_through=True)
     sys.argv = ["-c", *arguments]
     os.environ.clear()
     os.environ.update(env)

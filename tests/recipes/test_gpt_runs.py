@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -25,10 +26,10 @@ TINY = [
 ]  # fmt: skip
 
 
-def fit(folder: Path, configs: list[str], *options: str, timeout: int = 150) -> str:
+def fit(folder: Path, configs: list[str], *options: str, **more: Any) -> str:
     """Standard output of a run whose logs and caches are below ``folder``."""
     cache = f"--data.corpus.cache_dir={folder / 'cache'}"
-    return programs.fit(folder, configs, cache, *options, recipe="gpt", timeout=timeout)
+    return programs.fit(folder, configs, cache, *options, recipe="gpt", **more)
 
 
 def scalars(folder: Path) -> dict[str, list[float]]:
@@ -38,7 +39,9 @@ def scalars(folder: Path) -> dict[str, list[float]]:
 
 
 def test_two_ranks_at_stage_3_train_log_sample_and_save(tmp_path: Path) -> None:
-    output = fit(tmp_path, ["base", "zero3"], *TINY, "--trainer.max_steps=2", "--trainer.val_check_interval=1")
+    two_steps = ["--trainer.max_steps=2", "--trainer.val_check_interval=1"]
+    with programs.warm("jsonargparse", "lightning.pytorch.cli", "torch.utils.tensorboard") as python:
+        output = fit(tmp_path, ["base", "zero3"], *TINY, *two_steps, python=python)
     assert re.findall(r"-+ step (\d+) -+\ndef ", output) == ["1", "2"]  # once each, though both ranks generate
     logged = scalars(tmp_path)
     assert len(logged["train/loss"]) == 2
