@@ -63,8 +63,10 @@ _WATCHED_TOO = (
 _EXPECTED = {
     "lightning.fabric.loggers.logger._DummyExperiment.__getattr__",
     "lightning.fabric.wrappers._FabricModule.zero_grad",
+    "torch.nn.functional.scaled_dot_product_attention",
 }
-"""What the strategy itself replaces for as long as the process lasts."""
+"""What the strategy itself replaces for as long as the process lasts, or, with attention, as long as it has the model;
+`_Process.restore` undoes the latter."""
 
 left_behind: list[str] = []
 """What cases of this worker left behind, a sentence each."""
@@ -245,7 +247,7 @@ def _clean_up() -> list[str]:
 
 
 def _must_end(thread: threading.Thread) -> bool:
-    return thread.name != "parent-watch"
+    return thread.name not in ("parent-watch", "tqdm_monitor")  # tqdm keeps its own for all later bars
 
 
 class _Process:
@@ -256,6 +258,7 @@ class _Process:
         import torch
 
         self.random = (random.getstate(), numpy.random.get_state(), torch.get_rng_state())
+        self.attention = torch.nn.functional.scaled_dot_product_attention
         self.warnings = list(warnings.filters)
         self.settings = _settings()
         self.attributes = _attributes()
@@ -266,13 +269,14 @@ class _Process:
         return cls()
 
     def restore(self) -> None:
-        """Put back the random state and the filters of warnings."""
+        """Put back the random state, the filters of warnings and attention without sequence parallelism."""
         import numpy
         import torch
 
         random.setstate(self.random[0])
         numpy.random.set_state(self.random[1])
         torch.set_rng_state(self.random[2])
+        torch.nn.functional.scaled_dot_product_attention = self.attention
         warnings.filters[:] = self.warnings  # type: ignore[index]
         warnings._filters_mutated()  # type: ignore[attr-defined]
 

@@ -14,6 +14,7 @@ from __future__ import annotations
 import functools
 import gc
 from typing import Any
+from unittest import mock
 
 import lightning.pytorch as pl
 import pytest
@@ -65,17 +66,17 @@ class Scale(pl.Callback):
 
 def weigh(rank: int, world_size: int, cases: list[Case]) -> list[tuple[int, dict[str, int], dict[str, int]]]:
     quiet()
-    reduce.IN_FLIGHT_BYTES = 0
     result = []
-    for case in cases:
-        data = loader(case, world_size)
-        gc.collect()
-        scale = Scale(storages())
-        trainer = trainer_of(case, world_size, callbacks=[scale])
-        module = Net(case)
-        trainer.fit(module, data)
-        result.append((scale.measured, scale.stated, scale.planned))
-        del trainer, module, scale
+    with mock.patch.object(reduce, "IN_FLIGHT_BYTES", 0):
+        for case in cases:
+            data = loader(case, world_size)
+            gc.collect()
+            scale = Scale(storages())
+            trainer = trainer_of(case, world_size, callbacks=[scale])
+            module = Net(case)
+            trainer.fit(module, data)
+            result.append((scale.measured, scale.stated, scale.planned))
+            del trainer, module, scale
     return result
 
 
@@ -92,7 +93,7 @@ def weights(world_size: int, stages: tuple[int, ...]) -> list[Weights]:
 PARAMETERS = [
     pytest.param(world_size, stages, stage, id=f"{world_size}-{name}-{stage}", marks=mark)
     for world_size, name, stages, mark in (
-        (2, "few", (1, 3), ()),
+        (2, "few", (3,), ()),
         *((world_size, "all", (0, 1, 2, 3), pytest.mark.wide) for world_size in WORLDS),
     )
     for stage in stages

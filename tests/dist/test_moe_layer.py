@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -22,6 +23,7 @@ from ls_strategy.moe.layer import MoE
 from ls_strategy.moe.losses import moe_losses
 from ls_strategy.moe.parallel import apply_expert_parallel
 from ls_strategy.testing import spawn
+from tests.marks import wide
 
 pytestmark = pytest.mark.dist
 
@@ -153,7 +155,7 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("world", [1, 2, 4])
+@pytest.mark.parametrize("world", [wide(1), 2, wide(4)])
 def test_experts_over_ranks(world):
     results = spawn(sharded, world, list(CASES.values()))
     for index, (name, case) in enumerate(CASES.items()):
@@ -161,6 +163,7 @@ def test_experts_over_ranks(world):
             assert not unequal(results[rank][index], expected, EXACT[case.dtype]), (name, rank)
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("special", [False, True])
 def test_recomputation_draws_the_same(special):
     case = Case(
@@ -172,6 +175,7 @@ def test_recomputation_draws_the_same(special):
         assert all(torch.equal(value, other[name]) for name, value in one.items())
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("special", [False, True])
 def test_autocast_with_a_rank_without_tokens(special):
     """All ranks exchange the same dtype."""
@@ -202,7 +206,7 @@ def traffic(rank: int, world: int, case: Case) -> dict[str, Any]:
     }
 
 
-@pytest.mark.parametrize(("case", "itemsize"), [(Case(), 8), (Case(dtype=torch.float32, autocast=True), 2)])
+@pytest.mark.parametrize(("case", "itemsize"), [wide(Case(), 8), (Case(dtype=torch.float32, autocast=True), 2)])
 def test_bytes(case, itemsize):
     """A row goes to its expert and back, and the gradients the other way; nothing else, and nothing is padded."""
     ranks = spawn(traffic, 4, case)
@@ -258,15 +262,16 @@ def order_of_events(rank: int, world: int, residual: bool) -> tuple[list[str], l
         log.append("wait")
         return wait(self)
 
-    Exchange.begin, Exchange.wait = noted_begin, noted_wait  # type: ignore[method-assign]
-    x = torch.randn(10, H, requires_grad=True)
-    y = layer(x)
-    forward = list(log)
-    log.clear()
-    y.sum().backward()
+    with mock.patch.multiple(Exchange, begin=noted_begin, wait=noted_wait):
+        x = torch.randn(10, H, requires_grad=True)
+        y = layer(x)
+        forward = list(log)
+        log.clear()
+        y.sum().backward()
     return forward, log
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("residual", [False, True])
 def test_the_dense_expert_runs_while_rows_travel(residual):
     for forward, backward in spawn(order_of_events, 2, residual):
@@ -360,6 +365,7 @@ def scaled(rank: int, world: int, case: Case) -> list[dict[str, Tensor]]:
     return results
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("special", [False, True])
 def test_gradients_of_experts_alone_are_scaled(special):
     for plain, quarter in spawn(scaled, 2, Case(special=special)):
@@ -377,7 +383,7 @@ def started(rank: int, world: int) -> tuple[list[Tensor], dict[str, int]]:
     return received, dict(axis.traffic.bytes)
 
 
-@pytest.mark.parametrize("world", [1, 3])
+@pytest.mark.parametrize("world", [wide(1), wide(3), 2])
 def test_parts_of_any_size_arrive(world):
     for rank, (received, sent) in enumerate(spawn(started, world)):
         assert all(torch.equal(part, torch.full((q + rank,), float(q))) for q, part in enumerate(received))

@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader
 from ls_strategy import PackedDocuments, document_mask
 from ls_strategy.testing import spawn
 from tests.dist.parallel_runs import SHAPE, Module, Run, plain, train, unequal
-from tests.marks import slow
+from tests.marks import slow, wide
 
 pytestmark = pytest.mark.dist
 
@@ -49,7 +49,7 @@ class Packed(Module):
     ("world", "options"),
     [
         (2, {"parallel.context": 2, "parallel.ring": 2}),
-        (2, {"parallel.context": 2}),
+        wide(2, {"parallel.context": 2}),
         slow(4, {"parallel.context": 4, "parallel.ring": 2}),
         slow(4, {"parallel.context": 4, "parallel.ring": 4}),
         slow(2, {"parallel.context": 2, "parallel.ring": 2, "activations.checkpointing": "full"}),

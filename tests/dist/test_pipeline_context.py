@@ -29,6 +29,7 @@ from tests.dist.parallel_runs import (
 )
 from tests.dist.ranks import trainer_of
 from tests.limits import wall
+from tests.marks import few_or_all
 
 pytestmark = pytest.mark.dist
 
@@ -45,8 +46,9 @@ def compare(world: int, choices: list[dict[str, Any]], accumulate: int = 1, **sh
     return assert_as_plain(world, runs, timeout_s=170)
 
 
-def test_exchanged_heads_and_rings():
-    compare(4, [{"stage": 2}, {"stage": 3, **RING}])
+@pytest.mark.parametrize("choices", few_or_all([{"stage": 3, **RING}], [{"stage": 2}, {"stage": 3, **RING}]))
+def test_exchanged_heads_and_rings(choices):
+    compare(4, choices)
 
 
 @pytest.mark.slow

@@ -22,11 +22,16 @@ from tests.marks import slow
 pytestmark = pytest.mark.dist
 
 
-def at_stages(world: int, stages: tuple[int, ...] = (1, 2, 3), **options: Any) -> None:
-    runs = [Run({"stage": s, **options}) for s in stages]
+def at_stages(world: int, stages: tuple[int, ...] = (1, 2, 3), steps: int = 20, **options: Any) -> None:
+    runs = [Run({"stage": s, **options}, steps=steps) for s in stages]
     assert_same_bits(assert_as_plain(world, runs))  # of the stages
 
 
+def test_two_replicas_are_one_process():
+    at_stages(4, (3,), 8, **{"parallel.context": 2})
+
+
+@pytest.mark.wide
 @pytest.mark.parametrize(("world", "size"), [(4, 2), *(pytest.param(n, n, marks=pytest.mark.slow) for n in (2, 4))])
 def test_losses_norms_and_weights_are_those_of_one_process(world, size):
     at_stages(world, **{"parallel.context": size})
@@ -43,11 +48,12 @@ def test_with_divided_layers_and_two_replicas():
     at_stages(8, (1, 3), **{"parallel.context": 2}, **{"parallel.tensor.size": 2})
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize(
     "shape", [slow({"positions": "learned"}), {"num_kv_heads": 2}, slow({"num_kv_heads": 1})], ids=str
 )
 def test_variants_of_the_model(shape):
-    assert_as_plain(2, [Run({"stage": 2, "parallel.context": 2}, shape)])
+    assert_as_plain(2, [Run({"stage": 2, "parallel.context": 2}, shape, steps=8)])
 
 
 @pytest.mark.wide
