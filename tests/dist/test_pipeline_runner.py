@@ -245,9 +245,9 @@ CASES: dict[str, Callable[[], tuple[nn.Module, Any, Callable[[int], Any]]]] = {
     "conv_layers": lambda: conv("to_layers"),
     "conv_sequential": lambda: conv("sequential"),
     "pairs": lambda: pairs(False),
-    "pairs_recomputed": lambda: pairs(True),
-    "side": lambda: sides((0, 1, 3, 5, 7), False),
     "side_recomputed": lambda: sides((0, 1, 3, 5, 7), True),
+    "side": lambda: sides((0, 1, 3, 5, 7), False),
+    "pairs_recomputed": lambda: pairs(True),
     "side_early": lambda: sides((1,), False),  # others only pass it on
     "side_late": lambda: sides((7,), False),  # nothing passes
 }
