@@ -1,4 +1,4 @@
-"""What rounding parameters for their gathers changes."""
+"""Measure the relative error that quantized all-gathers add to the parameters."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What rounding gradients for their reductions changes."""
+"""Measure the relative error that quantized reductions add to the gradients."""
 
 from __future__ import annotations
 

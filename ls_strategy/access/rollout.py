@@ -27,7 +27,7 @@ SHARE = 0.5
 
 
 def generates(module: nn.Module) -> bool:
-    """Whether a module's class has a method ``generate`` whose work is over when it returns."""
+    """Return whether a module's class has a method ``generate`` that is no generator or coroutine."""
     method = getattr(type(module), "generate", None)
     lazy = inspect.isgeneratorfunction(method) or inspect.iscoroutinefunction(method)
     return inspect.isfunction(inspect.unwrap(method)) and not lazy if callable(method) else False
@@ -61,7 +61,7 @@ def holding(engine: Engine, module: nn.Module) -> Iterator[bool]:
 
 
 def _fits(engine: Engine, flats: list[Flat]) -> bool:
-    """Whether the full buffers fit into the memory of every rank. Collective."""
+    """Return whether the full buffers fit into the memory of every rank. Collective."""
     needed = sum(flat.full.numel() * flat.full.element_size() for flat in flats if not flat.is_gathered)
     if dev.is_accelerator(engine.device):
         free: float | None = dev.free_bytes(engine.device)

@@ -53,7 +53,7 @@ class Offloaded:
 
     @property
     def consumed(self) -> bool:
-        """Whether every handle has loaded the region."""
+        """Return whether every handle has loaded the region."""
         return self.loads >= self.uses
 
 

@@ -1,4 +1,4 @@
-"""What `Monitor` reads off the strategy: bytes sent, and bytes in use by category."""
+"""Read what `Monitor` logs from the strategy: bytes sent, and bytes in use by category."""
 
 from __future__ import annotations
 

@@ -446,5 +446,5 @@ def _check_loaders(trainer: pl.Trainer) -> None:
 
 
 def _is_restarted(environ: Any) -> bool:
-    """Whether the launcher has started this run before."""
+    """Return whether the launcher has started this run before."""
     return environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0" or bool(job.restarts(environ))

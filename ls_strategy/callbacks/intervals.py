@@ -1,4 +1,4 @@
-"""Where the time of an interval of steps went: as scalars for a logger, and summed over a fit as a table."""
+"""Break down the time of an interval of steps: as scalars for a logger, and summed over a fit as a table."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the ranks of an island tell each other and report of a round: its result, its figures, what did not count."""
+"""Exchange and log what the ranks of an island know of a round: its result, metrics and refused contributions."""
 
 from __future__ import annotations
 

@@ -346,7 +346,10 @@ class Monitor(Callback):
             self._recorder.detail = False
 
     def _wants(self, trainer: pl.Trainer, step: int) -> bool:
-        """Whether the step that begins when ``global_step`` is ``step`` is recorded in full."""
+        """Return whether the step that begins when ``global_step`` is ``step`` is recorded in full.
+
+        Such are the step to trace, and the first one in the second half of every interval between two logged steps.
+        """
         every = self._every(trainer) or _WITHOUT_LOGGING
         ahead = step - self._step_before
         again = ahead >= every  # the interval after this one

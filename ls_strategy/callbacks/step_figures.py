@@ -56,7 +56,7 @@ _EMPTY = 245
 
 @dataclass(frozen=True)
 class RankStep:
-    """What the figures need of one rank."""
+    """Data of one rank that the figures need: its trace, and its peak memory."""
 
     trace: RankTrace
     """Without spans on ranks that the figure of the step does not show."""
@@ -84,7 +84,7 @@ class StepFigures:
         self._on = bool(trainer.strategy.broadcast(takes))
 
     def due(self, step: int) -> bool:
-        """Whether the step that begins when ``global_step`` is ``step`` is drawn."""
+        """Return whether the step that begins when ``global_step`` is ``step`` is drawn."""
         return self._on and (self._last is None or step >= self._last + self._every)
 
     def taken(self, step: int) -> None:

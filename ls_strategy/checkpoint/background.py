@@ -122,7 +122,7 @@ class BackgroundSaver:
 
     @property
     def in_flight(self) -> bool:
-        """Whether a save has not ended yet on this rank."""
+        """Return whether a save has not ended yet on this rank."""
         return any(not future.done() for future in self._pending)
 
     def wait(self) -> None:
@@ -242,7 +242,7 @@ class _Held(Source):
 
 
 class Hold:
-    """What a save still has to read of one flat buffer with states in host memory or on NVMe."""
+    """Values of one flat buffer, in host memory or on NVMe, that a background save has yet to read."""
 
     def __init__(self, flat: Flat) -> None:
         self.flat = flat

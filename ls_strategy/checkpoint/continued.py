@@ -27,7 +27,7 @@ _CHECKED_BYTES = 2 << 30
 
 @dataclass
 class Continued:
-    """What was found."""
+    """Result of a search for the newest readable checkpoint."""
 
     path: str | None = None
     """The newest checkpoint that can be read."""

@@ -62,7 +62,7 @@ class Entry:
 
 @dataclass(frozen=True)
 class Description:
-    """What ``ls-strategy inspect`` prints."""
+    """Description of a checkpoint, as ``ls-strategy inspect`` prints it."""
 
     path: str
     format: str

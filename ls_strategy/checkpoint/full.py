@@ -177,7 +177,7 @@ def _problems(
 
 
 def _loads_itself(module: nn.Module) -> bool:
-    """Whether a module has code that may change what is loaded into it or into the modules inside it."""
+    """Return whether a module has code that may change what is loaded into it or into the modules inside it."""
     return type(module)._load_from_state_dict is not _LOADS or bool(module._load_state_dict_pre_hooks)
 
 

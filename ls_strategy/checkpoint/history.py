@@ -1,4 +1,4 @@
-"""Which run a checkpoint is of, and where in it: so that the newest one is found although clocks differ.
+"""Record which run a checkpoint belongs to, and its place there, to find the newest one although clocks differ.
 
 ::
 
@@ -6,7 +6,7 @@
     fit from a checkpoint       the checkpoint's run, one generation later
     a checkpoint                run, generation, fit, step: see `latest`
 
-A node whose clock is an hour fast is replaced, and what is saved afterwards would look older.
+Times alone do not decide: if a node whose clock is an hour fast is replaced, later checkpoints would look older.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ HISTORY = "history"
 
 @dataclass(frozen=True)
 class History:
-    """Where a fit stands among those that continue each other."""
+    """Position of a fit in the chain of fits that continue each other."""
 
     run: str
     """The same for a fit and for those that continue from its checkpoints."""

@@ -1,7 +1,7 @@
-"""What a file of ``torch.save`` holds, without building an object that it names and without reading a tensor.
+"""Read the structure of a ``torch.save`` file without building the objects that it names and without reading tensors.
 
-A pickle may name any function and have it called. Here every name is replaced: containers and dtypes by themselves,
-torch's functions that rebuild tensors by a description of the tensor, and everything else by `Unbuilt`.
+A pickle may name any function, which unpickling then calls. Here containers and dtypes are built as usual, torch's
+functions that rebuild tensors return a description of the tensor, and every other name becomes `Unbuilt`.
 """
 
 from __future__ import annotations

@@ -31,7 +31,7 @@ class FileRecord:
 
 @dataclass
 class Manifest:
-    """What a committed checkpoint consists of."""
+    """Manifest of a committed checkpoint: its step, the layout that saved it, and the records of its files."""
 
     step: int
     epoch: int

@@ -80,7 +80,7 @@ class Place:
 
     @property
     def taken(self) -> bool:
-        """Whether anything has this name, including a broken link."""
+        """Return whether anything has this name, including a broken link."""
         return os.path.lexists(self.path) if self.local else self.exists()
 
     def exists(self, name: str = "") -> bool:

@@ -74,7 +74,7 @@ class Source:
 
 @dataclass
 class Contents:
-    """What one ``trainer.save_checkpoint`` has collected so far."""
+    """Values that one ``trainer.save_checkpoint`` has collected so far, and the placeholders that stand for them."""
 
     sources: dict[int, Source] = field(default_factory=dict)
     names: list[str] = field(default_factory=list)

@@ -33,7 +33,7 @@ class Exchange(Protocol):
 
 
 class Target:
-    """Where a save writes. This one is a folder that gets its name when the save is committed: see `commit`."""
+    """Destination of a save: here a folder that gets its name when the save is committed, see `commit`."""
 
     def begin(self, path: str, save_id: str) -> AbstractContextManager[object]:
         """Prepare, and return what the save holds until it has ended. Rank 0 only."""
@@ -58,7 +58,7 @@ class Target:
 
 @dataclass
 class Save:
-    """What one rank contributes to a save."""
+    """Contribution of one rank to a save: its entries and random states; rank 0 also writes the small data."""
 
     path: str
     entries: list[Entry]
@@ -94,7 +94,7 @@ class FileSave:
 
 @dataclass
 class _Report:
-    """What a rank reports to the others."""
+    """Report of a rank to the others about its part of a save: the file and its items, or an error."""
 
     error: str | None = None
     save_id: str = ""

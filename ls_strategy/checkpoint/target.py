@@ -1,4 +1,4 @@
-"""What a save, a link or a removal may replace: a checkpoint and nothing else."""
+"""Check that a save, a link or a removal replaces a checkpoint and nothing else."""
 
 from __future__ import annotations
 

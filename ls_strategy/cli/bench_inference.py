@@ -202,7 +202,7 @@ def _variable(name: str, least: int) -> int:
 
 
 def _fills_in_blocks(args: argparse.Namespace) -> bool:
-    """Whether a transformers folder is read block by block, since it may be larger than memory."""
+    """Return whether a transformers folder is read block by block, since it may be larger than memory."""
     compares = args.text is not None and args.quantize is not None  # needs the full model before quantization
     from_folder = args.module is None and args.model.is_dir() and any(args.model.glob("*.safetensors"))
     return args.offload is not None and from_folder and not compares and args.device == "cpu"

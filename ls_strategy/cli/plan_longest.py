@@ -6,10 +6,10 @@ from typing import Any
 
 
 class Reached:
-    """What was found."""
+    """Longest samples and largest micro-batch that fit, for every candidate, as text or JSON."""
 
     def __init__(self, forecaster: Any, hardware: Any) -> None:
-        """Look for it, while the module of a `ls_strategy.planner.forecast.Forecaster` is simulated."""
+        """Search, while the module of a `ls_strategy.planner.forecast.Forecaster` is simulated."""
         from ls_strategy.planner.reach import Reaches
 
         reaches = Reaches(forecaster, hardware)
@@ -19,7 +19,7 @@ class Reached:
         self._accepted = longest <= self._length or reaches.accepts(longest)
 
     def lines(self) -> list[str]:
-        """Return it in words."""
+        """Return the lines to print."""
         from ls_strategy.planner.reach import reach_lines
 
         lines = reach_lines(self._found, self._length, self._samples)
@@ -31,7 +31,7 @@ class Reached:
         return lines
 
     def to_json(self) -> dict[str, Any]:
-        """Return it for JSON."""
+        """Return the result for JSON."""
         return {
             "tokens_per_sample_now": self._length,
             "samples_now": self._samples,

@@ -18,7 +18,7 @@ _VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 
 @dataclass(frozen=True, kw_only=True)
 class Storage:
-    """What outlives the machines of a run, and where its processes see it."""
+    """Storage that outlives the machines of a run, and the path where its processes see it."""
 
     source: str
     """On Kubernetes the name of a PersistentVolumeClaim, for SkyPilot the address of a bucket."""
@@ -96,7 +96,7 @@ def to_yaml(document: dict[str, Any], comment: str) -> str:
     import yaml
 
     class Dumper(yaml.SafeDumper):
-        """Of this call: nothing is registered with PyYAML."""
+        """Dumper of this call alone, so that no representer is registered with PyYAML globally."""
 
     def text(dumper: yaml.SafeDumper, value: str) -> Any:
         return dumper.represent_scalar("tag:yaml.org,2002:str", value, style="|" if "\n" in value else None)

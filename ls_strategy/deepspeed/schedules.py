@@ -132,7 +132,7 @@ class _Warmup:
 
 
 class WarmupLR(Schedule):
-    """From ``warmup_min_lr`` to ``warmup_max_lr``, then constant."""
+    """Warmup from ``warmup_min_lr`` to ``warmup_max_lr``, then a constant rate."""
 
     def __init__(
         self,
@@ -249,7 +249,7 @@ class LRRangeTest(Schedule):
 
 
 class OneCycle(Schedule):
-    """From ``cycle_min_lr`` to ``cycle_max_lr`` and back, then decay. ``betas[0]`` moves inversely.
+    """One cycle from ``cycle_min_lr`` to ``cycle_max_lr`` and back, then decay. ``betas[0]`` moves inversely.
 
     As in DeepSpeed, ``cycle_momentum`` also sets ``betas[1]`` to 0.99. Optimizers without betas keep their momentum.
     """

@@ -1,4 +1,4 @@
-"""Which of Lightning's two distributions this process trains with: ``lightning`` or ``pytorch_lightning``.
+"""Choose the distribution of Lightning that this process trains with: ``lightning`` or ``pytorch_lightning``.
 
 Their classes have equal names and are separate, so a strategy is a subclass of one or of the other. Everything of this
 package that knows Lightning imports it through `host.pytorch` and `host.fabric`. The one invariant: the choice is made
@@ -11,10 +11,10 @@ once, when the first of these is imported, and does not change afterwards.
 `fabric`               ``lightning.fabric``    ``lightning_fabric``
 =====================  ======================  =====================
 
-An alias such as ``zero3`` is looked up in the registry of the package whose Trainer or Fabric got it, which settles the
-question. Otherwise the first of these answers does: `VARIABLE`; the nearest module on the stack of imports that imports
-one of the packages, be it further down in its file; the package that is loaded; the one that is installed. Imports
-neither torch nor Lightning.
+An alias such as ``zero3`` is looked up in the registry of the package whose Trainer or Fabric got it, and that package
+is chosen. Otherwise the first of these that gives an answer decides: `VARIABLE`; the nearest module on the stack of
+imports that imports one of the packages, be it further down in its file; the package that is loaded; the one that is
+installed. Imports neither torch nor Lightning.
 """
 
 from __future__ import annotations
@@ -112,7 +112,7 @@ def of(value: object) -> str | None:
 
 
 def loaded(host: str) -> bool:
-    """Whether one of the two modules of ``host`` is imported, or about to be."""
+    """Return whether one of the two modules of ``host`` is imported, or about to be."""
     return any(sys.modules.get(module) is not None for module in HOSTS[host].values())
 
 

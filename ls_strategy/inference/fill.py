@@ -59,7 +59,7 @@ def _has_safetensors(folder: Path) -> bool:
 
 
 def needs_filling(model: nn.Module, source: str | os.PathLike[str] | None) -> bool:
-    """Whether any parameter or buffer is on meta.
+    """Return whether any parameter or buffer is on the meta device.
 
     Raises:
         PlanError: there is a ``source``, but the model has its weights already.

@@ -1,4 +1,4 @@
-"""What a module shows while a tensor's values are stored elsewhere.
+"""Placeholders that take a tensor's place in its module while the values are stored elsewhere.
 
 Floating-point tensors keep identity, shape and dtype, and read as NaN, like released parameters at stage 3. Integers
 have no such value, so a `Placeholder` that raises on any use takes the tensor's name.

@@ -28,7 +28,7 @@ _ROUTERS = ("gate", "router", "classifier", "shared_expert_gate")
 
 @dataclass
 class QuantizationReport:
-    """What was done with the linear layers of a model."""
+    """Report of which linear layers of a model were quantized, and of the bytes saved."""
 
     format: Format
     layers: dict[str, Format] = field(default_factory=dict)

@@ -1,4 +1,4 @@
-"""From logits to tokens: temperature, top-k, top-p, and a seed for every row.
+"""Sample tokens from logits: temperature, top-k, top-p, and a seed for every row.
 
 Every row draws one number in [0, 1) per step from its own seed, and takes the token at that point of the cumulative
 probabilities. A row's text depends only on its seed and its logits, not on the other rows of the batch.
@@ -20,7 +20,7 @@ from ls_strategy.parallel.logits import gather
 
 @dataclass(frozen=True, kw_only=True)
 class SamplingConfig:
-    """How the next token is chosen."""
+    """Options of sampling the next token from its logits."""
 
     temperature: float = 1.0
     """Divides the logits: below 1 prefers likely tokens, 0 takes the most likely one."""
@@ -41,7 +41,7 @@ class SamplingConfig:
 
     @property
     def greedy(self) -> bool:
-        """Whether no random numbers are drawn."""
+        """Return whether the most likely token is taken, so that no random numbers are drawn."""
         return self.temperature == 0 or self.top_k == 1
 
 

@@ -42,7 +42,7 @@ ALIGN = 64
 
 @dataclass(frozen=True)
 class Extent:
-    """Where a tensor is in the bytes of its block."""
+    """Location of a tensor in the bytes of its block, with its shape, strides and dtype."""
 
     offset: int
     shape: tuple[int, ...]
@@ -56,7 +56,7 @@ class Extent:
 
     @property
     def is_contiguous(self) -> bool:
-        """Whether its elements are in the order of their indices."""
+        """Return whether its elements are in the order of their indices."""
         return torch.empty_strided(self.shape, self.stride, device="meta").is_contiguous()
 
     def view(self, data: Tensor) -> Tensor:
@@ -132,7 +132,7 @@ class DeviceLease:
 
 @dataclass(frozen=True)
 class BlockStorage:
-    """Where blocks are stored."""
+    """Storage for the blocks of a model: host memory, or files on an NVMe device."""
 
     tier: Literal["cpu", "nvme"]
     """Host memory, or an NVMe device."""
@@ -242,7 +242,7 @@ class StoredBlocks:
 
     @property
     def closed(self) -> bool:
-        """Whether the bytes have been freed."""
+        """Return whether the bytes have been freed."""
         return not self._finalizer.alive
 
     @property
@@ -257,7 +257,7 @@ class StoredBlocks:
 
     @property
     def in_host_memory(self) -> bool:
-        """Whether the blocks are in host memory, not on NVMe."""
+        """Return whether the blocks are in host memory, not on NVMe."""
         return isinstance(self.tier, ResidentTier)
 
     def write(self, index: int, slots: Sequence[Extent], tensors: Sequence[Tensor]) -> None:

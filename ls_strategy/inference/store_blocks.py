@@ -19,7 +19,7 @@ from ls_strategy.tiers.link import trim_heap
 
 @dataclass
 class BlockPreparation:
-    """What is done with a block before it is stored."""
+    """Steps that prepare a block before it is stored: fill its weights, then change them, for example quantize."""
 
     shared: set[int]
     filler: Filler | None

@@ -14,7 +14,7 @@ AnyRequest = TypeVar("AnyRequest", Exchange, State)
 
 @dataclass
 class Reply:
-    """What one rank gets: a line, and bytes."""
+    """Reply of the hub to one rank: a line of JSON, and bytes."""
 
     line: dict[str, Any]
     parts: Sequence[bytes | memoryview] = ()
@@ -22,7 +22,7 @@ class Reply:
 
 @dataclass
 class Message(Generic[AnyRequest]):
-    """What one rank has sent."""
+    """Message of one rank to the hub: a checked request, and bytes."""
 
     request: AnyRequest
     data: bytes | memoryview

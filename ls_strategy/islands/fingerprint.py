@@ -1,4 +1,4 @@
-"""What islands have to agree on before they exchange a byte. Standard library only."""
+"""Compare the fingerprints of islands, which must agree before they exchange a byte. Standard library only."""
 
 from __future__ import annotations
 

@@ -53,7 +53,7 @@ class Connection(Protocol):
     """A rank's connection, as the hub sees it."""
 
     def ended(self) -> bool:
-        """Whether the other side has gone."""
+        """Return whether the other side has gone."""
         ...
 
     def still_waiting(self) -> None:

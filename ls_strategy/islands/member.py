@@ -29,7 +29,7 @@ from ls_strategy.islands.outer import Outer, Place
 
 @dataclass(frozen=True)
 class Contribution:
-    """What this rank sends in a round."""
+    """Contribution of this rank to a round: its part of the pseudo-gradient, and what the hub checks."""
 
     places: list[Place]
     steps: int
@@ -47,7 +47,7 @@ class Contribution:
 
 @dataclass(frozen=True)
 class Result:
-    """How a round has ended for this island."""
+    """Outcome of a round for this island."""
 
     what: Literal["done", "missed", "ends", "fetch"]
     """``fetch``: the hub was lost, and its successor has given this island the state of another one."""
@@ -149,7 +149,7 @@ class Member:
 
     @property
     def in_flight(self) -> bool:
-        """Whether a round was begun whose result was not taken."""
+        """Return whether a round has begun and its result was not taken yet."""
         return self._pending is not None
 
     def wait(self) -> None:

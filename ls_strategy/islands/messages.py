@@ -1,7 +1,7 @@
-"""What ranks ask the hub, checked entry by entry: nothing else of a request is kept. Standard library only.
+"""Check what ranks ask the hub, entry by entry; nothing else of a request is kept. Standard library only.
 
-An entry that is missing, of another type or out of its range is a ValueError, before the hub looks at the request: what
-one island sends can end its own connection only.
+An entry that is missing, of another type or out of range raises ValueError before the hub acts on the request. So a
+malformed request can only end the connection of the island that sent it.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _MOST_CHARACTERS = 8192
 
 @dataclass(frozen=True)
 class Request:
-    """Who asks."""
+    """Identity of the rank that asks: its island, its number, and the number of ranks of that island."""
 
     island: int
     rank: int

@@ -80,7 +80,7 @@ class _Handler(RequestHandler):
         self._said = time.monotonic()
 
     def ended(self) -> bool:
-        """Whether the other side has closed the connection, or is lost. Does not wait."""
+        """Return whether the other side has closed the connection, or is lost. Does not wait."""
         something = select.poll()  # recv alone would wait for the time-out of the connection
         try:
             something.register(self.connection, select.POLLIN)

@@ -1,4 +1,4 @@
-"""How numbers become the bytes that islands exchange.
+"""Encode numbers as the bytes that islands exchange, exactly or rounded.
 
 ==========  ==========================================  ====================================================
 format      bytes of n numbers                          values
@@ -9,7 +9,7 @@ format      bytes of n numbers                          values
 ``int4``    272 per 512 numbers, or part of them        multiples of 1/7 of it
 ==========  ==========================================  ====================================================
 
-Whoever has sent rounded numbers computes with the rounded ones, as the receivers do.
+The sender also computes with the rounded numbers, so all islands compute with the same ones.
 """
 
 from __future__ import annotations

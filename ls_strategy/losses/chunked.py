@@ -37,7 +37,7 @@ Change = Callable[[Tensor], Tensor]
 
 @dataclass(frozen=True)
 class Product:
-    """How logits come from hidden states: a matrix product in one dtype, then operations on each logit."""
+    """Computation of logits from hidden states: a matrix product in one dtype, then operations on each logit."""
 
     dtype: torch.dtype
     """Of the product: autocast's, if it was active."""

@@ -53,7 +53,7 @@ def defer(hidden: Tensor, weight: Tensor, bias: Tensor | None = None, *, chunk_b
 
 @dataclasses.dataclass
 class _Shared:
-    """What all logits of one call of the layer share."""
+    """State that all deferred logits of one call of the layer share."""
 
     expired: bool = False
     """Whether the weights have changed since."""
@@ -64,7 +64,7 @@ class _Shared:
 
 @dataclasses.dataclass(frozen=True)
 class Source:
-    """What logits are computed from."""
+    """Inputs that deferred logits are computed from, and the computation."""
 
     hidden: Tensor
     """``(..., D)``."""
@@ -167,7 +167,7 @@ class DeferredLogits(Tensor):
 
     @property
     def uses_weights_later(self) -> bool:
-        """Whether a loss may read the weights after the layer's forward: at stage 3 they must stay gathered."""
+        """Return whether a loss may read the weights after the layer's forward: stage 3 must keep them gathered."""
         return self._full is None
 
     def compute(self) -> Tensor:
@@ -372,7 +372,7 @@ def _argmax(_func: Callable[..., Any], input: DeferredLogits, dim: Any = None, k
 
 
 def _is_last(logits: DeferredLogits, dim: Any) -> bool:
-    """Whether ``dim`` is the last dimension, and has the columns."""
+    """Return whether ``dim`` is the last dimension, and has the columns."""
     dims = (dim,) if isinstance(dim, int) else dim
     n = logits.dim()
     return logits._source.dim == n - 1 and isinstance(dims, list | tuple) and [d % n for d in dims] == [n - 1]

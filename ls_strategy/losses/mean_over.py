@@ -1,4 +1,4 @@
-"""What a loss is a mean over, said by the user where a pipeline cannot find it."""
+"""Let users declare what a loss is a mean over, where a pipeline cannot find it."""
 
 from __future__ import annotations
 

@@ -19,7 +19,10 @@ Scores = Literal["softmax", "sigmoid"]
 
 @dataclass(frozen=True)
 class Family:
-    """How one kind of block computes ``factor * experts(after router) + shared expert``. All names are attributes."""
+    """Structure of one kind of MoE block, which computes ``factor * experts(after router) + shared expert``.
+
+    All names are attributes of the block.
+    """
 
     router: str = "gate"
     """The module that selects experts."""

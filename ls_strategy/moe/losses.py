@@ -94,7 +94,7 @@ class LossKeeper:
             self._not_passed_on.append(leaf)
 
     def pass_on(self, loss: Tensor, logits: Tensor) -> None:
-        """In a recomputation, add the gradient of a loss that `leave_value` has stored to that of the logits.
+        """Add the gradient of a loss that `leave_value` has stored to that of the logits. Called in a recomputation.
 
         Args:
             loss: ``()``, recomputed, with its graph.

@@ -25,7 +25,7 @@ JITTER = 1e-2
 
 @dataclass(frozen=True)
 class RoutingOptions:
-    """How tokens choose experts. The fields are the arguments of `MoE` of the same names."""
+    """Options of routing tokens to experts. The fields are the arguments of `MoE` of the same names."""
 
     num_experts: int
     k: int = 1
@@ -77,12 +77,12 @@ class RoutingOptions:
 
     @property
     def normalizes(self) -> bool:
-        """Whether the weights of a token's experts are scaled to the sum ``scale``."""
+        """Return whether the weights of a token's experts are scaled to the sum ``scale``."""
         return self.k > 1 if self.normalize is None else self.normalize
 
     @property
     def is_plain(self) -> bool:
-        """Whether tokens choose by the softmax of their logits and nothing else, as in GShard and Switch."""
+        """Return whether tokens choose experts by the softmax of their logits alone, as in GShard and Switch."""
         return self.score == "softmax" and self.groups == 1 and self.bias_update_rate == 0
 
     def capacity(self, tokens: int, *, training: bool) -> int:

@@ -226,7 +226,7 @@ def check_trusted(folder: Path) -> None:
 
 
 def is_complete(path: Path) -> bool:
-    """Whether this is a complete library that only this user can have written."""
+    """Return whether the file is a complete library that only this user can have written."""
     try:
         content = path.read_bytes()
     except OSError:
@@ -316,7 +316,7 @@ def _first_line(text: str) -> str:
 
 
 def load(device_type: str) -> bool:
-    """Whether ``torch.ops.ls_strategy`` has kernels for a device type. The first call builds and loads them.
+    """Return whether ``torch.ops.ls_strategy`` has kernels for a device type. The first call builds and loads them.
 
     Raises:
         ConfigError: they are not available, but ``LS_STRATEGY_OPS=1`` requires them.

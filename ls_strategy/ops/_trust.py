@@ -1,4 +1,4 @@
-"""Whether a library may be loaded: only this user and root can have written it.
+"""Check that only this user and root can have written a library, before it is loaded.
 
 A library runs with all permissions of the process that loads it, so it must not come from another user.
 """
@@ -46,7 +46,7 @@ def _against(path: Path, found: os.stat_result, *, above: bool = False) -> str |
 
 
 def _is_own_group(gid: int) -> bool:
-    """Whether this user is a group's only member: the group of root, or the group with the user's name."""
+    """Return whether this user is a group's only member: the group of root, or the group with the user's name."""
     if gid == 0:
         return True
     try:

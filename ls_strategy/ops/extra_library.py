@@ -35,7 +35,7 @@ class ExtraLibrary:
         self._paths: dict[str, Path | None] = {}
 
     def available(self, device_type: str) -> bool:
-        """Whether there are kernels for a device type. The first call builds them.
+        """Return whether there are kernels for a device type. The first call builds them.
 
         Raises:
             ConfigError: there are none, but ``LS_STRATEGY_OPS=1`` requires them.

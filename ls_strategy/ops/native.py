@@ -17,7 +17,7 @@ NAMES = ("adamw_", "lion_", "sgd_", "adagrad_")
 
 
 def available(device_type: str) -> bool:
-    """Whether there are kernels for a device type. The first call builds them."""
+    """Return whether there are kernels for a device type. The first call builds them."""
     if not _build.load(device_type):
         return False
     _register_fakes()

@@ -111,7 +111,7 @@ def quantize(values: Tensor, form: FrozenFormat, out: Tensor | None = None, chan
 
 
 def measures(values: Tensor) -> bool:
-    """Whether a kernel quantizes these values, which measures what it changes."""
+    """Return whether a kernel quantizes these values; only the kernel can measure the rounding error."""
     on_cpu = values.device.type == "cpu" and values.dtype in _KERNEL_DTYPES
     return on_cpu and quantized_library.available("cpu")
 

@@ -31,7 +31,7 @@ _GRAD_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
 def native_available(device_type: str) -> bool:
-    """Whether updates on a device type run in a compiled kernel. The first call builds it."""
+    """Return whether updates on a device type run in a compiled kernel. The first call builds it."""
     return native.available(device_type)
 
 

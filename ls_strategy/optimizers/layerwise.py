@@ -120,7 +120,7 @@ class Lars(Layerwise):
 
     @staticmethod
     def whole_tensors(group: dict[str, Any]) -> bool:  # type: ignore[override]
-        """Whether a group's rates depend on norms."""
+        """Return whether a group's rates depend on norms, so that its tensors must be stepped unsharded."""
         return group["trust_coefficient"] > 0
 
     def _update(self, p: Tensor, grad: Tensor, group: dict[str, Any]) -> None:

@@ -102,7 +102,7 @@ class Muon(Optimizer):
 
     @staticmethod
     def whole_tensors(group: dict[str, Any]) -> bool:
-        """Whether a group's parameters have to be stepped whole: those of Muon, but not those of AdamW."""
+        """Return whether a group's parameters must be stepped unsharded: those of Muon, but not those of AdamW."""
         return bool(group["use_muon"])
 
     @staticmethod

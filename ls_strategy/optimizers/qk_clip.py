@@ -88,7 +88,7 @@ class Scaling:
 
 @dataclass(frozen=True)
 class LogitClip:
-    """What `Muon.clip_logits` was given."""
+    """Arguments of a call of `Muon.clip_logits`, and the scaling of weights that follows from them."""
 
     module: Callable[[], nn.Module | None]
     """A weak reference."""

@@ -1,4 +1,4 @@
-"""Which part of a sharded tensor a rank holds, and where it lies after a reshape or an index. Mostly integers."""
+"""Compute which part of a sharded tensor a rank holds, and where it lies after a reshape or an index."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from ls_strategy.distributed.axis import Axis
 
 @dataclasses.dataclass(frozen=True)
 class DimShard:
-    """How one dimension is sharded: as ``(outer, sum(sizes), inner)``, of which the middle factor is split by rank."""
+    """Sharding of one dimension, seen as ``(outer, sum(sizes), inner)``: the middle factor is split by rank."""
 
     axis: Axis
     dim: int
@@ -45,7 +45,7 @@ class DimShard:
 
     @property
     def plain(self) -> bool:
-        """Whether the dimension consists of the sharded factor alone."""
+        """Return whether the dimension consists of the sharded factor alone."""
         return self.outer == self.inner == 1
 
     def shard(self, full: Tensor) -> Tensor:

@@ -178,7 +178,7 @@ def parallelize(model: nn.Module, styles: Mapping[str, ParallelStyle], mesh: Dev
 
 
 def has_dtensors(model: nn.Module) -> bool:
-    """Whether any parameter or buffer of ``model`` is a DTensor."""
+    """Return whether any parameter or buffer of ``model`` is a DTensor."""
     return next(_dtensors(model), None) is not None
 
 

@@ -151,7 +151,7 @@ def _integer(module: nn.Module, names: Any) -> int | None:
 
 
 class _Uses:
-    """How the methods of a module's class, except its constructor, use ``self.<name>``."""
+    """Uses of ``self.<name>`` in the methods of a module's class, except its constructor."""
 
     def __init__(self) -> None:
         self._contexts: defaultdict[str, set[str]] = defaultdict(set)
@@ -180,13 +180,13 @@ class _Uses:
         return uses
 
     def is_joint_width(self, key: str) -> bool:
-        """Whether ``self.key`` is the width of all local heads: by its name, or since only reshapes use it."""
+        """Return whether ``self.key`` is the width of all local heads: by its name, or since only reshapes use it."""
         if key in families.JOINT_WIDTHS:
             return True
         return key in families.MODEL_WIDTHS and self._contexts.get(key) == {"shape"}
 
     def is_ambiguous(self, key: str) -> bool:
-        """Whether ``self.key`` is used outside of checks, so that its meaning matters."""
+        """Return whether ``self.key`` is used outside of checks, so that its meaning matters."""
         return not self._contexts.get(key, set()) <= {"check"}
 
     def methods(self, key: str) -> str:

@@ -142,7 +142,7 @@ class ShardedLogits(Tensor):
 
     @property
     def uses_weights_later(self) -> bool:
-        """Whether the shard is computed only when it is needed: see `losses.deferred`."""
+        """Return whether the shard is computed only when it is needed: see `losses.deferred`."""
         return getattr(self.local, "uses_weights_later", False)
 
     @classmethod
@@ -238,7 +238,7 @@ def _element_wise(func: Callable[..., Any], logits: ShardedLogits, *args: Any, *
 
 
 def is_plain_scalar(value: Any) -> bool:
-    """Whether a second operand of an operation on each logit is a number, without a gradient."""
+    """Return whether the second operand of an operation on each logit is a number, without a gradient."""
     if isinstance(value, Tensor):
         return type(value) is Tensor and value.dim() == 0 and not value.requires_grad
     return value is None or isinstance(value, (int, float, str, torch.dtype, torch.device, torch.memory_format))

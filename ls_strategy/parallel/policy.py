@@ -42,7 +42,7 @@ Policy: TypeAlias = Mapping[type[nn.Module] | str, Sequence[str] | str]
 
 
 def is_policy(model: nn.Module, given: Mapping[object, object]) -> bool:
-    """Whether every key is a class, or the name of a class of the model's modules, rather than a pattern of names."""
+    """Return whether every key is a class, or the name of a class of the model's modules, not a pattern of names."""
     classes = {cls.__name__ for m in model.modules() for cls in type(m).__mro__}
     return all(isinstance(key, type) or key in classes for key in given)
 

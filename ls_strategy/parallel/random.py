@@ -66,7 +66,7 @@ class Streams:
         self._outer: dict[torch.device, tuple[int, Any]] = {}
 
     def is_open(self, device: torch.device) -> bool:
-        """Whether the device's generator is inside a region."""
+        """Return whether the device's generator is inside a region."""
         return forked(generator_of(device).initial_seed()) is not None
 
     def open(self, device: torch.device) -> bool:
@@ -136,7 +136,7 @@ def position(generator: torch.Generator) -> Any:
 
 
 def has_drawn(generator: torch.Generator, since: Any) -> bool:
-    """Whether a generator has drawn numbers since a `position`."""
+    """Return whether a generator has drawn numbers since a `position`."""
     now = position(generator)
     # On the host, also while tensors are fake.
     return bool((now.numpy() != since.numpy()).any()) if isinstance(now, torch.Tensor) else now != since

@@ -39,7 +39,7 @@ LayerStyle: TypeAlias = Column | Row | Vocab | Features | Experts | Replicate | 
 
 @dataclass(frozen=True)
 class ParamShard:
-    """How one parameter is sharded."""
+    """Sharding of one parameter: its dimension, the sections of it that are cut separately, and their copies."""
 
     dim: int
     sections: tuple[int, ...]
@@ -48,7 +48,7 @@ class ParamShard:
 
     @property
     def sections_differ(self) -> bool:
-        """Whether some sections are held by more ranks than other sections."""
+        """Return whether some sections are held by more ranks than other sections."""
         return not isinstance(self.copies, int) and len(set(self.copies)) > 1
 
     def part(self, shape: Iterable[int], rank: int, size: int) -> TensorPart:

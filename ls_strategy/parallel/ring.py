@@ -80,7 +80,7 @@ def split_axis(axis: Axis, ring: int) -> tuple[AxisPart, AxisPart]:
 
 @dataclass(frozen=True)
 class _Setting:
-    """What is the same for all pairs of chunks."""
+    """Arguments of ring attention that are the same for all pairs of chunks."""
 
     axis: AxisPart
     causal: bool

@@ -63,7 +63,7 @@ class TokenBlocks:
         self.partial = self._find_partial(model, resolved, elsewhere)
 
     def holds(self, module: nn.Module) -> bool:
-        """Whether the module is in one of the blocks."""
+        """Return whether the module is in one of the blocks."""
         return id(module) in self._inside
 
     def stacks(self, model: nn.Module) -> list[list[nn.Module]]:

@@ -313,7 +313,10 @@ class _SectionOrder:
 
 
 class _DropoutSources:
-    """Whether a model has dropout, according to its modules and its float attributes with "drop" in their names."""
+    """Sources of dropout in a model: its dropout modules, and float attributes with "drop" in their names.
+
+    A call returns whether any of them drops now: the rates may change after this is built.
+    """
 
     def __init__(self, model: nn.Module) -> None:
         found: dict[tuple[int, str], Any] = {}

@@ -191,7 +191,7 @@ class SequenceParallel:
         leave(module)
 
     def _is_block(self, block: nn.Module) -> bool:
-        """Whether this is one of the blocks, rather than a deep copy, which has the hooks too but runs unsharded."""
+        """Return whether this is one of the blocks, not a deep copy, which has the hooks too but runs unsharded."""
         return any(block is b for b in self.blocks)
 
     def _count(self, block: nn.Module, hidden: Tensor) -> int:
@@ -215,7 +215,9 @@ class SequenceParallel:
         return known
 
     def _should_shard(self, tokens: int, kwargs: dict[str, Any]) -> bool:
-        """Whether to shard a sequence. Without gradients, others run unsharded on every rank: generation, odd lengths.
+        """Return whether to shard a sequence.
+
+        Without gradients, generation with a cache and lengths that cannot be sharded run unsharded on every rank.
 
         Raises:
             PlanError: In training, the number of tokens does not permit it.
@@ -316,7 +318,7 @@ class _Forward:
 
 
 def _may_attend(module: nn.Module) -> bool:
-    """Whether the module's forward may call attention: torch's layers without children never do."""
+    """Return whether the module's forward may call attention: torch's layers without children never do."""
     elementary = type(module).__module__.startswith("torch.nn.modules")
     return not elementary or any(True for _ in module.children())
 

@@ -88,7 +88,7 @@ Key = tuple[Parallelism, int, RecomputeConfig | None, int]
 
 @dataclass
 class Known:
-    """What has been found of one model and batch, for other numbers of ranks."""
+    """Results for one model and batch that are reused for other numbers of ranks."""
 
     pieces: dict[Key, Pieces] = field(default_factory=dict)
     numels: dict[tuple[Parallelism, int], list[int]] = field(default_factory=dict)
@@ -98,7 +98,7 @@ class Known:
     """How many blocks stood for all, by which axes are used."""
 
     def tells(self, layers: Parallelism) -> bool:
-        """Whether steps on fewer ranks are known that may tell those of ``layers``."""
+        """Return whether steps on fewer ranks are known from which those of ``layers`` may be extrapolated."""
         traced = {key[0] for key in self.pieces}
         return layers.ring == 1 and any(
             getattr(layers, axis) > SIZES[-1] and all(replace(layers, **{axis: n}) in traced for n in SIZES)
@@ -173,7 +173,7 @@ class BlockSteps:
 
 
 def can_recompute(steps: BlockSteps) -> bool:
-    """Whether there are blocks to recompute."""
+    """Return whether there are blocks to recompute."""
     try:
         steps.pieces(RecomputeConfig(policy="full"), 1)
     except PlanError:

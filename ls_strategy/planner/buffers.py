@@ -19,7 +19,7 @@ from ls_strategy.zero.passes import reduce
 
 @dataclass(frozen=True, kw_only=True)
 class Setting:
-    """What a replay depends on besides trace and plan."""
+    """Inputs of a replay besides the trace and the plan."""
 
     optimizer_bytes: tuple[float, ...]
     """Bytes per element of each optimizer, see `states.moment_bytes`."""
@@ -389,7 +389,7 @@ class SimulatedReducer:
         return min(flat.plan.dtype.itemsize, 4) if exact else 4
 
     def _is_copied(self, flat: SimulatedFlat) -> bool:
-        """Whether averages are reduced on the device and then copied to their tier."""
+        """Return whether averages are reduced on the device and then copied to their tier."""
         if flat.plan.gradient_tier == "nvme" and not self._early_step:
             return True
         return flat.plan.gradient_tier != "device" and self.setting.cuda

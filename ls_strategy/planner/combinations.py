@@ -1,4 +1,4 @@
-"""Which combinations a search tries: kinds of parallelism, micro-batches, stages, tiers and groups of ranks.
+"""List the combinations that a search tries: kinds of parallelism, micro-batches, stages, tiers, groups of ranks.
 
 Only what the strategy accepts is yielded: groups of ranks by node require nodes that the ranks fill evenly, and do not
 work with experts, whose states are sharded over fewer ranks. Quantized gathers and gradients are never tried, because
@@ -143,7 +143,7 @@ def candidates_of(
 
 
 def can_group(parallel: Parallelism, hardware: Hardware) -> bool:
-    """Whether groups of ranks by node are tried: several groups of several ranks send less between nodes."""
+    """Return whether groups of ranks by node are tried: several groups of several ranks send less between nodes."""
     if hardware.node_gbs is None or parallel.expert > 1 or hardware.ranks <= hardware.on_a_node:
         return False
     zero = parallel.zero(hardware.ranks)

@@ -16,7 +16,7 @@ from ls_strategy.planner.partitioned import PartitionedModel
 
 @dataclass(frozen=True)
 class Costs:
-    """What one step of the busiest rank costs."""
+    """Costs of one step on the busiest rank: FLOPs, traffic and seconds."""
 
     flops: int
     sent: dict[str, int]

@@ -33,7 +33,7 @@ _HOST_BYTES_OF_NVME = 80 << 20
 
 @dataclass(frozen=True, kw_only=True)
 class Run:
-    """What all candidates have in common."""
+    """Settings of a run that all candidates share."""
 
     config: ZeROConfig = field(default_factory=ZeROConfig)
     """Options that no candidate changes: units, prefetch, precision of the states."""
@@ -50,7 +50,7 @@ class Run:
 
 @dataclass(frozen=True)
 class Forecast:
-    """What one candidate needs."""
+    """Predicted memory, traffic and time of one candidate."""
 
     candidate: Candidate
     peak: Peak
@@ -78,7 +78,7 @@ class Forecast:
 
     @property
     def fits(self) -> bool:
-        """Whether it can run, as far as is known."""
+        """Return whether the candidate can run, as far as is known."""
         return not self.lacks
 
     def to_dict(self) -> dict[str, Any]:
@@ -140,7 +140,7 @@ class Forecaster:
 
     @property
     def recomputable(self) -> bool:
-        """Whether there are blocks to recompute."""
+        """Return whether there are blocks to recompute."""
         try:
             self.trace(RecomputeConfig(policy="full"))
         except PlanError:

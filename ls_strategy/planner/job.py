@@ -1,4 +1,4 @@
-"""How one step is partitioned, and its pipeline's schedule."""
+"""Describe how one step is partitioned over the ranks, and the schedule of its pipeline."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from ls_strategy.planner.parallelism import Parallelism
 
 @dataclass(frozen=True, kw_only=True)
 class Job:
-    """How one step is partitioned."""
+    """Partitioning of one step: the candidate, the parallelism, and the micro-batches."""
 
     candidate: Candidate
     parallel: Parallelism

@@ -1,8 +1,8 @@
-"""What offload of activations moves, by the rules of `ls_strategy.activations.offload`.
+"""Predict the bytes that activation offload copies, by the rules of `ls_strategy.activations.offload`.
 
-With a device that copies by itself, all that autograd keeps leaves it, and what it has in flight at the end of the
-forward need not return. Otherwise that is not copied at all. In a pipeline the next forwards take the place of what
-would stay, so nothing is counted as staying.
+A device with its own memory sends everything that autograd saves to storage, but need not load again what is in flight
+at the end of the forward. Without such a device, that part is not copied at all. In a pipeline, the next forwards
+displace it, so everything is counted as loaded again.
 """
 
 from __future__ import annotations

@@ -18,7 +18,7 @@ class OutOfMemory(LSError, RuntimeError):  # noqa: N818 - a RuntimeError, like `
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Whether an allocation failed, on a device or on the host."""
+    """Return whether an allocation failed, on a device or on the host."""
     if isinstance(error, (torch.OutOfMemoryError, MemoryError)):
         return True
     return isinstance(error, RuntimeError) and any(message in str(error) for message in _CPU_MESSAGES)

@@ -1,4 +1,4 @@
-"""Which kinds of parallelism a run uses, and a simulated model that is sharded as the first rank would shard it."""
+"""Describe the kinds of parallelism of a run, and shard a simulated model as the first rank would shard it."""
 
 from __future__ import annotations
 
@@ -151,7 +151,7 @@ def stack_of(module: nn.Module) -> Stack | None:
 
 
 def is_uniform(stack: Stack) -> bool:
-    """Whether all blocks have the same class and the same parameters, so that one stands for all."""
+    """Return whether all blocks have the same class and the same parameters, so that one stands for all."""
 
     def shape(block: nn.Module) -> Sequence[Any]:
         return [type(block), *((n, tuple(p.shape), p.requires_grad) for n, p in block.named_parameters())]

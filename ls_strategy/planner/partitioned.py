@@ -103,7 +103,7 @@ class PartitionedModel:
 
     @property
     def recomputable(self) -> bool:
-        """Whether there are blocks to recompute."""
+        """Return whether there are blocks to recompute."""
         return can_recompute(self._steps)
 
     def _rename(self, names: Sequence[Sequence[str]]) -> Rename:
@@ -382,7 +382,7 @@ def partitioned(
 
 
 def _round_alike(question: Question, stack: Stack) -> bool:
-    """Whether all blocks keep the same parameters in fp32, and no name in ``precision.fp32_modules`` has an index."""
+    """Return whether all blocks keep the same parameters in fp32, and no name in ``fp32_modules`` has an index."""
     names = question.run.config.precision.fp32_modules
     if any(part.isdigit() for name in names for part in name.split(".")):
         return False
@@ -391,7 +391,7 @@ def _round_alike(question: Question, stack: Stack) -> bool:
 
 
 def _are_units(question: Question) -> bool:
-    """Whether every block has units of its own, which can be repeated."""
+    """Return whether every block has units of its own, which can be repeated."""
     states = ModelStates(question.module, question.optimizers, question.precision)
     specs = states.draft(Candidate(0).config(question.run.config), 1).specs
     stack = stack_of(question.module)

@@ -47,7 +47,7 @@ class Place(NamedTuple):
 
 
 class Change(NamedTuple):
-    """How the bytes of activations change in a piece."""
+    """Change of the bytes of activations in a piece: at its end, and at its peak."""
 
     net: int
     high: int
@@ -85,7 +85,7 @@ class Pieces:
 
     @property
     def is_uniform(self) -> bool:
-        """Whether the block in the middle of a shortened trace allocates as those next to it do."""
+        """Return whether the block in the middle of a shortened trace allocates as those next to it do."""
         middle = self.blocks // 2
         return all(
             self._allocations(Place(back, b)) == self._allocations(Place(back, middle))
@@ -233,7 +233,7 @@ def told(one: Pieces, two: Pieces, size: Law, counts: Sequence[Law]) -> Pieces |
 
 
 def starts_like(trace: Trace, pieces: Pieces) -> bool:
-    """Whether a trace that ends after the first block is the beginning of ``pieces``."""
+    """Return whether a trace that ends after the first block is the beginning of ``pieces``."""
     begun = cut(trace, pieces.blocks, whole=False)
     return all(
         begun.items[place] == pieces.items[place] and begun.spent[place] == pieces.spent[place]
@@ -251,12 +251,12 @@ class Span:
 
     @property
     def is_first(self) -> bool:
-        """Whether what comes before the blocks belongs to it."""
+        """Return whether the span includes what comes before the blocks."""
         return self.first == 0
 
     @property
     def is_last(self) -> bool:
-        """Whether what comes after the blocks belongs to it."""
+        """Return whether the span includes what comes after the blocks."""
         return self.stop == self.blocks
 
     def places(self, *, backward: bool) -> list[int]:

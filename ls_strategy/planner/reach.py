@@ -1,8 +1,8 @@
-"""How far a strategy reaches: the longest samples and the largest micro-batch that fit, and the bytes of a token more.
+"""Find the longest samples and the largest micro-batch that fit with a strategy, and the bytes of one more token.
 
-A tensor's size is a polynomial of the length, of degree two where all pairs of tokens are stored. So steps at three
-lengths tell those at all others, if they are made of the same operations; otherwise every length that is looked at is
-traced. The same holds for the number of samples.
+A tensor's size is a polynomial of the length, of degree two where all pairs of tokens are stored. So steps traced at
+three lengths determine those at all others, if they are made of the same operations; otherwise every length that is
+tried is traced. The same holds for the number of samples.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _EXACT = 256
 
 @dataclass(frozen=True)
 class Reach:
-    """What one candidate can take."""
+    """Longest samples and largest micro-batch of one candidate."""
 
     candidate: Candidate
     tokens: int
@@ -83,7 +83,7 @@ class _Steps:
         return change(self._forecaster.batch, size)
 
     def _tells(self, recompute: RecomputeConfig | None) -> bool:
-        """Whether the steps at the known sizes are made of the same operations."""
+        """Return whether the steps at the known sizes are made of the same operations."""
         if recompute not in self._told:
             try:
                 traces = [self.at(recompute, n) for n in self._known]
@@ -152,7 +152,7 @@ class Reaches:
         return Reach(candidate, tokens, samples, more / (far - self.length) / self.samples)
 
     def accepts(self, tokens: int) -> bool:
-        """Whether the model, as it is configured, runs on samples of this length."""
+        """Return whether the model, as it is configured, runs on samples of this length."""
         try:
             self._forecaster.trace_of(of_length(self._forecaster.batch, tokens))
         except PlanError:

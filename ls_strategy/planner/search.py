@@ -65,7 +65,7 @@ class Option:
 
     @property
     def settings(self) -> dict[str, Any]:
-        """What to set, so that the global batch stays: of the strategy, the loader and the Trainer."""
+        """Options to set on the strategy, the loader and the Trainer. They keep the global batch size."""
         job = self.job
         pipeline = job.parallel.pipeline > 1
         strategy: dict[str, Any] = job.candidate.arguments()
@@ -221,7 +221,10 @@ def _replay_all(timed: Sequence[_Timed], hardware: Hardware, found: Found, until
 
 
 def _is_covered(parallel: Parallelism, found: Found) -> bool:
-    """Whether a shorter ring was tried: rings send more and hold as much, so they serve what has too few heads."""
+    """Return whether a shorter ring was tried.
+
+    Longer rings send more and need as much memory, so they serve only models with too few heads.
+    """
     if parallel.ring == 1:
         return False
     shorter = replace(parallel, ring=parallel.ring // 2)

@@ -1,4 +1,4 @@
-"""What the ranks of a run reach while all of them work: measured when a fit begins, to compare candidates.
+"""Measure the speeds of the ranks while all of them work, when a fit begins, to compare candidates.
 
 A candidate's step is predicted from counted work: operations, bytes and messages to other ranks, bytes that updates
 touch, bytes over the bus. On the host, all of it adds up, because ranks send with the cores that compute. An
@@ -40,7 +40,7 @@ _ADAMW_BYTES = 28
 
 @dataclass(frozen=True)
 class Speeds:
-    """What every rank reaches at least, while all of them do the same."""
+    """Speeds that every rank reaches at least, while all of them do the same."""
 
     flops: float
     """Operations per second in products of matrices, in the forward's dtype."""

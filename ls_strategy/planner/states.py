@@ -113,7 +113,7 @@ class ModelStates:
 
     @property
     def has_temporaries(self) -> bool:
-        """Whether some optimizer's step needs memory in addition to its states."""
+        """Return whether some optimizer's step needs memory in addition to its states."""
         return any(kernel_for(o) is None and type(o) not in _TORCH_FUSED for o in self.optimizers)
 
 

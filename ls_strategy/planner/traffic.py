@@ -69,7 +69,7 @@ def traffic(
 
 
 class _Far:
-    """Which of a rank's messages leave its node."""
+    """Count of the messages of a rank that leave its node."""
 
     def __init__(self, plan: Plan, node_size: int) -> None:
         self._node_size = node_size

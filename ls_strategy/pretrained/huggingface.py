@@ -297,7 +297,7 @@ def _recorded(files: Sequence[str]) -> dict[str, Tensor]:
 
 @contextmanager
 def _filled_together(module: ModuleType) -> Generator[None, None, None]:
-    """Where all that is read are safetensors files, let the ranks read them together. Otherwise change nothing."""
+    """Let the ranks read safetensors files together, if all files are of that kind. Otherwise change nothing."""
     base: Any = module.PreTrainedModel
     load = vars(base).get("_load_pretrained_model")
     convert = getattr(module, "convert_and_load_state_dict_in_model", None)
@@ -323,7 +323,7 @@ def _filled_together(module: ModuleType) -> Generator[None, None, None]:
 
 
 def _is_plain(files: Sequence[str], load_config: Any) -> bool:
-    """Whether weights go from safetensors files into memory, and this thread is the one that the other ranks meet."""
+    """Return whether this thread reads safetensors files into memory, together with the other ranks."""
     places = (load_config.device_map or {}).values()
     return (
         is_reading_together()

@@ -1,4 +1,4 @@
-"""What happens to tensors on meta in ``configure_model``.
+"""Track what ``configure_model`` does to tensors on the meta device.
 
 =====================================================  ================================================================
 views, ``set_`` and the like                           as they are
@@ -86,7 +86,7 @@ class OnMeta(TorchDispatchMode):
 
     @staticmethod
     def _is_of_files(func: Any, tensors: list[Tensor]) -> bool:
-        """Whether the operation moves or casts weights of files, and reads nothing else that has no memory."""
+        """Return whether the operation moves or casts weights of files, and reads no other tensor without memory."""
         return func in MOVES and any(map(_is_loaded, tensors)) and all(_is_loaded(t) for t in tensors if t.is_meta)
 
 
@@ -162,7 +162,7 @@ def _makes_meta(kwargs: dict[str, Any]) -> bool:
 
 
 def _moves_nothing(func: Any) -> bool:
-    """Whether the function returns a view, changes only the form of a tensor, or is none of torch's own collectives."""
+    """Return whether the function returns a view, changes only the form of a tensor, or is a collective of torch."""
     view = not func._schema.is_mutable and any(r.alias_info is not None for r in func._schema.returns)
     return view or torch.Tag.inplace_view in func.tags or func.namespace in ("c10d", "_c10d_functional", "prim")
 

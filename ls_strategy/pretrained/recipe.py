@@ -1,4 +1,4 @@
-"""What was done to tensors of files, so that a part of the result needs only parts of the files.
+"""Recipes of what was done to tensors of files, so that a part of the result needs only parts of the files.
 
 ::
 
@@ -7,8 +7,8 @@
     experts 0..7 of a file ── stack ──┘                               = boxes of experts 3 and 4
 
 A recipe is a tree. Its leaves are tensors in files or in memory, its other nodes operations that move elements or cast
-them. A box of a node is made of boxes of its sources; the one invariant is that nothing is kept after that. What is
-no such operation is computed from its sources in full, each time a part of it is needed.
+them. A box of a node is made of boxes of its sources; the one invariant is that nothing is kept after that. The result
+of any other operation is computed from its sources in full, each time a part of it is needed.
 """
 
 from __future__ import annotations
@@ -231,7 +231,7 @@ class Computed(_Node):
 
 
 def computes(recipe: Recipe) -> bool:
-    """Whether any part of the value needs a source in full."""
+    """Return whether any part of the value needs a source in full."""
     if isinstance(recipe, Computed):
         return True
     sources = [getattr(recipe, "source", None), *getattr(recipe, "sources", ())]

@@ -193,7 +193,7 @@ def _leaves_meta(kwargs: dict[str, Any]) -> bool:
 
 
 def _takes_dtype(func: Any) -> bool:
-    """Whether the function makes a tensor out of nothing, of the default dtype unless it gets another."""
+    """Return whether the function creates a tensor without reading one, of the default dtype unless it gets another."""
     arguments = func._schema.arguments
     return any(a.name == "dtype" for a in arguments) and not any("Tensor" in str(a.type) for a in arguments)
 

@@ -152,7 +152,7 @@ def files_of(path: Path) -> list[Path]:
 
 
 def is_index(path: Path) -> bool:
-    """Whether a path has the name of an index."""
+    """Return whether a path has the name of an index."""
     return path.name.endswith(_INDEX)
 
 

@@ -1,4 +1,4 @@
-"""Where Ray keeps the checkpoints of a run, as paths and addresses that this package reads and writes itself.
+"""Find where Ray keeps the checkpoints of a run, as paths and addresses that this package reads and writes itself.
 
 A checkpoint of Ray is a folder in the run's storage. Ours is the folder `NAME` inside it, where Ray's own callback for
 Lightning has its file, so programs find either under the same name.

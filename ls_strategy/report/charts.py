@@ -72,7 +72,7 @@ class _Scale:
 
     @property
     def left(self) -> float:
-        """Where the axis stands: right of its numbers."""
+        """Horizontal position of the axis, which is right of its numbers."""
         return 14 + _TICK_WIDTH * max((len(short(value)) for value in self.ticks), default=1)
 
     def x(self, step: float) -> float:

@@ -1,4 +1,4 @@
-"""What happened in a run besides training: restarts, skipped steps, preemption, values that are not numbers."""
+"""Collect the events of a run besides training: restarts, skipped steps, preemption, values that are not numbers."""
 
 from __future__ import annotations
 

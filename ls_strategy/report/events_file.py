@@ -38,7 +38,7 @@ class Image:
 
 @dataclass
 class EventFile:
-    """What one event file has."""
+    """Scalars, images and times that were read from one event file."""
 
     path: Path
     scalars: dict[str, Series] = field(default_factory=dict)

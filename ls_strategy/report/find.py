@@ -1,4 +1,4 @@
-"""Which folders are runs: those in which a logger of Lightning has written."""
+"""Find the folders that are runs: those in which a logger of Lightning has written."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ MOST_RUNS = 32
 
 
 def is_run(names: Iterable[str]) -> bool:
-    """Whether files of these names make a folder a run."""
+    """Return whether files of these names make a folder a run."""
     return any(name.startswith(EVENTS) or name in (METRICS, RUN_FILE) for name in names)
 
 

@@ -1,4 +1,4 @@
-"""Which chart shows which scalars, and how a missing one is logged."""
+"""Sort scalars into charts, and describe how a missing one is logged."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def tags_of(runs: Sequence[Run]) -> list[str]:
 
 
 def _is_own(tag: str) -> bool:
-    """Whether this package logged it."""
+    """Return whether this package logged the scalar."""
     return re.match(r"(zero|elastic)(_[a-z_]+)?/", tag) is not None
 
 
@@ -73,7 +73,7 @@ def _is_own(tag: str) -> bool:
 
 @dataclass(frozen=True)
 class _Look:
-    """How a chart of scalars looks."""
+    """Appearance of a chart of scalars: unit, axis and note."""
 
     unit: str
     may_be_log: bool = False

@@ -63,7 +63,7 @@ class Series:
 
 
 class Column(NamedTuple):
-    """What one column of a chart shows."""
+    """Summary of the points that one column of a chart shows."""
 
     step: float
     """Mean of the steps."""

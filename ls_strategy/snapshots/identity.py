@@ -1,4 +1,4 @@
-"""Which run a process belongs to: snapshots of another one are never loaded."""
+"""Identify the run that a process belongs to, so that snapshots of another run are never loaded."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def run_name(given: str | None, environ: Mapping[str, str], folder: str) -> str:
 
 
 def agent_store_is_shared(environ: Mapping[str, str]) -> bool:
-    """Whether ranks meet through a store of ``torchrun`` that keeps the addresses of processes that have ended.
+    """Return whether ranks meet through a store of ``torchrun`` that keeps the addresses of processes that have ended.
 
     The store of the dynamic rendezvous lives as long as its agent. Its keys are separated by the number of restarts,
     which a change of members does not raise, and which each agent counts for itself.

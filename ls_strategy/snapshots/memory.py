@@ -224,7 +224,7 @@ def _require_own(folder: Path) -> None:
 
 
 def _is_marked(folder: Path) -> bool:
-    """Whether ``folder`` itself is the folder of a run, made by this user: no link, and with a mark that is none."""
+    """Return whether this user made ``folder`` as the folder of a run: neither it nor its mark is a link."""
     try:
         _require_own(folder)
         mark = (folder / MARK).lstat()
@@ -245,7 +245,7 @@ def _mark(folder: Path) -> None:
 
 
 def _in_use(folder: Path) -> bool:
-    """Whether a process holds the lock of a run: one that is stopped, or waits, writes nothing."""
+    """Return whether a process holds the lock of a run. One that is stopped, or waits, has written nothing lately."""
     try:
         lock = os.open(folder / "lock", os.O_RDONLY | os.O_NOFOLLOW)
     except FileNotFoundError:

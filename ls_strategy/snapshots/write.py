@@ -1,4 +1,4 @@
-"""Where a save writes a snapshot: into the memory of the rank's node, and a copy into its buddy's.
+"""Write a snapshot into the memory of the rank's node, and a copy into that of its buddy.
 
 ::
 

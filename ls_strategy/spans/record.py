@@ -1,4 +1,4 @@
-"""What was recorded of one step, in seconds, and the sums over it."""
+"""Store what was recorded of one step, in seconds, and compute sums over it."""
 
 from __future__ import annotations
 

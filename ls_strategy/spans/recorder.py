@@ -70,7 +70,7 @@ class Note:
 
 @dataclass(frozen=True)
 class Window:
-    """What was recorded between two times of a clock."""
+    """Recording of phases and spans between two times of a clock."""
 
     clock: Clock
     start: Any

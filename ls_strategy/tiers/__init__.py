@@ -1,4 +1,4 @@
-"""Where model states are stored between uses: on the device, in host memory, or on NVMe.
+"""Store model states between uses: on the device, in host memory, or on NVMe.
 
 A new tier is a class with the four methods of `ls_strategy.tiers.base.Tier`, a line in `TIERS`, and a name in
 `ls_strategy.config.TierName`.

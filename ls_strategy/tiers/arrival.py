@@ -1,4 +1,4 @@
-"""When a copy between the device and its host is over."""
+"""Wait for a copy between the device and its host, or query whether it is done."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class Arrival:
         self._source = source
 
     def is_over(self) -> bool:
-        """Whether the copy is done. Does not wait."""
+        """Return whether the copy is done. Does not wait."""
         event = self._event
         return event is None or bool(event.query())
 

@@ -94,7 +94,7 @@ class NVMeLease:
         self._ended = True
 
     def belongs_to(self, tier: NVMeTier) -> bool:
-        """Whether ``tier`` made it."""
+        """Return whether ``tier`` made this lease."""
         return self._tier is tier
 
 

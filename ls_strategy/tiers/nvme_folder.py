@@ -56,7 +56,7 @@ def mount_of(path: Path) -> Mount:
 
 
 def in_memory(mount: Mount) -> bool:
-    """Whether the file system's bytes are host memory."""
+    """Return whether a file system keeps its bytes in host memory."""
     if mount.kind in _IN_MEMORY or mount.source.startswith(("/dev/ram", "/dev/zram")):
         return True
     if mount.kind == "overlay":
@@ -187,13 +187,16 @@ def remove_stale(directory: Path) -> list[Path]:
 
 
 def _is_own(fd: int, path: Path) -> bool:
-    """Whether it is a file as `_create` makes it, of this user."""
+    """Return whether a file is one that `_create` made for this user."""
     found = os.fstat(fd)
     return bool(_NAME.fullmatch(path.name)) and stat.S_ISREG(found.st_mode) and found.st_uid == os.geteuid()
 
 
 def _is_stale(fd: int, path: Path) -> bool:
-    """Whether no process holds the file's lock. Without locks: whether it is of a process of this host that ended."""
+    """Return whether no process uses the file any more.
+
+    None holds its lock; on a file system without locks, it is of a process of this host that has ended.
+    """
     try:
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:

@@ -52,7 +52,7 @@ class Ticket:
 
     @property
     def done(self) -> bool:
-        """Whether all jobs are done. Does not wait."""
+        """Return whether all jobs are done. Does not wait."""
         return self._done.is_set()
 
     def finish(self, error: BaseException | None = None) -> None:

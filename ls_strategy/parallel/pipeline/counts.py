@@ -1,4 +1,4 @@
-"""How many tokens the losses of torch are means over."""
+"""Count the tokens that the losses of torch are means over."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How the values that a step computes for a batch follow from those for its micro-batches.
+"""Derive how the values that a step computes for a batch follow from those for its micro-batches.
 
 ::
 
@@ -31,7 +31,7 @@ _BINARY = ("add", "sub", "rsub", "mul", "div", "rdiv")
 
 
 class Derivation:
-    """What the values in the records are."""
+    """Derivation of how every value in the records of a step relates the batch to its micro-batches."""
 
     def __init__(self, parts: Sequence[Record], whole: Record, sizes: Sequence[int]) -> None:
         """Apply the rules.

@@ -42,7 +42,7 @@ class Tied:
 
 @dataclass(frozen=True)
 class Usage:
-    """What a dry run of the user's function observed, see `trace.observe`."""
+    """Observations of a dry run of the user's function, see `trace.observe`: FLOPs, and where parameters are used."""
 
     flops: tuple[int, ...]
     """FLOPs of the forward of every block."""

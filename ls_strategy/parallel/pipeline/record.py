@@ -1,6 +1,6 @@
-"""What a step computes on shapes: the functions that it calls with values of the model, in their order.
+"""Record a step that runs on shapes: the functions that it calls with values of the model, in their order.
 
-Values that depend on the batch only are real in such a run, those of the model are placeholders.
+In such a run, values that depend on the batch alone are real, and those of the model are placeholders.
 """
 
 from __future__ import annotations
@@ -22,7 +22,10 @@ _FINITE = {"isfinite": True, "isnan": False, "isinf": False}
 
 
 class Unread:
-    """What a step gets for a number of the model. It can be stored, logged, computed with and compared, not used."""
+    """Stand-in for a number of the model in a run on shapes.
+
+    A step can store it, log it, compute with it and compare it, but not read its value.
+    """
 
     def __init__(self, record: Record, tensor: Tensor | None) -> None:
         self._record = record

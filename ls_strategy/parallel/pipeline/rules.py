@@ -1,6 +1,7 @@
-"""What the result of a function is, see `values`, from what its arguments are.
+"""Derive what the result of a function is, see `values`, from what its arguments are.
 
-The rules are exact for functions that treat every sample alone. A function without a rule is `Unclear`.
+The rules are exact for functions that treat every sample on its own. The result of a function without a rule is
+`Unclear`.
 """
 
 from __future__ import annotations
@@ -88,7 +89,7 @@ class Call:
 
     @property
     def has_rows(self) -> bool:
-        """Whether the size of the result depends on the number of samples."""
+        """Return whether the size of the result depends on the number of samples."""
         return any(shape != self.shapes[-1] for shape in self.shapes)
 
     def inputs_of(self, kind: type[Any]) -> list[Any]:

@@ -57,7 +57,7 @@ class Callbacks:
 
 @dataclass(kw_only=True)
 class _Kept:
-    """What is saved from a forward to its backward."""
+    """State of one micro-batch that is saved from its forward to its backward."""
 
     received: StageTransfer | None
     roots: list[GradientEdge]

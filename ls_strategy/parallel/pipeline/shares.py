@@ -1,4 +1,4 @@
-"""Which factors the losses of micro-batches have in that of their batch.
+"""Compute the factors by which the losses of micro-batches add up to that of their batch.
 
 ::
 
@@ -25,7 +25,7 @@ from ls_strategy.parallel.pipeline.values import Constant, Part, Unclear, Value,
 
 
 class Shares:
-    """What share each micro-batch has in the loss of a batch, and in other values."""
+    """Shares of the micro-batches in the loss of a batch, and in other values."""
 
     def __init__(self, sizes: Sequence[int]) -> None:
         """``sizes``: samples of every micro-batch."""

@@ -1,4 +1,4 @@
-"""What one stage sends to the next: activations, and optionally a scalar side loss."""
+"""Collect what one pipeline stage sends to the next: activations, and optionally a scalar side loss."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a value of a batch is to the values of its micro-batches.
+"""Kinds of relation between a value of a batch and the values of its micro-batches.
 
 ::
 
