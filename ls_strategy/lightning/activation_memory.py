@@ -1,4 +1,4 @@
-"""What the ``activations`` options do to a module while it trains."""
+"""Apply the ``activations`` options to a module while it trains: recomputation, offload, chunked loss, tiles."""
 
 from __future__ import annotations
 
@@ -58,17 +58,17 @@ class ActivationMemory:
 
     @property
     def recomputes(self) -> bool:
-        """Whether blocks are recomputed in backward."""
+        """Return whether blocks are recomputed in backward."""
         return self.config.recompute is not None
 
     @property
     def defers_logits(self) -> bool:
-        """Whether the loss computes logits in chunks."""
+        """Return whether the loss computes logits in chunks."""
         return self.config.chunked_loss is not None
 
     @property
     def needs_nvme(self) -> bool:
-        """Whether activations are stored on NVMe."""
+        """Return whether activations are stored on NVMe."""
         return self.config.stored is not None and self.config.stored.tier == "nvme"
 
     def around_forward(self) -> AbstractContextManager[Any]:

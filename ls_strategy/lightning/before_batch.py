@@ -1,8 +1,8 @@
-"""What a run has between two batches besides the contents of a checkpoint: values that callbacks and schedulers see.
+"""Save and restore values between two batches that a checkpoint leaves out, but callbacks and schedulers see.
 
-Lightning's checkpoints are taken inside a hook, and leave out what it can do without: averages over the epoch so far,
-the metrics of the last validation, the states of metrics, and of loaders on ranks above 0. A run that continues from a
-snapshot has all of it, so it logs, stops early and lowers its learning rate as the run that nothing happened to.
+Lightning's checkpoints are taken inside a hook, and leave out averages over the epoch so far, the metrics of the last
+validation, the states of metrics, and the states of loaders on ranks above 0. A run that continues from a snapshot
+restores all of these, so it logs, stops early and lowers its learning rate as an uninterrupted run does.
 """
 
 from __future__ import annotations

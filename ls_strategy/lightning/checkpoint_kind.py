@@ -1,7 +1,7 @@
-"""Which kind of checkpoint is written: a folder, every rank its part, or one file in Lightning's own format.
+"""Choose the kind of a checkpoint: a folder to which every rank writes its part, or one file in Lightning's format.
 
-All ranks decide alike, before anything of the checkpoint is gathered: from what they told each other, not from what
-each of them knows.
+All ranks make the same choice, before anything of the checkpoint is gathered, because they base it on values that they
+have exchanged.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ def kind_of(
 
 
 def gets_checkpoints(module: pl.LightningModule) -> bool:
-    """Whether the module, or a callback that is not of this package, has a hook that gets every checkpoint."""
+    """Return whether the module, or a callback that is not of this package, has a hook that gets every checkpoint."""
     if is_overridden("on_save_checkpoint", module):
         return True
     callbacks: list[Any] = module.trainer.callbacks  # type: ignore[attr-defined]

@@ -80,7 +80,7 @@ class Collection:
 
 @dataclass(frozen=True)
 class Background:
-    """How a save runs while training goes on."""
+    """Settings of a save that runs while training goes on."""
 
     saver: BackgroundSaver
     target: save.Target = field(default_factory=save.Target)
@@ -211,12 +211,16 @@ def _write_one(path: str, checkpoint_io: CheckpointIO, storage_options: Any, che
 
 
 def is_lightnings(checkpoint_io: CheckpointIO) -> bool:
-    """Whether this is Lightning's own plugin, which writes files with ``torch.save``, and not the user's."""
+    """Return whether this is Lightning's own plugin, which writes files with ``torch.save``, and not the user's."""
     return type(checkpoint_io) is TorchCheckpointIO
 
 
 def _writes(engine: Engine, path: tuple[str, ...]) -> bool:
-    """Whether this rank writes a value that is not sharded: rank 0, except for buffers of other stages' blocks."""
+    """Return whether this rank writes a value that is not sharded.
+
+    Rank 0 writes all of them, except for buffers in the blocks of another pipeline stage, which that stage's first rank
+    writes.
+    """
     own = engine.share.blocks
     in_blocks = path[0] == "model" and path[1].startswith(engine.share.all_blocks)
     return engine.mesh.stage.rank == 0 and (path[1].startswith(own) if in_blocks else engine.mesh.world.rank == 0)
@@ -250,7 +254,7 @@ def _write_meta(checkpoint_io: CheckpointIO, rest: dict[str, Any], storage_optio
 
 
 def is_folder(path: Any) -> bool:
-    """Whether a checkpoint path is a folder, committed or not. Not collective.
+    """Return whether a checkpoint path is a folder, committed or not. Not collective.
 
     Raises:
         CheckpointError: it is a folder on a web server.
@@ -368,5 +372,5 @@ def _in_memory(value: Any) -> Any:
 
 
 def is_named(states: Sequence[Mapping[str, Any]]) -> bool:
-    """Whether optimizer states are by parameter name, as in folders, and not by position."""
+    """Return whether optimizer states are keyed by parameter name, as in folders, and not by position."""
     return any(isinstance(p, str) for state in states for group in state["param_groups"] for p in group["params"])

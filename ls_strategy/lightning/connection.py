@@ -1,4 +1,4 @@
-"""What connects the ranks of a strategy, under a Trainer and under a Fabric: launcher, process groups, collectives."""
+"""Connect the ranks of a strategy, under a Trainer and under a Fabric: launcher, process groups, collectives."""
 
 from __future__ import annotations
 

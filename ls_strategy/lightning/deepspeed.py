@@ -204,7 +204,7 @@ def _as_default(kind: type[Any], options: dict[str, Any], defaults: dict[type, d
 
 
 def _same_option(group: Any, option: str, value: Any) -> bool:
-    """Whether a group has this value of an option; a tier and a policy may be given by name."""
+    """Return whether a group has this value of an option. A tier and a policy may be given by name."""
     for name in option.split("."):
         group = getattr(group, name)
     if isinstance(value, str) and not isinstance(group, str):

@@ -83,7 +83,7 @@ def _replacing(save: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _is_ours(path: Any) -> bool:
-    """Whether a path is a folder of ours; False on any error."""
+    """Return whether a path is a checkpoint folder of this package. Any error counts as False."""
     if not isinstance(path, (str, os.PathLike)) or str(path).startswith("http"):
         return False
     try:

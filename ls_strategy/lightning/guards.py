@@ -97,7 +97,7 @@ def check_trainer(trainer: pl.Trainer, precision: ZeROPrecision, parallel: str) 
 
 
 def steps_by_itself(trainer: pl.Trainer, module: pl.LightningModule, engine: Engine | None) -> bool:
-    """Whether user code decides when to step and with which gradients.
+    """Return whether user code decides when to step and with which gradients.
 
     Manual optimization does, and so do hooks of the module that clip, step or drop gradients, and optimizer hooks.
     """
@@ -111,17 +111,20 @@ def steps_by_itself(trainer: pl.Trainer, module: pl.LightningModule, engine: Eng
 
 
 def has_hooks_before_step(trainer: pl.Trainer, module: pl.LightningModule) -> bool:
-    """Whether user code runs between backward and step, where it may read or change gradients."""
+    """Return whether user code runs between backward and step, where it may read or change gradients."""
     return _has_hooks(trainer, module, _BEFORE_STEP)
 
 
 def has_hooks_after_backward(trainer: pl.Trainer, module: pl.LightningModule) -> bool:
-    """Whether user code runs between backward and `zero_grad`, where it may read or change gradients."""
+    """Return whether user code runs between backward and `zero_grad`, where it may read or change gradients."""
     return _has_hooks(trainer, module, (*_BEFORE_STEP, *_AFTER_STEP))
 
 
 def _has_hooks(trainer: pl.Trainer, module: pl.LightningModule, hooks: tuple[str, ...]) -> bool:
-    """Whether the module or a user's callback has one of these hooks; Lightning's and our callbacks do not count."""
+    """Return whether the module or a user's callback has one of these hooks.
+
+    Callbacks of Lightning and of this package do not count.
+    """
     callbacks: list[pl.Callback] = trainer.callbacks  # type: ignore[attr-defined]
     return any(
         is_overridden(hook, module, parent=pl.LightningModule)

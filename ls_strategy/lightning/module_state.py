@@ -1,4 +1,4 @@
-"""What a module holds besides parameters, moved to the device and converted by the same calls as under DDP.
+"""Move and convert what a module holds besides parameters, by the same calls as under DDP.
 
 DDPStrategy calls ``module.to(device)``, which reaches ``self.device``, the states of metrics, and every child with a
 ``to`` or an ``_apply`` of its own. The same calls are made here, so that they reach the same code. The one invariant:
@@ -81,7 +81,10 @@ class MetricsOnHost(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
     def _is_for_a_metric(self) -> bool:
-        """Whether the innermost module whose code runs is a metric; a network inside a metric is built like others."""
+        """Return whether the innermost module whose code runs is a metric.
+
+        A network inside a metric is built in the same way as any other.
+        """
         frame = sys._getframe(2)
         for _ in range(_DEPTH):
             if frame is None:

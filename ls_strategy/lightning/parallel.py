@@ -49,7 +49,7 @@ _CHECKED_EVERY = 100
 
 
 class _Sharded:
-    """How a module was partitioned, for the next fit."""
+    """Record of how a module was partitioned, for the next fit."""
 
     def __init__(self, config: ParallelConfig, ranks: int) -> None:
         self.config = config
@@ -116,12 +116,12 @@ class ModelParallel:
 
     @property
     def shards(self) -> bool:
-        """Whether anything except batches is partitioned over ranks."""
+        """Return whether anything except batches is partitioned over ranks."""
         return self.replica_ranks > 1 or self.config.expert > 1
 
     @property
     def splits_model(self) -> bool:
-        """Whether no rank has all parameters, whatever the stage is."""
+        """Return whether no rank has all parameters, at any ZeRO stage."""
         return max(self.config.pp.size, self.config.tp.size, self.config.expert) > 1
 
     @property

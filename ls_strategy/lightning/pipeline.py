@@ -174,7 +174,7 @@ class Pipeline:
 
     @property
     def is_last(self) -> bool:
-        """Whether this rank holds the last stage, where the user's steps end."""
+        """Return whether this rank holds the last stage, where the user's steps end."""
         return self.mesh.pipeline.rank == self.runner.last_rank
 
     # what the engine needs -------------------------------------------------------------------------------------------
@@ -311,7 +311,10 @@ class Pipeline:
             self._engine.end_backward()
 
     def _on_last_backward(self, stage: int) -> None:
-        """With one stage per rank, reduce gradients during the last backward, while other ranks still compute."""
+        """Reduce gradients during the last backward, while other ranks still compute.
+
+        This requires that the rank has only one stage.
+        """
         assert self._engine is not None
         if self._last and self.cut.rank_of.count(self.mesh.pipeline.rank) == 1:
             self._engine.begin_backward(eager=True)

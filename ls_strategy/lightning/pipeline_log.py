@@ -1,4 +1,4 @@
-"""What the steps of micro-batches log, to log it once per batch."""
+"""Record what the steps of micro-batches log, to log it once per batch."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What users read off a run: norms, bytes, sizes, and full parameters."""
+"""Values that users read from a run: norms, bytes, sizes, and full parameters."""
 
 from __future__ import annotations
 
@@ -164,22 +164,22 @@ class EngineStrategy(RankStrategy):
 
     @property
     def traffic(self) -> Traffic:
-        """What this rank has sent for sharded states, counted at the send calls."""
+        """Return the traffic that this rank has sent for sharded states, counted at the send calls."""
         return self.require_engine().comm.traffic
 
     @property
     def tensor_parallel_traffic(self) -> Traffic:
-        """What this rank has sent to its tensor-parallel group."""
+        """Return the traffic that this rank has sent to its tensor-parallel group."""
         return self.require_engine().mesh.tensor.traffic
 
     @property
     def context_parallel_traffic(self) -> Traffic:
-        """What this rank has sent to its context-parallel group."""
+        """Return the traffic that this rank has sent to its context-parallel group."""
         return self.require_engine().mesh.sequence.traffic
 
     @property
     def expert_parallel_traffic(self) -> Traffic:
-        """What this rank has sent to its expert-parallel group: tokens and their gradients."""
+        """Return the traffic that this rank has sent to its expert-parallel group: tokens and their gradients."""
         return self.require_engine().mesh.expert.traffic
 
     @property

@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 
 
 class Resume:
-    """What a loaded checkpoint still has to restore."""
+    """State of a loaded checkpoint that is still to be restored."""
 
     def __init__(self, strategy: ZeROStrategy) -> None:
         self._strategy = strategy
@@ -127,7 +127,7 @@ class Resume:
 
     @property
     def between_batches(self) -> bool:
-        """Whether the run continues where a snapshot was taken, inside an epoch whose iterators had been made."""
+        """Return whether the run continues from a snapshot, inside an epoch whose iterators had been made."""
         return self._between is not None
 
     def _continue_between(self) -> None:
@@ -200,7 +200,7 @@ class Resume:
 
     @property
     def pending(self) -> bool:
-        """Whether random states wait for the first batch."""
+        """Return whether random states wait for the first batch."""
         return self._random is not None
 
     def on_batch(self) -> None:
@@ -243,7 +243,7 @@ class Resume:
 
     @property
     def makes_iterators(self) -> bool:
-        """Whether the first iterator over the training data draws its seeds from the saved random states."""
+        """Return whether the first iterator over the training data draws its seeds from the saved random states."""
         module = self._strategy.lightning_module
         boundary = module is not None and module.trainer.fit_loop.epoch_loop.batch_progress.is_last_batch
         return self.pending and boundary

@@ -175,7 +175,7 @@ class Saves:
 
     @property
     def in_flight(self) -> bool:
-        """Whether this rank still writes a checkpoint in the background."""
+        """Return whether this rank is still writing a checkpoint in the background."""
         return self._saver is not None and self._saver.in_flight
 
     @property

@@ -1,4 +1,4 @@
-"""What surrounds the user's training, validation, test and prediction steps and the backward pass.
+"""Surround the user's steps (training, validation, test, prediction) and the backward pass with the strategy's work.
 
 The one invariant: ranks that wait for each other in a step are at the same batch.
 """

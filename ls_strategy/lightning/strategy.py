@@ -412,7 +412,7 @@ class ZeROStrategy(EngineStrategy):  # its many public members are Lightning's h
 
     @property
     def save_failed(self) -> bool:
-        """Whether the last checkpoint could not be written and training went on (``checkpoint.on_error``)."""
+        """Return whether the last checkpoint could not be written and training went on (``checkpoint.on_error``)."""
         return self.saves.failed
 
     def wait_for_saves(self) -> None:

@@ -54,7 +54,7 @@ _OWN = (f"{pl.__name__}.", "ls_strategy.")
 
 @dataclass(frozen=True)
 class Turn:
-    """What the ranks have agreed on for one batch."""
+    """Agreement of the ranks on one batch: which of them have one, and with what weight."""
 
     ranks: tuple[int, ...]
     """Those that have a batch."""
@@ -379,7 +379,7 @@ class UnevenData:
 
 
 class _Restore:
-    """What a step changes in a module besides its parameters, as it was before."""
+    """Snapshot of what a step changes in a module besides its parameters: buffers, metrics, random states."""
 
     def __init__(self, module: nn.Module) -> None:
         self.take_buffers(module)

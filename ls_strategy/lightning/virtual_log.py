@@ -1,7 +1,8 @@
-"""What steps of virtual ranks log: recorded per virtual rank, combined over all of them, logged once per batch.
+"""Record what steps of virtual ranks log, combine it over all virtual ranks, and log it once per batch.
 
 With ``sync_dist=True`` the values of all virtual ranks are combined in the order of `tree_sum`, so they are the same
-on any number of ranks. Without, the value of this process's first virtual rank counts, as that of a rank under DDP.
+on any number of ranks. Without it, the value of this process's first virtual rank counts, as a rank's own value does
+under DDP.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ class _Call:
 
     @property
     def reduction(self) -> str | None:
-        """How values are combined over ranks; None: they are not."""
+        """Return the name of the reduction over ranks, or None if values are not reduced."""
         if not self.options.get("sync_dist") or not isinstance(next(iter(self.values.values())), (Tensor, float, int)):
             return None
         fx = self.options.get("reduce_fx", "mean")

@@ -78,7 +78,7 @@ class VirtualRanks:
 
     @property
     def split(self) -> Split:
-        """Which virtual ranks every rank computes."""
+        """Return the split of the virtual ranks over the ranks."""
         return split_of(self._strategy.config.parallel, self._strategy.parallel.data_rank[1])
 
     @property
@@ -169,7 +169,10 @@ class VirtualRanks:
 
     @property
     def applies(self) -> bool:
-        """Whether batches are those of virtual ranks: predictions are made once per sample, on the real ranks."""
+        """Return whether batches are those of virtual ranks.
+
+        Those of predictions are not: each sample is predicted once, on the real ranks.
+        """
         return self._trainer.state.fn != TrainerFn.PREDICTING
 
     def loader(self, loader: Any, continue_in: Callable[[Any], object]) -> VirtualLoader:

@@ -1,4 +1,4 @@
-"""Which virtual ranks every rank computes: as many on each, or the shares that the options set."""
+"""Split virtual ranks over the ranks: the same number for each, or the shares that the options set."""
 
 from __future__ import annotations
 

@@ -145,7 +145,7 @@ def marking_recorded() -> Generator[None, None, None]:
 
 
 def has_lost_values(param: nn.Parameter) -> bool:
-    """Whether values of a parameter on meta were recorded when it was built, and are not known any more."""
+    """Return whether a parameter on meta was built with recorded values that are not known any more."""
     return _RECORDED in vars(param) and param.is_meta and deferred_of(param) is None and source_of(param) is None
 
 

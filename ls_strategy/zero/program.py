@@ -1,4 +1,4 @@
-"""What was done to tensors without memory, so that it can be done again where their values are needed.
+"""Record the operations on tensors without memory, and replay them where their values are needed.
 
 ::
 
@@ -82,7 +82,7 @@ class Place:
 
     @property
     def fills_memory(self) -> bool:
-        """Whether it consists of all elements of the memory."""
+        """Return whether the tensor consists of all elements of the memory."""
         numel = 1
         for length, stride in sorted(zip(self.size, self.stride, strict=True), key=lambda pair: pair[1]):
             if length != 1 and stride != numel:
@@ -115,7 +115,7 @@ class Captured:
 
     @property
     def has_changed(self) -> bool:
-        """Whether it was written to since."""
+        """Return whether the tensor was written to after it was noted."""
         return self.value._version != self.version
 
 
@@ -300,7 +300,7 @@ _MEMORY = "_ls_strategy_memory"
 
 
 def is_plain(tensor: Any) -> bool:
-    """Whether a tensor is none of a class that handles operations by itself, as a DTensor does."""
+    """Return whether torch handles operations on a tensor. A DTensor's class, for example, handles them itself."""
     return type(tensor).__torch_dispatch__ is _PLAIN
 
 

@@ -141,7 +141,7 @@ class Averages:
 
     @property
     def on_nvme(self) -> bool:
-        """Whether the averages are on the NVMe tier."""
+        """Return whether the averages are on the NVMe tier."""
         return not self._flat.storage.is_resident("grad") and self.values is None
 
     def land(self, reducing: PendingReduce | LastRound, *, exact_16_bit: bool, stay_in_memory: bool = False) -> None:

@@ -189,7 +189,7 @@ class FlatBuffer:
 
     @property
     def resident(self) -> bool:
-        """Whether ``full`` stays in memory between uses. Otherwise units are gathered and released."""
+        """Return whether ``full`` stays in memory between uses. Otherwise units are gathered and released."""
         return not self.policy.parameters
 
     @property
@@ -240,17 +240,17 @@ class FlatBuffer:
 
     @property
     def counted(self) -> bool:
-        """Whether this rank counts these parameters in norms and saves them.
+        """Return whether this rank counts these parameters in norms and saves them.
 
-        It is the first rank that holds them, along its axis, over the pipeline stages and over the groups of ranks.
+        This is the first rank that holds them: along its axis, over the pipeline stages, and over the groups of ranks.
         """
         return self.reduces_alone and self.comm.replica == 0
 
     @property
     def reduces_alone(self) -> bool:
-        """Whether no rank before this one, along its axis and over the pipeline stages, reduces the same gradients.
+        """Return whether no rank before this one reduces the same gradients.
 
-        Those of other groups of ranks are of other batches.
+        Ranks along its axis and over the pipeline stages count. Other groups of ranks do not: they have other batches.
         """
         return self.axis.rank % self.plan.copies == 0 and not self.plan.replica
 
@@ -349,7 +349,7 @@ class FlatBuffer:
 
     @property
     def has_secondary(self) -> bool:
-        """Whether the next gather uses the second copy inside the node."""
+        """Return whether the next gather uses the second copy inside the node."""
         return self.secondary is not None and self.secondary.is_current
 
     def outdate_secondary(self) -> None:
@@ -394,7 +394,7 @@ class FlatBuffer:
 
     @property
     def master_is_slice(self) -> bool:
-        """Whether the masters are a slice of ``full``, so that no copy into it is needed."""
+        """Return whether the masters are a slice of ``full``, so that no copy into it is needed."""
         return self.master.untyped_storage().data_ptr() == self.full.untyped_storage().data_ptr() != 0
 
     def wait_updated(self) -> None:

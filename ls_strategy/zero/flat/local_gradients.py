@@ -165,7 +165,7 @@ class LocalGradients:
                 grad.detach().mul_(factor)
 
     def has_others(self, than: int) -> bool:
-        """Whether this rank has gradients other than the one that parameter ``than`` has just got."""
+        """Return whether this rank has gradients other than the one that parameter ``than`` has just got."""
         others = any(grad_of(p) is not None for i, p in enumerate(self._params) if i != than)
         added = bool(self.views) and grad_of(self._params[than]) is self.views[than]
         return others or added or any(self.filled) or self.reducing is not None
@@ -337,7 +337,10 @@ class LocalGradients:
             view.data = here
 
     def _has_adopted(self, index: int, grad: Tensor) -> bool:
-        """Whether ``grad`` uses the slot's memory. Another tensor that did gets memory of its own."""
+        """Return whether ``grad`` uses the slot's memory.
+
+        If another tensor uses it, that tensor is moved to memory of its own.
+        """
         adopted = self._adopted.get(index)
         if adopted is None:
             return False
@@ -348,7 +351,7 @@ class LocalGradients:
 
     @staticmethod
     def _can_adopt(grad: Tensor, view: Tensor) -> bool:
-        """Whether ``grad`` can use the slot's memory: not if it is another slot's."""
+        """Return whether ``grad`` can use the slot's memory. It cannot if it is in the same buffer already."""
         same_kind = type(grad) is Tensor and grad.dtype == view.dtype and grad.device == view.device
         return same_kind and not grad.requires_grad and storage_key(grad) != storage_key(view)
 

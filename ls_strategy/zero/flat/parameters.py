@@ -111,7 +111,7 @@ class Home(Protocol):
         """Set ``param.grad``. Collective."""
 
     def is_collecting(self) -> bool:
-        """Whether a state dict is being collected, for which hooks fetch the values."""
+        """Return whether a state dict is being collected, for which hooks fetch the values."""
         ...
 
     def stand_in(self, param: nn.Parameter) -> Tensor:
@@ -246,7 +246,7 @@ def _is_called_by_torch(caller: FrameType) -> bool:
 
 
 def _needs_no_values(func: Any, args: Any) -> bool:
-    """Whether torch can answer without the parameters' values."""
+    """Return whether torch can run a function without the parameters' values."""
     if func is torch.equal and len(args) == 2:
         return args[0].shape != args[1].shape
     return func in NEED_NO_VALUES

@@ -1,4 +1,4 @@
-"""Where the states of one flat buffer are stored between uses, and how to access them.
+"""Storage of the states of one flat buffer between uses, and access to them.
 
 On the device and in host memory, a state is a resident tensor. On the NVMe tier it is a range of a file, accessed in
 chunks of `NVME_CHUNK` elements. `read` and `write` are for set-up and checkpoints; the step streams (`update.py`).
@@ -108,7 +108,7 @@ class StateStorage:
         return "device"
 
     def is_resident(self, name: str) -> bool:
-        """Whether a state is a tensor in memory. Otherwise `get`, `put`, `read` and `write` access it."""
+        """Return whether a state is a tensor in memory. Otherwise `get`, `put`, `read` and `write` access it."""
         return TIERS[self._tier_of(name)].resident
 
     def get(self, name: str, start: int, stop: int) -> Lease:

@@ -45,7 +45,7 @@ class GathersOnDemand(Protocol):
         """Gather the parameters, and keep them until `touched`. Collective."""
 
     def holds(self, tensor: Tensor) -> bool:
-        """Whether ``tensor`` is a view of a flat buffer."""
+        """Return whether ``tensor`` is a view of a flat buffer."""
         ...
 
     def note_memory(self, flat: Flat) -> None:
@@ -55,7 +55,7 @@ class GathersOnDemand(Protocol):
         """Allow the buffer to be released again."""
 
     def is_collecting(self) -> bool:
-        """Whether a state dict is being collected, for which hooks fetch the values."""
+        """Return whether a state dict is being collected, for which hooks fetch the values."""
         ...
 
     def saving(self) -> AbstractContextManager[Any]:
@@ -211,7 +211,7 @@ class Flat(FlatBuffer):
 
     @property
     def is_arriving(self) -> bool:
-        """Whether new values are in flight, or still have to be sent."""
+        """Return whether new values are in flight, or still have to be sent."""
         pending = (self.gathering, self.updating, self.arriving)
         return self.publish_due or any(p is not None for p in pending)
 
@@ -254,7 +254,7 @@ class Flat(FlatBuffer):
         return value.detach().clone() if self.on_demand is not None and self.on_demand.holds(value) else value
 
     def is_collecting(self) -> bool:
-        """Whether a state dict is being collected, for which hooks fetch the values."""
+        """Return whether a state dict is being collected, for which hooks fetch the values."""
         return self.on_demand is not None and self.on_demand.is_collecting()
 
     def stand_in(self, param: nn.Parameter) -> Tensor:
@@ -292,7 +292,7 @@ class Flat(FlatBuffer):
 
     @property
     def _reads_ahead(self) -> bool:
-        """Whether this rank's shard of the parameters is read from its tier in the background."""
+        """Return whether this rank's shard of the parameters is read from its tier in the background."""
         return self.param_tier != "device" and not (self.param_tier == "cpu" and dev.is_host(self.full.device))
 
     def start_read(self) -> None:

@@ -63,7 +63,7 @@ class UserWrites:
 
     @property
     def has_data_views(self) -> bool:
-        """Whether a tensor that ``param.data`` returned is still alive."""
+        """Return whether a tensor that ``param.data`` returned is still alive."""
         return bool(self._alive_data_views())
 
     def mark_outdated(self) -> None:
@@ -83,7 +83,7 @@ class UserWrites:
 
     @property
     def has_memory_views(self) -> bool:
-        """Whether user code has a view of ``full``. Only valid if the masters are not a slice of it."""
+        """Return whether user code has a view of ``full``. Only valid if the masters are not a slice of it."""
         flat = self._flat
         own = self._own_references if flat.is_gathered else self._own_references - len(flat.params)
         return storage_users(flat.full) > own

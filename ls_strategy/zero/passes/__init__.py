@@ -1,1 +1,1 @@
-"""What happens while forward and backward run: parameters are gathered, gradients are averaged."""
+"""Forward and backward passes: gather parameters before their use, and average gradients when they are ready."""

@@ -1,4 +1,4 @@
-"""Which parameters have a gradient on any rank: those are stepped, by all ranks alike."""
+"""Agree over all ranks on the parameters to step: those that have a gradient on any rank."""
 
 from __future__ import annotations
 

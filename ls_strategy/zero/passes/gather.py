@@ -1,4 +1,4 @@
-"""When parameters are gathered, prefetched and released (stage 3), and published after a step (stages 1 and 2).
+"""Gather, prefetch and release parameters during the passes (stage 3), and publish them after a step (stages 1 and 2).
 
 Stage 3, forward of unit k (backward runs the same in the other direction)::
 
@@ -63,9 +63,10 @@ class Gatherer:
 
     @staticmethod
     def is_kept(unit: Unit) -> bool:
-        """Whether the forward of a unit sends nothing: user code holds it (`Engine.gathered`), or it is replicated.
+        """Return whether the forward of a unit sends nothing.
 
-        Nothing is prefetched either: ranks may run such a forward a different number of times.
+        It sends nothing if user code holds the unit (`Engine.gathered`), or if the unit is replicated. Then nothing is
+        prefetched either, because ranks may run such a forward a different number of times.
         """
         return all(flat.resident or (flat.is_gathered and flat.users) for flat in unit.flats)
 
@@ -114,7 +115,7 @@ class Gatherer:
         return [*(u for u in self.units if u.is_root), *self._order]
 
     def is_last(self, unit: Unit) -> bool:
-        """Whether the backward pass starts with this unit, so that releasing it now would gather it twice."""
+        """Return whether the backward pass starts with this unit, so that releasing it now would gather it twice."""
         return bool(self._order) and self._order[-1] is unit
 
     def end_forward(self) -> None:

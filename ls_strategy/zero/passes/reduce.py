@@ -336,7 +336,7 @@ class Reducer:
             self.on_complete(flat)
 
     def _complete(self, flat: Flat) -> bool:
-        """Whether every parameter of the buffer has its gradient, so that none follows before the step.
+        """Return whether every parameter of the buffer has its gradient, so that none follows before the step.
 
         A frozen buffer is never complete: it may be sent before its unit's backward, which still gathers it.
         """

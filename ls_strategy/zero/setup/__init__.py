@@ -1,1 +1,1 @@
-"""From a model and its optimizers to a sharded model: checks, units, memory, values."""
+"""Set up a sharded model from a model and its optimizers: checks, units, memory, values."""

@@ -1,6 +1,6 @@
-"""Which frozen weights are stored in 4 or 8 bits (``precision.frozen``). No tensor is read.
+"""Select the frozen weights that are stored in 4 or 8 bits (``precision.frozen``). No tensor is read.
 
-As QLoRA does it: the weights of all linear layers, but not of output heads. Embeddings, norms, biases, routers and
+As in QLoRA, these are the weights of all linear layers except output heads. Embeddings, norms, biases, routers and
 convolutions keep their precision, and so do adapters, which may become trainable again.
 """
 
@@ -158,7 +158,10 @@ def _is_inside(name: str, other: str) -> bool:
 
 
 def _follows_blocks(name: str, modules: dict[str, nn.Module], containers: set[str]) -> bool:
-    """Whether a layer, or a module around it, comes after a sibling with blocks or after the blocks themselves."""
+    """Return whether a layer, or a module around it, comes after blocks.
+
+    That is after a sibling with blocks, or after the blocks themselves.
+    """
     parts = name.split(".")
     for depth in range(len(parts)):
         parent, own = ".".join(parts[:depth]), ".".join(parts[: depth + 1])

@@ -1,4 +1,4 @@
-"""Which parameters and buffers stay in fp32 while the rest of the model is rounded to 16 bits. No tensor is read.
+"""Select parameters and buffers that stay in fp32 while the rest of the model is rounded to 16 bits. No tensor is read.
 
 Three sources: batch norms, ``precision.fp32_modules``, and the lists in which authors of transformers' models name what
 must not be rounded, such as the bias by which a router of DeepSeek-V3 selects experts.
@@ -29,7 +29,7 @@ _WRAPPERS = re.compile(r"(?:_orig_mod|base_layer|original_module|modules_to_save
 
 @dataclass(frozen=True)
 class KeptInFp32:
-    """What stays in fp32 in the 16-bit precisions."""
+    """Parameters, buffers and modules that stay in fp32 in the 16-bit precisions."""
 
     params: frozenset[int] = frozenset()
     """``id`` of parameters."""

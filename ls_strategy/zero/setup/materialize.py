@@ -69,7 +69,7 @@ class Materializer:
         """In a pipeline: checksums of the filled values, by parameter name."""
 
     def _is_absent(self, name: str, module: nn.Module) -> bool:
-        """Whether another pipeline stage holds all parameters of the module itself, or of the module around it."""
+        """Return whether another pipeline stage holds all parameters of the module, or of the module around it."""
         params = list(module.parameters(recurse=False))
         while not params and name:
             name = name.rpartition(".")[0]
@@ -191,7 +191,7 @@ class Materializer:
 
 
 def _is_unfilled(tensor: Tensor) -> bool:
-    """Whether nothing but the module itself can provide the values."""
+    """Return whether a tensor is on meta and only its module itself can provide the values."""
     return tensor.is_meta and source_of(tensor) is None and deferred_of(tensor) is None
 
 

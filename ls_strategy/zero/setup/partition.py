@@ -1,4 +1,4 @@
-"""Which parameters form a unit. No tensor is read."""
+"""Partition the parameters of a model into units. No tensor is read."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which of a model's parameters this rank of a pipeline holds, and which it shares with other stages."""
+"""Share of a model on this rank of a pipeline: the parameters that it holds, and those tied to other stages."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""From averaged gradients to new weights: norm, clipping, the user's optimizer, its states, publication."""
+"""Turn averaged gradients into new weights: norm, clipping, the user's optimizer, its states, publication."""

@@ -18,7 +18,7 @@ from ls_strategy.errors import PlanError
 
 
 def is_elementwise(optimizer: Optimizer) -> bool:
-    """Whether the optimizer updates every element of all its parameters independently.
+    """Return whether the optimizer updates every element of all its parameters independently.
 
     Raises:
         PlanError: the optimizer cannot step without a closure (LBFGS).
@@ -29,10 +29,11 @@ def is_elementwise(optimizer: Optimizer) -> bool:
 
 
 def splits_tensors(optimizer: Optimizer, group: dict[str, Any]) -> bool:
-    """Whether one group's parameters may be split anywhere: compare steps on a tensor with those on its two halves.
+    """Return whether one group's parameters may be split anywhere, as flat shards split them.
 
-    Flat shards split parameters anywhere. What uses the full matrix (Muon, LAMB, Adafactor), or numbers over several
-    tensors, would train differently on every world size. The halves are stepped one without the other.
+    The test compares steps on a tensor with steps on its two halves, each stepped without the other. An optimizer that
+    uses the full matrix (Muon, LAMB, Adafactor), or numbers computed over several tensors, would train differently on
+    every world size.
 
     Raises:
         PlanError: the optimizer cannot step without a closure (LBFGS).
@@ -113,7 +114,7 @@ def refuse_wrapper(optimizer: Optimizer) -> None:
 
 
 def takes_closure(optimizer: Optimizer) -> bool:
-    """Whether ``step`` may be called with ``closure=...``."""
+    """Return whether ``step`` may be called with ``closure=...``."""
     parameters = inspect.signature(type(optimizer).step).parameters
     return "closure" in parameters or any(p.kind is p.VAR_KEYWORD for p in parameters.values())
 

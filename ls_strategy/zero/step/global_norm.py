@@ -16,7 +16,7 @@ from ls_strategy.zero.flat.units import Flat
 
 
 def any_overflow(flats: list[Flat], comm: Comm) -> bool:
-    """Whether any rank's averaged gradients contain an infinity or a NaN. Collective over all ranks, one byte.
+    """Return whether any rank's averaged gradients contain an infinity or a NaN. Collective over all ranks, one byte.
 
     The host waits for the device once.
     """

@@ -1,4 +1,4 @@
-"""Which optimizers are updated by a fused operation, in one pass over memory, instead of their own ``step``.
+"""Select the optimizers that are updated by a fused operation, in one pass over memory, instead of their own ``step``.
 
 Hyper-parameters are read from the user's optimizer at every step, and its state keeps torch's names. Only the
 arithmetic is replaced, and only for classes where the result is known bit for bit. A subclass, or an option without a

@@ -103,7 +103,7 @@ class ShardedOptimizer:
     # what user code does with ``optimizer.state`` --------------------------------------------------------------------
 
     def has_state(self) -> bool:
-        """Whether any parameter may have a state, equal on every rank."""
+        """Return whether any parameter may have a state, equal on every rank."""
         return self.states.begun
 
     def number_of(self, param: Any) -> int | None:
@@ -137,7 +137,7 @@ class ShardedOptimizer:
     # tiers and kernels -----------------------------------------------------------------------------------------------
 
     def _takes_fused_update(self, flat: Flat) -> bool:
-        """Whether a fused update steps this buffer: it is faster, or a tier or a format needs it."""
+        """Return whether a fused update steps this buffer: it is faster, or a tier or a format needs it."""
         if not any(self._kernels) or flat.master_dtype != torch.float32 or flat.plan.shared_by:
             return False
         if flat.optimizer_tier != "device" or self._moment_format != "fp32":
@@ -310,7 +310,7 @@ class ShardedOptimizer:
 
     @property
     def is_current(self) -> bool:
-        """Whether the optimizer's groups still hold the same parameters. Takes microseconds."""
+        """Return whether the optimizer's groups still hold the same parameters. Takes microseconds."""
         groups = self.optimizer.param_groups
         return len(groups) == len(self._members) and all(
             len(group["params"]) == len(known) and all(map(is_, group["params"], known))

@@ -40,7 +40,7 @@ ELEMENTWISE = "elementwise"
 
 @dataclass(frozen=True)
 class Owner:
-    """What this rank does with the states of a parameter that one rank steps whole, besides element-wise ones."""
+    """Role of this rank for the non-element-wise states of a parameter that one rank steps as a full tensor."""
 
     saves: bool
     """It is the one that saves them."""
@@ -166,7 +166,7 @@ class OptimizerStates:
         self.others = dict(before.others)
 
     def _puts_together(self, flat: Flat) -> bool:
-        """Whether this rank takes part in assembling full parameters from parts."""
+        """Return whether this rank takes part in assembling full parameters from parts."""
         return self.mesh.zero.rank == 0 or flat.axis is self.mesh.expert
 
     def _gather(self, flat_number: int, flat: Flat, key: str, dtype: torch.dtype) -> Tensor:
@@ -211,20 +211,26 @@ class OptimizerStates:
         return self.protocol.saved_by_name({"state": state, "param_groups": self._groups(names)}, names)
 
     def _saves_others(self, number: int) -> bool:
-        """Whether this rank is the one that saves what a parameter has besides element-wise states."""
+        """Return whether this rank is the one that saves a parameter's states that are not element-wise."""
         if number in self.owners:
             return self.owners[number].saves
         n, i = self.locate(number)
         return self._owns(self.flats[n], i) and self.flats[n].axis.rank == 0
 
     def _loads_others(self, number: int) -> bool:
-        """Whether this rank needs what a parameter has besides element-wise states, even without a part of it."""
+        """Return whether this rank needs a parameter's states that are not element-wise.
+
+        It may need them even without a part of the parameter.
+        """
         n, i = self.locate(number)
         return self.owners[number].loads if number in self.owners else self._owns(self.flats[n], i)
 
     @staticmethod
     def _owns(flat: Flat, i: int) -> bool:
-        """Whether this rank's range contains the parameter's first element, or the offset of an empty parameter."""
+        """Return whether this rank's range contains the parameter's first element.
+
+        For an empty parameter, its offset counts.
+        """
         return flat.owned[0] <= flat.layout.slots[i].offset < flat.owned[1]
 
     @property

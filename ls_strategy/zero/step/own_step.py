@@ -65,7 +65,7 @@ class OwnStep:
         self._while_stepping.enter_context(sharded.showing_runs())
 
     def nests(self) -> bool:
-        """Whether ``step`` is called by the ``step`` that is running, of a subclass; then only count the call."""
+        """Return whether a running ``step`` has called this one, as a subclass does, and if so only count the call."""
         if self._depth == 0:
             return False
         self._depth += 1

@@ -62,7 +62,7 @@ class OptimizerStep:
 
     @property
     def is_averaged(self) -> bool:
-        """Whether the gradients are complete, clipped or not, and not yet stepped."""
+        """Return whether the gradients are complete, clipped or not, and not yet stepped."""
         return self.phase in (Phase.AVERAGED, Phase.CLIPPED)
 
     def reopen(self) -> None:

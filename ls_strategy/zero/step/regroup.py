@@ -9,7 +9,7 @@ from ls_strategy.zero.step.stepper import Stepper
 
 
 def follows(stepper: Stepper, optimizers: list[Optimizer]) -> bool:
-    """Whether these are the engine's optimizers with unchanged groups. Not collective; takes microseconds."""
+    """Return whether these are the engine's optimizers with unchanged groups. Not collective; takes microseconds."""
     return len(optimizers) == len(stepper.optimizers) and all(
         state.sharded.optimizer is optimizer and state.sharded.is_current
         for state, optimizer in zip(stepper.optimizers, optimizers, strict=True)

@@ -158,7 +158,10 @@ class Runs:
                 r.tensor.grad = None
 
     def _may_fuse(self, group: int) -> bool:
-        """Whether to use torch's fused kernel for a group: there is one, and the user has not chosen another."""
+        """Return whether to use torch's fused kernel for a group.
+
+        There has to be one, and the user must not have chosen another implementation.
+        """
         settings = self._optimizer.param_groups[group]
         if type(self._optimizer) not in _FUSED or settings.get("fused") is not None or settings.get("foreach"):
             return False

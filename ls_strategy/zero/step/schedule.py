@@ -1,4 +1,4 @@
-"""When the updates of a step begin, and when the next forward receives the new parameters.
+"""Schedule the updates of a step: when each begins, and when the next forward receives the new parameters.
 
 =============================  ==========================================  ===================================
 states                         update                                      new parameters
@@ -59,7 +59,7 @@ class UpdateSchedule:
 
     @property
     def allows_early(self) -> bool:
-        """Whether options and optimizers allow a unit's update before backward is over.
+        """Return whether options and optimizers allow a unit's update before backward is over.
 
         States on the device are updated all at once: waiting for single gradients would only delay backward.
         """
@@ -162,7 +162,7 @@ class UpdateSchedule:
             flat.finish_gather()
 
     def _copy_out_early(self, index: int) -> None:
-        """After backward, copy early updates to the device, in the order the forward needs them."""
+        """Copy early updates to the device after backward, in the order the forward needs them."""
         after = self._offload.link.mark()
         for unit in self._gatherer.forward_order():
             for flat in unit.flats:

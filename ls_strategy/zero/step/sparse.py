@@ -98,7 +98,7 @@ _CURE = "Use stage 0 without pipeline, tensor and expert parallelism, virtual ra
 
 
 def sees_rows(optimizer: Optimizer, settings: dict[str, Any], name: str, early: Mapping[str, Any]) -> bool:
-    """Whether ``step`` computes something else on sparse gradients than on the same gradients, dense.
+    """Return whether ``step`` computes something else on sparse gradients than on the same gradients, dense.
 
     Args:
         optimizer: stays unchanged.

@@ -50,7 +50,7 @@ class SplitTensors:
         return self._states.store[self._states.locate(member.number)[0]]
 
     def _streams(self, member: WholeTensor) -> bool:
-        """Whether the states of a tensor are out of memory."""
+        """Return whether the states of a tensor are out of memory, so that the step streams them in chunks."""
         store = self._store(member)
         return bool(self._step.states) and not store.resident and all(n in store.moments for n in self._step.states)
 

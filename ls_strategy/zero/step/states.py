@@ -76,7 +76,7 @@ class FlatStates:
 
     @property
     def resident(self) -> bool:
-        """Whether the states are tensors in memory."""
+        """Return whether the states are tensors in memory."""
         return TIERS[self.flat.optimizer_tier].resident
 
     @property
@@ -111,7 +111,7 @@ class FlatStates:
         return sum(stop - start for start, stop in self._spans[name]) if name in self._spans else self.numel
 
     def has(self, name: str, start: int, stop: int) -> bool:
-        """Whether the optimizer can have a state of elements ``[start, stop)``."""
+        """Return whether the optimizer can have this state for elements ``[start, stop)``."""
         return name not in self._spans or any(lo <= start and stop <= hi for lo, hi in self._spans[name])
 
     def _place(self, name: str, start: int, stop: int) -> slice:

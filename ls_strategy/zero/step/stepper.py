@@ -1,4 +1,4 @@
-"""From the gradients of backward to the new weights: average, check for overflow, clip, step, publish.
+"""Run the optimizer step, from the gradients of backward to new weights: average, check, clip, step, publish.
 
 ::
 
@@ -198,7 +198,7 @@ class Stepper:
         return not overflow
 
     def is_private(self, state: OptimizerStep) -> bool:
-        """Whether no user code, such as a later hook, sees an optimizer's gradients directly.
+        """Return whether no user code, such as a later hook, sees an optimizer's gradients directly.
 
         At stage 0, gradients that were read once are plain tensors, which user code may still hold.
         """

@@ -1,4 +1,4 @@
-"""Whether offloaded states are updated by the CPU, or copied to the device, updated there and copied back.
+"""Choose where offloaded states are updated: by the CPU, or on the device, with a copy there and back.
 
 The AdamW update of one parameter moves 28 bytes through host memory on the CPU (16 read, 12 written). On the device it
 moves 12 bytes over the bus in either direction. So the CPU is faster if its memory has more than 28 / 12 times the
@@ -35,7 +35,7 @@ class StepSpeed:
 
     @property
     def device_is_faster(self) -> bool:
-        """Whether the device is faster by more than the noise of one measurement."""
+        """Return whether the device is faster by more than 5%, the noise of one measurement."""
         return self.device < 0.95 * self.cpu
 
     def __str__(self) -> str:

@@ -44,7 +44,7 @@ def balanced(costs: Sequence[float], ranks: int) -> list[int]:
 
 @dataclass(frozen=True)
 class Holding:
-    """What one rank of the communicator has of a tensor: a range of its part."""
+    """Range of a tensor that one rank of the communicator holds, within its part."""
 
     start: int
     """First element of the range in the part, flattened."""
@@ -90,7 +90,7 @@ class WholeTensor:
 
     @property
     def is_mine(self) -> bool:
-        """Whether this rank steps it."""
+        """Return whether this rank steps the tensor."""
         return self.owner == self.comm.rank
 
     def sent_by(self, rank: int) -> int:

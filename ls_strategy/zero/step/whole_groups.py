@@ -1,4 +1,4 @@
-"""Which parameter groups an optimizer has to step in whole tensors, and which optimizers cannot be sharded at all.
+"""Find the parameter groups that an optimizer has to step as full tensors, and optimizers that cannot be sharded.
 
 ==========================  ==========================================================  ==========================
 the optimizer's group       found by                                                    stepped
@@ -29,9 +29,10 @@ _ONE_BY_ONE: tuple[type[Optimizer], ...] = tuple(
 
 
 def steps_one_by_one(optimizer: Optimizer) -> bool:
-    """Whether ``step`` may be called several times in a step, each time with other tensors.
+    """Return whether ``step`` may be called several times per optimizer step, each time with other tensors.
 
-    An optimizer says so by its attribute ``whole_tensors``. Of others it is not known: they may count their calls.
+    An optimizer declares it by its attribute ``whole_tensors``. Others are not assumed to allow it: they may count the
+    calls.
     """
     return bool(getattr(optimizer, "whole_tensors", False)) or type(optimizer) in _ONE_BY_ONE
 
@@ -79,7 +80,7 @@ def check_whole_groups(optimizer: Optimizer, parts: Mapping[int, TensorPart], na
 
 
 def _is_batch(optimizer: Optimizer, param: nn.Parameter) -> bool:
-    """Whether the optimizer treats every matrix of a 3-d parameter by itself, such as every expert of a stack."""
+    """Return whether the optimizer treats each matrix of a 3-d parameter separately, such as each expert of a stack."""
     return param.dim() == 3 and bool(getattr(optimizer, "batches_matrices", False))
 
 

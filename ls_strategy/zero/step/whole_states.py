@@ -1,7 +1,7 @@
-"""Where the states of tensors that are stepped whole are: with the owner while training steps, else with all others.
+"""Keep the states of tensors that are stepped in full: at their owner in training, in the flat store for checkpoints.
 
-`WholeStates.collect` moves them to where all other states are, for checkpoints: element-wise ones to the flat store, in
-shards, others to the owner's entries. The next step brings them back.
+`WholeStates.collect` moves them to where all other states are stored: element-wise ones to the flat store, in shards,
+others to the owner's entries. The next step moves them to the owner again.
 """
 
 from __future__ import annotations

@@ -91,7 +91,10 @@ class WholeTensors:
         self._stepped: list[WholeTensor] = []
 
     def _is_whole(self, number: int, needed: Sequence[bool]) -> bool:
-        """Whether a parameter's group asks for it, or its shard is out of memory, where no ``step`` can reach it."""
+        """Return whether a parameter is stepped as a full tensor.
+
+        It is if its group asks for it, or if its shard is out of memory, where no ``step`` can reach it.
+        """
         flat, _ = self._place(number)
         group = self._groups[number]
         return needed[group] or (not self._fused[group] and not TIERS[flat.optimizer_tier].resident)
@@ -130,7 +133,7 @@ class WholeTensors:
         return tensor_cost(self._optimizer, self._optimizer.param_groups[self._groups[number]], shape)
 
     def __bool__(self) -> bool:
-        """Whether there are any."""
+        """Return whether there are any tensors to step in full."""
         return bool(self.members)
 
     @property
@@ -245,7 +248,7 @@ class WholeTensors:
 
     @staticmethod
     def _is_on_host(member: WholeTensor) -> bool:
-        """Whether the states of a tensor are in host memory, away from the device."""
+        """Return whether the states of a tensor are in host memory, away from the device."""
         tier = member.flat.optimizer_tier
         return tier != "device" and TIERS[tier].resident
 
@@ -359,7 +362,10 @@ class WholeTensors:
 
 
 def splits_tensors_of(flat: Flat) -> bool:
-    """Whether this rank has only parts of a buffer's parameters: sharded by ZeRO, or split by tensor parallelism."""
+    """Return whether this rank has only parts of a buffer's parameters.
+
+    That is so if ZeRO shards them, or tensor parallelism splits them.
+    """
     parts = (slot.part for slot in flat.layout.slots)
     return flat.policy.optimizer or any(part is not None and part.axis == "tensor" for part in parts)
 

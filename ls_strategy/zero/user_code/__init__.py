@@ -1,1 +1,1 @@
-"""What user code sees between the passes: gradients as under DDP, parameters on demand, copies."""
+"""Present a sharded model to user code between the passes: gradients as under DDP, parameters on demand, copies."""

@@ -119,7 +119,10 @@ def _reduce_module(method: Method, protocol: Any) -> Any:
 
 
 def _called_by(function: Any, *, depth: int) -> bool:
-    """Whether ``function`` is the caller at ``depth``: ``copy`` passes the same arguments as pickle."""
+    """Return whether ``function`` is the caller at ``depth``.
+
+    The arguments cannot show it: ``copy`` passes the same ones as pickle.
+    """
     return sys._getframe(depth).f_code is function.__code__
 
 

@@ -130,7 +130,7 @@ class Gradients:
             shown.give(index, value)
 
     def holds(self, value: Tensor) -> bool:
-        """Whether ``value`` is a view of a buffer of gathered gradients, which is reused."""
+        """Return whether ``value`` is a view of a buffer of gathered gradients, which is reused."""
         key = storage_key(value)
         return any(shown.full is not None and storage_key(shown.full) == key for shown in self._shown.values())
 

@@ -119,7 +119,7 @@ class OnDemandGather:
             self._release(other)
 
     def holds(self, tensor: Tensor) -> bool:
-        """Whether ``tensor`` is a view of a flat buffer."""
+        """Return whether ``tensor`` is a view of a flat buffer."""
         return storage_key(tensor) in self._by_storage
 
     def note_memory(self, flat: Flat) -> None:
@@ -227,7 +227,7 @@ class OnDemandGather:
         self._collecting = frame
 
     def is_collecting(self) -> bool:
-        """Whether the frame given to `collects` is running."""
+        """Return whether the frame given to `collects` is running."""
         if self._collecting is None:
             return False
         frame: FrameType | None = sys._getframe()

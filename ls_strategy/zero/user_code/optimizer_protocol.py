@@ -30,7 +30,7 @@ class OptimizerProtocol:
 
     @property
     def is_own(self) -> bool:
-        """Whether there is any such code besides torch's."""
+        """Return whether the optimizer has code for its state dict in addition to torch's."""
         return has_own_state_dict(self._optimizer) or any(
             not isinstance(own, Method) or own.has_own for own in self._own_methods()
         )

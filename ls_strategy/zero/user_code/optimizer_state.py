@@ -1,7 +1,7 @@
-"""What user code does with an optimizer's state between two steps, while the state is sharded.
+"""Handle accesses of user code to an optimizer's state between two steps, while the state is sharded.
 
-Removing states counts, as in plain torch: the next update of those parameters starts afresh. Values of a parameter may
-be replaced as a whole. Reading them is refused, since no rank has them::
+Removing states has the same effect as in plain torch: the next update of those parameters starts from a new state. The
+full state of a parameter may be replaced. Reading it is refused, since no rank has it::
 
     optimizer.state.clear()                 ReLoRA, warm restarts; also `optimizer.state = defaultdict(dict)`
     del optimizer.state[p]                  or `pop(p)`
@@ -26,7 +26,7 @@ class StateOwner(Protocol):
     """Has the states of an optimizer's parameters."""
 
     def has_state(self) -> bool:
-        """Whether any parameter may have a state, equal on every rank."""
+        """Return whether any parameter may have a state, equal on every rank."""
         ...
 
     def number_of(self, param: Any) -> int | None:

@@ -41,7 +41,7 @@ class Owner(Protocol):
         ...
 
     def holds(self, value: Tensor) -> bool:
-        """Whether ``value`` is a view of a buffer of gathered gradients, which is reused."""
+        """Return whether ``value`` is a view of a buffer of gathered gradients, which is reused."""
         ...
 
 
@@ -259,7 +259,7 @@ class UserGradients:
     # called by the engine --------------------------------------------------------------------------------------------
 
     def late_writes(self) -> bool:
-        """Whether given tensors were written to since the last `take`; the same on all ranks.
+        """Return whether given tensors were written to since the last `take`. The answer is the same on all ranks.
 
         Raises:
             StateError: an outdated view was written to, from before the engine changed the gradients.
