@@ -65,7 +65,7 @@ _REENTRANT = torch.utils.checkpoint.CheckpointFunction
 
 
 def in_reentrant_checkpoint() -> bool:
-    """Whether the caller runs in a forward, or a recomputation, of ``torch.utils.checkpoint(use_reentrant=True)``."""
+    """Return whether the caller is in a forward or recomputation of ``torch.utils.checkpoint(use_reentrant=True)``."""
     codes = (_REENTRANT.forward.__code__, _REENTRANT.backward.__code__)
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
@@ -162,7 +162,7 @@ def forget_step_hooks(optimizer: Optimizer) -> None:
 
 
 def has_step_hooks(optimizer: Optimizer, *, besides: Any) -> bool:
-    """Whether any hook but a method of ``besides``, if given, runs before or after the optimizer's ``step``."""
+    """Return whether any hook but a method of ``besides``, if given, runs before or after the optimizer's ``step``."""
     hooks = [*optimizer._optimizer_step_pre_hooks.values(), *optimizer._optimizer_step_post_hooks.values()]
     return any(besides is None or getattr(hook, "__self__", None) is not besides for hook in hooks)
 
@@ -204,7 +204,7 @@ def without_step_pre_hooks(optimizer: Optimizer, *, besides: Any) -> Generator[N
 
 
 def has_own_state_dict(optimizer: Optimizer) -> bool:
-    """Whether the class or a hook of an optimizer adds to torch's ``state_dict`` or ``load_state_dict``."""
+    """Return whether the class or a hook of an optimizer extends torch's ``state_dict`` or ``load_state_dict``."""
     kind = type(optimizer)
     methods = ("state_dict", "load_state_dict")
     hooks = ("state_dict_pre", "state_dict_post", "load_state_dict_pre", "load_state_dict_post")
@@ -320,7 +320,7 @@ def forward_zero_grad_of_fabric() -> None:
 
 
 def is_mock_optimizer(optimizer: Optimizer) -> bool:
-    """Whether this is Lightning's stand-in for ``configure_optimizers`` that returned None."""
+    """Return whether this is Lightning's placeholder for ``configure_optimizers`` that returned None."""
     return type(optimizer).__name__ == "_MockOptimizer"
 
 
@@ -353,7 +353,7 @@ def replace_experiments(called: Callable[[str, Sequence[Any], Mapping[str, Any]]
 
 
 def logs_graph(logger: Any) -> bool:
-    """Whether a logger traces the model when training starts (``TensorBoardLogger(log_graph=True)``)."""
+    """Return whether a logger traces the model when training starts (``TensorBoardLogger(log_graph=True)``)."""
     return bool(vars(logger).get("_log_graph"))  # by vars: the logger of fast_dev_run has every attribute
 
 
@@ -497,7 +497,7 @@ def around_batches(
 
 
 def _reaches_max_steps(trainer: Any) -> bool:
-    """Whether all ranks stop after this batch because of ``max_steps``, even if their loaders have more."""
+    """Return whether all ranks stop after this batch because of ``max_steps``, even if their loaders have more."""
     module, epochs = trainer.lightning_module, trainer.fit_loop.epoch_loop
     ends_accumulation = epochs.batch_progress.current.ready % trainer.accumulate_grad_batches == 0
     return module.automatic_optimization and ends_accumulation and epochs.global_step + 1 == trainer.max_steps
@@ -561,7 +561,7 @@ def training_data(trainer: Any) -> Any:
 
 
 def trains_on_given_data(trainer: Any) -> bool:
-    """Whether the fit's loaders were given to ``trainer.fit``, so that `training_data` returns the same objects."""
+    """Return whether the loaders were given to ``trainer.fit``, so that `training_data` returns the same objects."""
     return not trainer.fit_loop._data_source.is_module()
 
 
@@ -663,7 +663,7 @@ def note_module_dtype(module: nn.Module, dtype: torch.dtype) -> None:
 
 
 def rewinds_pruned_weights(callback: Any) -> bool:
-    """Whether a `ModelPruning` ever resets weights to their initial values."""
+    """Return whether a `ModelPruning` ever resets weights to their initial values."""
     return bool(callback._use_lottery_ticket_hypothesis)
 
 
@@ -678,17 +678,17 @@ def without_torch_function() -> AbstractContextManager[Any]:
 
 
 def torch_function_is_on() -> bool:
-    """Whether this thread is outside of `without_torch_function`."""
+    """Return whether ``__torch_function__`` works on this thread: it does outside of `without_torch_function`."""
     return torch._C._is_torch_function_enabled()
 
 
 def is_tracing() -> bool:
-    """Whether dynamo compiles on this thread; it reads parameters, and with torch 2.11 their gradients."""
+    """Return whether dynamo compiles on this thread. It then reads parameters, and with torch 2.11 their gradients."""
     return CompileContext.try_get() is not None
 
 
 def is_transforming() -> bool:
-    """Whether this thread is inside a transform of `torch.func` (grad, vmap, ...)."""
+    """Return whether this thread is inside a transform of `torch.func` (grad, vmap, ...)."""
     return torch._C._functorch.peek_interpreter_stack() is not None  # type: ignore[attr-defined]
 
 
@@ -726,7 +726,7 @@ def _fake_tensor_mode() -> Any:
 
 
 def is_fake(tensor: Tensor) -> bool:
-    """Whether a tensor is one of `fake_tensors`."""
+    """Return whether a tensor is one of `fake_tensors`."""
     from torch._subclasses.fake_tensor import FakeTensor
 
     return isinstance(tensor, FakeTensor)
@@ -740,13 +740,13 @@ def uncompiled(module: nn.Module) -> nn.Module:
 
 
 def is_compiled(module: nn.Module) -> bool:
-    """Whether ``torch.compile(module)`` or ``module.compile()`` was called."""
+    """Return whether ``torch.compile(module)`` or ``module.compile()`` was called."""
     call = getattr(module, "_compiled_call_impl", None)
     return "_orig_mod" in module._modules or (call.compiled if isinstance(call, _Route) else call) is not None
 
 
 def is_compiled_function(function: Any) -> bool:
-    """Whether a function or method is the result of ``torch.compile``."""
+    """Return whether a function or method is the result of ``torch.compile``."""
     return hasattr(function, "_torchdynamo_orig_callable")
 
 
@@ -761,7 +761,7 @@ def compiled_code() -> AbstractContextManager[Any]:
 
 
 def is_hooked(module: nn.Module) -> bool:
-    """Whether a call of the module does more than the ``forward`` of its class."""
+    """Return whether a call of the module does more than the ``forward`` of its class."""
     hooks = (module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks)
     return any(hooks) or "forward" in vars(module)
 
@@ -863,7 +863,7 @@ class JoinedFetcher:
 
     @property
     def has_more(self) -> bool:
-        """Whether this rank has another batch, as far as its loader knows."""
+        """Return whether this rank has another batch, as far as its loader knows."""
         inner = self.inner
         return not (inner.done or (inner.length is not None and inner.fetched >= inner.length))
 
@@ -883,7 +883,7 @@ class JoinedFetcher:
 
 
 def hides_batches(fetcher: Any) -> bool:
-    """Whether the user's step fetches its batches itself (``dataloader_iter``)."""
+    """Return whether the user's step fetches its batches itself (``dataloader_iter``)."""
     return type(fetcher).__name__ == "_DataLoaderIterDataFetcher"
 
 
@@ -1010,10 +1010,10 @@ def to_device(trainer: Any, batch: Any, dataloader_idx: int) -> Any:
 
 
 class Results:
-    """What steps log into a loop while a rank runs a batch that does not count.
+    """Temporary collection of a loop's logged values while a rank runs a batch that does not count.
 
     Values that are averaged over ranks (``sync_dist``) are the average of the ranks that have a batch, so they are kept
-    for loggers and callbacks; all others are dropped. Nothing reaches the averages of the epoch.
+    for loggers and callbacks; all others are dropped. Nothing is added to the averages of the epoch.
     """
 
     def __init__(self, loop: Any, *, is_first: bool) -> None:
@@ -1140,7 +1140,10 @@ def defer_signals(trainer: Any, note: Callable[[int], None], agreed: Callable[[]
 
 
 def _deliver_afterwards(trainer: Any, connector: Any, received: list[int]) -> None:
-    """When a run that no exception has ended gives the handlers back, let the process end if there was a SIGTERM."""
+    """Deliver a SIGTERM that arrived during the run to the process, once the run has restored the signal handlers.
+
+    A run that an exception has ended delivers none.
+    """
 
     def teardown() -> None:
         vars(connector).pop("teardown", None)
@@ -1454,12 +1457,12 @@ def accept_any_size(environment: Any) -> None:
 
 
 def is_started_by_lightning(environment: Any) -> bool:
-    """Whether Lightning's launcher started this process as a rank above 0."""
+    """Return whether Lightning's launcher started this process as a rank above 0."""
     return type(environment) is _plain_environment() and environment.local_rank() > 0
 
 
 def is_interactive() -> bool:
-    """Whether Lightning takes this process for a notebook or a Python prompt, where no script can be started again."""
+    """Return whether Lightning takes this process for a notebook or Python prompt, without a script to start again."""
     return bool(host.import_part("fabric.utilities.imports")._IS_INTERACTIVE)
 
 
@@ -1538,7 +1541,7 @@ def _intercept(
 
 
 def made_by_parser() -> bool:
-    """Whether jsonargparse, in a LightningCLI or alone, creates the object whose ``__init__`` is running."""
+    """Return whether jsonargparse, alone or in a LightningCLI, creates the object whose ``__init__`` is running."""
     return any(str(frame.f_globals.get("__name__")).startswith("jsonargparse.") for frame in _callers())
 
 
@@ -1606,7 +1609,7 @@ MAKES_ITERATOR = "_get_iterator"
 
 
 def around_fetch(before: Callable[[Any], None]) -> None:
-    """In a worker process of a DataLoader, call ``before`` with the indices of every batch that it loads."""
+    """Call ``before`` with the indices of every batch that this worker process of a DataLoader loads."""
     from torch.utils.data._utils.fetch import _MapDatasetFetcher
 
     plain = _MapDatasetFetcher.fetch

@@ -89,7 +89,7 @@ def explain_mistakes(parser: Any) -> None:
 
 
 def _tells(failure: Exception, error: LSError) -> bool:
-    """Whether the text of ``failure`` contains that of ``error``, which jsonargparse indents."""
+    """Return whether the text of ``failure`` contains that of ``error``, however jsonargparse has indented it."""
     return " ".join(str(error).split()) in " ".join(str(failure).split())
 
 

@@ -33,17 +33,20 @@ def container_children(
 
 
 def is_conv1d(module: nn.Module) -> bool:
-    """Whether this is, by its name, transformers' Conv1D: a linear layer with a weight ``(in, out)``."""
+    """Return whether a module is, by its name, transformers' Conv1D: a linear layer with a weight ``(in, out)``."""
     return type(module).__name__ == "Conv1D" and hasattr(module, "nf")
 
 
 def is_linear(module: nn.Module) -> bool:
-    """Whether this is an `nn.Linear` or transformers' Conv1D."""
+    """Return whether a module is an `nn.Linear` or transformers' Conv1D."""
     return isinstance(module, nn.Linear) or is_conv1d(module)
 
 
 def is_block(module: nn.Module) -> bool:
-    """Whether a container's child has parameters and submodules; a single layer between activations is not a block."""
+    """Return whether a container's child has parameters and submodules.
+
+    A single layer between activations is not a block.
+    """
     return any(True for _ in module.children()) and any(True for _ in module.parameters())
 
 

@@ -20,12 +20,12 @@ _ON_HOST = frozenset({"gloo", "mpi", "ucc", "fake"})
 
 
 def is_host(device: torch.device) -> bool:
-    """Whether tensors of ``device`` are in host memory."""
+    """Return whether tensors of ``device`` are in host memory."""
     return device.type == "cpu"
 
 
 def is_accelerator(device: torch.device) -> bool:
-    """Whether ``device`` has memory of its own, and streams of work that the host does not wait for."""
+    """Return whether ``device`` has its own memory, and streams of work that the host does not wait for."""
     return device.type not in ("cpu", "meta")
 
 
@@ -42,7 +42,7 @@ def select(device: torch.device) -> None:
 
 
 def is_in_use() -> bool:
-    """Whether this process has begun to use an accelerator."""
+    """Return whether this process has begun to use an accelerator."""
     if not torch.accelerator.is_available():
         return False
     begun = getattr(_module(current()), "is_initialized", None)
@@ -60,7 +60,10 @@ def _module(device: torch.device) -> Any:
 
 
 def moves_device_tensors(group: dist.ProcessGroup) -> bool:
-    """Whether the back end of a group sends and sums tensors of the device, and refuses those of the host, as NCCL."""
+    """Return whether the backend of a group communicates tensors of the device.
+
+    Such a backend (NCCL, for example) refuses tensors in host memory.
+    """
     native = {"nccl", *dist.Backend.default_device_backend_map.values()} - _ON_HOST
     return any(name in dist.get_backend(group) for name in native)
 
@@ -195,7 +198,7 @@ def set_random_state(state: torch.Tensor, device: torch.device) -> None:
 
 
 def can_register(device: torch.device) -> bool:
-    """Whether `register_host_memory` exists for a device: on CUDA and ROCm."""
+    """Return whether `register_host_memory` supports a device. It does on CUDA and ROCm."""
     return device.type == "cuda"
 
 

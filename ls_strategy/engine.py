@@ -171,9 +171,9 @@ class Engine:
 
     @property
     def private_gradients(self) -> bool:
-        """Whether user code reads averaged gradients only through ``p.grad``, between backward and `zero_grad`.
+        """Return whether user code reads averaged gradients only through ``p.grad``, between backward and `zero_grad`.
 
-        Then they are not exposed as ``.grad`` of pieces, and may be stored in 16 bits where that is exact. The update
+        If so, they are not exposed as ``.grad`` of pieces, and may be stored in 16 bits where that is exact. The update
         applies loss scale and clip factor, unless ``p.grad`` is read first: then they are applied at that time.
         """
         return self.reducer.private
@@ -199,7 +199,7 @@ class Engine:
 
     @property
     def keeps_gradients(self) -> bool:
-        """Whether `zero_grad` is ignored because the next step still needs the gradients."""
+        """Return whether `zero_grad` is ignored because the next step still needs the gradients."""
         return self.stepper.keeps_gradients
 
     @keeps_gradients.setter
@@ -217,7 +217,10 @@ class Engine:
     # parameters that are added during a fit ---------------------------------------------------------------------------
 
     def follows(self, optimizers: list[Optimizer]) -> bool:
-        """Whether these are the engine's optimizers with unchanged groups. Not collective; takes microseconds."""
+        """Return whether these are the engine's optimizers with unchanged groups.
+
+        Not collective; takes microseconds.
+        """
         return regroup.follows(self.stepper, optimizers)
 
     def check_change(self, optimizers: list[Optimizer]) -> None:

@@ -1,4 +1,4 @@
-"""Where each element of a flat buffer is, as integers.
+"""Layout of a flat buffer: the place of every parameter, shard and element in it, as integers.
 
 A flat buffer holds the parameters of one unit, each in a slot. It is split into one shard per rank: all of the same
 length, or by weights if ranks have unequal memory::

@@ -83,7 +83,7 @@ class FlatPlan:
 
     @property
     def trainable(self) -> bool:
-        """Whether an optimizer updates it."""
+        """Return whether an optimizer updates the buffer."""
         return self.optimizer != FROZEN and self.unfrozen is None
 
     @property
@@ -145,9 +145,10 @@ class FlatPlan:
         return packed_bytes(self.layout.numel - self.layout.shard, self.reduced_as)
 
     def has_own_shard(self, policy: StagePolicy) -> bool:
-        """Whether this rank stores a shard of the parameters in the forward's dtype, in addition to the masters.
+        """Return whether this rank stores a shard of the parameters in the forward's dtype, in addition to the masters.
 
-        Only at stage 3. Resident masters are cast in a gather. Others would be read with twice the bytes.
+        Only at stage 3, and only if the masters cannot replace it. Resident masters on the same tier can,
+        since gathers cast them. From NVMe, fp32 masters would be read with twice the bytes of a 16-bit shard.
         """
         same_place = self.param_tier == self.optimizer_tier
         cast_is_free = TIERS[self.param_tier].resident or self.dtype == self.master_dtype

@@ -44,7 +44,7 @@ class PrecisionPolicy:
 
     @property
     def rounds(self) -> bool:
-        """Whether weights are rounded to 16 bits for the forward."""
+        """Return whether weights are rounded to 16 bits for the forward."""
         return self.compute.itemsize == 2
 
 

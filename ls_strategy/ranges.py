@@ -18,7 +18,7 @@ class Range:
     infinite: bool = False
 
     def holds(self, value: float) -> bool:
-        """Whether ``value`` is allowed."""
+        """Return whether the range allows ``value``."""
         return (
             (self.infinite or value not in (math.inf, -math.inf))
             and (self.least is None or value >= self.least)

@@ -184,7 +184,7 @@ def torchrun_env(rank: int, world_size: int, port: int) -> dict[str, str]:
 
 @dataclass
 class _Report:
-    """What a rank sends when ``fn`` has ended. ``value`` is a pickle, empty if nothing could be pickled."""
+    """Result that a rank sends when ``fn`` has ended. ``value`` is a pickle, empty if nothing could be pickled."""
 
     at: float
     ok: bool
@@ -298,7 +298,7 @@ def _rank_environment(rank: int, world_size: int, port: int, extra: Mapping[str,
 
 @dataclass
 class _Setup:
-    """What a rank needs before it can unpickle its task."""
+    """Settings that a rank needs before it can unpickle its task."""
 
     rank: int
     world_size: int

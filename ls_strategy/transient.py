@@ -53,11 +53,11 @@ class Method(Transient):
 
     @property
     def has_own(self) -> bool:
-        """Whether the object had a method of its own before, besides its class's."""
+        """Return whether the object had a method of its own before, in addition to its class's."""
         return self._own is not None
 
     def replaces(self, function: Callable[..., Any]) -> bool:
-        """Whether the replaced method is ``function`` of a class, and not an override."""
+        """Return whether the replaced method is ``function`` of a class, and not an override."""
         return self._own is None and getattr(type(self.owner), self._name) is function
 
     @override

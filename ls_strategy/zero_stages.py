@@ -1,4 +1,4 @@
-"""What each ZeRO stage shards.
+"""The ZeRO stages: which model states each of them shards.
 
 Rajbhandari et al., "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models", SC'20,
 arXiv:1910.02054: section 5 (the stages), section 7 (traffic), figure 1 (bytes).
@@ -13,7 +13,7 @@ from ls_strategy.config import ZeROConfig, ZeroStage
 
 @dataclass(frozen=True)
 class StagePolicy:
-    """Which of the three kinds of model state are sharded over the data-parallel ranks."""
+    """Set of the model states that are sharded over the data-parallel ranks."""
 
     optimizer: bool
     gradients: bool

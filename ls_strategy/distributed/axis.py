@@ -39,7 +39,7 @@ class Axis:
 
     @property
     def traffic(self) -> Traffic:
-        """What this rank has sent along the axis."""
+        """Return the traffic that this rank has sent along the axis."""
         return self.comm.traffic
 
     def all_reduce(self, tensor: Tensor) -> Tensor:

@@ -18,11 +18,11 @@ class Copy(Protocol):
     """A copy in flight."""
 
     def is_over(self) -> bool:
-        """Whether it is done. Does not wait."""
+        """Return whether the copy is done. Does not wait."""
         ...
 
     def wait_on_host(self) -> None:
-        """Block this thread until it is done."""
+        """Block this thread until the copy is done."""
         ...
 
 

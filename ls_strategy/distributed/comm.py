@@ -107,7 +107,7 @@ class Comm:
         return self.where.journals.get(name) or self.where.journal(name, dist.get_process_group_ranks(group))
 
     def is_alive(self) -> bool:
-        """Whether the process group still exists."""
+        """Return whether the process group still exists."""
         return self.world_size == 1 or (dist.is_initialized() and self.group is dist.group.WORLD)
 
     def own_open_sockets(self) -> None:
@@ -389,7 +389,7 @@ def _between_ranks(comm: Comm, opened: set[tuple[int, int]]) -> set[tuple[int, i
 
 @dataclass
 class _Shared:
-    """What the strategies that use one default process group, one after the other, share."""
+    """State shared by the strategies that use one default process group, one after the other."""
 
     failures: Failures
     sockets: set[tuple[int, int]] = field(default_factory=set)
@@ -416,7 +416,7 @@ def _shared_by(world: dist.ProcessGroup) -> _Shared:
 
 
 def is_shared(world: Any) -> bool:
-    """Whether a strategy of this package has made its communicator over the default process group ``world``."""
+    """Return whether a strategy of this package has made its communicator over default process group ``world``."""
     return world in _shared
 
 

@@ -253,7 +253,7 @@ class Lockstep:
 
     @property
     def asked(self) -> int:
-        """What a signal has requested of this rank."""
+        """Return what signals have requested of this rank: `STOP`, `REQUEUE`, or 0 for nothing."""
         return STOP if self._stop else REQUEUE if self._requeue else 0
 
     def asked_of_any(self) -> int:

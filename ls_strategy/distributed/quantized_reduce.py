@@ -41,10 +41,10 @@ Works = Sequence[Any]
 
 
 class Rounding:
-    """How much rounding has changed: sums of squares, of finite numbers alone."""
+    """Rounding error of messages in 4 or 8 bits: sums of squares, of finite numbers only."""
 
     def __init__(self) -> None:
-        """Begin with nothing."""
+        """Start without any sums."""
         self._sums: Tensor | None = None
         """Of the changes and of the totals, ``(2,)`` fp64."""
 

@@ -1,4 +1,4 @@
-"""Whether this process runs a train function of Ray Train. Imports Ray only where the program has."""
+"""Detect a train function of Ray Train in this process, without importing Ray where the program has not."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which rank computes which virtual rank in which round of one batch.
+"""Schedule of virtual ranks: which rank computes which virtual rank (leaf) in which round of one batch.
 
 ::
 
@@ -32,7 +32,7 @@ class Round:
 
 @dataclass(frozen=True)
 class Split:
-    """How many virtual ranks each rank computes."""
+    """Number of virtual ranks that each rank computes."""
 
     shares: tuple[int, ...]
     """By rank; each at least 1."""

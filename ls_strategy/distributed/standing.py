@@ -90,7 +90,10 @@ def _file(module: str) -> str | None:
 
 
 def _is_users(path: str, folders: dict[str, Any]) -> bool:
-    """Whether a file is neither in the libraries nor in Python itself; other installed packages count as user code."""
+    """Return whether a file is user code: neither in the libraries nor in Python itself.
+
+    Other installed packages count as user code.
+    """
     if path.startswith(folders["libraries"]) or path.startswith("<frozen"):
         return False
     return not path.startswith(folders["standard"]) or "site-packages" in path

@@ -127,7 +127,7 @@ class _Waiting:
 
 
 class Whereabouts:
-    """What the training thread records about itself. One per default process group."""
+    """Record of what the training thread does: its batch, collectives and waits. One per default process group."""
 
     def __init__(self, rank: int, world_size: int) -> None:
         self.rank = rank
@@ -372,7 +372,10 @@ class _Watch:
         }
 
     def _device_is_busy(self) -> bool:
-        """Whether a GPU has work left: after so long, it waits in a collective of NCCL."""
+        """Return whether a GPU has work left.
+
+        After a wait as long as the caller's, such work is waiting in a collective of NCCL.
+        """
         return dev.is_accelerator(self._device) and not dev.stream(self._device).query()
 
     def _say(self, answer: Answer, waits_for: str) -> None:

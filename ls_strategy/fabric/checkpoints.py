@@ -128,7 +128,10 @@ def save(
 
 
 def _is_file(strategy: ZeROFabricStrategy, models: list[Model]) -> bool:
-    """Whether the next checkpoint is a file. The log says so, the first time and whenever it changes. Collective."""
+    """Return whether the next checkpoint is a single file rather than a folder. Collective.
+
+    The reason is logged the first time, and whenever the kind changes.
+    """
     comm = strategy._comm
     assert comm is not None
     first, *others = (model.engine for model in models)

@@ -64,7 +64,7 @@ class Model:
         return module
 
     def owns(self, optimizer: Optimizer) -> bool:
-        """Whether all parameters of an optimizer are the module's. Not collective."""
+        """Return whether all parameters of an optimizer belong to the module. Not collective."""
         own = {id(p) for p in self.module.parameters()}
         return all(id(p) in own for group in optimizer.param_groups for p in group["params"])
 
@@ -133,7 +133,7 @@ class Model:
 
     @property
     def trains(self) -> bool:
-        """Whether the module has an optimizer. Not collective."""
+        """Return whether the module has an optimizer. Not collective."""
         return bool(self.optimizers)
 
     def begin_backward(self, *, alone: bool) -> None:
@@ -188,7 +188,7 @@ class Model:
 
 
 class Shell(nn.Module):
-    """What a Fabric calls instead of the user's module."""
+    """Wrapper that a Fabric calls instead of the user's module."""
 
     def __init__(self, module: nn.Module, model: Model) -> None:
         super().__init__()
@@ -198,9 +198,9 @@ class Shell(nn.Module):
     @override
     @torch.compiler.disable
     def forward(self, *args: Any, **kwargs: Any) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
-        """Run the user's forward between the engine's hooks, which are not for a compiler.
+        """Run the user's forward between the engine's hooks, which must not be compiled.
 
-        Of a model that was compiled before its set-up, Fabric compiles this shell again.
+        Fabric compiles this shell too if the model was compiled before its set-up.
         """
         return self.model.forward(self.module, args, kwargs)
 

@@ -30,7 +30,7 @@ class ZeROFabricPrecision(ZeROPrecision):
         return super().convert_module(module)
 
     def sets_up(self, module: nn.Module) -> bool:
-        """Whether ``module`` is what a Fabric is setting up, once per set-up."""
+        """Return whether ``module`` is the one that a Fabric is setting up. True only once per set-up."""
         found, self._next = self._next is module, None
         return found
 
