@@ -235,11 +235,14 @@ class Lockstep:
         went_on = values[_SHARED_NUMBERS::TURN_NUMBERS].tolist()
         if any(went_on) and most == -least:
             raise DataError(_left(now, [rank for rank, on in enumerate(went_on) if not on]))
-        counts = {self._comm.rank: now.started}
+        counts, ended = {self._comm.rank: now.started}, {self._comm.rank} if now.last else set()
         for rank, note in enumerate(self._store.multi_get(self._keys)):
-            number, started, _ = (int(word) for word in note.decode().split())
-            if number == now.number:
-                counts.setdefault(rank, started)
+            number, started, last = (int(word) for word in note.decode().split())
+            if number == now.number and rank != self._comm.rank:
+                counts[rank] = started
+                ended |= {rank} if last else set()
+        if ended and len(set(counts.values())) == 1:  # those that are not at their last batch have another one
+            counts = {rank: count + (rank not in ended) for rank, count in counts.items()}
         fewest = min(counts.values())
         few = {rank: count for rank, count in counts.items() if count == fewest}
         raise DataError(_uneven(now, few, {r: c for r, c in counts.items() if r not in few}))
@@ -330,7 +333,7 @@ def _left(now: Round, ranks: list[int]) -> str:
 def _counts(ranks: dict[int, int]) -> str:
     """Return counts as text: ``3 batches on rank 0 and 4 batches on ranks 1, 2``."""
     by_count: dict[int, list[int]] = {}
-    for rank, count in ranks.items():
+    for rank, count in sorted(ranks.items()):
         by_count.setdefault(count, []).append(rank)
     return " and ".join(
         f"{count} batch{'' if count == 1 else 'es'} on rank{'' if len(who) == 1 else 's'} {', '.join(map(str, who))}"

@@ -1,4 +1,4 @@
-"""What signals ask for is not lost, whenever they come."""
+"""What signals ask for is not lost, and ranks that end at different batches are named, whenever they come."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from torch import distributed as dist
 from ls_strategy._compat import REQUEUE, STOP
 from ls_strategy.distributed.comm import make_comm
 from ls_strategy.distributed.lockstep import Lockstep
+from ls_strategy.errors import DataError
 from ls_strategy.testing import spawn
 
 
@@ -38,3 +39,25 @@ def during_the_agreement(rank: int, world_size: int) -> list[int]:
 @pytest.mark.timeout(120)
 def test_a_signal_during_the_agreement_counts_at_the_next_one() -> None:
     assert spawn(during_the_agreement, 2) == [[0, REQUEUE, STOP]] * 2
+
+
+def meets_those_that_compare(rank: int, world_size: int) -> str:
+    """Rank 0 is at its last batch; the others compare their batches before they begin the next one."""
+    lockstep = Lockstep(make_comm())
+    lockstep.reset()
+    lockstep.begin("training epoch", "limit_train_batches", lambda: rank == 0)
+    try:
+        with lockstep.step():  # of rank 0 it waits for the others
+            pass
+        lockstep.agree()
+    except DataError as error:
+        return str(error)
+    raise AssertionError("no rank noticed")
+
+
+def test_ranks_that_compare_when_another_one_has_ended_have_more_batches() -> None:
+    """All have begun as many: the message still says which ranks have more."""
+    for message in spawn(meets_those_that_compare, 3):
+        assert message.startswith(
+            "Got 1 batch on rank 0 in this training epoch, and 2 batches on ranks 1, 2 or more. "
+        ), message
