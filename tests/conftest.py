@@ -98,7 +98,8 @@ OTHER_DEVICES = ("simulated_device", "gpu")
 
 FOLDER_MARKERS = ("dist", "gpu", "slurm")
 
-# Set by Lightning and its launchers in the process that runs a Trainer. Restored, and not counted as a leak.
+# Set by Lightning and its launchers in the process that runs a Trainer, and by libraries when they are imported.
+# Restored, and not counted as a leak.
 EXPECTED_VARIABLES = {
     "CUBLAS_WORKSPACE_CONFIG",
     "LOCAL_RANK",
@@ -110,6 +111,7 @@ EXPECTED_VARIABLES = {
     "PL_GLOBAL_SEED",
     "PL_SEED_WORKERS",
     "PYTEST_CURRENT_TEST",
+    "RAY_CLIENT_MODE",  # by the first import of ray
     "TORCHINDUCTOR_CACHE_DIR",
     "TF_CPP_MIN_LOG_LEVEL",
     "WORLD_SIZE",

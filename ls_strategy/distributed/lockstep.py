@@ -144,7 +144,7 @@ class Lockstep:
         now.started += 1
         now.last = now.is_last()
         self._comm.where.batch = now.number, now.started, now.what
-        self._store.set(self._keys[self._comm.rank], f"{now.number} {now.started} {int(now.last)}")
+        self._note(now, last=now.last)
         if now.last:
             self._meet(now)
         yield
@@ -178,7 +178,12 @@ class Lockstep:
         """
         now = self._rounds.pop() if self._rounds else None
         if now is not None and not now.met and self._comm.world_size > 1:
+            self._note(now, last=True)
             self._meet(now)
+
+    def _note(self, now: Round, *, last: bool) -> None:
+        """Tell the other ranks how many batches this one has begun, and whether it has no more."""
+        self._store.set(self._keys[self._comm.rank], f"{now.number} {now.started} {int(last)}")
 
     def _meet(self, now: Round) -> None:
         now.met = True
@@ -235,13 +240,14 @@ class Lockstep:
         went_on = values[_SHARED_NUMBERS::TURN_NUMBERS].tolist()
         if any(went_on) and most == -least:
             raise DataError(_left(now, [rank for rank, on in enumerate(went_on) if not on]))
-        counts, ended = {self._comm.rank: now.started}, {self._comm.rank} if now.last else set()
+        counts, ended = {self._comm.rank: now.started}, {self._comm.rank} if now.met else set[int]()
         for rank, note in enumerate(self._store.multi_get(self._keys)):
             number, started, last = (int(word) for word in note.decode().split())
             if number == now.number and rank != self._comm.rank:
                 counts[rank] = started
-                ended |= {rank} if last else set()
-        if ended and len(set(counts.values())) == 1:  # those that are not at their last batch have another one
+                if last:
+                    ended.add(rank)
+        if ended and len(set(counts.values())) == 1:  # those that have not ended have another batch
             counts = {rank: count + (rank not in ended) for rank, count in counts.items()}
         fewest = min(counts.values())
         few = {rank: count for rank, count in counts.items() if count == fewest}

@@ -318,7 +318,7 @@ def assert_all_refuse(world: int, options: dict[str, Any]) -> None:
         assert "15 tokens cannot be sharded over the 2 ranks" in message
         assert "Pad the batch to a multiple of" in message
         assert steps == 2
-        assert seconds < wall(15)  # ranks that wait in vain take 25
+        assert seconds < wall(15)  # ranks that wait in vain end with another error, after 25
 
 
 def test_a_length_that_does_not_divide_is_refused_at_once_on_all_ranks():

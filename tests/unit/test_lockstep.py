@@ -41,23 +41,26 @@ def test_a_signal_during_the_agreement_counts_at_the_next_one() -> None:
     assert spawn(during_the_agreement, 2) == [[0, REQUEUE, STOP]] * 2
 
 
-def meets_those_that_compare(rank: int, world_size: int) -> str:
-    """Rank 0 is at its last batch; the others compare their batches before they begin the next one."""
+def meets_those_that_compare(rank: int, world_size: int, known: bool) -> str:
+    """Rank 0 is at its last batch, known or not; the others compare their batches before they begin the next one."""
     lockstep = Lockstep(make_comm())
     lockstep.reset()
-    lockstep.begin("training epoch", "limit_train_batches", lambda: rank == 0)
+    lockstep.begin("training epoch", "limit_train_batches", lambda: known and rank == 0)
     try:
         with lockstep.step():  # of rank 0 it waits for the others
             pass
+        if rank == 0:
+            lockstep.end()
         lockstep.agree()
     except DataError as error:
         return str(error)
     raise AssertionError("no rank noticed")
 
 
-def test_ranks_that_compare_when_another_one_has_ended_have_more_batches() -> None:
+@pytest.mark.parametrize("known", [True, False])
+def test_ranks_that_compare_when_another_one_has_ended_have_more_batches(known: bool) -> None:
     """All have begun as many: the message still says which ranks have more."""
-    for message in spawn(meets_those_that_compare, 3):
+    for message in spawn(meets_those_that_compare, 3, known):
         assert message.startswith(
             "Got 1 batch on rank 0 in this training epoch, and 2 batches on ranks 1, 2 or more. "
         ), message

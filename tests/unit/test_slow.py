@@ -28,6 +28,12 @@ def test_mended(x): pass
 class TestClass:
     def test_mended(self): pass
 def test_broken(): assert False
+def test_skipped(): pytest.skip("not here")
+@pytest.fixture
+def ends_badly():
+    yield
+    raise ValueError
+def test_ends(ends_badly): pass
 """
 
 
@@ -73,13 +79,16 @@ def test_what_failed_runs_again_and_the_record_says_with_which_commit_it_passed(
     monkeypatch.setattr(slow, "tested_commit", lambda: "two")
     names = ["tests.test_sample::test_mended[1]", "tests.test_sample.TestClass::test_mended"]
     failed = {"exit_status": 1, "passed": 4, "failed": names}
-    still = {"exit_status": 1, "passed": 0, "failed": ["tests.test_sample::test_broken"]}
+    never = [f"tests.test_sample::test_{name}" for name in ("broken", "ends", "skipped")]
+    still = {"exit_status": 1, "passed": 0, "failed": never}
     slow.RECORD.write_text(json.dumps({"commit": "one", "pieces": {"parity": failed, "rest": still}}))
     assert slow.mend() == still["failed"]
     record = json.loads(slow.RECORD.read_text())
     assert record["commit"] == "one"
     mended = {"exit_status": 0, "passed": 6, "failed": [], "mended": dict.fromkeys(names, "two")}
     assert record["pieces"] == {"parity": mended, "rest": still}
+    slow.RECORD.write_text(json.dumps({"pieces": {"parity": mended}}))
+    assert slow.mend() == [], "where nothing failed, nothing runs"
     with pytest.raises(SystemExit, match="no such file"):
         slow.node_of("tests.test_gone::test")
 
