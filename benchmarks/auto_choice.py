@@ -100,21 +100,21 @@ def fit(strategy: Any, model: str, width: int, steps: int, world_size: int) -> f
 
 def run_rank(rank: int, world_size: int, model: str, width: int, rounds: int, steps: int) -> Any:
     """The choice, all predictions, and seconds by candidate and round."""
-    from ls_strategy.lightning import engine_setup
     from ls_strategy.lightning.strategy import ZeROStrategy
+    from ls_strategy.planner import fit as planner_fit
     from ls_strategy.planner.choice import Choice
 
     logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
     warnings.filterwarnings("ignore")
     torch.set_num_threads(1)
     choices: list[Choice] = []
-    plain = engine_setup.choose
+    plain = planner_fit.choose
 
     def choose(*args: Any) -> Choice:
         choices.append(plain(*args))
         return choices[0]
 
-    engine_setup.choose = choose
+    planner_fit.choose = choose
     fit("zero_auto", model, width, 4, world_size)
     (choice,) = choices
     possible = {f.candidate.name: f for f in choice.forecasts if f.fits and not f.traffic.drive}

@@ -168,9 +168,9 @@ def _create(package: str, **init_params: object) -> ZeROStrategy:
     from ls_strategy.distributed.ray_worker import in_train_function
 
     if in_train_function():
-        from ls_strategy.ray.strategy import RayZeROStrategy
+        from ls_strategy.extensions import require
 
-        return RayZeROStrategy(**init_params)  # pyright: ignore[reportArgumentType]
+        return require("strategy_in_ray", "a strategy by its alias in a train function of Ray")(**init_params)
     from ls_strategy.lightning.strategy import ZeROStrategy
 
     return ZeROStrategy(**init_params)  # pyright: ignore[reportArgumentType]  (the table's values; tests check them)

@@ -19,7 +19,7 @@ from torch import nn
 
 from ls_strategy import device as dev
 from ls_strategy.engine import Engine
-from ls_strategy.planner.hardware import free_host_memory
+from ls_strategy.host_memory import free_host_memory
 from ls_strategy.zero.flat.units import Flat
 
 SHARE = 0.5

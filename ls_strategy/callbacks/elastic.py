@@ -19,6 +19,7 @@ from ls_strategy.callbacks.elastic_disk import newest_of_run
 from ls_strategy.callbacks.elastic_disk import run_of as _run_of
 from ls_strategy.callbacks.preemption import PreemptionHandler
 from ls_strategy.checked import at_least, checked
+from ls_strategy.distributed import slurm_job
 from ls_strategy.distributed.ray_worker import in_train_function
 from ls_strategy.errors import CheckpointError, ConfigError, PlanError, StateError
 from ls_strategy.host.pytorch import MisconfigurationException, ModelCheckpoint, pl, rank_zero_info, rank_zero_warn
@@ -26,7 +27,6 @@ from ls_strategy.lightning.data_position import order_is_known
 from ls_strategy.lightning.ranks import ConnectedCallback
 from ls_strategy.lightning.strategy import ZeROStrategy
 from ls_strategy.lightning.virtual_data import VirtualLoader
-from ls_strategy.slurm import job
 from ls_strategy.snapshots import progress
 from ls_strategy.snapshots.find import Found, listing
 from ls_strategy.snapshots.identity import agent_store_is_shared, run_name
@@ -447,4 +447,4 @@ def _check_loaders(trainer: pl.Trainer) -> None:
 
 def _is_restarted(environ: Any) -> bool:
     """Return whether the launcher has started this run before."""
-    return environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0" or bool(job.restarts(environ))
+    return environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0" or bool(slurm_job.restarts(environ))

@@ -12,7 +12,8 @@ from ls_strategy.checked import at_least, checked
 from ls_strategy.errors import PlanError
 from ls_strategy.host.pytorch import Callback, pl
 from ls_strategy.lightning.pipeline import Pipeline
-from ls_strategy.parallel.pipeline import timeline
+from ls_strategy.parallel.pipeline.simulate import bubble
+from ls_strategy.plots import pipeline as figure
 
 
 class PipelineTimeline(Callback):
@@ -69,9 +70,9 @@ class PipelineTimeline(Callback):
             return
         step = trainer.global_step
         for logger in trainer.loggers:
-            logger.log_metrics({"zero_pipeline/bubble": timeline.bubble(spans)}, step=step)
+            logger.log_metrics({"zero_pipeline/bubble": bubble(spans)}, step=step)
             experiment: Any = getattr(logger, "experiment", None)
             if hasattr(experiment, "add_image"):
-                experiment.add_image("zero_pipeline/timeline", timeline.draw(spans), step)
+                experiment.add_image("zero_pipeline/timeline", figure.draw(spans), step)
         folder.mkdir(parents=True, exist_ok=True)
-        (folder / f"pipeline_step{step}.json").write_text(timeline.chrome_trace(spans))
+        (folder / f"pipeline_step{step}.json").write_text(figure.chrome_trace(spans))

@@ -22,10 +22,10 @@ from ls_strategy import device as dev
 from ls_strategy.checked import at_least, checked
 from ls_strategy.checkpoint.continued import Continued, newest_readable
 from ls_strategy.checkpoint.place import Place
+from ls_strategy.distributed import slurm_job
 from ls_strategy.errors import CheckpointError, ConfigError
 from ls_strategy.host.pytorch import Callback, ModelCheckpoint, SIGTERMException, pl, rank_zero_info, rank_zero_warn
 from ls_strategy.lightning.strategy import ZeROStrategy
-from ls_strategy.slurm import job
 
 _MAX_STEPS_BETWEEN_CHECKS = 100
 """Limits the delay if steps become slow after their number was chosen."""
@@ -110,7 +110,7 @@ class PreemptionHandler(Callback):
         self._steps = 0
         self._next_check = 1
         self._since = 0.0
-        if job.job_id(os.environ) is not None and threading.current_thread() is threading.main_thread():
+        if slurm_job.job_id(os.environ) is not None and threading.current_thread() is threading.main_thread():
             # Ranks may wait for each other for minutes, and an unhandled signal would end the process. SIGTERM may end
             # it: there is nothing to save yet.
             self._install(number for number in self.signals if number != signal.SIGTERM)
@@ -145,7 +145,7 @@ class PreemptionHandler(Callback):
             mine = ([path for path in _saved_in(self._folder) if str(Place(path)) not in found.skipped], found)
         self._older, found = trainer.strategy.broadcast(mine)
         self._resumed_from = found.path
-        if self._resumed_from is not None or job.restarts(os.environ):
+        if self._resumed_from is not None or slurm_job.restarts(os.environ):
             compat.overwrite_saved_config(trainer)
         self._report_found(found)
         if self._resumed_from is not None or found.skipped:
@@ -166,8 +166,8 @@ class PreemptionHandler(Callback):
     def _choose_folder(self, trainer: pl.Trainer) -> str:
         if self.dirpath is not None:
             return os.fspath(self.dirpath)
-        parent, name = os.path.join(trainer.default_root_dir, "preemption"), job.job_id(os.environ)  # noqa: PTH118
-        return os.path.join(parent, job.own_folder(parent, name, os.environ) if name else "local")  # noqa: PTH118
+        parent, name = os.path.join(trainer.default_root_dir, "preemption"), slurm_job.job_id(os.environ)  # noqa: PTH118
+        return os.path.join(parent, slurm_job.own_folder(parent, name, os.environ) if name else "local")  # noqa: PTH118
 
     def _make_group(self, trainer: pl.Trainer) -> None:
         """Create a gloo group for the agreement. ZeROStrategy has one, whose connections close when a rank fails."""
@@ -195,7 +195,7 @@ class PreemptionHandler(Callback):
         what it has trained, and the job would count as failed: it is ignored then.
         """
         compat.give_signals_back(trainer)
-        in_job = job.job_id(os.environ) is not None
+        in_job = slurm_job.job_id(os.environ) is not None
         for number, handler in self._old_handlers.items():
             before = handler if handler is not None else signal.SIG_DFL
             announced = in_job and before == signal.SIG_DFL and number != signal.SIGTERM
@@ -213,7 +213,7 @@ class PreemptionHandler(Callback):
         self._since = time.perf_counter()
         if not trainer.is_global_zero or not self.minutes_before_end:
             return
-        end, now = job.end_time(os.environ), time.time()
+        end, now = slurm_job.end_time(os.environ), time.time()
         if end is not None:
             self._stop_at = end - min(self.minutes_before_end * 60, max(end - now, 0.0) / 4)
             rank_zero_info(
@@ -307,12 +307,12 @@ class PreemptionHandler(Callback):
 
     def _requeue(self, trainer: pl.Trainer, number: int) -> bool:
         """Return whether the job was put back into the queue, if that is wanted. Rank 0 only."""
-        if not self.requeue or job.job_id(os.environ) is None:
+        if not self.requeue or slurm_job.job_id(os.environ) is None:
             return False
-        if number == signal.SIGTERM and not job.is_running(os.environ):
+        if number == signal.SIGTERM and not slurm_job.is_running(os.environ):
             rank_zero_info("PreemptionHandler: SLURM is already ending the job (scancel?), so it is not requeued.")
             return False
-        problem = job.requeue(os.environ)
+        problem = slurm_job.requeue(os.environ)
         if problem is not None:
             rank_zero_warn(f"PreemptionHandler: the job could not be requeued: {problem}")
         return problem is None
@@ -335,7 +335,7 @@ class PreemptionHandler(Callback):
     @override
     def on_fit_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Outside SLURM, remove the checkpoint after a complete training: the next run must not resume from it."""
-        if self.dirpath is None and job.job_id(os.environ) is None:
+        if self.dirpath is None and slurm_job.job_id(os.environ) is None:
             for older in self._older:
                 trainer.strategy.remove_checkpoint(older)
             self._older = []

@@ -11,7 +11,18 @@ import os
 import sys
 from collections.abc import Sequence
 
-from ls_strategy.cli import bench_inference, consolidate, doctor, inspect, meet, new, plan, report, submit, tune_io
+from ls_strategy.cli import (
+    bench_inference,
+    consolidate,
+    doctor,
+    inspect,
+    meet,
+    new,
+    plan,
+    report,
+    submit,
+    tune_io,
+)
 from ls_strategy.errors import LSError
 
 SUBCOMMANDS = (bench_inference, consolidate, doctor, inspect, meet, new, plan, report, submit, tune_io)

@@ -17,8 +17,8 @@ from ls_strategy.errors import ConfigError, StateError
 FOLDER = "slurm"
 """Folder of scripts and logs, in the current folder."""
 
-HANDLER = "ls_strategy.callbacks.preemption.PreemptionHandler"
-ELASTIC = "ls_strategy.callbacks.elastic.ElasticTraining"
+HANDLER = "ls_strategy.PreemptionHandler"
+ELASTIC = "ls_strategy.ElasticTraining"
 _VERSIONED = ("TensorBoardLogger", "CSVLogger")
 
 

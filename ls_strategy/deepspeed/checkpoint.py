@@ -20,7 +20,7 @@ from ls_strategy.checkpoint.source import numbered
 from ls_strategy.deepspeed.folder import Files, is_deepspeed, open_save
 from ls_strategy.deepspeed.placement import InParts, ParamPlace, places
 
-__all__ = ["consolidate_deepspeed", "is_deepspeed", "read_deepspeed"]
+__all__ = ["consolidate_deepspeed", "is_deepspeed", "read_deepspeed", "read_if_deepspeed"]
 
 _log = logging.getLogger(__name__)
 
@@ -40,6 +40,15 @@ _PREFIX = "_forward_module."
 
 Rename = Sequence[tuple[str, str]]
 """``(old, new)``: prefixes of names and their replacements. ``("", "model.")`` adds one."""
+
+
+def read_if_deepspeed(path: Any, *, weights_only: bool | None) -> dict[str, Any] | None:
+    """Return the checkpoint in a folder of DeepSpeed; None for anything else. Not collective.
+
+    Raises:
+        CheckpointError: the save is incomplete or not supported.
+    """
+    return read_deepspeed(path, by_name=True, weights_only=weights_only) if is_deepspeed(path) else None
 
 
 def read_deepspeed(

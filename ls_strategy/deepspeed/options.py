@@ -7,19 +7,20 @@ are handled by ``took_default``.
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import is_dataclass
-from functools import wraps
 from types import NoneType, SimpleNamespace
-from typing import Any, TypeVar
+from typing import Any
 
 from ls_strategy.checked import show
 from ls_strategy.config import nested
 from ls_strategy.config.group import Group
 from ls_strategy.config.renamed import GROUPS, default_of, written_options
-from ls_strategy.deepspeed.config import Translation, translate
+from ls_strategy.deepspeed.config import Translation
 from ls_strategy.errors import ConfigError
+
+TookDefault = Callable[[Any, dict[str, Any]], Collection[str]]
+"""See `with_file`."""
 
 _ZERO, _SAVED, _BLOCK = "zero_optimization.", "activation_checkpointing.", "zero_optimization.offload_optimizer."
 
@@ -90,39 +91,23 @@ _OFF: dict[str, Any] = {
 }
 """Value of an option if the file has its key and disables the feature."""
 
-Init = TypeVar("Init", bound=Callable[..., None])
 
-
-def takes_deepspeed_config(took_default: Callable[[Any, dict[str, Any]], Collection[str]]) -> Callable[[Init], Init]:
-    """Return a decorator that fills in constructor arguments from ``deepspeed_config``, which becomes a `Translation`.
-
-    The signature is kept for parsers that read it.
+def with_file(made: Any, given: dict[str, Any], translation: Translation, took_default: TookDefault) -> dict[str, Any]:
+    """Return constructor arguments that were passed, completed by those that the file sets.
 
     Args:
-        took_default: Called with the object and ``{argument: value of the file}`` of arguments that were passed with
-            their default value. Returns those that a parser filled in. Raises `ConfigError` for arguments that the user
-            passed and the file contradicts.
+        made: the object, in its constructor.
+        given: arguments that were passed, by name; a parser passes every default too.
+        translation: the file.
+        took_default: called with the object and ``{argument: value of the file}`` of arguments that were passed with
+            their default value. Returns those that a parser filled in.
+
+    Raises:
+        ConfigError: an argument contradicts the file.
     """
-
-    def decorate(init: Init) -> Init:
-        signature = inspect.signature(init)
-
-        @wraps(init)
-        def wrapped(self: Any, *args: Any, **kwargs: Any) -> None:
-            given = signature.bind(self, *args, **kwargs).arguments
-            source = given.get("deepspeed_config")
-            if source is not None:
-                translation = source if isinstance(source, Translation) else translate(source)
-                written = _passed(self, _flat(given, translation.strategy["stage"]), translation, took_default)
-                options = nested({**written, **merged(translation, written)})
-                first, *_ = signature.parameters
-                kept = {name: value for name, value in given.items() if name != first and name not in options}
-                args, kwargs = (), {**kept, **options, "deepspeed_config": translation}
-            init(self, *args, **kwargs)
-
-        return wrapped  # type: ignore[return-value]
-
-    return decorate
+    written = _passed(made, _flat(given, translation.strategy["stage"]), translation, took_default)
+    options = nested({**written, **merged(translation, written)})
+    return {**{name: value for name, value in given.items() if name not in options}, **options}
 
 
 def _flat(given: Mapping[str, Any], stage: int) -> dict[str, Any]:
@@ -141,7 +126,7 @@ def _passed(
     made: Any,
     given: dict[str, Any],
     translation: Translation,
-    took_default: Callable[[Any, dict[str, Any]], Collection[str]],
+    took_default: TookDefault,
 ) -> dict[str, Any]:
     """Return ``given`` without the defaults that a parser filled in."""
     doubtful = {

@@ -6,10 +6,10 @@ import shutil
 import socket
 from collections.abc import Iterator, Mapping
 
+from ls_strategy.distributed import slurm_check, slurm_job
 from ls_strategy.distributed.rendezvous import check_port
 from ls_strategy.doctor.finding import Finding, one_line, run
 from ls_strategy.errors import PlanError
-from ls_strategy.slurm import job, preflight
 
 _NUMBERS = (
     "SLURM_JOB_ID", "SLURM_NTASKS", "SLURM_PROCID", "SLURM_LOCALID", "SLURM_NODEID", "SLURM_NNODES",
@@ -60,7 +60,7 @@ def geometry(given: Mapping[str, str]) -> Iterator[Finding]:
     tasks = int(given.get("SLURM_STEP_NUM_TASKS") or given["SLURM_NTASKS"])
     nodes = int(given.get("SLURM_STEP_NUM_NODES") or given.get("SLURM_NNODES") or given["SLURM_JOB_NUM_NODES"])
     listed = given.get(f"{step}TASKS_PER_NODE") or given.get("SLURM_TASKS_PER_NODE") or ""
-    per_node = preflight.parse_tasks_per_node(listed)
+    per_node = slurm_check.parse_tasks_per_node(listed)
     state = f"job {given['SLURM_JOB_ID']}, task {given['SLURM_PROCID']} of {tasks} on {nodes} nodes"
     beyond = int(given["SLURM_PROCID"]) >= tasks
     if beyond or (per_node and (sum(per_node) != tasks or len(per_node) != nodes)):
@@ -71,11 +71,11 @@ def geometry(given: Mapping[str, str]) -> Iterator[Finding]:
     yield Finding("job", state)
     devices = per_node[0] if per_node else max(tasks // max(nodes, 1), 1)
     launched = step == "SLURM_STEP_"
-    for problem in preflight.check(given, devices=devices, num_nodes=nodes):
+    for problem in slurm_check.check(given, devices=devices, num_nodes=nodes):
         # A process that srun did not start is not a task. Training can still be started with srun.
         what, _, cure = problem.partition(". ")
         yield Finding("start", what, "problem" if launched else "note", cure or "Request as many as the Trainer has.")
-    if job.is_interactive(given):
+    if slurm_job.is_interactive(given):
         cure = "Start one process per node without srun, or give the job a name other than bash and interactive."
         yield Finding("job name", f"{given['SLURM_JOB_NAME']!r}: Lightning ignores SLURM in such a job", "note", cure)
 

@@ -76,7 +76,8 @@ def _cpu_name() -> str:
 
 def memory() -> Iterator[Finding]:
     """Report the host's memory and what this process may still use."""
-    from ls_strategy.planner.hardware import free_host_memory, show_bytes
+    from ls_strategy.host_memory import free_host_memory
+    from ls_strategy.planner.hardware import show_bytes
 
     total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     limit = cgroup_limit(CGROUP)

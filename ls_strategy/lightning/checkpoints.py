@@ -35,10 +35,10 @@ from ls_strategy.checkpoint.reshard import Contents, Source, assemble, separate
 from ls_strategy.checkpoint.source import OURS, RANDOM, VERSIONS, refuse_damaged, versions_of, with_versions
 from ls_strategy.checkpoint.target import MANIFEST, META, METADATA, check_replaceable
 from ls_strategy.checkpoint.web import is_web, refuse_web_folder
-from ls_strategy.deepspeed.checkpoint import is_deepspeed, read_deepspeed
 from ls_strategy.distributed.comm import Comm
 from ls_strategy.engine import Engine
 from ls_strategy.errors import CheckpointError, LSError
+from ls_strategy.extensions import find_all
 from ls_strategy.host.fabric import CheckpointIO, TorchCheckpointIO
 from ls_strategy.host.pytorch import rank_zero_info
 from ls_strategy.zero.lazy import LazyTensor
@@ -323,8 +323,10 @@ def read(path: Any, checkpoint_io: CheckpointIO, weights_only: bool | None) -> d
     Raises:
         CheckpointError: the folder is not a committed checkpoint, or damaged.
     """
-    if is_deepspeed(path):
-        return {**read_deepspeed(path, by_name=True, weights_only=weights_only), OURS: {"left_out": []}}
+    for read_if_theirs in find_all("checkpoint_reader"):
+        theirs = read_if_theirs(path, weights_only=weights_only)
+        if theirs is not None:
+            return {**theirs, OURS: {"left_out": []}}
     place = Place(path)
     manifest = None
     if place.exists(MANIFEST) or not place.exists(META) or not place.exists(METADATA):

@@ -22,14 +22,13 @@ from ls_strategy._compat import (
     is_started_by_lightning,
     open_sockets,
 )
-from ls_strategy.distributed import rendezvous
+from ls_strategy.distributed import rendezvous, slurm_check
 from ls_strategy.distributed.comm import Comm, make_comm
 from ls_strategy.distributed.launcher import VARIABLE as LAUNCHER
 from ls_strategy.distributed.launcher import LauncherWatch
 from ls_strategy.errors import CheckpointError, ConfigError, PlanError
 from ls_strategy.lightning.parallel import ModelParallel
 from ls_strategy.pretrained.huggingface import with_memory
-from ls_strategy.slurm import preflight
 
 if TYPE_CHECKING:
     from ls_strategy.host.pytorch import DDPStrategy as _DDPStrategy
@@ -168,7 +167,7 @@ class Connection(_DDPStrategy):
             PlanError: on every rank.
         """
         gpus = self.root_device.type == "cuda"
-        preflight.require(os.environ, devices=self.num_processes, num_nodes=self.num_nodes, gpus=gpus)
+        slurm_check.require(os.environ, devices=self.num_processes, num_nodes=self.num_nodes, gpus=gpus)
 
     def _take_ranks(self) -> None:
         """Set the ranks of this process, which the environment of the cluster knows."""

@@ -3,29 +3,27 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Generator
-from contextlib import contextmanager
-from dataclasses import replace
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
+import torch
 import torch.distributed as dist
 from torch.optim import Optimizer
 
 from ls_strategy._compat import is_mock_optimizer, unwrap_optimizer
 from ls_strategy.activations.storage import NVMeFolder
 from ls_strategy.checkpoint.full import StateDictHooks
-from ls_strategy.checkpoint.random import random_states, restore_random_states
+from ls_strategy.config import ZeROConfig
+from ls_strategy.distributed.comm import Comm
 from ls_strategy.engine import Engine
+from ls_strategy.extensions import find, require
 from ls_strategy.host.pytorch import TrainerFn, rank_zero_info
 from ls_strategy.layout import TensorPart
 from ls_strategy.lightning import guards, module_state
 from ls_strategy.lightning.activation_memory import ActivationMemory
-from ls_strategy.planner.choice import Question, candidate_of, choose, explain, smallest
-from ls_strategy.planner.fit import before_sharding, question_of_fit
-from ls_strategy.planner.hardware import Hardware, found_here
-from ls_strategy.planner.out_of_memory import explaining
-from ls_strategy.planner.speeds import measure
 from ls_strategy.precision import PrecisionPolicy, resolve_precision
 
 if TYPE_CHECKING:
@@ -46,6 +44,43 @@ _said: set[str] = set()
 """Lines of the log that one process needs once."""
 
 
+@dataclass(frozen=True)
+class Fit:
+    """What a Trainer is about to train, for a `Planner`."""
+
+    trainer: pl.Trainer
+    module: pl.LightningModule
+    config: ZeROConfig
+    precision: PrecisionPolicy
+    updates_early: bool
+    """No user code may read gradients between backward and step."""
+
+
+class Planner(Protocol):
+    """Chooses the configuration of a fit, and explains why a step did not fit into memory.
+
+    One object for a strategy. ``planner`` of `ls_strategy.extensions` is the class, which takes no arguments.
+    """
+
+    def begin(
+        self, optimizers: Sequence[Optimizer], comm: Comm, device: torch.device, ranks_per_node: int, nvme_path: str
+    ) -> None:
+        """Record what is free before a fit, and its optimizers, whose groups an engine will change. Not collective."""
+        ...
+
+    def choose(self, ask: Callable[[], Fit], comm: Comm, device: torch.device) -> tuple[ZeROConfig, str]:
+        """Return the fastest configuration that fits, and the reason. Collective. Called after `begin`.
+
+        Raises:
+            PlanError: nothing fits, or there is no data to plan with.
+        """
+        ...
+
+    def explaining_memory(self, ask: Callable[[], Fit]) -> AbstractContextManager[None]:
+        """Make a failed allocation inside say what takes how much memory, and which options take less."""
+        ...
+
+
 class EngineSetup:
     """Plans, builds and rebuilds the engine of a strategy."""
 
@@ -53,8 +88,7 @@ class EngineSetup:
         self.state_dict_hooks: StateDictHooks | None = None
         """Make ``module.state_dict()`` return full tensors; None where every rank has them anyway."""
         self._strategy = strategy
-        self._hardware: Hardware | None = None
-        self._unsharded: list[Optimizer] = []
+        self._planner: Planner | None = None
 
     # plan ------------------------------------------------------------------------------------------------------------
 
@@ -63,56 +97,41 @@ class EngineSetup:
 
         Collective with ``stage="auto"``.
         """
-        strategy = self._strategy
-        comm = strategy._comm
+        strategy, comm = self._strategy, self._strategy._comm
         assert comm is not None
-        self._unsharded = before_sharding(strategy.optimizers)
-        path = strategy.config.offload.nvme_path or os.environ.get(NVME_PATH, "")
-        if not strategy.auto:
-            if self._hardware is None:
-                per_node = min(strategy.num_processes, comm.world_size)
-                device = strategy.root_device
-                self._hardware = found_here(device, ranks=comm.world_size, ranks_per_node=per_node, nvme_path=path)
+        if self._planner is None:
+            planner = require("planner", "stage='auto'") if strategy.auto else find("planner")
+            self._planner = None if planner is None else planner()
+        if self._planner is None:
             return
-        self._hardware = smallest(comm, strategy.root_device, path)
-        policy = self._policy()
-        speeds = measure(comm, strategy.root_device, policy.autocast or policy.compute)
-        choice = choose(lambda: self._question(trainer, module), comm, self._hardware, speeds)
-        rank_zero_info(f"ZeROStrategy(stage='auto'): {choice.words}")
+        path = strategy.config.offload.nvme_path or os.environ.get(NVME_PATH, "")
+        per_node = min(strategy.num_processes, comm.world_size)
+        self._planner.begin(strategy.optimizers, comm, strategy.root_device, per_node, path)
+        if not strategy.auto:
+            return
+        config, reason = self._planner.choose(lambda: self._fit(trainer, module), comm, strategy.root_device)
+        rank_zero_info(f"ZeROStrategy(stage='auto'): {reason}")
         strategy.auto = False
-        strategy.config = choice.candidate.config(strategy.config)
+        strategy.config = config
         strategy.activations = ActivationMemory(strategy.config.activations)
 
-    def _question(self, trainer: pl.Trainer, module: pl.LightningModule) -> Question:
+    def _fit(self, trainer: pl.Trainer, module: pl.LightningModule) -> Fit:
         engine = self._strategy.engine
-        states = random_states()  # train_dataloader and datasets draw again when training begins
-        try:
-            return question_of_fit(
-                trainer,
-                module,
-                self._unsharded,
-                config=self._strategy.config,
-                precision=self._policy(),
-                recompute=self._strategy.config.activations.recompute,
-                updates_early=not guards.steps_by_itself(trainer, module, engine)
-                and not guards.has_hooks_before_step(trainer, module),
-            )
-        finally:
-            restore_random_states(states)
+        steps_by_itself = guards.steps_by_itself(trainer, module, engine)
+        reads_gradients = steps_by_itself or guards.has_hooks_before_step(trainer, module)
+        return Fit(trainer, module, self._strategy.config, self._policy(), updates_early=not reads_gradients)
 
-    @contextmanager
-    def explaining_memory(self) -> Generator[None, None, None]:
+    def explaining_memory(self) -> AbstractContextManager[None]:
         """Make a failed allocation inside say what takes how much memory, and which options take less."""
+        if self._planner is None:
+            return nullcontext()
 
-        def describe() -> str:
-            module, hardware = self._strategy.lightning_module, self._hardware
+        def ask() -> Fit:
+            module = self._strategy.lightning_module
             assert module is not None
-            assert hardware is not None
-            question = self._question(module.trainer, module)
-            return explain(question, hardware, candidate_of(self._strategy.config))()
+            return self._fit(module.trainer, module)
 
-        with explaining(describe):
-            yield
+        return self._planner.explaining_memory(ask)
 
     def choose_nvme_path(self, trainer: pl.Trainer) -> None:
         """Set ``offload.nvme_path`` if something is stored on NVMe and no folder was given."""

@@ -53,8 +53,9 @@ from ls_strategy.parallel.pipeline.runner import Callbacks, PipelineRunner
 from ls_strategy.parallel.pipeline.sample import sample_batch
 from ls_strategy.parallel.pipeline.schedules import Action, least_micro_batches, place, placement_of, stages_per_rank_of
 from ls_strategy.parallel.pipeline.shares import Shares
+from ls_strategy.parallel.pipeline.simulate import Span
 from ls_strategy.parallel.pipeline.stage import StageRunner
-from ls_strategy.parallel.pipeline.timeline import Span, TimelineRecorder
+from ls_strategy.parallel.pipeline.timeline import TimelineRecorder
 from ls_strategy.parallel.pipeline.trace import observe, stand_in
 from ls_strategy.parallel.pipeline.transfer import SideLoss
 from ls_strategy.precision import at_least_fp32

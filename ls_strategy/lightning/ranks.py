@@ -16,7 +16,7 @@ from typing_extensions import override
 
 from ls_strategy import host
 from ls_strategy._compat import name_logs_by_job, show_as_text
-from ls_strategy.distributed import rendezvous
+from ls_strategy.distributed import rendezvous, slurm_job
 from ls_strategy.distributed.comm import Comm
 from ls_strategy.distributed.launcher import end_processes
 from ls_strategy.distributed.lockstep import Lockstep
@@ -26,7 +26,6 @@ from ls_strategy.errors import OutOfStepError, PlanError, RankFailedError, State
 from ls_strategy.host.pytorch import Accelerator, Callback, DDPStrategy, SIGTERMException, pl
 from ls_strategy.lightning.connection import Connection
 from ls_strategy.lightning.parallel import ModelParallel
-from ls_strategy.slurm import job
 
 T = TypeVar("T")
 
@@ -112,7 +111,7 @@ class RankStrategy(Connection, DDPStrategy):
                     callback.connecting(module.trainer)
         super().setup_environment()
         self.parallel.show_device_mesh(self.lightning_module)
-        name = job.job_id(os.environ)
+        name = slurm_job.job_id(os.environ)
         if name is not None and self.lightning_module is not None and not self._logs_are_named:
             self._logs_are_named = True
             name_logs_by_job(self.lightning_module.trainer, name, self._own_folder)
@@ -137,7 +136,7 @@ class RankStrategy(Connection, DDPStrategy):
 
     def _own_folder(self, parent: str, name: str) -> str:
         """Return rank 0's answer on all ranks. Collective."""
-        return self.broadcast(job.own_folder(parent, name, os.environ) if self.is_global_zero else name)
+        return self.broadcast(slurm_job.own_folder(parent, name, os.environ) if self.is_global_zero else name)
 
     # collectives -----------------------------------------------------------------------------------------------------
 

@@ -22,7 +22,7 @@ from contextlib import contextmanager, nullcontext
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 import torch
 import torch.distributed as dist
@@ -43,14 +43,12 @@ from ls_strategy.config import (
     ZeROConfig,
 )
 from ls_strategy.config.renamed import takes_groups
-from ls_strategy.deepspeed.config import Translation
-from ls_strategy.deepspeed.options import takes_deepspeed_config
 from ls_strategy.engine import Engine
 from ls_strategy.host.fabric import CheckpointIO, ClusterEnvironment
 from ls_strategy.host.pytorch import STEP_OUTPUT, Accelerator, DDPStrategy, Precision, TrainerFn, pl
 from ls_strategy.lightning import activation_memory, guards
 from ls_strategy.lightning.checkpoints import Collection
-from ls_strategy.lightning.deepspeed import DeepSpeedConfiguration, took_default
+from ls_strategy.lightning.deepspeed import Configuration, takes_deepspeed_config
 from ls_strategy.lightning.engine_setup import EngineSetup
 from ls_strategy.lightning.loggers import take_part
 from ls_strategy.lightning.module_state import MetricsOnHost
@@ -107,7 +105,7 @@ class ZeROStrategy(EngineStrategy):  # its many public members are Lightning's h
 
     # As long as it is because of one argument per option, which parsers read off the signature.
     @takes_groups
-    @takes_deepspeed_config(took_default)
+    @takes_deepspeed_config
     @checked(("deepspeed_config",), explain_waits_after=at_least(0.5))
     def __init__(
         self,
@@ -131,8 +129,7 @@ class ZeROStrategy(EngineStrategy):  # its many public members are Lightning's h
         start_method: Literal["popen", "spawn", "fork", "forkserver"] = "popen",
         uneven: UnevenMode = "error",
     ) -> None:
-        translated = isinstance(deepspeed_config, Translation)
-        self._deepspeed = DeepSpeedConfiguration(deepspeed_config) if translated else None
+        self._deepspeed = cast("Configuration | None", deepspeed_config)  # as the decorator has completed it
         self.auto = stage == "auto"
         """Whether `setup` still has to choose; until then this is stage 3, which builds on the meta device."""
         self.config = ZeROConfig.of(

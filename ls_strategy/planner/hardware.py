@@ -11,6 +11,7 @@ import torch
 
 from ls_strategy import device as dev
 from ls_strategy.errors import ConfigError
+from ls_strategy.host_memory import free_host_memory
 
 _UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12, "ki": 2**10, "mi": 2**20, "gi": 2**30, "ti": 2**40}
 _NUMBER = re.compile(r"\s*([0-9]*\.?[0-9]+)\s*([kmgt]?i?)b?\s*", re.IGNORECASE)
@@ -165,30 +166,4 @@ def _free_on_nvme(folder: Path) -> int | None:
             folder = folder.parent
         return shutil.disk_usage(folder).free
     except OSError:
-        return None
-
-
-def free_host_memory() -> int | None:
-    """Return the free bytes of the host, or of its control group if that has fewer. None: unknown."""
-    limits = [_available(), _cgroup_room(Path("/sys/fs/cgroup"))]
-    known = [limit for limit in limits if limit is not None]
-    return min(known) if known else None
-
-
-def _available() -> int | None:
-    try:
-        for line in Path("/proc/meminfo").read_text().splitlines():
-            if line.startswith("MemAvailable:"):
-                return int(line.split()[1]) * 1024
-    except OSError:
-        pass
-    return None
-
-
-def _cgroup_room(folder: Path) -> int | None:
-    try:
-        most = (folder / "memory.max").read_text().strip()
-        used = (folder / "memory.current").read_text().strip()
-        return None if most == "max" else int(most) - int(used)
-    except (OSError, ValueError):
         return None

@@ -1,4 +1,4 @@
-"""SLURM: the job of this process (`job`), checks before the start (`preflight`), batch scripts (`script`).
+"""SLURM: batch scripts. What this process knows of its own job is in `ls_strategy.distributed.slurm_job`.
 
 Uses only the standard library.
 """

@@ -6,8 +6,8 @@ import hashlib
 import re
 from collections.abc import Mapping
 
+from ls_strategy.distributed import slurm_job
 from ls_strategy.errors import ConfigError
-from ls_strategy.slurm import job
 
 
 def run_name(given: str | None, environ: Mapping[str, str], folder: str) -> str:
@@ -26,7 +26,7 @@ def run_name(given: str | None, environ: Mapping[str, str], folder: str) -> str:
     """
     if given is not None and not given.strip():
         raise ConfigError(f"Got ElasticTraining(run={given!r}), but a run needs a name. Give one, or leave it out.")
-    launched = job.job_id(environ) or environ.get("TORCHELASTIC_RUN_ID")
+    launched = slurm_job.job_id(environ) or environ.get("TORCHELASTIC_RUN_ID")
     name = given or launched or "local"
     parts = (name,) if given else (name, folder)
     digest = hashlib.sha256("\n".join(parts).encode()).hexdigest()[:12]

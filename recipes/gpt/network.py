@@ -411,8 +411,8 @@ class GPT(nn.Module):
     ) -> Tensor:
         """Return ``tokens`` (B, T) followed by ``max_new_tokens`` sampled ones.
 
-        For rows of different lengths, stop tokens and streaming see `ls_strategy.inference.generate.stream`. Runs
-        exactly ``max_new_tokens`` forwards. All but the first read one token per row, up to ``block_size`` tokens;
+        For rows of different lengths, stop tokens and streaming see `ls_strategy.inference.generate.stream`.
+        Runs exactly ``max_new_tokens`` forwards. All but the first read one token per row, up to ``block_size`` tokens;
         later ones read the last ``block_size`` tokens.
 
         Args:

@@ -15,8 +15,8 @@ from torch.utils.data import DataLoader, IterableDataset
 from ls_strategy.config import nested
 from ls_strategy.distributed.comm import make_comm
 from ls_strategy.errors import ConfigError, PlanError
-from ls_strategy.lightning import engine_setup
 from ls_strategy.lightning.strategy import ZeROStrategy
+from ls_strategy.planner import fit as planner_fit
 from ls_strategy.planner.hardware import Hardware
 from ls_strategy.planner.out_of_memory import OutOfMemory
 from ls_strategy.planner.speeds import Speeds, measure
@@ -41,7 +41,7 @@ MESSAGES = Speeds(
 
 def fit_on(rooms: list[int], world_size: int, stage: Any = "auto", speeds: Speeds = MESSAGES) -> tuple[Any, PrivateNet]:
     """Train on ranks with so much room each: the smallest counts."""
-    plain, measured = engine_setup.smallest, engine_setup.measure
+    plain, measured = planner_fit.smallest, planner_fit.measure
 
     def smallest(world: Any, device: torch.device, path: str) -> Hardware:
         everyones = world.exchange_objects(rooms[world.rank])
@@ -52,15 +52,15 @@ def fit_on(rooms: list[int], world_size: int, stage: Any = "auto", speeds: Speed
             reserved_share=0, reserved_bytes=0,
         )  # fmt: skip
 
-    engine_setup.smallest = smallest
-    engine_setup.measure = lambda *_: speeds
+    planner_fit.smallest = smallest
+    planner_fit.measure = lambda *_: speeds
     try:
         chosen = ZeROStrategy(stage, sharding={"min_unit_numel": 0})
         module = PrivateNet(CASE)
         trainer(chosen, world_size).fit(module, loader(CASE, world_size))
         return chosen, module
     finally:
-        engine_setup.smallest, engine_setup.measure = plain, measured
+        planner_fit.smallest, planner_fit.measure = plain, measured
 
 
 def choose_many(rank: int, world_size: int) -> list[Any]:

@@ -184,10 +184,10 @@ def slurm(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
         state.requeued += state.problem is None
         return state.problem
 
-    monkeypatch.setattr(preemption_file.job, "end_time", lambda _: state.end)
-    monkeypatch.setattr(preemption_file.job, "start_time", lambda _: None)
-    monkeypatch.setattr(preemption_file.job, "is_running", lambda _: state.running)
-    monkeypatch.setattr(preemption_file.job, "requeue", requeue)
+    monkeypatch.setattr(preemption_file.slurm_job, "end_time", lambda _: state.end)
+    monkeypatch.setattr(preemption_file.slurm_job, "start_time", lambda _: None)
+    monkeypatch.setattr(preemption_file.slurm_job, "is_running", lambda _: state.running)
+    monkeypatch.setattr(preemption_file.slurm_job, "requeue", requeue)
     return state
 
 

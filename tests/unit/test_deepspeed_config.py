@@ -16,7 +16,7 @@ from ls_strategy.config.renamed import RENAMED
 from ls_strategy.deepspeed import translate
 from ls_strategy.deepspeed.keys import KEYS, AnyBlock, Key, documented
 from ls_strategy.deepspeed.optimizers import OptimizerBlock, SchedulerBlock
-from ls_strategy.deepspeed.options import takes_deepspeed_config
+from ls_strategy.lightning.deepspeed import takes_deepspeed_config
 
 ROOT = Path(__file__).resolve().parents[2]
 GOLDEN = ROOT / "tests" / "golden" / "deepspeed"
@@ -467,7 +467,7 @@ def test_files_that_cannot_be_read(tmp_path):
 
 
 class Takes:
-    @takes_deepspeed_config(lambda *_: ())
+    @takes_deepspeed_config
     def __init__(self, stage: int = 3, *, offload=None, deepspeed_config=None, other: int = 0):
         self.stage, self.offload, self.deepspeed, self.other = (
             stage,
@@ -481,7 +481,7 @@ def test_options_from_a_file():
     config = {"zero_optimization": {"stage": 2, "offload_optimizer": {"device": "cpu"}}}
     made = Takes(deepspeed_config=config, other=4)
     assert (made.stage, made.offload, made.other) == (2, {"optimizer": "cpu"}, 4)
-    assert made.deepspeed.strategy == {"stage": 2, "offload.optimizer": "cpu"}
+    assert made.deepspeed.translation.strategy == {"stage": 2, "offload.optimizer": "cpu"}
     assert Takes(2, deepspeed_config=config).stage == 2
     assert Takes(1).deepspeed is None
     assert list(inspect.signature(Takes).parameters) == ["stage", "offload", "deepspeed_config", "other"]

@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 
 from ls_strategy.config import ZeROConfig
-from ls_strategy.lightning import engine_setup
 from ls_strategy.lightning.activation_memory import ActivationMemory
 from ls_strategy.lightning.engine_setup import EngineSetup
+from ls_strategy.planner import fit as planner_fit
 
 TRAINER: Any = SimpleNamespace(default_root_dir="/runs/a")
 
@@ -59,8 +59,8 @@ def test_the_rest_of_the_options_stays_with_a_chosen_folder() -> None:
 
 def test_free_memory_is_read_once_for_several_fits(monkeypatch: pytest.MonkeyPatch) -> None:
     read: list[Any] = []
-    monkeypatch.setattr(engine_setup, "found_here", lambda *_, **options: read.append(options) or object())
-    monkeypatch.setattr(engine_setup, "before_sharding", list)
+    monkeypatch.setattr(planner_fit, "found_here", lambda *_, **options: read.append(options) or object())
+    monkeypatch.setattr(planner_fit, "before_sharding", list)
     own = strategy(offload={"optimizer": "nvme", "nvme_path": "/mine"})
     own._comm, own.optimizers = SimpleNamespace(world_size=4), []
     own.root_device, own.num_processes = "cpu", 2

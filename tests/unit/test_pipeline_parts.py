@@ -29,11 +29,11 @@ from ls_strategy.parallel.pipeline.schedules import (
     placement_of,
     stages_per_rank_of,
 )
-from ls_strategy.parallel.pipeline.simulate import simulate
+from ls_strategy.parallel.pipeline.simulate import bubble, simulate
 from ls_strategy.parallel.pipeline.split import backward_inputs
 from ls_strategy.parallel.pipeline.stage import StageRunner
-from ls_strategy.parallel.pipeline.timeline import bars, bubble, chrome_trace
 from ls_strategy.parallel.pipeline.transfer import SIDE, SideLoss, StageTransfer
+from ls_strategy.plots.pipeline import bars, chrome_trace
 from tests import papers
 
 CPU = torch.device("cpu")

@@ -7,8 +7,9 @@ from types import SimpleNamespace
 import pytest
 
 from ls_strategy.errors import ConfigError
+from ls_strategy.host_memory import _left_in_control_group
 from ls_strategy.planner.costs import _far
-from ls_strategy.planner.hardware import Hardware, _cgroup_room, _free_on_nvme, parse_bytes, show_bytes
+from ls_strategy.planner.hardware import Hardware, _free_on_nvme, parse_bytes, show_bytes
 
 
 @pytest.mark.parametrize("text", ["80 bananas", "", "GB", "-1GB"])
@@ -54,14 +55,14 @@ def test_no_ranks_are_refused():
 def test_a_control_group_leaves_its_limit_minus_its_use(tmp_path):
     (tmp_path / "memory.max").write_text("1000\n")
     (tmp_path / "memory.current").write_text("400\n")
-    assert _cgroup_room(tmp_path) == 600
+    assert _left_in_control_group(tmp_path) == 600
 
 
 @pytest.mark.parametrize("limit", ["max", "nonsense"])
 def test_a_control_group_without_a_limit_is_unknown(tmp_path, limit):
     (tmp_path / "memory.max").write_text(limit)
     (tmp_path / "memory.current").write_text("400")
-    assert _cgroup_room(tmp_path) is None
+    assert _left_in_control_group(tmp_path) is None
 
 
 def test_a_folder_to_be_created_has_the_space_of_the_one_above(tmp_path):

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
+from ls_strategy.distributed.slurm_check import check, parse_tasks_per_node, require
 from ls_strategy.errors import PlanError
-from ls_strategy.slurm.preflight import check, parse_tasks_per_node, require
 
 
 def job(nodes: int = 2, per_node: int = 4, *, step: bool = True, **changes: str | None) -> dict[str, str]:

@@ -73,7 +73,7 @@ def test_the_geometry_of_the_job_is_the_trainers(program, capsys):
         "-m", "recipes.toy", "fit", f"--config={BASE}", f"--config={BIG}",
     ]  # fmt: skip
     assert words[-5:] == [
-        "--trainer.callbacks+=ls_strategy.callbacks.preemption.PreemptionHandler",
+        "--trainer.callbacks+=ls_strategy.PreemptionHandler",
         "--trainer.accelerator=gpu",
         "--trainer.num_nodes=$SLURM_JOB_NUM_NODES",
         "--trainer.devices=$SLURM_NTASKS_PER_NODE",
@@ -138,7 +138,7 @@ def test_options_of_the_program_follow_two_dashes(program, capsys):
 
 
 def test_the_handler_is_added_once(program, capsys):
-    Path(BIG).write_text("trainer: {callbacks: [ls_strategy.callbacks.preemption.PreemptionHandler]}\n")
+    Path(BIG).write_text("trainer: {callbacks: [ls_strategy.PreemptionHandler]}\n")
     cli(BASE, BIG, "--dry-run")
     assert "PreemptionHandler" not in capsys.readouterr().out
     cli(BASE, "--dry-run", "--", "--trainer.callbacks+=PreemptionHandler")

@@ -287,7 +287,7 @@ def test_an_elastic_run_of_torchrun_takes_fewer_nodes(program, capsys):
     )
     ((words, variables),) = run_in_bash(text.replace(sys.executable, "python"), program)
     assert {"--nnodes=2:4", "--max-restarts=20", virtual} <= set(words)
-    assert "--trainer.callbacks+=ls_strategy.callbacks.elastic.ElasticTraining" in words
+    assert "--trainer.callbacks+=ls_strategy.ElasticTraining" in words
     assert variables["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] == "1"
 
 

@@ -17,7 +17,8 @@ from ls_strategy.zero.flat.units import Flat, Unit
 class Gatherer:
     """Gathers, prefetches, releases and publishes the units of one model.
 
-    The planner runs `fetch`, `release` and the like on its simulated buffers, too: see `ls_strategy.planner.buffers`.
+    The planner runs `fetch`, `release` and the like on its simulated buffers, too: see
+    `ls_strategy.planner.buffers`.
     """
 
     def __init__(self, units: list[Unit], *, sharded: bool, prefetch_units: int) -> None:

@@ -5,8 +5,8 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 
+from ls_strategy.distributed.slurm_job import is_interactive
 from ls_strategy.errors import PlanError
-from ls_strategy.slurm.job import is_interactive
 
 
 def require(environ: Mapping[str, str], *, devices: int, num_nodes: int, gpus: bool | None = None) -> None:
