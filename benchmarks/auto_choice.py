@@ -100,9 +100,9 @@ def fit(strategy: Any, model: str, width: int, steps: int, world_size: int) -> f
 
 def run_rank(rank: int, world_size: int, model: str, width: int, rounds: int, steps: int) -> Any:
     """The choice, all predictions, and seconds by candidate and round."""
+    from ls_strategy.extras.planner import fit as planner_fit
+    from ls_strategy.extras.planner.choice import Choice
     from ls_strategy.lightning.strategy import ZeROStrategy
-    from ls_strategy.planner import fit as planner_fit
-    from ls_strategy.planner.choice import Choice
 
     logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
     warnings.filterwarnings("ignore")

@@ -27,7 +27,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks import record
-from ls_strategy.snapshots import progress
+from ls_strategy.extras.snapshots import progress
 
 MINUTES = 20
 SPREAD = "quartiles over losses"

@@ -19,9 +19,9 @@ import torch
 import ls_strategy
 from benchmarks import record
 from benchmarks.contest import clocked, quartiles, ratios
-from ls_strategy.inference.engine import InferenceEngine
-from ls_strategy.inference.measure import triad_gbs, weights_read
-from ls_strategy.inference.sampling import SamplingConfig
+from ls_strategy.extras.inference.engine import InferenceEngine
+from ls_strategy.extras.inference.measure import triad_gbs, weights_read
+from ls_strategy.extras.inference.sampling import SamplingConfig
 from recipes.gpt.network import GPT, GPTConfig
 
 MINUTES = 6

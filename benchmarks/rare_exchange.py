@@ -27,8 +27,8 @@ import torch
 
 from benchmarks import record
 from ls_strategy import DiLoCo, ZeROStrategy
-from ls_strategy.islands.hub import Hub
-from ls_strategy.islands.server import HubServer
+from ls_strategy.extras.islands.hub import Hub
+from ls_strategy.extras.islands.server import HubServer
 from ls_strategy.testing import free_port, spawn, torchrun_env
 from recipes.gpt.corpus import CorpusConfig
 from recipes.gpt.data import TextData

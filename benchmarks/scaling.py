@@ -28,14 +28,14 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from benchmarks import record
 from ls_strategy.config import RecomputeConfig, ShardingConfig, TierConfig, ZeROConfig
+from ls_strategy.extras.planner.candidates import Candidate
+from ls_strategy.extras.planner.forecast import Forecast, Forecaster, Run
+from ls_strategy.extras.planner.hardware import Hardware
+from ls_strategy.extras.planner.scaling import RANKS
+from ls_strategy.extras.planner.simulated import simulated
+from ls_strategy.extras.planner.states import ModelStates, moment_bytes
+from ls_strategy.extras.planner.step import training_step
 from ls_strategy.lightning.strategy import ZeROStrategy
-from ls_strategy.planner.candidates import Candidate
-from ls_strategy.planner.forecast import Forecast, Forecaster, Run
-from ls_strategy.planner.hardware import Hardware
-from ls_strategy.planner.scaling import RANKS
-from ls_strategy.planner.simulated import simulated
-from ls_strategy.planner.states import ModelStates, moment_bytes
-from ls_strategy.planner.step import training_step
 from ls_strategy.precision import resolve_precision
 from ls_strategy.testing import spawn
 from ls_strategy.zero_stages import POLICIES

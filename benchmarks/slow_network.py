@@ -31,8 +31,8 @@ from benchmarks import deepspeed_steps, record
 from benchmarks.contest import quartiles, ratios, turns
 from benchmarks.step_time import SIZES
 from benchmarks.trainer_time import module_of
+from ls_strategy.extras.planner.traffic import traffic
 from ls_strategy.lightning.strategy import ZeROStrategy
-from ls_strategy.planner.traffic import traffic
 from tests import two_nodes
 
 MINUTES = 15

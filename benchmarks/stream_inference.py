@@ -34,7 +34,7 @@ from torch import Tensor
 
 from benchmarks import contest, record
 from benchmarks.host_memory import cgroup, confine, status
-from ls_strategy.inference.stream import StreamedBlocks, stream_blocks
+from ls_strategy.extras.inference.stream import StreamedBlocks, stream_blocks
 from ls_strategy.tiers.nvme_folder import mount_of
 from recipes.gpt.network import GPT, GPTConfig
 

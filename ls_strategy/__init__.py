@@ -17,13 +17,9 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from ls_strategy.autoload import install as _install
+from ls_strategy.short_paths import install as _install_short_paths
 
 if TYPE_CHECKING:
-    from ls_strategy.callbacks import Monitor, PipelineTimeline, ShardedEMA
-    from ls_strategy.callbacks.diloco import DiLoCo
-    from ls_strategy.callbacks.elastic import ElasticTraining
-    from ls_strategy.callbacks.expert_monitor import ExpertMonitor
-    from ls_strategy.callbacks.preemption import PreemptionHandler
     from ls_strategy.config import (
         ActivationOffloadConfig,
         ActivationsConfig,
@@ -41,14 +37,19 @@ if TYPE_CHECKING:
         TierConfig,
         TilingConfig,
     )
-    from ls_strategy.data_efficiency.curriculum import SequenceCurriculum
-    from ls_strategy.data_efficiency.packing import PackedDocuments, document_mask
-    from ls_strategy.data_efficiency.token_dropping import RandomTokenDropping
     from ls_strategy.errors import CheckpointError, ConfigError, LSError, PlanError, StateError
+    from ls_strategy.extras.callbacks import Monitor, PipelineTimeline, ShardedEMA
+    from ls_strategy.extras.callbacks.diloco import DiLoCo
+    from ls_strategy.extras.callbacks.elastic import ElasticTraining
+    from ls_strategy.extras.callbacks.expert_monitor import ExpertMonitor
+    from ls_strategy.extras.callbacks.preemption import PreemptionHandler
+    from ls_strategy.extras.data_efficiency.curriculum import SequenceCurriculum
+    from ls_strategy.extras.data_efficiency.packing import PackedDocuments, document_mask
+    from ls_strategy.extras.data_efficiency.token_dropping import RandomTokenDropping
+    from ls_strategy.extras.inference.engine import InferenceEngine, init_inference
+    from ls_strategy.extras.inference.stream import stream_blocks
     from ls_strategy.fabric.precision import ZeROFabricPrecision
     from ls_strategy.fabric.strategy import ZeROFabricStrategy
-    from ls_strategy.inference.engine import InferenceEngine, init_inference
-    from ls_strategy.inference.stream import stream_blocks
     from ls_strategy.lightning.loading import load_from_checkpoint
     from ls_strategy.lightning.precision import ZeROPrecision
     from ls_strategy.lightning.strategy import ZeROStrategy
@@ -129,24 +130,24 @@ __all__ = [
 _HOME = {
     name: module
     for module, names in {
-        "callbacks": "Monitor PipelineTimeline ShardedEMA",
-        "callbacks.expert_monitor": "ExpertMonitor",
-        "callbacks.diloco": "DiLoCo",
-        "callbacks.elastic": "ElasticTraining",
-        "callbacks.preemption": "PreemptionHandler",
+        "extras.callbacks": "Monitor PipelineTimeline ShardedEMA",
+        "extras.callbacks.expert_monitor": "ExpertMonitor",
+        "extras.callbacks.diloco": "DiLoCo",
+        "extras.callbacks.elastic": "ElasticTraining",
+        "extras.callbacks.preemption": "PreemptionHandler",
         "config": (
             "ActivationOffloadConfig ActivationsConfig CheckpointConfig ChunkedLossConfig LossScaleConfig NVMeIOConfig "
             "OffloadConfig ParallelConfig PipelineConfig PrecisionConfig RecomputeConfig ShardingConfig "
             "TensorConfig TierConfig TilingConfig"
         ),
-        "data_efficiency.curriculum": "SequenceCurriculum",
-        "data_efficiency.packing": "PackedDocuments document_mask",
-        "data_efficiency.token_dropping": "RandomTokenDropping",
+        "extras.data_efficiency.curriculum": "SequenceCurriculum",
+        "extras.data_efficiency.packing": "PackedDocuments document_mask",
+        "extras.data_efficiency.token_dropping": "RandomTokenDropping",
         "errors": "CheckpointError ConfigError LSError PlanError StateError",
         "fabric.precision": "ZeROFabricPrecision",
         "fabric.strategy": "ZeROFabricStrategy",
-        "inference.engine": "InferenceEngine init_inference",
-        "inference.stream": "stream_blocks",
+        "extras.inference.engine": "InferenceEngine init_inference",
+        "extras.inference.stream": "stream_blocks",
         "losses.head": "linear_cross_entropy",
         "losses.mean_over": "loss_is_mean_over",
         "lightning.loading": "load_from_checkpoint",
@@ -183,4 +184,5 @@ def __dir__() -> list[str]:
     return sorted({*globals(), *__all__})
 
 
+_install_short_paths()
 _install()

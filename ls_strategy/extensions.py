@@ -1,6 +1,6 @@
 """What the core asks of side products, by name: imported when it is asked for, absent where the product is absent.
 
-The core imports none of them. What it needs of one of them is named here, as aliases are named in
+The core imports nothing of `ls_strategy.extras`. What it needs of one of them is named here, as aliases are named in
 `ls_strategy.autoload`, and other packages may add to it with `offer`:
 
 ==========================  =====================================================================  ====================
@@ -24,10 +24,10 @@ from typing import Any
 from ls_strategy.errors import ConfigError
 
 _OFFERED: dict[str, list[str]] = {
-    "planner": ["ls_strategy.planner.fit:FitPlanner"],
-    "deepspeed_config": ["ls_strategy.deepspeed.strategy:with_config"],
-    "checkpoint_reader": ["ls_strategy.deepspeed.checkpoint:read_if_deepspeed"],
-    "strategy_in_ray": ["ls_strategy.ray.strategy:RayZeROStrategy"],
+    "planner": ["ls_strategy.extras.planner.fit:FitPlanner"],
+    "deepspeed_config": ["ls_strategy.extras.deepspeed.strategy:with_config"],
+    "checkpoint_reader": ["ls_strategy.extras.deepspeed.checkpoint:read_if_deepspeed"],
+    "strategy_in_ray": ["ls_strategy.extras.ray.strategy:RayZeROStrategy"],
 }
 """``module:attribute`` of everything that is offered under a name, the first offer first."""
 

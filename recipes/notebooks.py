@@ -6,8 +6,8 @@ import html
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ls_strategy.report.page import page
-from ls_strategy.report.run import read
+from ls_strategy.extras.report.page import page
+from ls_strategy.extras.report.run import read
 
 if TYPE_CHECKING:
     from IPython.display import HTML, Image

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ls_strategy.planner.live import StorageWatch, storage_of
+from ls_strategy.extras.planner.live import StorageWatch, storage_of
 
 
 class LiveBytes(StorageWatch):

@@ -1,4 +1,4 @@
-"""``ZeROStrategy(deepspeed_config=...)``: where `ls_strategy.deepspeed` plugs in.
+"""``ZeROStrategy(deepspeed_config=...)``: where `ls_strategy.extras.deepspeed` plugs in.
 
 The constructor asks `ls_strategy.extensions` for ``deepspeed_config``, a function of the strategy and of the arguments
 that were passed, by name. It returns the arguments to use, with a `Configuration` as ``deepspeed_config``, of which the

@@ -19,8 +19,8 @@ from jsonargparse import ArgumentParser, set_parsing_settings
 from ls_strategy import load_from_checkpoint
 from ls_strategy.checkpoint.source import read_checkpoint
 from ls_strategy.errors import ConfigError, LSError
-from ls_strategy.inference.generate import stream
-from ls_strategy.inference.sampling import SamplingConfig
+from ls_strategy.extras.inference.generate import stream
+from ls_strategy.extras.inference.sampling import SamplingConfig
 from recipes.gpt.corpus import TOKENS, Tokenizer, TokenizerName, make_tokenizer, vocab_size
 from recipes.gpt.model import GPTModule
 

@@ -18,9 +18,9 @@ from torch.optim import AdamW, Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 
 from ls_strategy.errors import PlanError
-from ls_strategy.inference.cache import KVCache
-from ls_strategy.inference.generate import generate, refuse_absent
-from ls_strategy.inference.sampling import SamplingConfig, row_seed
+from ls_strategy.extras.inference.cache import KVCache
+from ls_strategy.extras.inference.generate import generate, refuse_absent
+from ls_strategy.extras.inference.sampling import SamplingConfig, row_seed
 from ls_strategy.optimizers.muon import Muon
 from recipes.gpt.network import GPT, GPTConfig
 

@@ -19,10 +19,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from ls_strategy.inference.cache import KVCache, LayerCache
-from ls_strategy.inference.few_rows import few_rows_linear
-from ls_strategy.inference.generate import generate
-from ls_strategy.inference.sampling import SamplingConfig, Uniforms
+from ls_strategy.extras.inference.cache import KVCache, LayerCache
+from ls_strategy.extras.inference.few_rows import few_rows_linear
+from ls_strategy.extras.inference.generate import generate
+from ls_strategy.extras.inference.sampling import SamplingConfig, Uniforms
 from ls_strategy.parallel.styles import Column, Divide, Row, Vocab
 
 INIT_STD = 0.02
@@ -411,7 +411,7 @@ class GPT(nn.Module):
     ) -> Tensor:
         """Return ``tokens`` (B, T) followed by ``max_new_tokens`` sampled ones.
 
-        For rows of different lengths, stop tokens and streaming see `ls_strategy.inference.generate.stream`.
+        For rows of different lengths, stop tokens and streaming see `ls_strategy.extras.inference.generate.stream`.
         Runs exactly ``max_new_tokens`` forwards. All but the first read one token per row, up to ``block_size`` tokens;
         later ones read the last ``block_size`` tokens.
 

@@ -14,7 +14,7 @@ from typing import Any, Literal
 
 from torch import Tensor, nn
 
-from ls_strategy.inference.cache import KVCache
+from ls_strategy.extras.inference.cache import KVCache
 from ls_strategy.moe.feed_forward import GatedFeedForward
 from ls_strategy.moe.layer import MoE
 from ls_strategy.moe.router import Router

@@ -14,8 +14,8 @@ from torch import Tensor, nn
 from torch.utils.data import DistributedSampler
 
 from ls_strategy import DiLoCo
-from ls_strategy.islands.hub import Hub
-from ls_strategy.islands.server import HubServer
+from ls_strategy.extras.islands.hub import Hub
+from ls_strategy.extras.islands.server import HubServer
 from ls_strategy.testing import free_port, spawn
 from tests.dist.ranks import Net, quiet, samples
 

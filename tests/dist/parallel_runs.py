@@ -13,8 +13,8 @@ from torch import Tensor
 from torch.nn import functional
 from torch.utils.data import DataLoader, TensorDataset
 
-from ls_strategy.cli import main
 from ls_strategy.config import nested
+from ls_strategy.extras.cli import main
 from ls_strategy.lightning.strategy import ZeROStrategy
 from ls_strategy.moe.feed_forward import GatedFeedForward
 from ls_strategy.moe.layer import MoE

@@ -39,7 +39,7 @@ def run_case(case: Case, world_size: int, *, ray: bool) -> dict[str, Any]:
     if ray:
         from ray.train.lightning import prepare_trainer
 
-        from ls_strategy.ray import RayZeROStrategy
+        from ls_strategy.extras.ray import RayZeROStrategy
 
         with mock.patch.object(models, "ZeROStrategy", RayZeROStrategy):
             trainer = prepare_trainer(models.trainer_of(case, 1))
@@ -100,7 +100,7 @@ def train_announced(config: dict[str, Any]) -> dict[str, Any]:
     """A train function in which Ray announces twice that a node will be taken away; what was reported, and when."""
     from ray.train import PreemptionInfo
 
-    from ls_strategy.ray import RayReportCallback, RayZeROStrategy, report
+    from ls_strategy.extras.ray import RayReportCallback, RayZeROStrategy, report
 
     models.quiet()
     asked: list[int] = []
@@ -186,7 +186,7 @@ def epochs(config: dict[str, Any], **arguments: Any) -> dict[str, Any]:
     if ray:
         from ray.train.lightning import prepare_trainer
 
-        from ls_strategy.ray import RayReportCallback, RayZeROStrategy, latest_checkpoint
+        from ls_strategy.extras.ray import RayReportCallback, RayZeROStrategy, latest_checkpoint
 
         strategy: Any = config.get("alias") or RayZeROStrategy(**options)
         arguments |= {"callbacks": [RayReportCallback(**config.get("report", {}))]}

@@ -19,11 +19,11 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.plugins.io import TorchCheckpointIO
 
 from ls_strategy import ZeROStrategy
-from ls_strategy.callbacks.preemption import PreemptionHandler
 from ls_strategy.checkpoint import commit
 from ls_strategy.checkpoint.consolidate import consolidate
 from ls_strategy.checkpoint.safetensors import export_safetensors
 from ls_strategy.errors import CheckpointError
+from ls_strategy.extras.callbacks.preemption import PreemptionHandler
 from ls_strategy.testing import spawn
 from tests.dist.ranks import Net, assert_equal, batches, fit, folders, on_ranks, quiet, trainer_of, weights
 from tests.dist.test_checkpoint_crash import Wide, files_of_at_most

@@ -15,8 +15,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from ls_strategy.callbacks import ShardedEMA
-from ls_strategy.callbacks.preemption import Preempted, PreemptionHandler
+from ls_strategy.extras.callbacks import ShardedEMA
+from ls_strategy.extras.callbacks.preemption import Preempted, PreemptionHandler
 from ls_strategy.testing import spawn
 from tests.dist.parallel_runs import Module, Outcome, Run, assert_as_plain, attention_plan, start, train
 from tests.dist.ranks import saved

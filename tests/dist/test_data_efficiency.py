@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from ls_strategy import PlanError, RandomTokenDropping, SequenceCurriculum
-from ls_strategy.data_efficiency import token_dropping
+from ls_strategy.extras.data_efficiency import token_dropping
 from ls_strategy.testing import spawn
 from tests.dist.parallel_runs import Module, Outcome, Run, train, train_all, unequal
 from tests.dist.trusted import once
@@ -25,7 +25,7 @@ pytestmark = pytest.mark.wide
 STEPS = 10
 SHAPE = {"num_layers": 4}
 DROPOUT = SHAPE | {"dropout": 0.1}
-PLACE = "ls_strategy.data_efficiency.token_dropping.draw_kept"
+PLACE = "ls_strategy.extras.data_efficiency.token_dropping.draw_kept"
 
 
 def curriculum(unit: Any = "steps") -> SequenceCurriculum:

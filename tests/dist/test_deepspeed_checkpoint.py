@@ -20,9 +20,9 @@ import torch
 from torch.utils.data import DataLoader
 
 from ls_strategy import CheckpointError, ConfigError, ZeROStrategy
-from ls_strategy.cli import main
-from ls_strategy.deepspeed.checkpoint import consolidate_deepspeed, is_deepspeed, read_deepspeed
-from ls_strategy.deepspeed.schedules import WarmupLR
+from ls_strategy.extras.cli import main
+from ls_strategy.extras.deepspeed.checkpoint import consolidate_deepspeed, is_deepspeed, read_deepspeed
+from ls_strategy.extras.deepspeed.schedules import WarmupLR
 from ls_strategy.testing import free_port, spawn
 from tests.golden.deepspeed.make_checkpoints import CASES, STEPS, Net, batch, groups
 from tests.pickles import Runs
@@ -114,7 +114,7 @@ def test_what_is_deepspeeds(tmp_path):
 def test_deepspeed_is_not_needed(tmp_path):
     code = (
         "import sys; sys.modules['deepspeed'] = None\n"
-        "from ls_strategy.deepspeed.checkpoint import consolidate_deepspeed\n"
+        "from ls_strategy.extras.deepspeed.checkpoint import consolidate_deepspeed\n"
         "consolidate_deepspeed(sys.argv[1], sys.argv[2])\n"
     )
     command = [sys.executable, "-c", code, str(GOLDEN / "stage3"), str(tmp_path / "out.ckpt")]

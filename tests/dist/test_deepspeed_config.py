@@ -14,7 +14,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from ls_strategy import ConfigError, ZeROStrategy
-from ls_strategy.deepspeed import WarmupLR
+from ls_strategy.extras.deepspeed import WarmupLR
 from ls_strategy.testing import spawn
 from tests.trainers import bare_trainer
 

@@ -17,7 +17,7 @@ from typing import Any
 
 import pytest
 
-from ls_strategy.snapshots import progress
+from ls_strategy.extras.snapshots import progress
 from ls_strategy.testing import spawn
 from tests.dist import elastic_program
 
@@ -132,7 +132,7 @@ def most_behind(rank: int, world_size: int, most: Any, memory: str) -> int:
     from lightning.pytorch.callbacks import Callback
 
     from ls_strategy import ElasticTraining, ZeROStrategy
-    from ls_strategy.snapshots.write import InMemory
+    from ls_strategy.extras.snapshots.write import InMemory
     from tests.dist.ranks import Net, batches, quiet, trainer_of
 
     quiet()
@@ -173,7 +173,7 @@ def taken_if_writing_takes(rank: int, world_size: int, seconds: float, memory: s
     from lightning.pytorch.callbacks import Callback
 
     from ls_strategy import ElasticTraining, ZeROStrategy
-    from ls_strategy.callbacks import elastic as module
+    from ls_strategy.extras.callbacks import elastic as module
     from ls_strategy.lightning.saving import Saves
     from tests.dist.ranks import Net, batches, quiet, trainer_of
 

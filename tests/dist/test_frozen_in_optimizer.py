@@ -13,8 +13,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from ls_strategy.callbacks import ShardedEMA
 from ls_strategy.config import nested
+from ls_strategy.extras.callbacks import ShardedEMA
 from ls_strategy.lightning.strategy import ZeROStrategy
 from ls_strategy.testing import spawn
 from tests.dist.ranks import (

@@ -11,9 +11,9 @@ from torch import Tensor
 
 import ls_strategy
 from ls_strategy import ConfigError, PlanError, StateError
-from ls_strategy.inference.generate import generate
-from ls_strategy.inference.quantize import weight_bytes
-from ls_strategy.inference.sampling import SamplingConfig
+from ls_strategy.extras.inference.generate import generate
+from ls_strategy.extras.inference.quantize import weight_bytes
+from ls_strategy.extras.inference.sampling import SamplingConfig
 from ls_strategy.testing import spawn
 from recipes.gpt.model import GPTModule
 from recipes.gpt.network import GPT, GPTConfig

@@ -14,7 +14,7 @@ from lightning.pytorch import Callback
 from torch import Tensor, nn
 
 from ls_strategy import ConfigError, PlanError, ZeROStrategy
-from ls_strategy.islands import wire
+from ls_strategy.extras.islands import wire
 from tests.dist.islands import diloco, hub, in_plain_torch, on_islands
 from tests.dist.ranks import OPTIONS, Net, assert_close, assert_equal, batches, fit, trainer_of, weights
 from tests.dist.trusted import once

@@ -18,11 +18,11 @@ import torch
 from lightning.pytorch import Callback
 
 from ls_strategy import ConfigError, StateError
-from ls_strategy.islands.client import HubClient
-from ls_strategy.islands.hub import Hub
-from ls_strategy.islands.link import HubLostError
-from ls_strategy.islands.member import Member, Result
-from ls_strategy.islands.server import HubServer
+from ls_strategy.extras.islands.client import HubClient
+from ls_strategy.extras.islands.hub import Hub
+from ls_strategy.extras.islands.link import HubLostError
+from ls_strategy.extras.islands.member import Member, Result
+from ls_strategy.extras.islands.server import HubServer
 from ls_strategy.testing import free_port
 from tests.dist.islands import diloco, hub, on_islands
 from tests.dist.ranks import Net, batches, trainer_of

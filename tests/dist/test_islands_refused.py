@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from ls_strategy import StateError, ZeROStrategy
-from ls_strategy.islands import outer, wire
+from ls_strategy.extras.islands import outer, wire
 from tests.dist.islands import diloco, hub, on_islands
 from tests.dist.ranks import Net, batches, trainer_of
 

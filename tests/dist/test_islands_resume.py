@@ -18,9 +18,9 @@ import torch
 from lightning.pytorch import Callback
 
 from ls_strategy import ElasticTraining, StateError, ZeROStrategy
-from ls_strategy.islands import client, link
-from ls_strategy.islands.hub import Hub
-from ls_strategy.islands.server import HubServer
+from ls_strategy.extras.islands import client, link
+from ls_strategy.extras.islands.hub import Hub
+from ls_strategy.extras.islands.server import HubServer
 from ls_strategy.testing import free_port
 from tests.dist.islands import become, diloco, hub, on_islands
 from tests.dist.ranks import Net, assert_equal, batches, fit, quiet, trainer_of, weights

@@ -11,9 +11,9 @@ import torch
 from lightning.pytorch.loggers import TensorBoardLogger
 
 from ls_strategy import Monitor, ZeROStrategy
-from ls_strategy.callbacks.step_figures import KINDS, PHASES
 from ls_strategy.config import nested
-from ls_strategy.report.run import read
+from ls_strategy.extras.callbacks.step_figures import KINDS, PHASES
+from ls_strategy.extras.report.run import read
 from ls_strategy.spans import BACKWARD, FORWARD, OPTIMIZER
 from tests.dist.parallel_runs import Module as GPTModule
 from tests.dist.parallel_runs import Run

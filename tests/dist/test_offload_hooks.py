@@ -14,8 +14,8 @@ import pytest
 import torch
 from torch import nn
 
-from ls_strategy.callbacks import Monitor, ShardedEMA
 from ls_strategy.config import nested
+from ls_strategy.extras.callbacks import Monitor, ShardedEMA
 from ls_strategy.lightning.strategy import ZeROStrategy
 from ls_strategy.tiers import stream
 from ls_strategy.tiers.nvme import NVMeTier

@@ -17,9 +17,9 @@ from torch.nn import functional
 from torch.utils.data import DataLoader, TensorDataset
 from torchmetrics import MeanMetric
 
-from ls_strategy.callbacks import PipelineTimeline
 from ls_strategy.config import nested
 from ls_strategy.errors import ConfigError, LSError, PlanError
+from ls_strategy.extras.callbacks import PipelineTimeline
 from ls_strategy.lightning.strategy import ZeROStrategy
 from ls_strategy.testing import spawn
 from tests.dist.parallel_runs import (

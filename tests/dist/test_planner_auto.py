@@ -15,11 +15,11 @@ from torch.utils.data import DataLoader, IterableDataset
 from ls_strategy.config import nested
 from ls_strategy.distributed.comm import make_comm
 from ls_strategy.errors import ConfigError, PlanError
+from ls_strategy.extras.planner import fit as planner_fit
+from ls_strategy.extras.planner.hardware import Hardware
+from ls_strategy.extras.planner.out_of_memory import OutOfMemory
+from ls_strategy.extras.planner.speeds import Speeds, measure
 from ls_strategy.lightning.strategy import ZeROStrategy
-from ls_strategy.planner import fit as planner_fit
-from ls_strategy.planner.hardware import Hardware
-from ls_strategy.planner.out_of_memory import OutOfMemory
-from ls_strategy.planner.speeds import Speeds, measure
 from ls_strategy.testing import spawn
 from tests.models import Case, PrivateNet, loader, quiet
 from tests.trainers import bare_trainer

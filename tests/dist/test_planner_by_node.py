@@ -8,11 +8,11 @@ import pytest
 import torch
 
 from ls_strategy.config import ShardingConfig, ZeROConfig
-from ls_strategy.planner.candidates import Candidate
-from ls_strategy.planner.forecast import Forecaster, Run
-from ls_strategy.planner.hardware import Hardware
-from ls_strategy.planner.simulated import simulated
-from ls_strategy.planner.step import first_batch, training_step
+from ls_strategy.extras.planner.candidates import Candidate
+from ls_strategy.extras.planner.forecast import Forecaster, Run
+from ls_strategy.extras.planner.hardware import Hardware
+from ls_strategy.extras.planner.simulated import simulated
+from ls_strategy.extras.planner.step import first_batch, training_step
 from ls_strategy.precision import resolve_precision
 from ls_strategy.testing import spawn
 from tests.dist.test_planner import Begin

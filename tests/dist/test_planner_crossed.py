@@ -9,9 +9,9 @@ import tempfile
 import pytest
 
 from ls_strategy.config import ActivationOffloadConfig, RecomputeConfig, TierConfig
-from ls_strategy.planner.candidates import Candidate
-from ls_strategy.planner.parallelism import Parallelism
-from ls_strategy.planner.partitioned import partitioned
+from ls_strategy.extras.planner.candidates import Candidate
+from ls_strategy.extras.planner.parallelism import Parallelism
+from ls_strategy.extras.planner.partitioned import partitioned
 from ls_strategy.testing import spawn
 from tests.dist.test_planner_parallel import (
     CP2,

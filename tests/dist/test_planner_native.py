@@ -17,12 +17,12 @@ import torch.distributed as dist
 from ls_strategy._compat import without_dispatch_modes
 from ls_strategy.config import ShardingConfig, TierConfig, ZeROConfig
 from ls_strategy.distributed.comm import Comm
-from ls_strategy.planner.candidates import Candidate
-from ls_strategy.planner.forecast import Forecaster, Run
-from ls_strategy.planner.replay import Peak, replay
-from ls_strategy.planner.simulated import simulated
-from ls_strategy.planner.step import first_batch, training_step
-from ls_strategy.planner.traffic import traffic
+from ls_strategy.extras.planner.candidates import Candidate
+from ls_strategy.extras.planner.forecast import Forecaster, Run
+from ls_strategy.extras.planner.replay import Peak, replay
+from ls_strategy.extras.planner.simulated import simulated
+from ls_strategy.extras.planner.step import first_batch, training_step
+from ls_strategy.extras.planner.traffic import traffic
 from ls_strategy.precision import resolve_precision
 from ls_strategy.testing import spawn
 from ls_strategy.zero.passes import reduce

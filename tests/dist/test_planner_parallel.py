@@ -16,13 +16,13 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from ls_strategy.activations.offload import ActivationOffload
 from ls_strategy.config import RecomputeConfig, ZeROConfig, nested
+from ls_strategy.extras.planner.candidates import Candidate
+from ls_strategy.extras.planner.choice import Question
+from ls_strategy.extras.planner.forecast import Run as PlannedRun
+from ls_strategy.extras.planner.job import Job
+from ls_strategy.extras.planner.parallelism import Parallelism
+from ls_strategy.extras.planner.partitioned import partitioned
 from ls_strategy.lightning.strategy import ZeROStrategy
-from ls_strategy.planner.candidates import Candidate
-from ls_strategy.planner.choice import Question
-from ls_strategy.planner.forecast import Run as PlannedRun
-from ls_strategy.planner.job import Job
-from ls_strategy.planner.parallelism import Parallelism
-from ls_strategy.planner.partitioned import partitioned
 from ls_strategy.precision import resolve_precision
 from ls_strategy.testing import spawn
 from ls_strategy.tiers.nvme import NVMeTier

@@ -11,12 +11,12 @@ import torch
 from torch.utils.data import DataLoader, TensorDataset
 
 from ls_strategy.config import RecomputeConfig, ZeROConfig, nested
+from ls_strategy.extras.planner.candidates import Candidate
+from ls_strategy.extras.planner.choice import Question
+from ls_strategy.extras.planner.forecast import Run as PlannedRun
+from ls_strategy.extras.planner.hardware import Hardware
+from ls_strategy.extras.planner.reach import Reach, Reaches
 from ls_strategy.lightning.strategy import ZeROStrategy
-from ls_strategy.planner.candidates import Candidate
-from ls_strategy.planner.choice import Question
-from ls_strategy.planner.forecast import Run as PlannedRun
-from ls_strategy.planner.hardware import Hardware
-from ls_strategy.planner.reach import Reach, Reaches
 from ls_strategy.precision import resolve_precision
 from ls_strategy.testing import spawn
 from tests.dist.parallel_runs import Module, Run

@@ -17,8 +17,8 @@ from lightning.pytorch.callbacks import Callback, ModelCheckpoint
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 from torch.utils.data import DataLoader
 
-from ls_strategy.callbacks.preemption import Preempted, PreemptionHandler
 from ls_strategy.errors import ConfigError
+from ls_strategy.extras.callbacks.preemption import Preempted, PreemptionHandler
 from tests.dist.ranks import Net, assert_close, on_ranks, samples, trainer_of, weights
 from tests.marks import slow
 

@@ -17,14 +17,14 @@ from torch import Tensor, nn
 
 from ls_strategy import MoE, load_from_checkpoint
 from ls_strategy.config import ZeROConfig, nested
+from ls_strategy.extras.planner.candidates import Candidate
+from ls_strategy.extras.planner.forecast import Forecaster, Run
+from ls_strategy.extras.planner.hardware import Hardware
+from ls_strategy.extras.planner.simulated import simulated
+from ls_strategy.extras.planner.step import first_batch, training_step
+from ls_strategy.extras.planner.traffic import traffic
 from ls_strategy.lightning.strategy import ZeROStrategy
 from ls_strategy.ops.quantized import rounded
-from ls_strategy.planner.candidates import Candidate
-from ls_strategy.planner.forecast import Forecaster, Run
-from ls_strategy.planner.hardware import Hardware
-from ls_strategy.planner.simulated import simulated
-from ls_strategy.planner.step import first_batch, training_step
-from ls_strategy.planner.traffic import traffic
 from ls_strategy.precision import resolve_precision
 from ls_strategy.testing import spawn
 from ls_strategy.zero.flat.quantized import QuantizedFlat

@@ -101,7 +101,7 @@ def test_the_example_of_the_guide_runs() -> None:
 def test_outside_of_a_train_function_the_cure_is_named() -> None:
     from lightning.pytorch import Trainer
 
-    from ls_strategy.ray import RayZeROStrategy, latest_checkpoint
+    from ls_strategy.extras.ray import RayZeROStrategy, latest_checkpoint
 
     with pytest.raises(ConfigError, match="Make the Trainer inside the function"):
         Trainer(accelerator="cpu", strategy=RayZeROStrategy(), logger=False)
@@ -113,7 +113,7 @@ def test_reports_need_a_strategy_of_ours() -> None:
     from lightning.pytorch import Trainer
     from lightning.pytorch.demos.boring_classes import BoringModel
 
-    from ls_strategy.ray import RayReportCallback
+    from ls_strategy.extras.ray import RayReportCallback
 
     trainer = Trainer(accelerator="cpu", logger=False, enable_checkpointing=False, callbacks=[RayReportCallback()])
     with pytest.raises(ConfigError, match="RayTrainReportCallback for its own"):
@@ -126,7 +126,7 @@ def test_storages_have_the_address_that_fsspec_knows(tmp_path: Path) -> None:
     import fsspec
     from pyarrow import fs
 
-    from ls_strategy.ray.storage import address
+    from ls_strategy.extras.ray.storage import address
 
     assert address(fs.LocalFileSystem(), str(tmp_path)) == str(tmp_path)
     in_memory = fs.PyFileSystem(fs.FSSpecHandler(fsspec.filesystem("memory")))
@@ -142,7 +142,7 @@ def test_a_name_that_ray_may_count_on_is_not_used_again(tmp_path: Path, monkeypa
 
     from pyarrow import fs
 
-    from ls_strategy.ray import storage
+    from ls_strategy.extras.ray import storage
 
     ray = SimpleNamespace(
         storage_filesystem=fs.LocalFileSystem(),

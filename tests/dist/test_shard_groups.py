@@ -10,7 +10,7 @@ from typing import Any
 import lightning.pytorch as pl
 import pytest
 
-from ls_strategy.planner.traffic import traffic
+from ls_strategy.extras.planner.traffic import traffic
 from ls_strategy.testing import spawn
 from tests.marks import few_or_all
 from tests.models import (

@@ -12,8 +12,8 @@ from lightning.pytorch.loggers import CSVLogger
 from torch import Tensor, nn
 
 from ls_strategy import Monitor, ZeROStrategy
-from ls_strategy.callbacks import step_figures
-from ls_strategy.callbacks.expert_monitor import ExpertMonitor
+from ls_strategy.extras.callbacks import step_figures
+from ls_strategy.extras.callbacks.expert_monitor import ExpertMonitor
 from ls_strategy.moe.layer import MoE
 from tests.dist.ranks import WIDTH, Net, batches, on_ranks, trainer_of
 

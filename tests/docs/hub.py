@@ -7,8 +7,8 @@ import threading
 import time
 from pathlib import Path
 
-from ls_strategy.islands.hub import Hub
-from ls_strategy.islands.server import HubServer
+from ls_strategy.extras.islands.hub import Hub
+from ls_strategy.extras.islands.server import HubServer
 
 
 def address() -> str:

@@ -18,7 +18,7 @@ from typing import Any
 import ls_strategy
 from ls_strategy import ZeROStrategy
 from ls_strategy.config.renamed import RENAMED
-from ls_strategy.deepspeed.keys import documented
+from ls_strategy.extras.deepspeed.keys import documented
 from tests.docs.blocks import ROOT
 
 PAGES = (ROOT / "docs" / "options.md", ROOT / "docs" / "migration.md")

@@ -162,7 +162,7 @@ def test_yaml_is_taken_by_the_recipe(block: Block, parser: Any, tmp_path: Path) 
 
 @pytest.mark.parametrize("block", of("json"), ids=str)
 def test_json_is_a_deepspeed_configuration(block: Block) -> None:
-    from ls_strategy.deepspeed import translate
+    from ls_strategy.extras.deepspeed import translate
 
     assert translate(json.loads(block.code)).report()
 
@@ -210,7 +210,7 @@ def check_make(words: list[str]) -> None:
 
 def check_own(words: list[str]) -> None:
     """Our own commands take these arguments."""
-    from ls_strategy import cli
+    from ls_strategy.extras import cli
 
     parser = argparse.ArgumentParser(prog="ls-strategy")
     subcommands = parser.add_subparsers(required=True)

@@ -25,7 +25,7 @@ from typing import Any
 import lightning.pytorch  # noqa: F401  (sets environment variables when it is imported)
 import pytest
 
-from ls_strategy import cli
+from ls_strategy.extras import cli
 from tests.docs import warm_python
 from tests.docs.blocks import ROOT, Block, blocks_of
 from tests.docs.test_blocks import check_own, commands_of, environment

@@ -13,11 +13,11 @@ import torch
 from ls_strategy import device as dev
 from ls_strategy.config import RecomputeConfig, ShardingConfig, TierConfig, ZeROConfig
 from ls_strategy.distributed import buffer_pool
-from ls_strategy.planner.candidates import Candidate
-from ls_strategy.planner.forecast import Forecast, Forecaster, Run
-from ls_strategy.planner.hardware import Hardware
-from ls_strategy.planner.simulated import simulated
-from ls_strategy.planner.step import first_batch, training_step
+from ls_strategy.extras.planner.candidates import Candidate
+from ls_strategy.extras.planner.forecast import Forecast, Forecaster, Run
+from ls_strategy.extras.planner.hardware import Hardware
+from ls_strategy.extras.planner.simulated import simulated
+from ls_strategy.extras.planner.step import first_batch, training_step
 from ls_strategy.precision import resolve_precision
 from tests.gpu.programs import ALL_ON_HOST
 from tests.gpu.watch import PinnedBytes

@@ -15,7 +15,7 @@ import torchmetrics
 from lightning.pytorch.loggers import CSVLogger
 from torch import Tensor, nn
 
-from ls_strategy.callbacks import Monitor
+from ls_strategy.extras.callbacks import Monitor
 from ls_strategy.moe.feed_forward import FeedForward
 from ls_strategy.moe.layer import MoE
 from ls_strategy.moe.losses import moe_losses

@@ -101,7 +101,7 @@ CHECKPOINTS = (
     ),
     Mutation(
         "a snapshot is served although a newer one is complete",
-        "ls_strategy/snapshots/find.py",
+        "ls_strategy/extras/snapshots/find.py",
         "sorted(manifests, key=age_of, reverse=True)",
         "sorted(manifests, key=age_of)",
         ("tests/unit/test_snapshots.py::test_the_newest_complete_snapshot_counts",),

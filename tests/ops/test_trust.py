@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from ls_strategy.doctor import kernels
+from ls_strategy.extras.doctor import kernels
 from ls_strategy.ops import _build
 from tests.processes import Program
 

@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 pytest.importorskip("jsonargparse")
 
 from ls_strategy.errors import PlanError
-from ls_strategy.inference.sampling import Uniforms, row_seed, sample
+from ls_strategy.extras.inference.sampling import Uniforms, row_seed, sample
 from ls_strategy.lightning.strategy import ZeROStrategy
 from ls_strategy.testing import spawn
 from recipes.gpt import generate, model

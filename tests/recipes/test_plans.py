@@ -10,7 +10,7 @@ import pytest
 
 pytest.importorskip("jsonargparse")
 
-from ls_strategy.cli import main
+from ls_strategy.extras.cli import main
 from recipes.cifar import stand_in
 from tests.recipes import programs
 from tests.recipes.programs import ROOT

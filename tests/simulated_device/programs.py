@@ -18,7 +18,7 @@ from ls_strategy.activations.offload import ActivationOffload
 from ls_strategy.config import ActivationOffloadConfig
 from ls_strategy.distributed import buffer_pool
 from ls_strategy.distributed.buffer_pool import BufferPool
-from ls_strategy.inference.stream import stream_blocks
+from ls_strategy.extras.inference.stream import stream_blocks
 from ls_strategy.lightning.strategy import ZeROStrategy
 from ls_strategy.moe.dispatch import by_expert
 from ls_strategy.tiers.link import Link, host_empty

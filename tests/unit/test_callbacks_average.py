@@ -9,10 +9,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from ls_strategy.callbacks import average as average_file
-from ls_strategy.callbacks.average import ShardedEMA
 from ls_strategy.config import PrecisionConfig
 from ls_strategy.errors import ConfigError, PlanError, StateError
+from ls_strategy.extras.callbacks import average as average_file
+from ls_strategy.extras.callbacks.average import ShardedEMA
 from ls_strategy.lightning.strategy import ZeROStrategy
 from tests.unit.one_rank import adamw, engine_on, network, steps, weights
 
@@ -176,7 +176,9 @@ def test_nothing_is_exchanged_after_an_exception(monkeypatch: pytest.MonkeyPatch
     run, ema = trained()
     run.call(ema, "on_validation_start")
     run.call(ema, "on_exception", ValueError("mine"))
-    monkeypatch.setattr("ls_strategy.callbacks.average.exchange_masters", lambda *_, **__: pytest.fail("collective"))
+    monkeypatch.setattr(
+        "ls_strategy.extras.callbacks.average.exchange_masters", lambda *_, **__: pytest.fail("collective")
+    )
     run.call(ema, "on_validation_end")
 
 

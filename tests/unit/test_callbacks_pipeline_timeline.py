@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 import torch
 
-from ls_strategy.callbacks.pipeline_timeline import PipelineTimeline
 from ls_strategy.errors import ConfigError, PlanError
+from ls_strategy.extras.callbacks.pipeline_timeline import PipelineTimeline
 from ls_strategy.lightning.strategy import ZeROStrategy
 from ls_strategy.parallel.pipeline.schedules import Action
 

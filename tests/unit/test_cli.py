@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from ls_strategy import cli
 from ls_strategy.config import NVMeIOConfig
+from ls_strategy.extras import cli
 from ls_strategy.tiers.tuning import Measured, best
 
 SMALL = ["--gib", "0.004", "--seconds", "0", "--block-mib", "0.25", "0.5", "--parallelism", "1", "2"]

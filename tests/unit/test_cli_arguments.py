@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from ls_strategy.checked import above
-from ls_strategy.cli import arguments
 from ls_strategy.errors import ConfigError
+from ls_strategy.extras.cli import arguments
 
 
 @pytest.mark.parametrize(("text", "expected"), [("1", 1), (" 7 ", 7), ("1048576", 1 << 20)])

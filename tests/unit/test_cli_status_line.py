@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 
-from ls_strategy.cli.status_line import show_status
+from ls_strategy.extras.cli.status_line import show_status
 
 
 def test_elsewhere_every_text_is_a_line(capsys):

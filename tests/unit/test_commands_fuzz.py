@@ -17,7 +17,7 @@ import pytest
 import torch
 
 from ls_strategy.checkpoint.manifest import _crc_of
-from ls_strategy.cli import main, make_parser
+from ls_strategy.extras.cli import main, make_parser
 from tests.unit.checkpoint_folders import small_folder
 from tests.unit.test_options_fuzz import TooLongError, limit
 
@@ -54,7 +54,9 @@ BASE = {
 @pytest.fixture(autouse=True)
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("ls_strategy.islands.server.HubServer.serve", lambda _: None)  # else it runs until an interrupt
+    monkeypatch.setattr(
+        "ls_strategy.extras.islands.server.HubServer.serve", lambda _: None
+    )  # else it runs until an interrupt
     (tmp_path / "good.yaml").write_text("trainer:\n  devices: 2\n")
     (tmp_path / "bad.yaml").write_bytes(b"trainer: \xff\xfe")
     (tmp_path / "five.yaml").write_text("trainer: 5\n")

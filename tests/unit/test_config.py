@@ -34,7 +34,7 @@ from ls_strategy import (
 from ls_strategy.autoload import ALIASES
 from ls_strategy.config import ZeROConfig, nested
 from ls_strategy.config.renamed import GROUPS, RENAMED, default_of
-from ls_strategy.planner.candidates import ladder
+from ls_strategy.extras.planner.candidates import ladder
 
 CLASSES = [name for name in ls_strategy.__all__ if dataclasses.is_dataclass(getattr(ls_strategy, name))]
 FULL: dict[str, Any] = {

@@ -18,12 +18,12 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch import nn
 
-from ls_strategy import cli
 from ls_strategy.checkpoint import output
 from ls_strategy.checkpoint.consolidate import consolidate
 from ls_strategy.checkpoint.source import read_checkpoint, read_weights
 from ls_strategy.checkpoint.torch_file import StreamedSave
 from ls_strategy.errors import CheckpointError, ConfigError
+from ls_strategy.extras import cli
 from ls_strategy.lightning.loading import load_from_checkpoint
 from ls_strategy.zero.lazy import LazyTensor
 from tests.processes import Program

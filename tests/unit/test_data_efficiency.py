@@ -18,9 +18,9 @@ from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader
 
 from ls_strategy import ConfigError, PlanError, RandomTokenDropping, SequenceCurriculum, StateError
-from ls_strategy.data_efficiency.curriculum import shorten
-from ls_strategy.data_efficiency.schedule import Schedule
-from ls_strategy.data_efficiency.token_dropping import DroppingForward, draw_kept, keep_tokens, middle_blocks
+from ls_strategy.extras.data_efficiency.curriculum import shorten
+from ls_strategy.extras.data_efficiency.schedule import Schedule
+from ls_strategy.extras.data_efficiency.token_dropping import DroppingForward, draw_kept, keep_tokens, middle_blocks
 from recipes.gpt.network import GPT, Block, GPTConfig, Rotary
 from tests.dist.ranks import quiet
 

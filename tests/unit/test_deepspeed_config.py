@@ -13,9 +13,9 @@ import torch
 from ls_strategy import ConfigError, Lamb, Lion, LossScaleConfig, NVMeIOConfig, TierConfig, ZeROStrategy
 from ls_strategy.config import nested
 from ls_strategy.config.renamed import RENAMED
-from ls_strategy.deepspeed import translate
-from ls_strategy.deepspeed.keys import KEYS, AnyBlock, Key, documented
-from ls_strategy.deepspeed.optimizers import OptimizerBlock, SchedulerBlock
+from ls_strategy.extras.deepspeed import translate
+from ls_strategy.extras.deepspeed.keys import KEYS, AnyBlock, Key, documented
+from ls_strategy.extras.deepspeed.optimizers import OptimizerBlock, SchedulerBlock
 from ls_strategy.lightning.deepspeed import takes_deepspeed_config
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -11,8 +11,8 @@ import pytest
 import torch
 
 from ls_strategy.checkpoint.target import MANIFEST
-from ls_strategy.deepspeed.folder import is_deepspeed, open_save
 from ls_strategy.errors import CheckpointError
+from ls_strategy.extras.deepspeed.folder import is_deepspeed, open_save
 
 STAGE_2 = "zero_pp_rank_{rank}_mp_rank_00_optim_states.pt"
 

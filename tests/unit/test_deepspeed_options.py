@@ -14,9 +14,9 @@ from lightning.pytorch.demos.boring_classes import BoringModel
 from ls_strategy import ActivationOffloadConfig, LossScaleConfig, NVMeIOConfig, OffloadConfig, TierConfig, ZeROStrategy
 from ls_strategy.config import nested
 from ls_strategy.config.renamed import GROUPS
-from ls_strategy.deepspeed import translate
-from ls_strategy.deepspeed.options import KEYS_OF
 from ls_strategy.errors import ConfigError
+from ls_strategy.extras.deepspeed import translate
+from ls_strategy.extras.deepspeed.options import KEYS_OF
 
 
 def zero(**keys: Any) -> dict[str, Any]:

@@ -11,8 +11,8 @@ from types import ModuleType
 import pytest
 import torch
 
-from ls_strategy.deepspeed import schedules
 from ls_strategy.errors import ConfigError
+from ls_strategy.extras.deepspeed import schedules
 
 CASES = [
     ("WarmupLR", {}),

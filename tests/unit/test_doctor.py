@@ -14,12 +14,12 @@ from pathlib import Path
 import lightning.pytorch  # noqa: F401 - sets variables of the environment when it is first imported
 import pytest
 
-from ls_strategy import cli
 from ls_strategy.distributed.rendezvous import free_port
-from ls_strategy.doctor import cluster, collective, gpus, host, kernels, nvme, software
-from ls_strategy.doctor.examine import TOPICS, Check, choose, examine
-from ls_strategy.doctor.finding import Finding
 from ls_strategy.errors import ConfigError
+from ls_strategy.extras import cli
+from ls_strategy.extras.doctor import cluster, collective, gpus, host, kernels, nvme, software
+from ls_strategy.extras.doctor.examine import TOPICS, Check, choose, examine
+from ls_strategy.extras.doctor.finding import Finding
 from ls_strategy.ops import _build
 from ls_strategy.ops.extra_library import routing_library
 from ls_strategy.tiers.nvme_folder import mount_of

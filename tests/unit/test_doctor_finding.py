@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-from ls_strategy.doctor.finding import Finding, note_if, one_line, run
+from ls_strategy.extras.doctor.finding import Finding, note_if, one_line, run
 
 
 def python(code: str) -> list[str]:

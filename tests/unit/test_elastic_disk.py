@@ -8,8 +8,8 @@ from pathlib import Path
 
 import torch
 
-from ls_strategy.callbacks.elastic_disk import newest_of_run
 from ls_strategy.errors import StateError
+from ls_strategy.extras.callbacks.elastic_disk import newest_of_run
 
 
 def flip(path: Path) -> None:

@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from ls_strategy.callbacks import elastic_errors
 from ls_strategy.errors import ConfigError, PlanError
-from ls_strategy.snapshots.memory import Memory
+from ls_strategy.extras.callbacks import elastic_errors
+from ls_strategy.extras.snapshots.memory import Memory
 
 
 def test_only_the_same_error_on_as_many_ranks_comes_again(tmp_path: Path) -> None:

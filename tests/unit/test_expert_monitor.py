@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from ls_strategy import ConfigError
-from ls_strategy.callbacks.expert_monitor import ExpertMonitor, LayerLoad, cells, scalars
+from ls_strategy.extras.callbacks.expert_monitor import ExpertMonitor, LayerLoad, cells, scalars
 from ls_strategy.lightning.strategy import ZeROStrategy
 from ls_strategy.moe.layer import MoE
 from ls_strategy.moe.losses import moe_losses

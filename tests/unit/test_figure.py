@@ -9,13 +9,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from ls_strategy.callbacks.expert_monitor import cells
-from ls_strategy.callbacks.expert_monitor import draw as draw_loads
+from ls_strategy.extras.callbacks.expert_monitor import cells
+from ls_strategy.extras.callbacks.expert_monitor import draw as draw_loads
+from ls_strategy.extras.plots.figure import Frame, framed, ticks
+from ls_strategy.extras.plots.pipeline import bars
+from ls_strategy.extras.plots.pipeline import draw as draw_spans
 from ls_strategy.parallel.pipeline.schedules import make_table
 from ls_strategy.parallel.pipeline.simulate import simulate
-from ls_strategy.plots.figure import Frame, framed, ticks
-from ls_strategy.plots.pipeline import bars
-from ls_strategy.plots.pipeline import draw as draw_spans
 
 ImageDraw: Any = pytest.importorskip("PIL.ImageDraw")
 

@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 
 from ls_strategy.errors import ConfigError, PlanError
-from ls_strategy.inference.cache import KVCache
-from ls_strategy.inference.generate import generate, stream
-from ls_strategy.inference.sampling import SamplingConfig, row_seed
+from ls_strategy.extras.inference.cache import KVCache
+from ls_strategy.extras.inference.generate import generate, stream
+from ls_strategy.extras.inference.sampling import SamplingConfig, row_seed
 from ls_strategy.moe.router import Router
 from recipes.gpt.network import GPT, GPTConfig
 from recipes.moe.network import Expert, MoEConfig, MoEGPT

@@ -6,7 +6,7 @@ import pytest
 from torch import nn
 
 from ls_strategy.errors import PlanError
-from ls_strategy.inference.blocks import followers, streamed_modules, with_own_weights
+from ls_strategy.extras.inference.blocks import followers, streamed_modules, with_own_weights
 
 
 class Block(nn.Module):

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
-from ls_strategy.inference.cache import KVCache
+from ls_strategy.extras.inference.cache import KVCache
 
 B, H, K, N = 2, 4, 2, 8
 

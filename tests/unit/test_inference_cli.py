@@ -9,8 +9,8 @@ import lightning
 import pytest
 import torch
 
-from ls_strategy.cli import main
-from ls_strategy.inference.measure import triad_gbs, weights_read
+from ls_strategy.extras.cli import main
+from ls_strategy.extras.inference.measure import triad_gbs, weights_read
 from recipes.gpt.model import GPTModule
 from recipes.gpt.network import GPT, GPTConfig
 

@@ -15,7 +15,7 @@ from torch import nn
 
 import ls_strategy
 from ls_strategy import ConfigError
-from ls_strategy.inference.deepspeed_names import NAMES, OURS, SHORT, read_options
+from ls_strategy.extras.inference.deepspeed_names import NAMES, OURS, SHORT, read_options
 
 DOCUMENTED = (
     *(

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from ls_strategy.errors import ConfigError, StateError
-from ls_strategy.inference.engine import _comparable, init_inference
+from ls_strategy.extras.inference.engine import _comparable, init_inference
 
 
 @pytest.mark.parametrize(

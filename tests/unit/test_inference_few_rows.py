@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from ls_strategy.inference.few_rows import LEAST_WEIGHTS, few_rows_linear
+from ls_strategy.extras.inference.few_rows import LEAST_WEIGHTS, few_rows_linear
 
 
 @pytest.mark.parametrize("shape", [(1, 1, 512), (8, 1, 512), (64, 512), (65, 512), (0, 512), (512,)])

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from ls_strategy.errors import CheckpointError, PlanError
-from ls_strategy.inference.fill import Filler, device_of, needs_filling, open_weights
+from ls_strategy.extras.inference.fill import Filler, device_of, needs_filling, open_weights
 from ls_strategy.pretrained.safetensors import read_safetensors
 
 CPU = torch.device("cpu")

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from ls_strategy.errors import PlanError, StateError
-from ls_strategy.inference.placeholder import (
+from ls_strategy.extras.inference.placeholder import (
     EntryTarget,
     FloatingTarget,
     Placeholder,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from types import SimpleNamespace
 from typing import Any
 
-from ls_strategy.inference.read_ahead import ReadAhead
+from ls_strategy.extras.inference.read_ahead import ReadAhead
 
 
 class Storage:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from ls_strategy.errors import ConfigError
-from ls_strategy.inference.sampling import SamplingConfig, Uniforms, row_seed, sample
+from ls_strategy.extras.inference.sampling import SamplingConfig, Uniforms, row_seed, sample
 
 GREEDY = SamplingConfig(temperature=0)
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from ls_strategy.errors import ConfigError, StateError
-from ls_strategy.inference.storage import ALIGN, BlockStorage, StoredBlocks, pack
+from ls_strategy.extras.inference.storage import ALIGN, BlockStorage, StoredBlocks, pack
 
 CPU = torch.device("cpu")
 TENSORS = [torch.arange(3.0), torch.arange(6, dtype=torch.int8).view(2, 3).T, torch.full((), 7, dtype=torch.int64)]

@@ -16,11 +16,11 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch import nn
 
-from ls_strategy import cli
 from ls_strategy.checkpoint.describe import describe, verify_all
 from ls_strategy.checkpoint.manifest import read_manifest
 from ls_strategy.checkpoint.safetensors import export_safetensors
-from ls_strategy.deepspeed.checkpoint import is_deepspeed
+from ls_strategy.extras import cli
+from ls_strategy.extras.deepspeed.checkpoint import is_deepspeed
 from tests.unit.checkpoint_folders import damage, small_folder, uncommit
 
 
@@ -263,7 +263,7 @@ def test_names_of_removed_options_are_shown_as_they_are_called_now(tmp_path: Pat
 @pytest.mark.wide
 def test_the_command_does_not_load_lightning(tmp_path: Path) -> None:
     code = (
-        "import sys; from ls_strategy import cli\n"
+        "import sys; from ls_strategy.extras import cli\n"
         f"assert cli.main(['inspect', {str(small_folder(tmp_path / 'x.ckpt'))!r}]) == 0\n"
         "print('lightning' in sys.modules)"
     )

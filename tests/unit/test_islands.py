@@ -14,15 +14,15 @@ import pytest
 import torch
 
 from ls_strategy import ConfigError, DiLoCo, StateError
-from ls_strategy.cli import main
-from ls_strategy.islands import buffers, messages, wire
-from ls_strategy.islands import hub as hub_module
-from ls_strategy.islands.client import HubClient, parse_address
-from ls_strategy.islands.decided import Reply
-from ls_strategy.islands.fingerprint import disagreement
-from ls_strategy.islands.hub import Hub
-from ls_strategy.islands.link import HubLostError
-from ls_strategy.islands.server import HubServer
+from ls_strategy.extras.cli import main
+from ls_strategy.extras.islands import buffers, messages, wire
+from ls_strategy.extras.islands import hub as hub_module
+from ls_strategy.extras.islands.client import HubClient, parse_address
+from ls_strategy.extras.islands.decided import Reply
+from ls_strategy.extras.islands.fingerprint import disagreement
+from ls_strategy.extras.islands.hub import Hub
+from ls_strategy.extras.islands.link import HubLostError
+from ls_strategy.extras.islands.server import HubServer
 from ls_strategy.testing import free_port
 
 
@@ -340,7 +340,7 @@ def test_what_is_an_islands_own_must_differ():
 
 
 def test_two_islands_with_one_number_are_refused(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr("ls_strategy.islands.hub._SEAT_S", 0.5)
+    monkeypatch.setattr("ls_strategy.extras.islands.hub._SEAT_S", 0.5)
     hub, _ = started()
     assert "island=1 a second time" in get(island(hub, 1)[0].join()).line["error"]
     assert "island=2, but the hub was started for 2 islands" in get(island(hub, 2)[0].join()).line["error"]

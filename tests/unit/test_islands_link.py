@@ -16,15 +16,15 @@ from typing import Any
 import pytest
 
 from ls_strategy import ConfigError, StateError
-from ls_strategy.islands import client as client_module
-from ls_strategy.islands import link
-from ls_strategy.islands.client import HubClient
-from ls_strategy.islands.link import HubSilentError
+from ls_strategy.extras.islands import client as client_module
+from ls_strategy.extras.islands import link
+from ls_strategy.extras.islands.client import HubClient
+from ls_strategy.extras.islands.link import HubSilentError
 
 PROGRAM = """
 import sys
-from ls_strategy.islands import server
-from ls_strategy.islands.hub import Hub
+from ls_strategy.extras.islands import server
+from ls_strategy.extras.islands.hub import Hub
 server.ALIVE_S = 0.2
 made = server.HubServer(Hub(int(sys.argv[1]), 60.0), host="127.0.0.1", port=0, secret="")
 print(made.port, flush=True)

@@ -13,8 +13,8 @@ from typing import Any
 
 import pytest
 
-from ls_strategy.islands.hub import Hub
-from ls_strategy.islands.server import HubServer
+from ls_strategy.extras.islands.hub import Hub
+from ls_strategy.extras.islands.server import HubServer
 
 SECRET = "a secret of more than sixteen characters"
 
@@ -240,7 +240,7 @@ def test_memory_is_not_taken_before_bytes_arrive() -> None:
 
 
 def test_a_rank_that_says_nothing_is_lost_and_one_that_trains_slowly_is_not(monkeypatch: pytest.MonkeyPatch) -> None:
-    from ls_strategy.islands import client, server
+    from ls_strategy.extras.islands import client, server
 
     monkeypatch.setattr(server._Handler, "timeout", 1.0)
     monkeypatch.setattr(client, "ALIVE_S", 0.2)

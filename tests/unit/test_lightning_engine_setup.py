@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 
 from ls_strategy.config import ZeROConfig
+from ls_strategy.extras.planner import fit as planner_fit
 from ls_strategy.lightning.activation_memory import ActivationMemory
 from ls_strategy.lightning.engine_setup import EngineSetup
-from ls_strategy.planner import fit as planner_fit
 
 TRAINER: Any = SimpleNamespace(default_root_dir="/runs/a")
 

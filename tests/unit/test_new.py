@@ -14,10 +14,10 @@ from pathlib import Path
 
 import pytest
 
-from ls_strategy import cli
-from ls_strategy.cli import new
-from ls_strategy.cli.submit import infer_module
 from ls_strategy.errors import ConfigError
+from ls_strategy.extras import cli
+from ls_strategy.extras.cli import new
+from ls_strategy.extras.cli.submit import infer_module
 
 ROOT = Path(__file__).parents[2]
 LAUNCHER = ("WORLD_SIZE", "RANK", "LOCAL_RANK", "NODE_RANK", "MASTER_ADDR", "MASTER_PORT")
@@ -346,7 +346,7 @@ def test_a_name_taken_in_the_meantime_is_not_replaced(
 
 def test_a_project_after_a_killed_run(folder: Path) -> None:
     """A kill can leave a hidden folder behind; the name is free."""
-    program = "import os, signal\nfrom ls_strategy.cli import main, new\nreal = new.files\n"
+    program = "import os, signal\nfrom ls_strategy.extras.cli import main, new\nreal = new.files\n"
     program += "def files(name):\n  for i, each in enumerate(real(name)):\n    yield each\n"
     program += "    if i == 4: os.kill(os.getpid(), signal.SIGKILL)\nnew.files = files\nmain(['new', 'sorting'])"
     done = subprocess.run([sys.executable, "-c", program], env={**os.environ, "PYTHONPATH": str(ROOT)}, check=False)

@@ -15,8 +15,8 @@ FITTED = (
     "ls_strategy/lightning/",
     "ls_strategy/zero/",
     "ls_strategy/distributed/",
-    "ls_strategy/deepspeed/strategy.py",
-    "ls_strategy/planner/fit.py",
+    "ls_strategy/extras/deepspeed/strategy.py",
+    "ls_strategy/extras/planner/fit.py",
 )
 """What takes part in fits, the last two in those with ``deepspeed_config`` and of ``zero_auto``. Files and cases with
 fits reach it without importing it; they were chosen by noting which functions of `_compat` they call."""

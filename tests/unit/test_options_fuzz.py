@@ -32,8 +32,8 @@ import ls_strategy
 from ls_strategy import ZeROStrategy
 from ls_strategy.config import ParallelConfig, ZeROConfig, nested
 from ls_strategy.errors import LSError
+from ls_strategy.extras.inference.sampling import SamplingConfig
 from ls_strategy.hints import hints_of
-from ls_strategy.inference.sampling import SamplingConfig
 from tests.trainers import bare_trainer
 
 CONFIGS = (

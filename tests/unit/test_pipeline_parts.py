@@ -17,6 +17,7 @@ from torch.nn import functional
 from ls_strategy._compat import is_compiled, route_calls, unroute_calls
 from ls_strategy.distributed.comm import Comm
 from ls_strategy.errors import PlanError, StateError
+from ls_strategy.extras.plots.pipeline import bars, chrome_trace
 from ls_strategy.parallel.pipeline.p2p import Shapes, TensorShape, make_links
 from ls_strategy.parallel.pipeline.partition import keep_own, make_cut
 from ls_strategy.parallel.pipeline.placeholder import Absent, Placeholder, is_meta, placeholder
@@ -33,7 +34,6 @@ from ls_strategy.parallel.pipeline.simulate import bubble, simulate
 from ls_strategy.parallel.pipeline.split import backward_inputs
 from ls_strategy.parallel.pipeline.stage import StageRunner
 from ls_strategy.parallel.pipeline.transfer import SIDE, SideLoss, StageTransfer
-from ls_strategy.plots.pipeline import bars, chrome_trace
 from tests import papers
 
 CPU = torch.device("cpu")

@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 
+from ls_strategy.extras.plots.pipeline import bars
 from ls_strategy.parallel.pipeline.schedules import Action
 from ls_strategy.parallel.pipeline.simulate import bubble
 from ls_strategy.parallel.pipeline.timeline import TimelineRecorder
-from ls_strategy.plots.pipeline import bars
 
 FORWARD, BACKWARD = Action("F", 0, 0), Action("B", 0, 0)
 

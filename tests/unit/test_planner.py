@@ -13,16 +13,16 @@ from torch.nn import functional
 from ls_strategy.config import ActivationOffloadConfig, RecomputeConfig, TierConfig, ZeROConfig
 from ls_strategy.distributed.comm import Comm
 from ls_strategy.errors import ConfigError, PlanError
-from ls_strategy.planner.candidates import Candidate, ladder
-from ls_strategy.planner.choice import Question, choose, explain, smallest
-from ls_strategy.planner.forecast import Forecaster, Run, lightest, on_hardware, reason, table
-from ls_strategy.planner.hardware import Hardware, parse_rate
-from ls_strategy.planner.scaling import scale, scaling_table
-from ls_strategy.planner.simulated import simulated
-from ls_strategy.planner.speeds import measure
-from ls_strategy.planner.states import ModelStates, moment_bytes
-from ls_strategy.planner.step import training_step
-from ls_strategy.planner.traffic import traffic
+from ls_strategy.extras.planner.candidates import Candidate, ladder
+from ls_strategy.extras.planner.choice import Question, choose, explain, smallest
+from ls_strategy.extras.planner.forecast import Forecaster, Run, lightest, on_hardware, reason, table
+from ls_strategy.extras.planner.hardware import Hardware, parse_rate
+from ls_strategy.extras.planner.scaling import scale, scaling_table
+from ls_strategy.extras.planner.simulated import simulated
+from ls_strategy.extras.planner.speeds import measure
+from ls_strategy.extras.planner.states import ModelStates, moment_bytes
+from ls_strategy.extras.planner.step import training_step
+from ls_strategy.extras.planner.traffic import traffic
 from ls_strategy.precision import resolve_precision
 from tests import papers
 from tests.live_bytes import LiveBytes

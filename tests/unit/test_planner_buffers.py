@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from ls_strategy.planner.buffers import (
+from ls_strategy.extras.planner.buffers import (
     Setting,
     SimulatedFlat,
     SimulatedLedger,

@@ -9,8 +9,8 @@ import sys
 
 import pytest
 
-from ls_strategy.cli import plan
 from ls_strategy.errors import ConfigError, PlanError
+from ls_strategy.extras.cli import plan
 
 pytest.importorskip("jsonargparse")
 PROGRAM = """

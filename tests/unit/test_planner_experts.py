@@ -8,11 +8,11 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from ls_strategy.extras.planner.choice import Question
+from ls_strategy.extras.planner.forecast import Run
 from ls_strategy.moe.capacity import capacity_of
 from ls_strategy.moe.feed_forward import FeedForward
 from ls_strategy.moe.layer import MoE
-from ls_strategy.planner.choice import Question
-from ls_strategy.planner.forecast import Run
 from ls_strategy.precision import resolve_precision
 
 TOKENS, WIDTH, HIDDEN, EXPERTS, K = 24, 8, 16, 4, 2

@@ -5,9 +5,9 @@ from __future__ import annotations
 import torch
 
 from ls_strategy.config import OffloadConfig, ShardingConfig, ZeROConfig
-from ls_strategy.planner.forecast import lacks_of
-from ls_strategy.planner.states import ModelStates
-from ls_strategy.planner.traffic import traffic
+from ls_strategy.extras.planner.forecast import lacks_of
+from ls_strategy.extras.planner.states import ModelStates
+from ls_strategy.extras.planner.traffic import traffic
 from ls_strategy.precision import resolve_precision
 from tests.unit.test_planner import Net, exact, forecasts_of, question
 

@@ -7,9 +7,9 @@ from types import SimpleNamespace
 import pytest
 
 from ls_strategy.errors import ConfigError
+from ls_strategy.extras.planner.costs import _far
+from ls_strategy.extras.planner.hardware import Hardware, _free_on_nvme, parse_bytes, show_bytes
 from ls_strategy.host_memory import _left_in_control_group
-from ls_strategy.planner.costs import _far
-from ls_strategy.planner.hardware import Hardware, _free_on_nvme, parse_bytes, show_bytes
 
 
 @pytest.mark.parametrize("text", ["80 bananas", "", "GB", "-1GB"])

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from ls_strategy.planner.live import StorageWatch
+from ls_strategy.extras.planner.live import StorageWatch
 from tests.live_bytes import LiveBytes
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from ls_strategy.planner.out_of_memory import OutOfMemory, explaining, is_out_of_memory
+from ls_strategy.extras.planner.out_of_memory import OutOfMemory, explaining, is_out_of_memory
 
 
 def test_a_real_failed_allocation_is_explained():

@@ -14,26 +14,26 @@ import pytest
 import torch
 from torch.nn import functional
 
-from ls_strategy.cli import plan_search
 from ls_strategy.config import ActivationOffloadConfig, RecomputeConfig, TierConfig, ZeROConfig
 from ls_strategy.errors import ConfigError, PlanError
+from ls_strategy.extras.cli import plan_search
+from ls_strategy.extras.planner import search as search_module
+from ls_strategy.extras.planner.block_steps import BlockSteps, Known, NotUniform, sharded_size
+from ls_strategy.extras.planner.candidates import Candidate
+from ls_strategy.extras.planner.choice import Question
+from ls_strategy.extras.planner.combinations import FULL, jobs_of
+from ls_strategy.extras.planner.costs import bubble_of
+from ls_strategy.extras.planner.forecast import Run
+from ls_strategy.extras.planner.front import explanation, front_table
+from ls_strategy.extras.planner.hardware import Hardware
+from ls_strategy.extras.planner.job import Job
+from ls_strategy.extras.planner.parallelism import Parallelism
+from ls_strategy.extras.planner.partitioned import partitioned
+from ls_strategy.extras.planner.pieces import SHORT, Composer, Span
+from ls_strategy.extras.planner.search import search
+from ls_strategy.extras.plots.front import draw_front
 from ls_strategy.parallel.pipeline.schedules import make_table
 from ls_strategy.parallel.pipeline.simulate import simulate
-from ls_strategy.planner import search as search_module
-from ls_strategy.planner.block_steps import BlockSteps, Known, NotUniform, sharded_size
-from ls_strategy.planner.candidates import Candidate
-from ls_strategy.planner.choice import Question
-from ls_strategy.planner.combinations import FULL, jobs_of
-from ls_strategy.planner.costs import bubble_of
-from ls_strategy.planner.forecast import Run
-from ls_strategy.planner.front import explanation, front_table
-from ls_strategy.planner.hardware import Hardware
-from ls_strategy.planner.job import Job
-from ls_strategy.planner.parallelism import Parallelism
-from ls_strategy.planner.partitioned import partitioned
-from ls_strategy.planner.pieces import SHORT, Composer, Span
-from ls_strategy.planner.search import search
-from ls_strategy.plots.front import draw_front
 from ls_strategy.precision import resolve_precision
 from recipes.gpt.network import GPT, GPTConfig
 from recipes.moe.network import MoEConfig, MoEGPT

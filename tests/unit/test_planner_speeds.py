@@ -10,13 +10,13 @@ import torch
 
 from ls_strategy.config import TierConfig
 from ls_strategy.distributed.comm import Comm
+from ls_strategy.extras.planner.candidates import Candidate
+from ls_strategy.extras.planner.forecast import EFFICIENCY, Forecast
+from ls_strategy.extras.planner.replay import Peak
+from ls_strategy.extras.planner.speeds import SAME, Speeds, measure, quickest
+from ls_strategy.extras.planner.states import matrix_flops
+from ls_strategy.extras.planner.traffic import StepTraffic
 from ls_strategy.optimizers.muon import Muon
-from ls_strategy.planner.candidates import Candidate
-from ls_strategy.planner.forecast import EFFICIENCY, Forecast
-from ls_strategy.planner.replay import Peak
-from ls_strategy.planner.speeds import SAME, Speeds, measure, quickest
-from ls_strategy.planner.states import matrix_flops
-from ls_strategy.planner.traffic import StepTraffic
 
 HOST = Speeds(
     flops=1e9 / EFFICIENCY, link=1e6, message=0.001, update=1e8, host_update=1e7, bus=1e6, overlaps=False,

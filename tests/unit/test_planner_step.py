@@ -8,7 +8,7 @@ from torch import nn
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 from ls_strategy.errors import PlanError
-from ls_strategy.planner.step import first_batch, training_step, without_trainer
+from ls_strategy.extras.planner.step import first_batch, training_step, without_trainer
 
 
 class Random(torch.utils.data.Dataset):

@@ -12,11 +12,11 @@ from torch import Tensor, nn
 
 from ls_strategy.config import ZeROConfig
 from ls_strategy.errors import PlanError
-from ls_strategy.planner.candidates import Candidate
-from ls_strategy.planner.choice import Question
-from ls_strategy.planner.forecast import Run, assumptions
-from ls_strategy.planner.hardware import Hardware
-from ls_strategy.planner.traffic import traffic
+from ls_strategy.extras.planner.candidates import Candidate
+from ls_strategy.extras.planner.choice import Question
+from ls_strategy.extras.planner.forecast import Run, assumptions
+from ls_strategy.extras.planner.hardware import Hardware
+from ls_strategy.extras.planner.traffic import traffic
 from ls_strategy.precision import resolve_precision
 from tests.live_bytes import LiveBytes
 

@@ -11,7 +11,7 @@ from torch import nn
 
 from ls_strategy import load_safetensors
 from ls_strategy.errors import CheckpointError
-from ls_strategy.inference.fill import Filler, open_weights
+from ls_strategy.extras.inference.fill import Filler, open_weights
 from ls_strategy.pretrained.safetensors import files_of, read_safetensors
 from tests.unit.test_inference_fill import write
 

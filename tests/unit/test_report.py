@@ -16,14 +16,14 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ls_strategy import cli
-from ls_strategy.report import csv_file, events_file, find
-from ls_strategy.report.charts import round_ticks
-from ls_strategy.report.events import events_of
-from ls_strategy.report.markup import number, short, text
-from ls_strategy.report.page import page
-from ls_strategy.report.run import Run, read
-from ls_strategy.report.series import Series, columns_of
+from ls_strategy.extras import cli
+from ls_strategy.extras.report import csv_file, events_file, find
+from ls_strategy.extras.report.charts import round_ticks
+from ls_strategy.extras.report.events import events_of
+from ls_strategy.extras.report.markup import number, short, text
+from ls_strategy.extras.report.page import page
+from ls_strategy.extras.report.run import Run, read
+from ls_strategy.extras.report.series import Series, columns_of
 from tests.unit.report_runs import PHASES, csv_log, monitored, run_file, start, tensorboard
 
 NAMESPACE = {"h": "http://www.w3.org/1999/xhtml"}
@@ -336,7 +336,7 @@ def test_characters_that_xml_forbids_are_replaced() -> None:
 
 def test_the_report_needs_no_torch(tmp_path: Path) -> None:
     csv_log(tmp_path, {"loss": [1.0]})
-    code = f"import sys; from ls_strategy.cli import main\nassert main(['report', {str(tmp_path)!r}]) == 0\n"
+    code = f"import sys; from ls_strategy.extras.cli import main\nassert main(['report', {str(tmp_path)!r}]) == 0\n"
     code += "assert not [m for m in ('torch', 'lightning') if m in sys.modules]"
     assert os.spawnv(os.P_WAIT, sys.executable, [sys.executable, "-c", code]) == 0
 

@@ -17,8 +17,8 @@ from typing import Any
 import pytest
 import torch
 
-from ls_strategy import cli
-from ls_strategy.callbacks.step_figures import draw_memory, draw_time
+from ls_strategy.extras import cli
+from ls_strategy.extras.callbacks.step_figures import draw_memory, draw_time
 from tests.unit.report_runs import monitored, run_file, start, tensorboard
 from tests.unit.test_step_figures import two_ranks
 
@@ -199,7 +199,7 @@ def contrast(one: str, other: str) -> float:
 
 
 def test_colours_of_lines_have_contrast_in_light_and_dark() -> None:
-    from ls_strategy.report import style
+    from ls_strategy.extras.report import style
 
     def rgb(colour: str) -> str:
         return ",".join(str(int(colour[i : i + 2], 16)) for i in (1, 3, 5))

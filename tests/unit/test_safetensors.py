@@ -11,10 +11,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from ls_strategy import cli
 from ls_strategy.checkpoint.consolidate import consolidate
 from ls_strategy.checkpoint.safetensors import FilePart, export_safetensors, rename_prefixes
 from ls_strategy.errors import CheckpointError, ConfigError
+from ls_strategy.extras import cli
 from tests.unit.checkpoint_folders import damage, small_folder, small_tensors, write_folder
 
 NAMES = {"blocks.9.bias", "blocks.10.bias", "empty", "seen", "table.weight"}

@@ -16,8 +16,8 @@ from ls_strategy import ConfigError, ZeROStrategy
 from ls_strategy.config import ZeROConfig, nested
 from ls_strategy.distributed.comm import Comm
 from ls_strategy.distributed.mesh import MeshShape
+from ls_strategy.extras.planner.states import ModelStates
 from ls_strategy.layout import ALIGN, FlatLayout, weighted_bounds
-from ls_strategy.planner.states import ModelStates
 from ls_strategy.precision import resolve_precision
 from ls_strategy.zero.setup import weights as weighing
 

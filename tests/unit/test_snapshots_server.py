@@ -13,9 +13,9 @@ import pytest
 
 from ls_strategy.distributed import requests
 from ls_strategy.errors import CheckpointError
-from ls_strategy.snapshots.memory import Memory
-from ls_strategy.snapshots.nodes import Nodes
-from ls_strategy.snapshots.server import Peer, Server, one_address
+from ls_strategy.extras.snapshots.memory import Memory
+from ls_strategy.extras.snapshots.nodes import Nodes
+from ls_strategy.extras.snapshots.server import Peer, Server, one_address
 from tests.limits import wall
 from tests.unit.test_snapshots import A, serving, together, write
 
@@ -139,7 +139,7 @@ def test_nodes_listen_at_the_address_where_they_are_reached(memory: Memory, othe
 
 def test_the_address_of_a_node_is_that_of_the_way_to_another_one(monkeypatch: pytest.MonkeyPatch):
     ways = {"10.0.0.2": ["10.0.0.1"], "node2": []}
-    monkeypatch.setattr("ls_strategy.snapshots.server._towards", lambda address: ways.get(address, []))
+    monkeypatch.setattr("ls_strategy.extras.snapshots.server._towards", lambda address: ways.get(address, []))
     main, second = ["127.0.1.1", "main"], ["10.0.0.2", "node2"]
     assert one_address(second, [main, second]) == "10.0.0.2"
     assert one_address(main, [main, second]) == "10.0.0.1"  # its own name leads to itself
@@ -151,7 +151,7 @@ def test_the_address_of_a_node_is_that_of_the_way_to_another_one(monkeypatch: py
 def test_nodes_that_are_not_reached_at_the_likeliest_address_listen_at_all(
     memory: Memory, other: Memory, monkeypatch: pytest.MonkeyPatch
 ):
-    monkeypatch.setattr("ls_strategy.snapshots.nodes.one_address", lambda *_: "127.0.0.2")
+    monkeypatch.setattr("ls_strategy.extras.snapshots.nodes.one_address", lambda *_: "127.0.0.2")
     real = Peer.hello
 
     def hello(peer: Peer) -> None:

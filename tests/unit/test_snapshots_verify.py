@@ -14,11 +14,11 @@ from ls_strategy.checkpoint.manifest import FileRecord, Manifest
 from ls_strategy.checkpoint.save import Save
 from ls_strategy.checkpoint.target import MANIFEST
 from ls_strategy.errors import CheckpointError
-from ls_strategy.snapshots.find import listing
-from ls_strategy.snapshots.memory import Memory, name_of
-from ls_strategy.snapshots.nodes import Nodes
-from ls_strategy.snapshots.verify import newest_whole
-from ls_strategy.snapshots.write import InMemory
+from ls_strategy.extras.snapshots.find import listing
+from ls_strategy.extras.snapshots.memory import Memory, name_of
+from ls_strategy.extras.snapshots.nodes import Nodes
+from ls_strategy.extras.snapshots.verify import newest_whole
+from ls_strategy.extras.snapshots.write import InMemory
 from tests.unit.test_snapshots import together
 
 OLD, NEW = name_of(5, "0000000a"), name_of(12, "0000000b")

@@ -17,9 +17,9 @@ from hypothesis import strategies as st
 
 from ls_strategy import device as dev
 from ls_strategy import spans
-from ls_strategy.callbacks.intervals import FitTable, Interval, Sample
-from ls_strategy.callbacks.step_trace import RankTrace, merged
-from ls_strategy.plots.charts import Charts, unit_for
+from ls_strategy.extras.callbacks.intervals import FitTable, Interval, Sample
+from ls_strategy.extras.callbacks.step_trace import RankTrace, merged
+from ls_strategy.extras.plots.charts import Charts, unit_for
 from ls_strategy.spans import (
     BACKWARD,
     COMMUNICATION,

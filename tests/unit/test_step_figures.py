@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from ls_strategy.callbacks.step_figures import (
+from ls_strategy.extras.callbacks.step_figures import (
     KINDS,
     PHASES,
     SHOWN_RANKS,
@@ -17,7 +17,7 @@ from ls_strategy.callbacks.step_figures import (
     draw_memory,
     draw_time,
 )
-from ls_strategy.callbacks.step_trace import RankTrace
+from ls_strategy.extras.callbacks.step_trace import RankTrace
 from ls_strategy.spans import BACKWARD, COMMUNICATION, COPY, DATA, FORWARD, OPTIMIZER, Record, Span
 
 ImageDraw: Any = pytest.importorskip("PIL.ImageDraw")

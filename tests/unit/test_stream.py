@@ -23,9 +23,9 @@ from ls_strategy.checkpoint.safetensors import DTYPES, export_safetensors
 from ls_strategy.checkpoint.source import as_bytes
 from ls_strategy.config import NVMeIOConfig
 from ls_strategy.errors import CheckpointError, ConfigError, PlanError, StateError
-from ls_strategy.inference.fill import open_weights
-from ls_strategy.inference.storage import DeviceBuffers, StoredBlocks
-from ls_strategy.inference.stream import stream_blocks
+from ls_strategy.extras.inference.fill import open_weights
+from ls_strategy.extras.inference.storage import DeviceBuffers, StoredBlocks
+from ls_strategy.extras.inference.stream import stream_blocks
 from ls_strategy.layout import TensorPart
 from ls_strategy.tiers.file_io import DirectFile, NVMeError
 from ls_strategy.tiers.link import Link
@@ -171,8 +171,8 @@ def test_buffers_that_are_parameters_stay_buffers(drive):
 
 
 def test_buffers_that_are_parameters_stay_buffers_where_they_are_moved_and_cast(drive):
-    from ls_strategy.inference.engine import _cast
-    from ls_strategy.inference.store_blocks import _move_rest
+    from ls_strategy.extras.inference.engine import _cast
+    from ls_strategy.extras.inference.store_blocks import _move_rest
 
     for change in (lambda m: _cast(m, torch.float32), lambda m: _cast(m, torch.bfloat16)):
         model = with_parameters_as_buffers()
@@ -1012,7 +1012,7 @@ def test_compiled_blocks_are_streamed(drive):
 
 @pytest.mark.parametrize("wanted", ["int8", "int4"])
 def test_quantised_models_are_streamed(wanted, drive):
-    from ls_strategy.inference.quantize import Quantizer
+    from ls_strategy.extras.inference.quantize import Quantizer
     from recipes.gpt.network import GPT, GPTConfig
 
     torch.manual_seed(0)
@@ -1030,7 +1030,7 @@ def test_quantised_models_are_streamed(wanted, drive):
 
 
 def test_blocks_are_quantised_one_by_one_while_they_are_filled(drive):
-    from ls_strategy.inference.quantize import Quantizer
+    from ls_strategy.extras.inference.quantize import Quantizer
     from recipes.gpt.network import GPT, GPTConfig
 
     def build() -> GPT:

@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from ls_strategy.cli import submit
 from ls_strategy.errors import ConfigError, StateError
-from ls_strategy.slurm.script import Job, render
+from ls_strategy.extras.cli import submit
+from ls_strategy.extras.slurm.script import Job, render
 
 CONFIG = """
 trainer:

@@ -22,12 +22,12 @@ from torch import Tensor, nn
 from torch.distributed import TCPStore
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
 
-from ls_strategy import cli
 from ls_strategy.checkpoint import background, save
 from ls_strategy.checkpoint.describe import describe
 from ls_strategy.checkpoint.manifest import FileRecord, Manifest
 from ls_strategy.checkpoint.source import read_checkpoint, read_weights
 from ls_strategy.errors import CheckpointError
+from ls_strategy.extras import cli
 from ls_strategy.lightning import checkpoints as lightning_checkpoints
 from ls_strategy.lightning.loading import load_from_checkpoint
 from tests.pickles import Runs
@@ -288,7 +288,7 @@ def test_files_of_deepspeed_in_a_folder_of_ours_are_not_read(tmp_path: Path, cap
 
 
 def test_a_tag_that_leads_out_of_the_folder_is_not_followed(tmp_path: Path) -> None:
-    from ls_strategy.deepspeed.folder import is_deepspeed
+    from ls_strategy.extras.deepspeed.folder import is_deepspeed
 
     golden = Path(__file__).parents[1] / "golden" / "deepspeed" / "stage1"
     shutil.copytree(golden, tmp_path / "theirs")

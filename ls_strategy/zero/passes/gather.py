@@ -18,7 +18,7 @@ class Gatherer:
     """Gathers, prefetches, releases and publishes the units of one model.
 
     The planner runs `fetch`, `release` and the like on its simulated buffers, too: see
-    `ls_strategy.planner.buffers`.
+    `ls_strategy.extras.planner.buffers`.
     """
 
     def __init__(self, units: list[Unit], *, sharded: bool, prefetch_units: int) -> None:

@@ -1,0 +1,140 @@
+"""``ls-strategy consolidate DIR OUT``: write a sharded checkpoint as one file, or as safetensors."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+
+from ls_strategy.checked import above
+from ls_strategy.errors import ConfigError
+from ls_strategy.extras.cli import arguments
+from ls_strategy.extras.cli.status_line import show_status
+
+DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
+
+
+def add(subcommands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    """Add the ``consolidate`` subcommand."""
+    parser = subcommands.add_parser(
+        "consolidate",
+        help="write a sharded checkpoint, ours or DeepSpeed's, as one file, or as safetensors",
+        description="Write a sharded checkpoint, ours or DeepSpeed's, as one .ckpt file that every strategy resumes "
+        "from, or its weights as safetensors. Needs memory for a part of one tensor. --format ckpt unpickles the "
+        "objects in the checkpoint, as torch.load(weights_only=False) does: use it only for checkpoints that you "
+        "trust.",
+    )
+    parser.add_argument("source", metavar="DIR", type=arguments.location, help="checkpoint folder (or file)")
+    parser.add_argument(
+        "target", metavar="OUT", type=arguments.path, help="output file; with --format safetensors, output folder"
+    )
+    parser.add_argument(
+        "--format", choices=("ckpt", "safetensors"), default="ckpt", help="output format (default: %(default)s)"
+    )
+    parser.add_argument("--weights-only", action="store_true", help="ckpt: omit optimizers and callbacks")
+    parser.add_argument("--dtype", choices=("keep", *DTYPES), default="keep", help="safetensors: dtype of the weights")
+    parser.add_argument(
+        "--max-shard-gb",
+        type=arguments.number(above(0, 1e6)),
+        default=5.0,
+        metavar="GB",
+        help="safetensors: maximum file size (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--rename",
+        nargs="+",
+        default=[],
+        metavar="OLD=NEW",
+        help="safetensors, and DeepSpeed's checkpoints: replace a prefix of names; --rename model.= removes the "
+        "prefix 'model.', --rename =model. adds it",
+    )
+    parser.add_argument("--ema", action="store_true", help="safetensors: write the averaged weights (ShardedEMA)")
+    parser.add_argument(
+        "--split-experts",
+        action="store_true",
+        help="safetensors: write stacked experts one by one, experts.up.weight as experts.0.up.weight and so on",
+    )
+    parser.add_argument("--force", action="store_true", help="replace OUT if it exists")
+    parser.set_defaults(run=run)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Write the file or files, and print the time it took."""
+    from ls_strategy.extras.deepspeed.checkpoint import consolidate_deepspeed, is_deepspeed
+
+    theirs = is_deepspeed(args.source)
+    if theirs and args.format != "ckpt":
+        raise ConfigError(
+            f"Got {args.source}, which is a DeepSpeed checkpoint. Write a .ckpt first (--format ckpt), and export that."
+        )
+    if args.format == "ckpt" and (args.dtype != "keep" or (args.rename and not theirs) or args.ema):
+        raise ConfigError(
+            "--dtype, --rename and --ema need --format safetensors; a .ckpt keeps everything as it was saved."
+        )
+    if args.format == "ckpt" and args.split_experts:
+        raise ConfigError("--split-experts needs --format safetensors; a .ckpt keeps everything as it was saved.")
+    if args.format == "safetensors" and args.weights_only:
+        raise ConfigError("--weights-only needs --format ckpt; safetensors contain only weights. Omit it.")
+    if not all("=" in pair for pair in args.rename):
+        raise ConfigError(f"Got --rename {' '.join(args.rename)}, but it needs OLD=NEW: a prefix and its replacement.")
+
+    pairs: list[tuple[str, str]] = [(old, new) for old, _, new in (pair.partition("=") for pair in args.rename)]
+    progress = ProgressLine(str(args.target))
+    if theirs:
+        consolidate_deepspeed(
+            args.source,
+            args.target,
+            weights_only=args.weights_only,
+            rename=pairs,
+            force=args.force,
+            progress=progress,
+        )
+    elif args.format == "ckpt":
+        from ls_strategy.checkpoint.consolidate import consolidate
+
+        consolidate(args.source, args.target, weights_only=args.weights_only, force=args.force, progress=progress)
+    else:
+        import torch
+
+        from ls_strategy.checkpoint.safetensors import export_safetensors, rename_prefixes, split_experts
+
+        renamed = rename_prefixes(pairs)
+        export_safetensors(
+            args.source,
+            args.target,
+            dtype=None if args.dtype == "keep" else getattr(torch, DTYPES[args.dtype]),
+            max_shard_bytes=max(int(args.max_shard_gb * 1e9), 1),
+            rename=split_experts(renamed) if args.split_experts else renamed,
+            average=args.ema,
+            force=args.force,
+            progress=progress,
+        )
+    progress.finish()
+    return 0
+
+
+class ProgressLine:
+    """A status line on stderr: overwritten on a terminal; otherwise only the last one is printed."""
+
+    def __init__(self, name: str) -> None:
+        """``name`` is what is written."""
+        self._name = name
+        self._started = time.monotonic()
+        self._shown = 0.0
+        self._done = self._total = 0
+
+    def __call__(self, done: int, total: int) -> None:
+        """Show the bytes written so far, and the total."""
+        self._done, self._total = done, total
+        if sys.stderr.isatty() and time.monotonic() - self._shown > 0.2:
+            self._shown = time.monotonic()
+            show_status(self._line())
+
+    def finish(self) -> None:
+        """Print the last line."""
+        seconds = time.monotonic() - self._started
+        start = "\r" if sys.stderr.isatty() else ""
+        print(f"{start}{self._line()} in {seconds:.1f} s".ljust(79), file=sys.stderr, flush=True)
+
+    def _line(self) -> str:
+        return f"{self._name}: {self._done / 1e9:.2f} of {self._total / 1e9:.2f} GB"

@@ -1,0 +1,401 @@
+"""Simulate the engine's flat buffers, buffer pool and reducer: bytes instead of memory.
+
+The rules repeat those of `zero.reduce.Reducer`, `zero.averages.Averages` and `comm.Comm`. A test compares the result
+with the storages of real ranks.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, deque
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from ls_strategy.config import ActivationOffloadConfig
+from ls_strategy.extras.planner.hops import SimulatedHops
+from ls_strategy.ops.quantized import packed_bytes
+from ls_strategy.plan import FlatPlan, Plan
+from ls_strategy.zero.passes import reduce
+
+
+@dataclass(frozen=True, kw_only=True)
+class Setting:
+    """Inputs of a replay besides the trace and the plan."""
+
+    optimizer_bytes: tuple[float, ...]
+    """Bytes per element of each optimizer, see `states.moment_bytes`."""
+
+    micro_batches: int = 1
+    """Micro-batches per optimizer step."""
+
+    prefetch_units: int = 1
+    early_step: bool = True
+    """Updates start in backward: offload, one optimizer, no clipping, no loss scale, no code that reads gradients."""
+
+    native: bool = False
+    """NCCL: the transport reduces, and has its own buffers."""
+
+    wire_fp32: bool = True
+    """NCCL: gradients are reduced in fp32."""
+
+    cuda: bool = False
+    """The device has its own memory: states are copied from the host."""
+
+    step_temporaries: bool = False
+    """Some optimizer's step needs temporaries as large as the stepped shards."""
+
+    activation_offload: ActivationOffloadConfig | None = None
+    node_size: int | None = None
+    """Ranks per node. None: all are on one."""
+
+    buffers: int = 0
+    """Bytes of the module's buffers."""
+
+
+class SimulatedLedger:
+    """Bytes on the device by kind, now and at the peak."""
+
+    def __init__(self) -> None:
+        self.now: Counter[str] = Counter()
+        self.total = 0
+        self.relief = 0
+        """Bytes of activations that are currently offloaded."""
+
+        self.peak = 0
+        self.at_peak: dict[str, int] = {}
+
+    def add(self, kind: str, nbytes: int) -> None:
+        """Allocate, or free if negative."""
+        self.now[kind] += nbytes
+        self.total += nbytes
+        self._note(0)
+
+    def add_run(self, high: int, net: int) -> None:
+        """Allocate and free activations: ``net`` bytes in the end, at most ``high`` in between."""
+        self._note(high)
+        self.now["activations"] += net
+        self.total += net
+
+    def _note(self, more: int) -> None:
+        """Remember a peak, with ``more`` bytes of activations than now."""
+        now = self.total + more - self.relief
+        if now > self.peak:
+            self.peak = now
+            self.at_peak = dict(self.now)
+            self.at_peak["activations"] = self.now["activations"] + more - self.relief
+
+
+class SimulatedPool:
+    """Simulates `buffer_pool.BufferPool`."""
+
+    def __init__(self, ledger: SimulatedLedger) -> None:
+        self._ledger = ledger
+        self._free: Counter[tuple[int, int]] = Counter()
+
+    def take(self, numel: int, itemsize: int) -> tuple[int, int]:
+        """See `BufferPool`."""
+        key = (numel, itemsize)
+        if self._free[key]:
+            self._free[key] -= 1
+        else:
+            self._ledger.add("communication", numel * itemsize)
+        return key
+
+    def give(self, keys: Sequence[tuple[int, int]]) -> None:
+        """See `BufferPool`."""
+        self._free.update(keys)
+
+
+@dataclass
+class SimulatedFlat:
+    """Simulates the parts of one flat buffer that `Gatherer` and the reducer use."""
+
+    plan: FlatPlan
+    ledger: SimulatedLedger
+    reads_ahead: bool
+    sharded: bool = True
+    """Whether a gather sends something (stage 3)."""
+
+    pool: SimulatedPool | None = None
+    """Of the ranks that shard it."""
+
+    is_gathered: bool = False
+    gathering: bool | None = None
+    reading: bool | None = None
+    held: bool = False
+    held_packed: bool = False
+    publish_due: bool = False
+    updated_early: bool = False
+    users: int = 0
+    # gradients
+    grad: tuple[int, int] | None = None
+    pooled: list[tuple[int, int]] = field(default_factory=list)
+    hops: SimulatedHops | None = None
+    wire: int = 0
+    used: set[str] = field(default_factory=set)
+    wide: bool = False
+    landed: bool = False
+    """Whether a micro-batch of this step has left averages."""
+
+    def __post_init__(self) -> None:
+        """Begin as `Flat` does."""
+        self.is_gathered |= self.plan.replicated and self.plan.quantized is None
+
+    @property
+    def gathered_bytes(self) -> int:
+        """Bytes of the gathered buffer."""
+        return self.plan.layout.numel * self.plan.dtype.itemsize
+
+    @property
+    def resident(self) -> bool:
+        """See `Flat`."""
+        return not self.sharded and self.plan.quantized is None
+
+    def _hold(self) -> None:
+        if not self.held:
+            self.held = True
+            self.ledger.add("parameters", self.gathered_bytes)
+
+    def _hold_wire(self) -> None:
+        """Allocate what a gather fills."""
+        if self.plan.wire_format is None:
+            self._hold()
+        elif self.sharded and not self.held_packed:
+            self.held_packed = True
+            self.ledger.add("parameters", self._packed_bytes)
+
+    def _free_packed(self) -> None:
+        if self.held_packed:
+            self.held_packed = False
+            self.ledger.add("parameters", -self._packed_bytes)
+
+    @property
+    def _packed_bytes(self) -> int:
+        assert self.plan.wire_format is not None
+        return packed_bytes(self.plan.layout.numel, self.plan.wire_format)
+
+    def start_gather(self) -> None:
+        """See `Flat`."""
+        self._hold_wire()
+        if self.plan.gathered_as is not None and self.sharded and self.pool is not None:
+            # This rank's shard before it is rounded.
+            self.pool.give([self.pool.take(self.plan.layout.shard, self.plan.dtype.itemsize)])
+        self.reading = None
+        self.gathering = True
+
+    def start_read(self) -> None:
+        """See `Flat`."""
+        if self.reads_ahead and not self.is_gathered and self.gathering is None and self.reading is None:
+            self._hold_wire()
+            self.reading = True
+
+    def finish_gather(self) -> None:
+        """See `Flat`, and `QuantizedFlat`."""
+        if self.gathering and self.plan.wire_format is not None:
+            self._hold()
+            self._free_packed()
+        self.gathering = None
+        self.is_gathered = True
+
+    def release(self) -> None:
+        """See `Flat`."""
+        self.gathering = self.reading = None
+        self.is_gathered = False
+        self._free_packed()
+        if self.held:
+            self.held = False
+            self.ledger.add("parameters", -self.gathered_bytes)
+
+    def outdate_secondary(self) -> None:
+        """See `Flat`. The second copy keeps its memory."""
+
+    def take_writes(self) -> bool:
+        """See `Flat`. Nothing is written in a simulation."""
+        return False
+
+
+class SimulatedUnit:
+    """Simulates a unit."""
+
+    def __init__(self, flats: list[SimulatedFlat], *, is_root: bool) -> None:
+        self.flats = flats
+        self.is_root = is_root
+        self.pinned = False
+        self.trainable_flats = [f for f in flats if f.plan.trainable]
+        self.waiting_for = 0
+        self.launched = False
+
+    def unpin(self) -> None:
+        """See `Unit`."""
+        self.pinned = False
+
+
+class SimulatedReducer:
+    """Simulates `Reducer`: which buffers hold gradients, and when they are sent."""
+
+    def __init__(
+        self, units: list[SimulatedUnit], plan: Plan, setting: Setting, ledger: SimulatedLedger, trained: set[str]
+    ) -> None:
+        self.order = [u for u in reversed(units) if u.trainable_flats]
+        self.plan, self.policy, self.setting, self.ledger = plan, plan.policy, setting, ledger
+        self.pool = SimulatedPool(ledger)
+        self.eager = True
+        self.holds = False
+        """See `Reducer`."""
+        self._early_step = False
+        """Whether updates start in this backward: only in the last one before the step."""
+        self._trained = trained
+        self._next = 0
+        self._in_flight: deque[SimulatedFlat] = deque()
+        self._hopping: list[SimulatedHops] = []
+
+    def begin_backward(self, *, eager: bool) -> None:
+        """See `Reducer`."""
+        self.finish_in_flight()
+        self.eager = eager or (self.policy.gradients and not self.holds)
+        self._early_step = self.setting.early_step and eager
+        self._next = 0
+        for unit in self.order:
+            unit.launched = False
+            unit.waiting_for = sum(
+                s.name in self._trained and s.numel > 0 for f in unit.trainable_flats for s in f.plan.layout.slots
+            )
+            for flat in unit.trainable_flats if not self.policy.gradients else ():
+                self._widen(flat)
+
+    def _widen(self, flat: SimulatedFlat) -> None:
+        """At stages 0 and 1, accumulate in fp32 from the second micro-batch on, and keep the buffer."""
+        size = flat.plan.dtype.itemsize
+        if flat.used and self.policy.optimizer and size < 4 and not flat.wide:
+            numel = flat.plan.layout.numel
+            self.ledger.add("gradients", numel * 4)
+            self.ledger.add("gradients", -numel * size)
+            flat.wide = True
+
+    def on_grad(self, unit: SimulatedUnit, flat: SimulatedFlat, name: str, numel: int) -> None:
+        """See `Reducer`; ``numel`` elements of the parameter ``name``."""
+        if self.policy.gradients:
+            if not unit.launched:
+                self._hold(flat)
+        elif flat.wide and name in flat.used:  # cast to fp32 for accumulation
+            self.ledger.add("gradients", numel * 4)
+            self.ledger.add("gradients", -numel * 4)
+        flat.used.add(name)
+        if numel == 0:
+            return
+        unit.waiting_for -= 1
+        if unit.waiting_for == 0 and self.eager:
+            while self._next < len(self.order) and self.order[self._next].waiting_for <= 0:
+                self._launch(self.order[self._next])
+                self._next += 1
+
+    def _hold(self, flat: SimulatedFlat) -> None:
+        if flat.grad is None:
+            size = flat.plan.dtype.itemsize
+            flat.grad = self.pool.take(flat.plan.layout.numel, max(size, 4) if self.holds else size)
+
+    def end_backward(self) -> None:
+        """See `Reducer`."""
+        if not self.eager:
+            return
+        for unit in self.order[self._next :]:
+            self._launch(unit)
+        self._next = len(self.order)
+        if not self.policy.gradients or self._early_step:
+            self.finish_in_flight()
+
+    def send_held(self) -> None:
+        """See `Reducer`."""
+        if any(not unit.launched for unit in self.order):
+            self.eager = True
+            self.end_backward()
+
+    def _launch(self, unit: SimulatedUnit) -> None:
+        unit.launched = True
+        for flat in unit.trainable_flats:
+            if self.plan.world_size == 1 and not self.policy.optimizer:
+                continue
+            if self.policy.gradients:
+                self._hold(flat)
+            self._send(flat)
+            self._in_flight.append(flat)
+            while self._too_much():
+                self._finish(self._in_flight.popleft())
+
+    def _sent_itemsize(self, flat: SimulatedFlat) -> int:
+        if not self.policy.optimizer or flat.wide:
+            return 4
+        return flat.plan.dtype.itemsize if flat.grad is None else flat.grad[1]
+
+    def _send(self, flat: SimulatedFlat) -> None:
+        world, shard, size = flat.plan.layout.world_size, flat.plan.layout.shard, self._sent_itemsize(flat)
+        self._advance_hops()
+        if flat.plan.reduced_as is not None:
+            flat.hops = self._start_hops(flat.plan)
+            return
+        if world == 1:
+            return
+        if not self.setting.native:
+            flat.pooled = [self.pool.take(shard, size) for _ in range(world - 1)]
+            return
+        wire = max(size, 4) if self.setting.wire_fp32 else size
+        if wire != size:
+            flat.wire = flat.plan.layout.numel * wire
+            self.ledger.add("communication", flat.wire)
+        flat.pooled = [self.pool.take(shard, wire)]
+
+    def _start_hops(self, plan: FlatPlan) -> SimulatedHops:
+        setting, ledger = self.setting, self.ledger
+        hops = SimulatedHops(
+            plan, self.plan, node_size=setting.node_size, cuda=setting.cuda, pool=self.pool,
+            add=lambda nbytes: ledger.add("communication", nbytes),
+        )  # fmt: skip
+        self._hopping.append(hops)
+        return hops
+
+    def _advance_hops(self) -> None:
+        """See `Reducer`."""
+        self._hopping = [hops for hops in self._hopping if hops.advance()]
+
+    def _too_much(self) -> bool:
+        if self._early_step:
+            return len(self._in_flight) > 1
+        flying = sum(f.plan.layout.numel * self._sent_itemsize(f) for f in self._in_flight)
+        bounded = self.policy.gradients or self.setting.native
+        return bounded and len(self._in_flight) > 2 and flying > reduce.IN_FLIGHT_BYTES
+
+    def _finish(self, flat: SimulatedFlat) -> None:
+        shard = flat.plan.layout.shard
+        if not self.policy.optimizer or self._is_copied(flat):
+            self.pool.give([self.pool.take(shard, self._landing_itemsize(flat))])
+        if flat.hops is not None:
+            flat.hops.finish()
+            flat.hops = None
+        elif self.plan.group[1] > 1 and not self.setting.native:  # the sums that groups pass on
+            self.pool.give([self.pool.take(shard, 4)])
+        flat.landed = True
+        self.pool.give(flat.pooled)
+        flat.pooled = []
+        if flat.wire:
+            self.ledger.add("communication", -flat.wire)
+            flat.wire = 0
+        if flat.grad is not None:
+            self.pool.give([flat.grad])
+            flat.grad = None
+
+    def _landing_itemsize(self, flat: SimulatedFlat) -> int:
+        """Return the bytes per element of averages: a single rank does not widen its first ones, see `Averages`."""
+        fused = self.setting.early_step and not self.setting.step_temporaries
+        exact = self.policy.optimizer and self.plan.world_size == 1 and fused and not flat.landed
+        return min(flat.plan.dtype.itemsize, 4) if exact else 4
+
+    def _is_copied(self, flat: SimulatedFlat) -> bool:
+        """Return whether averages are reduced on the device and then copied to their tier."""
+        if flat.plan.gradient_tier == "nvme" and not self._early_step:
+            return True
+        return flat.plan.gradient_tier != "device" and self.setting.cuda
+
+    def finish_in_flight(self) -> None:
+        """See `Reducer`."""
+        while self._in_flight:
+            self._advance_hops()
+            self._finish(self._in_flight.popleft())

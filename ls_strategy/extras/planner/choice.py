@@ -1,0 +1,173 @@
+"""Choose the fastest strategy that fits a module before training; all ranks choose the same."""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Callable, Generator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from ls_strategy.config import ZeROConfig
+from ls_strategy.distributed.comm import Comm
+from ls_strategy.errors import PlanError
+from ls_strategy.extras.planner.candidates import Candidate
+from ls_strategy.extras.planner.forecast import (
+    Forecast,
+    Forecaster,
+    Run,
+    assumptions,
+    next_lighter_in_memory,
+    reason,
+    table,
+)
+from ls_strategy.extras.planner.hardware import Hardware, found_here, show_bytes
+from ls_strategy.extras.planner.simulated import simulated
+from ls_strategy.extras.planner.speeds import Speeds, quickest
+from ls_strategy.extras.planner.step import training_step
+from ls_strategy.precision import PrecisionPolicy
+
+
+@dataclass(frozen=True)
+class Question:
+    """One module and run to plan for."""
+
+    module: nn.Module
+    """A module with a ``training_step``, on any device."""
+
+    optimizers: Sequence[Optimizer]
+    precision: PrecisionPolicy
+    batch: Any
+    """A batch of one rank."""
+
+    run: Run
+
+    @contextmanager
+    def forecaster(self) -> Generator[Forecaster, None, None]:
+        """Yield a `Forecaster`, with the module's tensors replaced by fake tensors until the exit. Not collective."""
+        in_fp32 = self.run.config.precision.fp32_modules
+        with simulated(self.module, self.precision, in_fp32, torch.device("cpu")) as fakes:
+            optimizers = [fakes.optimizer(o) for o in self.optimizers]
+            yield Forecaster(
+                self.module,
+                optimizers,
+                fakes=fakes,
+                precision=self.precision,
+                step=training_step(self.module, optimizers),
+                batch=self.batch,
+                run=self.run,
+            )
+
+    def forecasts(self, hardware: Hardware) -> list[Forecast]:
+        """Return the forecast of every candidate. The module is restored on return. Not collective.
+
+        Raises:
+            PlanError: the step cannot be traced.
+        """
+        with self.forecaster() as forecaster:
+            return forecaster.all(hardware)
+
+
+@dataclass(frozen=True)
+class Choice:
+    """The chosen strategy."""
+
+    candidate: Candidate
+    words: str
+    """The table, and the reason."""
+
+    forecasts: tuple[Forecast, ...]
+    """Of all candidates, with predicted seconds."""
+
+
+def choose(ask: Callable[[], Question], world: Comm, hardware: Hardware, speeds: Speeds) -> Choice:
+    """Return the strategy that is fastest of those that fit, as far as speeds tell. Collective over ``world``.
+
+    ``ask`` returns what to plan for, and is called on rank 0 only. ``hardware`` comes from `smallest`, ``speeds`` from
+    `speeds.measure`.
+
+    Raises:
+        PlanError: on every rank: nothing fits, or the step cannot be traced.
+    """
+    answer: Choice | str | None = None
+    if world.rank == 0:
+        try:
+            answer = _decide(ask().forecasts(hardware), hardware, speeds)
+        except Exception as error:  # the other ranks wait for the answer
+            answer = str(error) if isinstance(error, PlanError) else f"{type(error).__name__}: {error}"
+    answer = world.exchange_objects(answer)[0]
+    if isinstance(answer, Choice):
+        return answer
+    raise PlanError(f'strategy="zero_auto": {answer} Name a strategy to skip planning.')
+
+
+def _decide(forecasts: list[Forecast], hardware: Hardware, speeds: Speeds) -> Choice:
+    timed = [replace(f, seconds=(speeds.seconds(f),) * 2) for f in forecasts]
+    chosen = quickest(timed, speeds)
+    words = table(timed, hardware, chosen, "<- chosen")
+    if chosen is None:
+        raise PlanError(f"{reason(forecasts)}\n{words}\n")
+    why = "\n".join([_why(timed, chosen), *assumptions(timed)])
+    return Choice(chosen.candidate, f"{words}\n{why}", tuple(timed))
+
+
+def _why(timed: Sequence[Forecast], chosen: Forecast) -> str:
+    """Explain the choice in one sentence or two."""
+    assert chosen.seconds is not None
+    why = f"{chosen.candidate.name}: {chosen.seconds[0]:.3g} s per step, by speeds that were measured now."
+    lighter = timed[: list(timed).index(chosen)]
+    if not lighter:
+        return f"{why} None is clearly faster."
+    last = lighter[-1]
+    assert last.seconds is not None
+    return f"{why} {last.candidate.name} " + (
+        f"would take {last.seconds[0]:.3g} s." if last.fits else f"needs {'; '.join(last.lacks)}."
+    )
+
+
+def smallest(world: Comm, device: torch.device, nvme_path: str = "") -> Hardware:
+    """Return the hardware that every rank has at least. Collective."""
+    hosts = world.exchange_objects(socket.gethostname())
+    per_node = max(hosts.count(host) for host in hosts)
+    here = found_here(device, ranks=world.world_size, ranks_per_node=per_node, nvme_path=nvme_path)
+    everyones: list[Hardware] = world.exchange_objects(here)
+
+    def least(name: str) -> int | None:
+        known = [value for value in (getattr(each, name) for each in everyones) if value is not None]
+        return min(known) if known else None
+
+    return replace(
+        here, device_memory=least("device_memory"), host_memory=least("host_memory"), drive=least("drive")
+    )  # fmt: skip
+
+
+def explain(question: Question, hardware: Hardware, running: Candidate) -> Callable[[], str]:
+    """Return a description for `out_of_memory.explaining`: the next candidate that needs less, and the table."""
+
+    def describe() -> str:
+        forecasts = question.forecasts(hardware)
+        mine = next((f for f in forecasts if f.candidate == running), None)
+        device = mine.peak.device if mine is not None else min(f.peak.device for f in forecasts)
+        better = next_lighter_in_memory(forecasts, device)
+        now = f"{running.name} needs {show_bytes(device)} on each device. " if mine is not None else ""
+        if better is None:
+            advice = "No other strategy needs less. Use a smaller batch (and accumulate_grad_batches), or more ranks."
+        else:
+            arguments = ", ".join(f"{k}={v!r}" for k, v in better.candidate.arguments().items())
+            advice = (
+                f"{better.candidate.name} needs {show_bytes(better.peak.device)}: "
+                f"ZeROStrategy({arguments}), or a smaller batch with accumulate_grad_batches."
+            )
+        return f"{now}{advice}\n{table(forecasts, hardware)}"
+
+    return describe
+
+
+def candidate_of(config: ZeROConfig) -> Candidate:
+    """Return the candidate that equals a configuration."""
+    optimizer, parameters = config.offload.tier_of("optimizer"), config.offload.tier_of("parameters")
+    return Candidate(config.stage, optimizer, parameters, config.activations.recompute, config.activations.stored)

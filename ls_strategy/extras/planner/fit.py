@@ -1,0 +1,136 @@
+"""Plan a Trainer's fit: `FitPlanner`, which `ls_strategy.extensions` has as ``planner``."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Generator, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.optim import Optimizer
+
+from ls_strategy._compat import (
+    copy_of_optimizer,
+    is_mock_optimizer,
+    training_data,
+    trains_on_given_data,
+    tree_iter,
+)
+from ls_strategy.checkpoint.random import random_states, restore_random_states
+from ls_strategy.config import ZeROConfig
+from ls_strategy.distributed.comm import Comm
+from ls_strategy.errors import PlanError
+from ls_strategy.extras.planner.choice import Question, candidate_of, choose, explain, smallest
+from ls_strategy.extras.planner.forecast import Run
+from ls_strategy.extras.planner.hardware import Hardware, found_here
+from ls_strategy.extras.planner.out_of_memory import explaining
+from ls_strategy.extras.planner.speeds import measure
+from ls_strategy.extras.planner.step import first_batch
+
+if TYPE_CHECKING:
+    from ls_strategy.lightning.engine_setup import Fit
+
+
+class FitPlanner:
+    """Chooses how a strategy trains, with ``stage="auto"``, and explains steps that do not fit into memory."""
+
+    def __init__(self) -> None:
+        self._hardware: Hardware | None = None
+        self._nvme_path = ""
+        self._unsharded: list[Optimizer] = []
+
+    def begin(
+        self, optimizers: Sequence[Optimizer], comm: Comm, device: torch.device, ranks_per_node: int, nvme_path: str
+    ) -> None:
+        """Record the memory that is free before the first fit, and this fit's optimizers. Not collective."""
+        self._unsharded, self._nvme_path = before_sharding(optimizers), nvme_path
+        if self._hardware is None:
+            self._hardware = found_here(
+                device, ranks=comm.world_size, ranks_per_node=ranks_per_node, nvme_path=nvme_path
+            )
+
+    def choose(self, ask: Callable[[], Fit], comm: Comm, device: torch.device) -> tuple[ZeROConfig, str]:
+        """Return the fastest configuration that fits, and the reason with a table. Collective.
+
+        Raises:
+            PlanError: nothing fits, the step cannot be traced, or there is no data to plan with.
+        """
+        self._hardware = smallest(comm, device, self._nvme_path)
+        fit = ask()
+        speeds = measure(comm, device, fit.precision.autocast or fit.precision.compute)
+        choice = choose(lambda: self._question(ask()), comm, self._hardware, speeds)
+        return choice.candidate.config(fit.config), choice.words
+
+    @contextmanager
+    def explaining_memory(self, ask: Callable[[], Fit]) -> Generator[None, None, None]:
+        """Make a failed allocation inside say what takes how much memory, and which options take less."""
+
+        def describe() -> str:
+            fit = ask()
+            assert self._hardware is not None
+            return explain(self._question(fit), self._hardware, candidate_of(fit.config))()
+
+        with explaining(describe):
+            yield
+
+    def _question(self, fit: Fit) -> Question:
+        states = random_states()  # train_dataloader and datasets draw again when training begins
+        try:
+            return question_of_fit(fit, self._unsharded)
+        finally:
+            restore_random_states(states)
+
+
+def before_sharding(optimizers: Sequence[Optimizer]) -> list[Optimizer]:
+    """Copy optimizers on the module's own parameters, which an engine removes from their groups. Skip mocks."""
+    copies: list[Optimizer] = []
+    for optimizer in optimizers:
+        if is_mock_optimizer(optimizer):
+            continue
+        groups = [{**group, "params": list(group["params"])} for group in optimizer.param_groups]
+        copies.append(copy_of_optimizer(optimizer, groups))
+    return copies
+
+
+def question_of_fit(fit: Fit, optimizers: Sequence[Optimizer]) -> Question:
+    """Return what a Trainer is about to train. Not collective.
+
+    Creates the training data loader again, and takes one batch.
+
+    Args:
+        fit: the Trainer, its module, set up, and the options that no candidate changes.
+        optimizers: from `before_sharding`.
+
+    Raises:
+        PlanError: there is no training data, or none to spare for a plan.
+    """
+    config, trainer = fit.config, fit.trainer
+    path = config.offload.nvme_path or os.environ.get("LS_STRATEGY_NVME_PATH", "")
+    run = Run(
+        config=replace(config, offload=replace(config.offload, nvme_path=path)),
+        micro_batches=max(int(trainer.accumulate_grad_batches), 1),
+        clips=bool(trainer.gradient_clip_val) or not fit.updates_early,
+        recompute=config.activations.recompute,
+    )
+    data = training_data(trainer)
+    if trains_on_given_data(trainer):
+        _check_spare(data)
+    return Question(fit.module, optimizers, fit.precision, first_batch(data), run)
+
+
+def _check_spare(data: Any) -> None:
+    """Raise if a batch that is taken now would be missing in training.
+
+    Raises:
+        PlanError: with the cure.
+    """
+    for loader in tree_iter(getattr(data, "iterables", data)):
+        for each in (loader, getattr(loader, "dataset", None)):
+            if isinstance(each, Iterator):
+                raise PlanError(
+                    f"Got stage='auto' with a {type(each).__name__} that gives every batch once, but a plan takes the "
+                    "first one, which would be missing in training. Set the stage yourself, or give the data a new "
+                    "iterator for every iter()."
+                )

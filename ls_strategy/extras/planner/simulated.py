@@ -1,0 +1,113 @@
+"""Simulate a model: its parameters and buffers are replaced by fake tensors without memory, temporarily."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Generator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from ls_strategy._compat import copy_of_optimizer, fake_tensors, tree_map
+from ls_strategy.extras.planner.experts import balance_experts
+from ls_strategy.precision import PrecisionPolicy
+from ls_strategy.zero.setup.kept import KeptInFp32, kept_in_fp32
+
+
+@dataclass(frozen=True)
+class Simulated:
+    """The fake tensors of a model."""
+
+    mode: Any
+    """The mode in which new tensors are fake."""
+
+    made: dict[int, Any]
+    """The fake tensors, by ``id`` of the parameter or buffer that each replaces."""
+
+    def optimizer(self, optimizer: Optimizer) -> Optimizer:
+        """Copy an optimizer of the model, with the fake parameters."""
+        groups = [
+            {**group, "params": [self.made.get(id(p), p) for p in group["params"]]} for group in optimizer.param_groups
+        ]
+        return copy_of_optimizer(optimizer, groups)
+
+
+@contextmanager
+def simulated(
+    model: nn.Module, precision: PrecisionPolicy, fp32_names: tuple[str, ...], device: torch.device
+) -> Generator[Simulated, None, None]:
+    """Replace the model's parameters and buffers by fake tensors with the dtypes of training, until the exit.
+
+    Tied tensors stay tied. Afterwards the model is restored, including its buffers, and module attributes that are
+    tensors (metrics) or lists, dicts or sets of them. Changes deeper inside user objects remain. Layers with experts
+    get equally many rows for all of them: a router has no values to choose by.
+
+    Args:
+        model: on any device, also on meta.
+        precision: dtypes of training.
+        fp32_names: classes and names that stay in fp32 in the 16-bit modes.
+        device: the device that the fake tensors report.
+
+    Yields:
+        The mode in which new tensors are fake, and the fake tensors.
+    """
+    mode = fake_tensors()
+    kept = kept_in_fp32(model, fp32_names, precision.compute) if precision.rounds else KeptInFp32()
+    made: dict[int, Any] = {}
+    for module in model.modules():
+        for key, tensor in (*module._parameters.items(), *module._buffers.items()):
+            if tensor is not None and id(tensor) not in made:
+                stays = id(tensor) in kept.params or (id(module), key) in kept.buffers
+                dtype = torch.float32 if stays or precision.cast is None else precision.cast
+                made[id(tensor)] = _like(mode, tensor, dtype if _is_cast(tensor, precision) else tensor.dtype, device)
+    before = [(module, dict(module.__dict__)) for module in model.modules()]
+    contents = [(c, copy.copy(c)) for _, attributes in before for c in attributes.values() if _is_container(c)]
+    swapped: list[tuple[nn.Module, str, Any]] = []
+    try:
+        for module in model.modules():
+            for name, tensor in (*module._parameters.items(), *module._buffers.items()):
+                if tensor is not None:
+                    swapped.append((module, name, tensor))
+                    setattr(module, name, made[id(tensor)])
+        balance_experts(model)
+        yield Simulated(mode, made)
+    finally:
+        for module, name, tensor in swapped:
+            setattr(module, name, tensor)
+        for module, attributes in before:
+            module.__dict__.clear()
+            module.__dict__.update(attributes)
+        for container, content in contents:  # for example lists of outputs
+            container.clear()
+            (container.extend if isinstance(container, list) else container.update)(content)
+
+
+def _is_container(value: Any) -> bool:
+    return type(value) in (list, dict, set)
+
+
+def _is_cast(tensor: Tensor, precision: PrecisionPolicy) -> bool:
+    return tensor.is_floating_point() and precision.cast is not None
+
+
+def _like(mode: Any, tensor: Tensor, dtype: torch.dtype, device: torch.device) -> Tensor:
+    with mode, torch.no_grad():
+        empty = torch.empty(tensor.shape, dtype=dtype, device=device)
+    return nn.Parameter(empty, requires_grad=tensor.requires_grad) if isinstance(tensor, nn.Parameter) else empty
+
+
+def simulated_batch(batch: Any, precision: PrecisionPolicy, device: torch.device) -> Any:
+    """Return a fake batch of the same shapes, floating tensors in training's dtype. Call it inside the mode."""
+
+    def empty(value: Any) -> Any:
+        if not isinstance(value, Tensor):
+            return value
+        return torch.zeros(
+            value.shape, dtype=precision.compute if _is_cast(value, precision) else value.dtype, device=device
+        )
+
+    return tree_map(empty, batch)
