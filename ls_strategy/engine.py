@@ -27,7 +27,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from ls_strategy import spans
-from ls_strategy._compat import storage_key
+from ls_strategy._torch import storage_key
 from ls_strategy.config import LossScaleConfig, ZeROConfig
 from ls_strategy.distributed.mesh import Mesh
 from ls_strategy.layout import TensorPart

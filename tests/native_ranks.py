@@ -28,7 +28,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from ls_strategy import device as dev
-from ls_strategy._compat import StorageWeakRef, without_dispatch_modes, without_torch_function
+from ls_strategy._torch import StorageWeakRef, without_dispatch_modes, without_torch_function
 from ls_strategy.fabric.strategy import ZeROFabricStrategy
 from ls_strategy.lightning import module_state
 from ls_strategy.lightning.strategy import ZeROStrategy

@@ -23,7 +23,7 @@ from contextlib import AbstractContextManager, nullcontext
 import torch
 from torch import nn
 
-from ls_strategy._compat import storage_key
+from ls_strategy._torch import storage_key
 from ls_strategy.activations.offload import ActivationOffload
 from ls_strategy.activations.partition import ActivationPartition
 from ls_strategy.activations.recompute import Recompute, apply_recompute

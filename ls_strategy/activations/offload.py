@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from ls_strategy import device as dev
-from ls_strategy._compat import version_of
+from ls_strategy._torch import version_of
 from ls_strategy.activations.storage import NVMeFolder, StoredRegion, make_storage
 from ls_strategy.config import ActivationOffloadConfig
 from ls_strategy.errors import StateError

@@ -24,7 +24,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from ls_strategy._compat import (
+from ls_strategy._torch import (
     checkpoint_options,
     is_compiled,
     tree_flatten,

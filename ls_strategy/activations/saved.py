@@ -21,7 +21,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from ls_strategy._compat import StorageWeakRef, storage_key, version_of
+from ls_strategy._torch import StorageWeakRef, storage_key, version_of
 
 
 class Keeper(Protocol):

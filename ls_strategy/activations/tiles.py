@@ -22,7 +22,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from ls_strategy._compat import checkpoint_options, uncompiled, without_dispatch_modes
+from ls_strategy._torch import checkpoint_options, uncompiled, without_dispatch_modes
 from ls_strategy.activations.recompute import STATISTICS, RecomputedForward
 from ls_strategy.blocks import container_children, is_block
 from ls_strategy.config import TilingConfig

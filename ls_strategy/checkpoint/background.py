@@ -24,7 +24,7 @@ from torch import Tensor
 from typing_extensions import override
 
 from ls_strategy import device as dev
-from ls_strategy._compat import default_store
+from ls_strategy._torch import default_store
 from ls_strategy.checkpoint.reshard import Entry, Source
 from ls_strategy.checkpoint.save import FileSave, Save, run
 from ls_strategy.errors import CheckpointError

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from torch.distributed.checkpoint.metadata import MetadataIndex, TensorStorageMetadata
 
-from ls_strategy._compat import without_crc32
+from ls_strategy._torch import without_crc32
 from ls_strategy.checkpoint.manifest import FileRecord, Manifest, check
 from ls_strategy.checkpoint.metadata import Item, Path, key_of, read_metadata
 from ls_strategy.checkpoint.place import Place, sync_file

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from typing_extensions import override
 
-from ls_strategy._compat import persistent_buffer_names
+from ls_strategy._torch import persistent_buffer_names
 from ls_strategy.checkpoint.source import versions_of, with_versions
 from ls_strategy.distributed.mesh import Mesh
 from ls_strategy.errors import StateError

@@ -30,7 +30,7 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
-from ls_strategy._compat import StorageInfo
+from ls_strategy._torch import StorageInfo
 from ls_strategy.checkpoint.manifest import FileRecord, Manifest, check
 from ls_strategy.checkpoint.place import Place, sync_file
 from ls_strategy.checkpoint.target import INDEX, METADATA

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
-from ls_strategy._compat import tree_map
+from ls_strategy._torch import tree_map
 from ls_strategy.checkpoint.files import Reader
 from ls_strategy.checkpoint.inert import read_inert
 from ls_strategy.checkpoint.manifest import Manifest, read_manifest, verify

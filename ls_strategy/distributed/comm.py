@@ -24,14 +24,7 @@ from torch import Tensor
 
 from ls_strategy import device as dev
 from ls_strategy import spans
-from ls_strategy._compat import (
-    abort_process_groups,
-    connections,
-    open_sockets,
-    set_timeout,
-    shut_sockets,
-    store_port,
-)
+from ls_strategy._torch import abort_process_groups, connections, open_sockets, set_timeout, shut_sockets, store_port
 from ls_strategy.distributed.buffer_pool import BufferPool
 from ls_strategy.distributed.failures import Failures
 from ls_strategy.distributed.pending import PendingGather, PendingReduce, Started

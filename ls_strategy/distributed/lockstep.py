@@ -27,9 +27,12 @@ import torch.distributed as dist
 
 from ls_strategy import device as dev
 from ls_strategy import spans
-from ls_strategy._compat import REQUEUE, STOP, default_store
+from ls_strategy._torch import default_store
 from ls_strategy.distributed.comm import Comm, process_group
 from ls_strategy.errors import DataError, PlanError
+
+REQUEUE, STOP = 1, 2
+"""What a signal requests: a checkpoint and a requeue by SLURM, or the end of the run."""
 
 _CHECK_EVERY_S = 0.5
 """Seconds between two agreements on the requests of signals, rounded to whole batches."""

@@ -22,7 +22,7 @@ import hashlib
 import time
 from contextlib import suppress
 
-from ls_strategy._compat import default_store
+from ls_strategy._torch import default_store
 from ls_strategy.distributed.comm import Comm
 
 PATIENCE_S = 30.0

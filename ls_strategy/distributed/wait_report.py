@@ -34,7 +34,7 @@ from typing import Any
 import torch
 
 from ls_strategy import device as dev
-from ls_strategy._compat import default_store, world_group
+from ls_strategy._torch import default_store, world_group
 from ls_strategy.distributed.deadlock import Answer, awaited, differing, explain, explain_end, named, place, proof
 from ls_strategy.distributed.standing import standing
 

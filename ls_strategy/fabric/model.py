@@ -22,7 +22,7 @@ from torch import nn
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from ls_strategy._compat import run_step_pre_hooks, without_step_pre_hooks
+from ls_strategy._torch import run_step_pre_hooks, without_step_pre_hooks
 from ls_strategy.activations.storage import NVMeFolder
 from ls_strategy.checkpoint.full import StateDictHooks
 from ls_strategy.engine import Engine

@@ -30,7 +30,6 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from ls_strategy import host
-from ls_strategy._compat import forward_zero_grad_of_fabric
 from ls_strategy.checked import at_least, checked
 from ls_strategy.config import (
     ActivationsConfig,
@@ -49,6 +48,7 @@ from ls_strategy.fabric.precision import ZeROFabricPrecision
 from ls_strategy.host.fabric import Accelerator, CheckpointIO, ClusterEnvironment, DDPStrategy, Precision
 from ls_strategy.host.pytorch import Accelerator as TrainerAccelerator
 from ls_strategy.lightning import guards, module_state
+from ls_strategy.lightning._private import forward_zero_grad_of_fabric
 from ls_strategy.lightning.checkpoint_kind import Kind
 from ls_strategy.lightning.connection import Connection
 from ls_strategy.lightning.engine_setup import NVME_PATH

@@ -1,6 +1,7 @@
 """The names of the Trainer's package that this package uses, from the host of this process.
 
-The two branches are equal but for the name of the package; a test compares them. Private names are in `_compat.py`.
+The two branches are equal but for the name of the package; a test compares them. Private names are in
+`lightning/_private.py`.
 """
 
 from __future__ import annotations

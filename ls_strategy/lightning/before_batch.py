@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from ls_strategy._compat import (
+from ls_strategy.lightning._private import (
     add_epoch_values,
     epoch_values,
     loader_states,

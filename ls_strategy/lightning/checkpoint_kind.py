@@ -13,7 +13,7 @@ from typing import Any
 
 from torch import Tensor
 
-from ls_strategy._compat import persistent_buffer_names
+from ls_strategy._torch import persistent_buffer_names
 from ls_strategy.checkpoint.describe import human_bytes
 from ls_strategy.engine import Engine
 from ls_strategy.host.pytorch import is_overridden, pl

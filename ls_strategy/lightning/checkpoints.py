@@ -22,7 +22,7 @@ import torch
 from torch import Tensor, nn
 from torch.serialization import get_crc32_options
 
-from ls_strategy._compat import plain_checkpoint_io, tree_iter, tree_map
+from ls_strategy._torch import tree_iter, tree_map
 from ls_strategy.checkpoint import save
 from ls_strategy.checkpoint.background import BackgroundSaver
 from ls_strategy.checkpoint.describe import verify_all
@@ -41,6 +41,7 @@ from ls_strategy.errors import CheckpointError, LSError
 from ls_strategy.extensions import find_all
 from ls_strategy.host.fabric import CheckpointIO, TorchCheckpointIO
 from ls_strategy.host.pytorch import rank_zero_info
+from ls_strategy.lightning._private import plain_checkpoint_io
 from ls_strategy.zero.lazy import LazyTensor
 
 CHECKSUMS = "checksums"

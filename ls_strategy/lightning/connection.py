@@ -14,19 +14,19 @@ from typing_extensions import override
 
 from ls_strategy import device as dev
 from ls_strategy import host
-from ls_strategy._compat import (
-    accept_any_size,
-    before_launch,
-    free_main_port,
-    is_interactive,
-    is_started_by_lightning,
-    open_sockets,
-)
+from ls_strategy._torch import open_sockets
 from ls_strategy.distributed import rendezvous, slurm_check
 from ls_strategy.distributed.comm import Comm, make_comm
 from ls_strategy.distributed.launcher import VARIABLE as LAUNCHER
 from ls_strategy.distributed.launcher import LauncherWatch
 from ls_strategy.errors import CheckpointError, ConfigError, PlanError
+from ls_strategy.lightning._private import (
+    accept_any_size,
+    before_launch,
+    free_main_port,
+    is_interactive,
+    is_started_by_lightning,
+)
 from ls_strategy.lightning.parallel import ModelParallel
 from ls_strategy.pretrained.huggingface import with_memory
 

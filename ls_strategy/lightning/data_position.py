@@ -25,9 +25,9 @@ from torch.utils.data import (
     WeightedRandomSampler,
 )
 
-from ls_strategy._compat import training_loaders
 from ls_strategy.host.fabric import sized_len
 from ls_strategy.host.pytorch import pl, rank_zero_info
+from ls_strategy.lightning._private import training_loaders
 
 _RANDOM = (RandomSampler, SubsetRandomSampler, WeightedRandomSampler)
 """Samplers whose order is not recorded: they resume as in Lightning, with its warning."""

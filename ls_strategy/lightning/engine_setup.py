@@ -13,7 +13,6 @@ import torch
 import torch.distributed as dist
 from torch.optim import Optimizer
 
-from ls_strategy._compat import is_mock_optimizer, unwrap_optimizer
 from ls_strategy.activations.storage import NVMeFolder
 from ls_strategy.checkpoint.full import StateDictHooks
 from ls_strategy.config import ZeROConfig
@@ -23,6 +22,7 @@ from ls_strategy.extensions import find, require
 from ls_strategy.host.pytorch import TrainerFn, rank_zero_info
 from ls_strategy.layout import TensorPart
 from ls_strategy.lightning import guards, module_state
+from ls_strategy.lightning._private import is_mock_optimizer, unwrap_optimizer
 from ls_strategy.lightning.activation_memory import ActivationMemory
 from ls_strategy.precision import PrecisionPolicy, resolve_precision
 

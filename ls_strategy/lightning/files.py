@@ -10,7 +10,7 @@ and their errors. Imports neither torch nor Lightning, so that it costs nothing 
     Fabric.load(path)                 ──┘       or it is one on a web server      ── an error with the cure
     TorchCheckpointIO.save_checkpoint ───── cloud_io._atomic_save, except over a folder of ours ── `save.run_file`
 
-These two private names are not in `_compat.py`, which imports torch.
+These two private names are not in `_private.py`, which imports torch.
 """
 
 from __future__ import annotations

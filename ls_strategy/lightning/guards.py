@@ -11,13 +11,7 @@ from typing import Any
 from torch import nn
 from torch.optim import Optimizer
 
-from ls_strategy._compat import (
-    has_step_hooks,
-    logs_graph,
-    rewinds_pruned_weights,
-    sync_batch_norm_error,
-    unwrap_optimizer,
-)
+from ls_strategy._torch import has_step_hooks, sync_batch_norm_error
 from ls_strategy.access.rollout import generates, run_gathered
 from ls_strategy.engine import Engine
 from ls_strategy.errors import PlanError, StateError
@@ -31,6 +25,7 @@ from ls_strategy.host.pytorch import (
     is_overridden,
     pl,
 )
+from ls_strategy.lightning._private import logs_graph, rewinds_pruned_weights, unwrap_optimizer
 from ls_strategy.lightning.precision import ZeROPrecision
 from ls_strategy.transient import Method
 from ls_strategy.zero.flat.parameters import unnoticed

@@ -7,12 +7,12 @@ import warnings
 from functools import partial
 from typing import Any, TypeVar, cast
 
-from ls_strategy._compat import load_state, migrate_checkpoint
 from ls_strategy.checked import checked
 from ls_strategy.checkpoint.source import device_of, is_folder, open_folder, read_checkpoint
 from ls_strategy.errors import CheckpointError
 from ls_strategy.host.fabric import TorchCheckpointIO
 from ls_strategy.host.pytorch import pl
+from ls_strategy.lightning._private import load_state, migrate_checkpoint
 from ls_strategy.lightning.checkpoints import read_file
 
 Module = TypeVar("Module", bound=pl.LightningModule)

@@ -12,7 +12,8 @@ from weakref import WeakKeyDictionary
 
 from torch import Tensor, nn
 
-from ls_strategy._compat import replace_experiments, tree_iter
+from ls_strategy._torch import tree_iter
+from ls_strategy.lightning._private import replace_experiments
 from ls_strategy.transient import Transient
 from ls_strategy.zero.flat.parameters import Present
 from ls_strategy.zero.user_code.sharded_gradient import as_plain

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from typing_extensions import override
 
-from ls_strategy._compat import note_module_dtype
+from ls_strategy.lightning._private import note_module_dtype
 from ls_strategy.zero.flat.parameters import grad_of, unnoticed
 
 _CONVERSIONS = frozenset(getattr(Tensor, name) for name in ("to", "cuda", "cpu", "double", "float", "half", "bfloat16"))

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.utils.data import DataLoader
 
-from ls_strategy._compat import set_timeout
+from ls_strategy._torch import set_timeout
 from ls_strategy.checkpoint.random import random_states, restore_random_states
 from ls_strategy.config import ParallelConfig, ShardingConfig
 from ls_strategy.distributed.axis import Axis

@@ -22,7 +22,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from ls_strategy._compat import batches_of, is_compiled_function, tree_iter, tree_map
+from ls_strategy._torch import is_compiled_function, tree_iter, tree_map
 from ls_strategy.checkpoint.random import random_states, restore_random_states
 from ls_strategy.config import ParallelConfig
 from ls_strategy.device import host_backend
@@ -39,6 +39,7 @@ from ls_strategy.host.pytorch import (
     rank_zero_info,
     rank_zero_warn,
 )
+from ls_strategy.lightning._private import batches_of
 from ls_strategy.lightning.pipeline_log import Logged
 from ls_strategy.lightning.pipeline_random import PipelineRandom
 from ls_strategy.lightning.pipeline_shapes import derive

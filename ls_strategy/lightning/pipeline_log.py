@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ls_strategy._compat import metric_state, set_metric_state
 from ls_strategy.host.pytorch import pl
+from ls_strategy.lightning._private import metric_state, set_metric_state
 from ls_strategy.parallel.pipeline.batches import mean_of
 from ls_strategy.parallel.pipeline.placeholder import placeholder
 

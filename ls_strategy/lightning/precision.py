@@ -12,11 +12,12 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from ls_strategy._compat import is_mock_optimizer, run_step_pre_hooks, unwrap_optimizer, without_step_pre_hooks
+from ls_strategy._torch import run_step_pre_hooks, without_step_pre_hooks
 from ls_strategy.checked import checked
 from ls_strategy.errors import ConfigError, PlanError
 from ls_strategy.host.pytorch import GradClipAlgorithmType, Precision
 from ls_strategy.lightning import module_state
+from ls_strategy.lightning._private import is_mock_optimizer, unwrap_optimizer
 from ls_strategy.precision import PRECISIONS, PrecisionPolicy, resolve_precision
 from ls_strategy.zero.step.elementwise import ONE_PASS
 

@@ -15,7 +15,6 @@ from torch import Tensor
 from typing_extensions import override
 
 from ls_strategy import host
-from ls_strategy._compat import name_logs_by_job, show_as_text
 from ls_strategy.distributed import rendezvous, slurm_job
 from ls_strategy.distributed.comm import Comm
 from ls_strategy.distributed.launcher import end_processes
@@ -24,6 +23,7 @@ from ls_strategy.distributed.ray_worker import in_train_function
 from ls_strategy.engine import Engine
 from ls_strategy.errors import OutOfStepError, PlanError, RankFailedError, StateError
 from ls_strategy.host.pytorch import Accelerator, Callback, DDPStrategy, SIGTERMException, pl
+from ls_strategy.lightning._private import name_logs_by_job, show_as_text
 from ls_strategy.lightning.connection import Connection
 from ls_strategy.lightning.parallel import ModelParallel
 

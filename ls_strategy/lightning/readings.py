@@ -11,7 +11,6 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from ls_strategy._compat import unwrap_optimizer
 from ls_strategy.access.gather_error import gather_error
 from ls_strategy.access.gradient_error import gradient_error
 from ls_strategy.access.gradients import full_gradients, grad_norms
@@ -20,6 +19,7 @@ from ls_strategy.access.weights import full_weights
 from ls_strategy.distributed.comm import Traffic
 from ls_strategy.engine import Engine
 from ls_strategy.errors import StateError
+from ls_strategy.lightning._private import unwrap_optimizer
 from ls_strategy.lightning.ranks import RankStrategy
 from ls_strategy.lightning.virtual_ranks import VirtualRanks
 from ls_strategy.precision import PrecisionPolicy

@@ -8,14 +8,6 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ls_strategy._compat import (
-    around_data_setup,
-    before_first_fetch,
-    end_restart,
-    fetches_one_by_one,
-    set_loader_states,
-    unwrap_optimizer,
-)
 from ls_strategy.checkpoint.commit import recover
 from ls_strategy.checkpoint.full import load_full_state_dict
 from ls_strategy.checkpoint.history import HISTORY, History
@@ -23,6 +15,14 @@ from ls_strategy.checkpoint.random import random_states, restore_random_states
 from ls_strategy.engine import Engine
 from ls_strategy.errors import CheckpointError, PlanError, StateError
 from ls_strategy.lightning import before_batch, checkpoints, data_position
+from ls_strategy.lightning._private import (
+    around_data_setup,
+    before_first_fetch,
+    end_restart,
+    fetches_one_by_one,
+    set_loader_states,
+    unwrap_optimizer,
+)
 from ls_strategy.lightning.virtual_data import VirtualLoader
 from ls_strategy.lightning.virtual_random import VIRTUAL
 from ls_strategy.parallel.dtensor import has_dtensors

@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.optim import Optimizer
 
-from ls_strategy._compat import dump_for_resume, unwrap_optimizer
 from ls_strategy.checkpoint.background import BackgroundSaver
 from ls_strategy.checkpoint.commit import link as link_checkpoint
 from ls_strategy.checkpoint.commit import remove as remove_checkpoint
@@ -27,6 +26,7 @@ from ls_strategy.checkpoint.target import check_replaceable
 from ls_strategy.errors import CheckpointError
 from ls_strategy.host.pytorch import TrainerFn, TrainerStatus, rank_zero_info, rank_zero_warn
 from ls_strategy.lightning import before_batch, checkpoints, data_position
+from ls_strategy.lightning._private import dump_for_resume, unwrap_optimizer
 from ls_strategy.lightning.checkpoint_kind import Kind, gets_checkpoints, kind_of
 from ls_strategy.lightning.checkpoints import Background, Collection
 from ls_strategy.lightning.virtual_random import VIRTUAL

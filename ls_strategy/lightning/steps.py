@@ -9,9 +9,9 @@ from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any
 
-from ls_strategy._compat import STOP, around_batches, defer_signals, raise_sigterm
-from ls_strategy.distributed.lockstep import Lockstep
+from ls_strategy.distributed.lockstep import STOP, Lockstep
 from ls_strategy.lightning import guards
+from ls_strategy.lightning._private import around_batches, defer_signals, raise_sigterm
 from ls_strategy.zero_stages import POLICIES
 
 if TYPE_CHECKING:

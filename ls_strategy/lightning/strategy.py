@@ -31,7 +31,6 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from ls_strategy import spans
-from ls_strategy._compat import around_dumps, replace_links
 from ls_strategy.checked import at_least, checked
 from ls_strategy.config import (
     ActivationsConfig,
@@ -47,6 +46,7 @@ from ls_strategy.engine import Engine
 from ls_strategy.host.fabric import CheckpointIO, ClusterEnvironment
 from ls_strategy.host.pytorch import STEP_OUTPUT, Accelerator, DDPStrategy, Precision, TrainerFn, pl
 from ls_strategy.lightning import activation_memory, guards
+from ls_strategy.lightning._private import around_dumps, replace_links
 from ls_strategy.lightning.checkpoints import Collection
 from ls_strategy.lightning.deepspeed import Configuration, takes_deepspeed_config
 from ls_strategy.lightning.engine_setup import EngineSetup

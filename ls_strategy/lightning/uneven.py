@@ -24,7 +24,12 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from ls_strategy._compat import (
+from ls_strategy.checkpoint.random import random_states, restore_random_states
+from ls_strategy.engine import Engine
+from ls_strategy.errors import DataError, PlanError, StateError
+from ls_strategy.host.fabric import sized_len
+from ls_strategy.host.pytorch import Callback, extract_batch_size, pl
+from ls_strategy.lightning._private import (
     JoinedFetcher,
     NoBatch,
     Results,
@@ -37,11 +42,6 @@ from ls_strategy._compat import (
     run_filler_in_training,
     to_device,
 )
-from ls_strategy.checkpoint.random import random_states, restore_random_states
-from ls_strategy.engine import Engine
-from ls_strategy.errors import DataError, PlanError, StateError
-from ls_strategy.host.fabric import sized_len
-from ls_strategy.host.pytorch import Callback, extract_batch_size, pl
 from ls_strategy.zero.setup.shard import broadcast_buffers
 
 if TYPE_CHECKING:

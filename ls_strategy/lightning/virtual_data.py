@@ -10,7 +10,7 @@ from typing import Any
 
 from torch.utils.data import DataLoader, IterableDataset
 
-from ls_strategy._compat import MAKES_ITERATOR, SHARED_BY_LOADERS
+from ls_strategy._torch import MAKES_ITERATOR, SHARED_BY_LOADERS
 from ls_strategy.distributed.rounds import Split
 from ls_strategy.errors import PlanError
 from ls_strategy.lightning.virtual_random import VIRTUAL, VirtualRandom

@@ -24,11 +24,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from ls_strategy._compat import ForwardValues, active_loaders, unflatten_batch
 from ls_strategy.distributed.rounds import Round, Split
 from ls_strategy.engine import Engine
 from ls_strategy.errors import PlanError
 from ls_strategy.host.pytorch import TrainerFn, is_overridden, pl
+from ls_strategy.lightning._private import ForwardValues, active_loaders, unflatten_batch
 from ls_strategy.lightning.virtual_data import VirtualLoader, check
 from ls_strategy.lightning.virtual_log import VirtualLog
 from ls_strategy.lightning.virtual_random import VirtualRandom

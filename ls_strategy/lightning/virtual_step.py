@@ -9,9 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ls_strategy._compat import metric_snapshot
 from ls_strategy.errors import StateError
 from ls_strategy.host.pytorch import pl
+from ls_strategy.lightning._private import metric_snapshot
 
 
 class Buffers:

@@ -24,7 +24,7 @@ from typing import Any
 import torch
 from torch.utils.data import DataLoader
 
-from ls_strategy._compat import around_fetch
+from ls_strategy._torch import around_fetch
 from ls_strategy.host.fabric import pl_worker_init_function
 
 

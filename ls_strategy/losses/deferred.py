@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from ls_strategy._compat import make_wrapper, tree_map
+from ls_strategy._torch import make_wrapper, tree_map
 from ls_strategy.distributed.axis import Axis
 from ls_strategy.errors import StateError
 from ls_strategy.losses.chunked import Product, highest_columns, token_losses

@@ -17,7 +17,7 @@ from torch.nn import functional
 from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.overrides import TorchFunctionMode, handle_torch_function
 
-from ls_strategy._compat import function_mode
+from ls_strategy._torch import function_mode
 from ls_strategy.checked import checked
 from ls_strategy.errors import PlanError
 from ls_strategy.losses.chunked import MIN_CHUNK_BYTES

@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch import Tensor
 from torch.overrides import handle_torch_function
 
-from ls_strategy._compat import function_mode
+from ls_strategy._torch import function_mode
 
 
 def loss_is_mean_over(number: Tensor | float) -> None:

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 from ls_strategy import device as dev
-from ls_strategy._compat import is_hooked
+from ls_strategy._torch import is_hooked
 from ls_strategy.errors import PlanError
 from ls_strategy.moe.feed_forward import FeedForward, GatedFeedForward
 from ls_strategy.moe.grouped import autocast_dtype, grouped_linear

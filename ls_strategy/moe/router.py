@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from ls_strategy._compat import current_backward_pass, in_reentrant_checkpoint
+from ls_strategy._torch import current_backward_pass, in_reentrant_checkpoint
 from ls_strategy.checked import at_least, check_fields
 from ls_strategy.distributed.axis import Axis
 from ls_strategy.errors import ConfigError

@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.nn import functional
 
-from ls_strategy._compat import is_fake
+from ls_strategy._torch import is_fake
 from ls_strategy.distributed.axis import Axis
 from ls_strategy.parallel.dim_shard import DimShard, unshard
 

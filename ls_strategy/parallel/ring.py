@@ -28,7 +28,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from ls_strategy._compat import without_dispatch_modes
+from ls_strategy._torch import without_dispatch_modes
 from ls_strategy.distributed.axis import Axis, PendingExchange
 from ls_strategy.errors import PlanError
 

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from ls_strategy._compat import without_dispatch_modes
+from ls_strategy._torch import without_dispatch_modes
 from ls_strategy.device import generator_of
 from ls_strategy.distributed.axis import Axis
 from ls_strategy.errors import LSError, PlanError

@@ -26,7 +26,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ls_strategy._compat import current_backward_pass
+from ls_strategy._torch import current_backward_pass
 from ls_strategy.device import generator_of
 from ls_strategy.distributed.axis import Axis
 from ls_strategy.errors import PlanError

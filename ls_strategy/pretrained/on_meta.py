@@ -24,7 +24,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from typing_extensions import override
 
-from ls_strategy._compat import TorchDispatchMode, tree_iter, tree_map
+from ls_strategy._torch import TorchDispatchMode, tree_iter, tree_map
 from ls_strategy.pretrained.peft import refuse_skipped
 from ls_strategy.pretrained.recipe import MOVES
 from ls_strategy.pretrained.recording import Recorder

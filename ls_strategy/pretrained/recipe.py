@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
-from ls_strategy._compat import tree_map, without_torch_function
+from ls_strategy._torch import tree_map, without_torch_function
 from ls_strategy.layout import flat_range_to_boxes
 from ls_strategy.zero.lazy import READ_CHUNK, LazyTensor
 

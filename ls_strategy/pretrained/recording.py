@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from ls_strategy import device as dev
-from ls_strategy._compat import tree_iter, tree_map
+from ls_strategy._torch import tree_iter, tree_map
 from ls_strategy.tiers.link import trim_heap
 from ls_strategy.zero.lazy import drop_source
 from ls_strategy.zero.program import Captured, Operation, Place, new_place, place_of, replay

@@ -19,7 +19,7 @@ from typing import Literal, get_args
 from torch import Tensor
 
 from ls_strategy import device as dev
-from ls_strategy._compat import storage_key
+from ls_strategy._torch import storage_key
 from ls_strategy.distributed.buffer_pool import BufferPool
 from ls_strategy.errors import ConfigError
 from ls_strategy.tiers.link import Link, host_empty

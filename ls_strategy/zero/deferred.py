@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.module import register_module_parameter_registration_hook
 
-from ls_strategy._compat import tree_iter
+from ls_strategy._torch import tree_iter
 from ls_strategy.distributed.axis import Axis
 from ls_strategy.zero.lazy import forget_owner, forget_source, source_of, source_of_memory
 from ls_strategy.zero.program import (

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from typing_extensions import override
 
-from ls_strategy._compat import tree_map
+from ls_strategy._torch import tree_map
 
 READ_CHUNK = 1 << 24
 """Elements that are read at a time: 64 MiB of fp32, all that loading needs in addition to the states."""

@@ -27,7 +27,7 @@ import torch
 from torch import Tensor
 
 from ls_strategy import device as dev
-from ls_strategy._compat import tree_iter, tree_map
+from ls_strategy._torch import tree_iter, tree_map
 from ls_strategy.errors import PlanError
 from ls_strategy.zero.lazy import LazyTensor, source_of_memory
 

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
-from ls_strategy._compat import current_backward_pass, default_store
+from ls_strategy._torch import current_backward_pass, default_store
 from ls_strategy.distributed.comm import make_comm
 from ls_strategy.errors import PlanError, RankFailedError
 from ls_strategy.parallel.pipeline.p2p import make_links

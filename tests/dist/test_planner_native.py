@@ -14,7 +14,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from ls_strategy._compat import without_dispatch_modes
+from ls_strategy._torch import without_dispatch_modes
 from ls_strategy.config import ShardingConfig, TierConfig, ZeROConfig
 from ls_strategy.distributed.comm import Comm
 from ls_strategy.extras.planner.candidates import Candidate

@@ -105,14 +105,14 @@ STEPS = (
     ),
     Mutation(
         "the engine's hook before the optimizer's step runs before hooks that were registered earlier",
-        "ls_strategy/_compat.py",
+        "ls_strategy/_torch.py",
         "optimizer._optimizer_step_pre_hooks.move_to_end(before.id)",
         "optimizer._optimizer_step_pre_hooks.move_to_end(before.id, last=False)",
         ("tests/unit/test_zero_stepper.py::test_hooks_of_the_user_change_gradients_before_the_engine_takes_them",),
     ),
     Mutation(
         "a hook on an optimizer's loading runs before the one that was registered earlier",
-        "ls_strategy/_compat.py",
+        "ls_strategy/_torch.py",
         "for before in optimizer._optimizer_load_state_dict_pre_hooks.values():",
         "for before in reversed(optimizer._optimizer_load_state_dict_pre_hooks.values()):",
         ("tests/unit/test_zero_optimizer_state.py::test_hooks_of_saving_and_loading_run_in_the_order_of_torch",),

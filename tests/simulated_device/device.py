@@ -29,7 +29,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map
 
 from ls_strategy import device as dev
-from ls_strategy._compat import without_torch_function
+from ls_strategy._torch import without_torch_function
 from ls_strategy.ops import _build
 from ls_strategy.testing import spawn
 from ls_strategy.tiers.stock import BufferStock

@@ -207,7 +207,7 @@ def test_parameters_and_buffers_stay() -> None:
 
 def test_a_buffer_that_is_emptied_and_refilled_stays() -> None:
     """What the engine does at stage 3: the storage stays, its memory comes and goes."""
-    from ls_strategy._compat import storage_key
+    from ls_strategy._torch import storage_key
 
     flat = torch.randn(WIDTH * WIDTH)
     weight = nn.Parameter(torch.empty(0))

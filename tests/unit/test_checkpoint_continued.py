@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from ls_strategy._compat import without_crc32
+from ls_strategy._torch import without_crc32
 from ls_strategy.checkpoint import continued
 from ls_strategy.checkpoint.continued import newest_readable
 from ls_strategy.checkpoint.describe import verify_all

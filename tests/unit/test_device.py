@@ -14,7 +14,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from ls_strategy import _compat
+from ls_strategy import _torch
 from ls_strategy import device as dev
 from ls_strategy.distributed.comm import Comm
 from ls_strategy.tiers.buffers import PAGE, AlignedBuffer, BoundedPool
@@ -128,7 +128,7 @@ def test_a_failed_rank_aborts_every_native_group(monkeypatch: pytest.MonkeyPatch
 
 
 def test_without_a_native_group_none_is_aborted(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(_compat.dist.distributed_c10d, "_world", None)  # reading it would fail
+    monkeypatch.setattr(_torch.dist.distributed_c10d, "_world", None)  # reading it would fail
     Comm(None, None).break_connections()
 
 

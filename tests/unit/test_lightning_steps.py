@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 
-from ls_strategy._compat import REQUEUE, STOP
+from ls_strategy.distributed.lockstep import REQUEUE, STOP
 from ls_strategy.lightning.steps import Steps
 
 

@@ -8,9 +8,8 @@ import pytest
 import torch
 from torch import distributed as dist
 
-from ls_strategy._compat import REQUEUE, STOP
 from ls_strategy.distributed.comm import make_comm
-from ls_strategy.distributed.lockstep import Lockstep
+from ls_strategy.distributed.lockstep import REQUEUE, STOP, Lockstep
 from ls_strategy.errors import DataError
 from ls_strategy.testing import spawn
 

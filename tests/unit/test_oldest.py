@@ -10,7 +10,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
 SCRIPT = ROOT / ".ci" / "oldest"
-COMPAT = "ls_strategy._compat"
+PRIVATE = ("ls_strategy._torch", "ls_strategy.lightning._private", "ls_strategy.extras._lightning")
 FITTED = (
     "ls_strategy/lightning/",
     "ls_strategy/zero/",
@@ -19,7 +19,7 @@ FITTED = (
     "ls_strategy/extras/planner/fit.py",
 )
 """What takes part in fits, the last two in those with ``deepspeed_config`` and of ``zero_auto``. Files and cases with
-fits reach it without importing it; they were chosen by noting which functions of `_compat` they call."""
+fits reach it without importing it; they were chosen by noting which functions of these they call."""
 
 
 def listed(name: str) -> list[str]:
@@ -53,11 +53,9 @@ def public() -> dict[str, str]:
 
 
 def private_names(file: Path) -> set[str]:
-    """What a file takes from `_compat`."""
-    names = {name for module, name in imported(file) if module == COMPAT}
-    if ("ls_strategy", "_compat") in imported(file):
-        names |= set(re.findall(r"\bcompat\.(\w+)", file.read_text()))
-    return names
+    """Names of torch and Lightning without a promise that a file takes from where they are kept."""
+    own = {f"{module}.py" for module in (name.rsplit(".", 1)[-1] for name in PRIVATE)}
+    return set() if file.name in own else {name for module, name in imported(file) if module in PRIVATE}
 
 
 def modules_of(file: Path) -> set[Path]:
@@ -97,7 +95,7 @@ def test_what_is_listed_is_there_once() -> None:
 
 
 def test_every_private_name_is_reached_on_the_oldest_versions() -> None:
-    """A new name of `_compat.py` needs a user that takes part in a fit, or that one of these files imports."""
+    """A new private name needs a user that takes part in a fit, or that one of these files imports."""
     users = {str(file.relative_to(ROOT)): private_names(file) for file in (ROOT / "ls_strategy").rglob("*.py")}
     every = set().union(*users.values())
     assert len(every) > 100

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge
 from torch.nn import functional
 
-from ls_strategy._compat import is_compiled, route_calls, unroute_calls
+from ls_strategy._torch import is_compiled, route_calls, unroute_calls
 from ls_strategy.distributed.comm import Comm
 from ls_strategy.errors import PlanError, StateError
 from ls_strategy.extras.plots.pipeline import bars, chrome_trace

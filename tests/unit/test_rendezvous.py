@@ -12,10 +12,10 @@ import time
 import pytest
 from lightning.fabric.plugins.environments import LightningEnvironment, SLURMEnvironment
 
-from ls_strategy._compat import free_main_port
 from ls_strategy.distributed import rendezvous
 from ls_strategy.distributed.rendezvous import PORTS, check_port, free_port, listeners
 from ls_strategy.errors import PlanError, StateError
+from ls_strategy.lightning._private import free_main_port
 from tests.limits import wall
 
 LISTEN = """

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from ls_strategy._compat import OptimizerHooks
+from ls_strategy._torch import OptimizerHooks
 from ls_strategy.errors import StateError
 from ls_strategy.layout import Piece
 from ls_strategy.zero.step.optimizer_state import OptimizerStates

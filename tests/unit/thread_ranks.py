@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from ls_strategy._compat import fake_tensors
+from ls_strategy._torch import fake_tensors
 from ls_strategy.distributed.axis import Axis, sum_in_order
 
 T = TypeVar("T")

@@ -12,10 +12,10 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
-from ls_strategy._compat import before_iterators
 from ls_strategy.checked import above, at_least, between, checked
 from ls_strategy.engine import Engine
 from ls_strategy.errors import ConfigError, StateError
+from ls_strategy.extras._lightning import before_iterators
 from ls_strategy.extras.callbacks import island_data, island_report, outer_state
 from ls_strategy.extras.callbacks.sharded import zero_strategy
 from ls_strategy.extras.islands import buffers, fingerprint

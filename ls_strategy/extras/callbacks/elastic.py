@@ -12,12 +12,20 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
-from ls_strategy import _compat as compat
 from ls_strategy import device as dev
 from ls_strategy.checked import at_least, checked
 from ls_strategy.distributed import slurm_job
 from ls_strategy.distributed.ray_worker import in_train_function
 from ls_strategy.errors import CheckpointError, ConfigError, PlanError, StateError
+from ls_strategy.extras._lightning import (
+    Unnamed,
+    accumulates,
+    before_batches,
+    checkpoint_folder,
+    choose_checkpoint,
+    name_logs,
+    overwrite_saved_config,
+)
 from ls_strategy.extras.callbacks import elastic_errors
 from ls_strategy.extras.callbacks.elastic_disk import newest_of_run
 from ls_strategy.extras.callbacks.elastic_disk import run_of as _run_of
@@ -31,6 +39,7 @@ from ls_strategy.extras.snapshots.remote import close_snapshots, open_snapshot
 from ls_strategy.extras.snapshots.verify import Damage, newest_whole
 from ls_strategy.extras.snapshots.write import InMemory
 from ls_strategy.host.pytorch import MisconfigurationException, ModelCheckpoint, pl, rank_zero_info, rank_zero_warn
+from ls_strategy.lightning._private import fetches_one_by_one, training_loaders
 from ls_strategy.lightning.data_position import order_is_known
 from ls_strategy.lightning.ranks import ConnectedCallback
 from ls_strategy.lightning.strategy import ZeROStrategy
@@ -145,7 +154,7 @@ class ElasticTraining(ConnectedCallback):
             strategy.num_nodes = max(ranks // here, 1)
             strategy._takes_any_size = True
             if trainer.state.fn == "fit":
-                compat.name_logs(trainer, f"run_{self._run}")
+                name_logs(trainer, f"run_{self._run}")
 
     @override
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
@@ -164,8 +173,8 @@ class ElasticTraining(ConnectedCallback):
         )
         self._find(comm.exchange_objects)
         if self._last_step >= 0 or _is_restarted(os.environ):
-            compat.overwrite_saved_config(trainer)
-        compat.choose_checkpoint(trainer, lambda given: self._choose(trainer, strategy, given))
+            overwrite_saved_config(trainer)
+        choose_checkpoint(trainer, lambda given: self._choose(trainer, strategy, given))
 
     def _open(self) -> Memory:
         return Memory(root(os.environ) if self.memory is None else Path(self.memory).resolve(), self._run)
@@ -239,7 +248,7 @@ class ElasticTraining(ConnectedCallback):
                 f"ElasticTraining: no complete snapshot of the run {self._run} is in memory, so it continues from "
                 f"{where}. " + ("All that there were are damaged." if self._left_out else _LOST)
             )
-        return given if on_disk is None else compat.Unnamed(on_disk)
+        return given if on_disk is None else Unnamed(on_disk)
 
     def _report_snapshot(self, found: Found, nodes: Nodes) -> None:
         self._lost_steps = max(self._last_step - found.step, 0)
@@ -254,7 +263,7 @@ class ElasticTraining(ConnectedCallback):
         callbacks: list[Any] = trainer.callbacks  # type: ignore[attr-defined]
         if any(isinstance(c, PreemptionHandler) for c in callbacks):
             return None  # it looks there, and in its own folder
-        folders = [compat.checkpoint_folder(c, trainer) for c in callbacks if isinstance(c, ModelCheckpoint)]
+        folders = [checkpoint_folder(c, trainer) for c in callbacks if isinstance(c, ModelCheckpoint)]
         found = newest_of_run(folders, lambda path: _run_of(path, self.state_key) == self._run)
         if found.skipped:
             rank_zero_warn(
@@ -285,7 +294,7 @@ class ElasticTraining(ConnectedCallback):
         self.taken, self._error = 0, None
         self._since = time.perf_counter()
         self._begun_at = trainer.global_step
-        self._undo = compat.before_batches(trainer, lambda: self._before_batch(trainer))
+        self._undo = before_batches(trainer, lambda: self._before_batch(trainer))
 
     @override
     def on_train_batch_end(
@@ -315,7 +324,7 @@ class ElasticTraining(ConnectedCallback):
     def _before_batch(self, trainer: pl.Trainer) -> None:
         """Take a snapshot if it is due, and wait for it if the next step would be one too many. Collective then."""
         step, most = trainer.global_step, self.max_repeated_steps
-        if compat.accumulates(trainer):
+        if accumulates(trainer):
             return
         if step >= self._due:
             self._begin(trainer, step)
@@ -433,10 +442,10 @@ class ElasticTraining(ConnectedCallback):
 
 
 def _check_loaders(trainer: pl.Trainer) -> None:
-    for loader in compat.training_loaders(trainer):
+    for loader in training_loaders(trainer):
         first = loader.loaders[0] if isinstance(loader, VirtualLoader) else loader
         known = hasattr(first, "load_state_dict") or order_is_known(first)
-        if not known or not compat.fetches_one_by_one(trainer):
+        if not known or not fetches_one_by_one(trainer):
             raise ConfigError(
                 f"Got ElasticTraining with a {type(first).__name__} whose next batch cannot be known after a restart: "
                 "it has no length, or its sampler has an order of its own. Leave the sampler to Lightning "

@@ -11,10 +11,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ls_strategy._compat import training_loaders, tree_iter
+from ls_strategy._torch import tree_iter
 from ls_strategy.errors import ConfigError
 from ls_strategy.extras.islands import fingerprint
 from ls_strategy.host.pytorch import pl
+from ls_strategy.lightning._private import training_loaders
 from ls_strategy.lightning.strategy import ZeROStrategy
 
 

@@ -14,9 +14,10 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from ls_strategy import device as dev
-from ls_strategy._compat import around_fetches, tree_iter
+from ls_strategy._torch import tree_iter
 from ls_strategy.checked import above, at_least, checked
 from ls_strategy.errors import PlanError, StateError
+from ls_strategy.extras._lightning import around_fetches
 from ls_strategy.extras.callbacks.bytes_in_use import bytes_in_use, memory_metrics, sent_bytes
 from ls_strategy.extras.callbacks.intervals import MIB, FitTable, Interval, Sample
 from ls_strategy.extras.callbacks.run_file import RunFile

@@ -17,14 +17,22 @@ from fsspec.core import url_to_fs
 from torch import Tensor
 from typing_extensions import override
 
-from ls_strategy import _compat as compat
 from ls_strategy import device as dev
 from ls_strategy.checked import at_least, checked
 from ls_strategy.checkpoint.continued import Continued, newest_readable
 from ls_strategy.checkpoint.place import Place
 from ls_strategy.distributed import slurm_job
 from ls_strategy.errors import CheckpointError, ConfigError
+from ls_strategy.extras._lightning import (
+    Unnamed,
+    checkpoint_folder,
+    choose_checkpoint,
+    give_signals_back,
+    overwrite_saved_config,
+    take_signals_over,
+)
 from ls_strategy.host.pytorch import Callback, ModelCheckpoint, SIGTERMException, pl, rank_zero_info, rank_zero_warn
+from ls_strategy.lightning._private import deliver_sigterm
 from ls_strategy.lightning.strategy import ZeROStrategy
 
 _MAX_STEPS_BETWEEN_CHECKS = 100
@@ -128,7 +136,7 @@ class PreemptionHandler(Callback):
         # Last, so that the checkpoint has what other callbacks do at the end of a step. A new list, because Lightning
         # iterates over the old one now.
         trainer.callbacks = [c for c in trainer.callbacks if c is not self] + [self]  # type: ignore[attr-defined]
-        compat.take_signals_over(trainer, lambda: self._give_back(trainer))
+        take_signals_over(trainer, lambda: self._give_back(trainer))
         if threading.current_thread() is threading.main_thread():
             self._install(self.signals)
         else:
@@ -146,10 +154,10 @@ class PreemptionHandler(Callback):
         self._older, found = trainer.strategy.broadcast(mine)
         self._resumed_from = found.path
         if self._resumed_from is not None or slurm_job.restarts(os.environ):
-            compat.overwrite_saved_config(trainer)
+            overwrite_saved_config(trainer)
         self._report_found(found)
         if self._resumed_from is not None or found.skipped:
-            compat.choose_checkpoint(trainer, lambda given: given or _continue_from(found))
+            choose_checkpoint(trainer, lambda given: given or _continue_from(found))
 
     def _report_found(self, found: Continued) -> None:
         if found.skipped:
@@ -194,7 +202,7 @@ class PreemptionHandler(Callback):
         A signal by which SLURM announces the end of the job would end the process by default, while it tests or exports
         what it has trained, and the job would count as failed: it is ignored then.
         """
-        compat.give_signals_back(trainer)
+        give_signals_back(trainer)
         in_job = slurm_job.job_id(os.environ) is not None
         for number, handler in self._old_handlers.items():
             before = handler if handler is not None else signal.SIG_DFL
@@ -202,7 +210,7 @@ class PreemptionHandler(Callback):
             signal.signal(number, signal.SIG_IGN if announced else before)
         self._old_handlers.clear()
         if self._received == signal.SIGTERM and not trainer.interrupted:
-            compat.deliver_sigterm()
+            deliver_sigterm()
 
     @override
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
@@ -356,7 +364,7 @@ def _parse_signals(names: Sequence[str]) -> list[int]:
         ) from None
 
 
-def _continue_from(found: Continued) -> compat.Unnamed:
+def _continue_from(found: Continued) -> Unnamed:
     """Return the path to resume from, where the user gave none.
 
     Raises:
@@ -367,12 +375,12 @@ def _continue_from(found: Continued) -> compat.Unnamed:
             f"PreemptionHandler found no checkpoint that can be resumed from, though there are some. {found}. Give the "
             "one that you trust as ckpt_path, remove them, or set resume=False to start from scratch."
         )
-    return compat.Unnamed(found.path)
+    return Unnamed(found.path)
 
 
 def _checkpoint_folders(trainer: pl.Trainer) -> list[str]:
     callbacks: list[Callback] = trainer.callbacks  # type: ignore[attr-defined]
-    return [compat.checkpoint_folder(c, trainer) for c in callbacks if isinstance(c, ModelCheckpoint)]
+    return [checkpoint_folder(c, trainer) for c in callbacks if isinstance(c, ModelCheckpoint)]
 
 
 def _saved_in(folder: str) -> list[str]:

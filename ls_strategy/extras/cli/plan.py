@@ -202,7 +202,7 @@ def build(module: str, configs: Sequence[Path], extra: Sequence[str] = ()) -> An
     Raises:
         ConfigError: it is not a LightningCLI program, or rejects the files or options.
     """
-    from ls_strategy._compat import intercept_cli
+    from ls_strategy.extras._lightning import intercept_cli
 
     def stop(cli: Any) -> None:
         raise _Built(cli)
@@ -295,7 +295,7 @@ def question_of(cli: Any, trainer_section: dict[str, Any]) -> Any:
     """
     import torch
 
-    from ls_strategy._compat import give_data
+    from ls_strategy.extras._lightning import give_data
     from ls_strategy.extras.planner.choice import Question
     from ls_strategy.extras.planner.forecast import Run
     from ls_strategy.extras.planner.step import first_batch
@@ -389,7 +389,7 @@ def pipeline_bubbles(options: dict[str, Any]) -> dict[str, float]:
 def _shapes(batch: Any) -> str:
     from torch import Tensor
 
-    from ls_strategy._compat import tree_iter
+    from ls_strategy._torch import tree_iter
 
     tensors = [leaf for leaf in tree_iter(batch) if isinstance(leaf, Tensor)]
     return ", ".join(f"{tuple(t.shape)} {str(t.dtype).removeprefix('torch.')}" for t in tensors) or "no tensors"

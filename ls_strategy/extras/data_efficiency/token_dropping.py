@@ -22,7 +22,7 @@ import torch
 from torch import Tensor, nn
 from typing_extensions import override
 
-from ls_strategy._compat import uncompiled
+from ls_strategy._torch import uncompiled
 from ls_strategy.blocks import repeated_blocks
 from ls_strategy.checked import above, at_least, checked
 from ls_strategy.device import generator_of

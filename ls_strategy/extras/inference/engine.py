@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from ls_strategy._compat import persistent_buffer_names
+from ls_strategy._torch import persistent_buffer_names
 from ls_strategy.checked import at_least, checked
 from ls_strategy.distributed.axis import Axis
 from ls_strategy.distributed.comm import make_comm

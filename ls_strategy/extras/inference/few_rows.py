@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from ls_strategy._compat import onednn_linear
+from ls_strategy._torch import onednn_linear
 
 MOST_ROWS = 64
 LEAST_WEIGHTS = 2**21

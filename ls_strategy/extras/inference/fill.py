@@ -24,7 +24,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ls_strategy._compat import persistent_buffer_names
+from ls_strategy._torch import persistent_buffer_names
 from ls_strategy.checkpoint.source import is_folder, read_checkpoint, read_weights
 from ls_strategy.errors import CheckpointError, PlanError
 from ls_strategy.layout import TensorPart

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from typing_extensions import override
 
-from ls_strategy._compat import allow_data_on, persistent_buffer_names, version_of
+from ls_strategy._torch import allow_data_on, persistent_buffer_names, version_of
 from ls_strategy.errors import PlanError, StateError
 from ls_strategy.zero.lazy import LazyTensor
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor, nn
 
-from ls_strategy._compat import allow_data_on
+from ls_strategy._torch import allow_data_on
 from ls_strategy.errors import PlanError
 from ls_strategy.extras.inference.blocks import BlockModules
 from ls_strategy.extras.inference.fill import Filler

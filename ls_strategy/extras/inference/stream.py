@@ -22,7 +22,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from ls_strategy._compat import tree_iter
+from ls_strategy._torch import tree_iter
 from ls_strategy.checked import at_least, checked
 from ls_strategy.config import NVMeIOConfig
 from ls_strategy.errors import ConfigError, StateError

@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor, nn
 
-from ls_strategy._compat import persistent_buffer_names
+from ls_strategy._torch import persistent_buffer_names
 
 DTYPE = torch.float64
 """In which they are exchanged."""

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ls_strategy._compat import tree_iter, tree_map
+from ls_strategy._torch import tree_iter, tree_map
 
 
 def rows_of(batch: Any) -> int:

@@ -11,23 +11,19 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.optim import Optimizer
 
-from ls_strategy._compat import (
-    copy_of_optimizer,
-    is_mock_optimizer,
-    training_data,
-    trains_on_given_data,
-    tree_iter,
-)
+from ls_strategy._torch import copy_of_optimizer, tree_iter
 from ls_strategy.checkpoint.random import random_states, restore_random_states
 from ls_strategy.config import ZeROConfig
 from ls_strategy.distributed.comm import Comm
 from ls_strategy.errors import PlanError
+from ls_strategy.extras._lightning import training_data, trains_on_given_data
 from ls_strategy.extras.planner.choice import Question, candidate_of, choose, explain, smallest
 from ls_strategy.extras.planner.forecast import Run
 from ls_strategy.extras.planner.hardware import Hardware, found_here
 from ls_strategy.extras.planner.out_of_memory import explaining
 from ls_strategy.extras.planner.speeds import measure
 from ls_strategy.extras.planner.step import first_batch
+from ls_strategy.lightning._private import is_mock_optimizer
 
 if TYPE_CHECKING:
     from ls_strategy.lightning.engine_setup import Fit

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ls_strategy._compat import TorchDispatchMode, tree_iter, without_torch_function
+from ls_strategy._torch import TorchDispatchMode, tree_iter, without_torch_function
 
 Changed = Callable[[int, int], None]
 """Called with the number of a storage, and the bytes by which it has grown or shrunk."""

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
-from ls_strategy._compat import copy_of_optimizer
+from ls_strategy._torch import copy_of_optimizer
 from ls_strategy.config import RecomputeConfig, ZeROConfig
 from ls_strategy.extras.planner.batch import batch_bytes, resized
 from ls_strategy.extras.planner.block_steps import METERS, BlockSteps, Known, can_recompute

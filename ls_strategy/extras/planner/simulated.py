@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from ls_strategy._compat import copy_of_optimizer, fake_tensors, tree_map
+from ls_strategy._torch import copy_of_optimizer, fake_tensors, tree_map
 from ls_strategy.extras.planner.experts import balance_experts
 from ls_strategy.precision import PrecisionPolicy
 from ls_strategy.zero.setup.kept import KeptInFp32, kept_in_fp32

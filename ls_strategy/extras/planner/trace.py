@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sdpa_flop_count
 
-from ls_strategy._compat import tree_iter
+from ls_strategy._torch import tree_iter
 from ls_strategy.activations.recompute import apply_recompute
 from ls_strategy.config import RecomputeConfig
 from ls_strategy.errors import PlanError

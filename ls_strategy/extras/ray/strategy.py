@@ -22,7 +22,7 @@ import torch
 import torch.distributed as dist
 from typing_extensions import override
 
-from ls_strategy._compat import default_store
+from ls_strategy._torch import default_store
 from ls_strategy.distributed import rendezvous
 from ls_strategy.distributed.comm import is_shared
 from ls_strategy.distributed.ray_worker import in_train_function

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ls_strategy._compat import tree_iter
+from ls_strategy._torch import tree_iter
 from ls_strategy.parallel.pipeline.placeholder import is_meta
 from ls_strategy.parallel.pipeline.record import Operation, Record, Unread
 from ls_strategy.parallel.pipeline.rules import SELECTS, Call, Input, result_of

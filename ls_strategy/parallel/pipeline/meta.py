@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ls_strategy._compat import tree_flatten, tree_iter, tree_map, without_torch_functions
+from ls_strategy._torch import tree_flatten, tree_iter, tree_map, without_torch_functions
 from ls_strategy.parallel.pipeline.placeholder import Absent, placeholder
 
 

@@ -23,7 +23,7 @@ from typing import Any, cast
 import torch
 from torch import nn
 
-from ls_strategy._compat import is_compiled, uncompiled
+from ls_strategy._torch import is_compiled, uncompiled
 from ls_strategy.blocks import outermost
 from ls_strategy.errors import PlanError
 from ls_strategy.parallel.pipeline.balance import balance

@@ -26,7 +26,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils.hooks import RemovableHandle
 
-from ls_strategy._compat import tree_flatten, tree_iter, tree_map, without_torch_functions
+from ls_strategy._torch import tree_flatten, tree_iter, tree_map, without_torch_functions
 from ls_strategy.errors import LSError, PlanError
 from ls_strategy.parallel.pipeline.counts import Mean, tokens_of
 from ls_strategy.parallel.pipeline.record import Record, Unread

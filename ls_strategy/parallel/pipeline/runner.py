@@ -22,7 +22,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
-from ls_strategy._compat import tree_flatten
+from ls_strategy._torch import tree_flatten
 from ls_strategy.errors import PlanError, StateError
 from ls_strategy.parallel.pipeline.p2p import Links, PointToPoint, Shapes
 from ls_strategy.parallel.pipeline.partition import Step

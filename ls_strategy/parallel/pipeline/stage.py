@@ -24,7 +24,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ls_strategy._compat import (
+from ls_strategy._torch import (
     compiled_code,
     is_compiled,
     route_calls,

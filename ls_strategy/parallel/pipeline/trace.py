@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
-from ls_strategy._compat import route_calls, tree_iter, uncompiled_code, unroute_calls
+from ls_strategy._torch import route_calls, tree_iter, uncompiled_code, unroute_calls
 from ls_strategy.errors import PlanError, StateError
 from ls_strategy.parallel.pipeline.meta import meta_blocks, meta_copy
 from ls_strategy.parallel.pipeline.partition import Step, Usage

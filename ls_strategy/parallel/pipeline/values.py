@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from ls_strategy._compat import without_torch_functions
+from ls_strategy._torch import without_torch_functions
 
 Factor = tuple[float, ...]
 """One number per micro-batch."""

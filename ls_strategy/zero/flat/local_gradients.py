@@ -12,7 +12,7 @@ from collections.abc import Iterable, Mapping
 import torch
 from torch import Tensor, nn
 
-from ls_strategy._compat import storage_key
+from ls_strategy._torch import storage_key
 from ls_strategy.distributed.buffer_pool import BufferPool
 from ls_strategy.distributed.comm import Comm
 from ls_strategy.distributed.pending import PendingGather, PendingReduce

@@ -25,13 +25,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
-from ls_strategy._compat import (
-    WeakIdKeyDictionary,
-    is_tracing,
-    torch_function_is_on,
-    tree_iter,
-    without_torch_function,
-)
+from ls_strategy._torch import WeakIdKeyDictionary, is_tracing, torch_function_is_on, tree_iter, without_torch_function
 from ls_strategy.errors import StateError
 
 _DATA: Any = torch.Tensor.data

@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from typing_extensions import override
 
-from ls_strategy._compat import tree_map
+from ls_strategy._torch import tree_map
 from ls_strategy.zero.flat.parameters import NEED_NO_VALUES
 from ls_strategy.zero.lazy import LazyTensor
 from ls_strategy.zero.parts import full_of

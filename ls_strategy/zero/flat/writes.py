@@ -13,7 +13,7 @@ import weakref
 import torch
 from torch import Tensor
 
-from ls_strategy._compat import storage_users, version_of
+from ls_strategy._torch import storage_users, version_of
 from ls_strategy.errors import StateError
 from ls_strategy.zero.flat.buffer import FlatBuffer
 from ls_strategy.zero.flat.parameters import point, unnoticed, values_of

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor, nn
 
 from ls_strategy import spans
-from ls_strategy._compat import current_backward_pass, is_transforming, outside_transforms, tree_iter
+from ls_strategy._torch import current_backward_pass, is_transforming, outside_transforms, tree_iter
 from ls_strategy.transient import Transient
 from ls_strategy.zero.flat.units import Flat, Unit
 from ls_strategy.zero.passes.gather import Gatherer

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from ls_strategy._compat import copy_of_optimizer, forget_step_hooks
+from ls_strategy._torch import copy_of_optimizer, forget_step_hooks
 from ls_strategy.errors import PlanError
 
 

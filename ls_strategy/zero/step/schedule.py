@@ -21,7 +21,7 @@ import weakref
 from collections import deque
 from dataclasses import replace
 
-from ls_strategy._compat import has_step_hooks
+from ls_strategy._torch import has_step_hooks
 from ls_strategy.tiers.stream import Stream
 from ls_strategy.zero.flat.units import Flat
 from ls_strategy.zero.passes.gather import Gatherer

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from ls_strategy._compat import has_step_hooks, put_step_hooks_inside
+from ls_strategy._torch import has_step_hooks, put_step_hooks_inside
 from ls_strategy.errors import StateError
 from ls_strategy.loss_scale import LossScaler
 from ls_strategy.tiers.link import trim_heap

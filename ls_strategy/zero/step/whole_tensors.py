@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from ls_strategy._compat import copy_of_optimizer, forget_step_hooks
+from ls_strategy._torch import copy_of_optimizer, forget_step_hooks
 from ls_strategy.distributed.comm import Comm
 from ls_strategy.tiers import TIERS
 from ls_strategy.tiers.stream import Stream

@@ -26,7 +26,7 @@ from typing import Any
 from torch import nn
 from torch.multiprocessing.reductions import reduce_tensor
 
-from ls_strategy._compat import StorageWeakRef, storage_key
+from ls_strategy._torch import StorageWeakRef, storage_key
 from ls_strategy.errors import StateError
 from ls_strategy.transient import Method, Transient
 from ls_strategy.zero.flat.parameters import Absent, Present, unnoticed

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 
 from torch import Tensor
 
-from ls_strategy._compat import version_of
+from ls_strategy._torch import version_of
 from ls_strategy.errors import StateError
 from ls_strategy.zero.flat.writes import take_elements
 

@@ -25,7 +25,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ls_strategy._compat import current_backward_pass, foreach_function, storage_key
+from ls_strategy._torch import current_backward_pass, foreach_function, storage_key
 from ls_strategy.errors import StateError
 from ls_strategy.zero.flat.parameters import grad_of, set_grad
 from ls_strategy.zero.flat.units import Flat

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
-from ls_strategy._compat import current_backward_pass, storage_key
+from ls_strategy._torch import current_backward_pass, storage_key
 from ls_strategy.distributed.comm import Comm
 from ls_strategy.errors import StateError
 from ls_strategy.zero.flat.units import Flat

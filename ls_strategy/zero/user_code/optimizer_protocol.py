@@ -15,7 +15,7 @@ from typing import Any
 
 from torch.optim import Optimizer
 
-from ls_strategy._compat import OptimizerHooks, has_own_state_dict, torch_state_methods
+from ls_strategy._torch import OptimizerHooks, has_own_state_dict, torch_state_methods
 from ls_strategy.errors import StateError
 from ls_strategy.transient import Method
 

@@ -16,7 +16,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from ls_strategy._compat import foreach_function, tree_iter, tree_map, without_torch_function
+from ls_strategy._torch import foreach_function, tree_iter, tree_map, without_torch_function
 from ls_strategy.errors import StateError
 from ls_strategy.zero.flat.parameters import NEED_NO_VALUES
 

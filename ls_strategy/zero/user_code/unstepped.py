@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ls_strategy._compat import current_backward_pass
+from ls_strategy._torch import current_backward_pass
 from ls_strategy.distributed.comm import Comm
 from ls_strategy.precision import at_least_fp32
 from ls_strategy.zero.flat.parameters import grad_of, set_grad

@@ -15,7 +15,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
-from ls_strategy._compat import storage_users
+from ls_strategy._torch import storage_users
 from ls_strategy.errors import StateError
 from ls_strategy.zero.flat.parameters import grad_of, set_grad
 from ls_strategy.zero.flat.units import Flat

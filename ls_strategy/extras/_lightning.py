@@ -1,0 +1,258 @@
+"""Private names of Lightning that only side products need; all others are in `ls_strategy.lightning._private`."""
+
+from __future__ import annotations
+
+import copy
+import inspect
+from collections.abc import Callable, Generator, Mapping
+from contextlib import ExitStack, contextmanager
+from types import FrameType
+from typing import Any
+
+from ls_strategy import host
+
+
+def before_iterators(trainer: Any, call: Callable[[], None]) -> None:
+    """Make the fit loop call ``call()`` when it has its training data, before it makes the first iterator over them.
+
+    An iterator that user code has caused earlier is replaced: see `around_data_setup`.
+    """
+    loop = trainer.fit_loop
+
+    def load_states() -> None:
+        del loop._load_combined_loader_states  # only once
+        call()
+        loop._load_combined_loader_states()
+
+    loop._load_combined_loader_states = load_states
+
+
+def around_fetches(trainer: Any, before: Callable[[], None], after: Callable[[], None]) -> Callable[[], None]:
+    """Make the fit loop call ``before()`` and ``after()`` around every fetch of a batch, from the next epoch on.
+
+    Returns:
+        a function that undoes this.
+    """
+    loop = trainer.fit_loop.epoch_loop
+    begin, end = loop._on_before_fetch, loop._on_after_fetch
+
+    def on_before_fetch() -> None:
+        before()
+        begin()
+
+    def on_after_fetch() -> None:
+        end()
+        after()
+
+    loop._on_before_fetch, loop._on_after_fetch = on_before_fetch, on_after_fetch
+
+    def undo() -> None:
+        loop.__dict__.pop("_on_before_fetch", None)
+        loop.__dict__.pop("_on_after_fetch", None)
+
+    return undo
+
+
+def training_data(trainer: Any) -> Any:
+    """Return a new result of ``train_dataloader`` for the fit that is about to begin."""
+    return trainer.fit_loop._data_source.dataloader()
+
+
+def trains_on_given_data(trainer: Any) -> bool:
+    """Return whether the loaders were given to ``trainer.fit``, so that `training_data` returns the same objects."""
+    return not trainer.fit_loop._data_source.is_module()
+
+
+def take_signals_over(trainer: Any, restore: Callable[[], None]) -> None:
+    """Prevent Lightning from registering its signal handlers, and call ``restore`` when it would restore the old ones.
+
+    Its SIGTERM handler broadcasts from inside the handler, its SLURM handler saves from inside it, and
+    ``_broadcast_sigterm_tensor`` broadcasts on the device and waits for it before every batch.
+    """
+    connector: Any = trainer._signal_connector
+    connector.register_signal_handlers = _do_nothing
+    connector.teardown = restore
+    epoch_loop: Any = trainer.fit_loop.epoch_loop
+    epoch_loop._broadcast_sigterm_tensor = _do_nothing
+
+
+def give_signals_back(trainer: Any) -> None:
+    """Undo `take_signals_over`. A second call does nothing."""
+    for owner, names in (
+        (trainer._signal_connector, ("register_signal_handlers", "teardown")),
+        (trainer.fit_loop.epoch_loop, ("_broadcast_sigterm_tensor",)),
+    ):
+        for name in names:
+            vars(owner).pop(name, None)
+
+
+def _do_nothing() -> None:
+    """Replace a method of Lightning that must not run."""
+
+
+class Unnamed(str):
+    """The path of a file that nobody has named: no code in it may run, whatever the user allows for other files."""
+
+    __slots__ = ()
+
+
+def choose_checkpoint(trainer: Any, choose: Callable[[Any], Any]) -> None:
+    """Make the next restore use ``choose(ckpt_path)``, which gets what the user gave, or None.
+
+    Of several choices the last one comes first, and gives its result to the one before it. What is `Unnamed` is loaded
+    with ``weights_only=True``.
+    """
+    connector: Any = trainer._checkpoint_connector
+    before = vars(connector).get("resume_start")
+
+    def resume_start(checkpoint_path: Any = None, weights_only: bool | None = None) -> None:
+        if before is None:
+            vars(connector).pop("resume_start", None)
+        else:
+            connector.resume_start = before
+        chosen = choose(checkpoint_path)
+        if isinstance(chosen, Unnamed):
+            chosen, weights_only = str(chosen), True
+        connector.resume_start(chosen, weights_only=weights_only)
+
+    connector.resume_start = resume_start
+
+
+def name_logs(trainer: Any, name: str) -> None:
+    """Give TensorBoard's loggers without a version of their own the folder ``name``, so that restarts continue in it.
+
+    Loggers of CSV files would empty the folder. Call it before they write.
+    """
+    loggers = host.import_part("pytorch.loggers")
+    for logger in trainer.loggers:
+        if isinstance(logger, loggers.TensorBoardLogger) and logger._version is None:
+            logger._version = name
+
+
+def before_batches(trainer: Any, action: Callable[[], None]) -> Callable[[], None]:
+    """Make the fit loop call ``action()`` before it fetches a batch: validation and schedulers are done with the last.
+
+    Returns:
+        a function that undoes this.
+    """
+    loop = trainer.fit_loop.epoch_loop
+
+    def advance(data_fetcher: Any) -> None:
+        action()
+        type(loop).advance(loop, data_fetcher)
+
+    loop.advance = advance
+
+    def undo() -> None:
+        vars(loop).pop("advance", None)
+
+    return undo
+
+
+def accumulates(trainer: Any) -> bool:
+    """Return whether gradients of earlier batches wait for the next one."""
+    return trainer.fit_loop.epoch_loop.batch_progress.current.ready % trainer.accumulate_grad_batches != 0
+
+
+def overwrite_saved_config(trainer: Any) -> None:
+    """Let LightningCLI overwrite ``config.yaml`` in the log folder of a resumed run. Call it before its ``setup``."""
+    cli = host.loaded_part("pytorch.cli")
+    for callback in trainer.callbacks if cli is not None else ():  # type: ignore[attr-defined]
+        if isinstance(callback, cli.SaveConfigCallback):  # type: ignore[union-attr]
+            callback.overwrite = True
+
+
+def checkpoint_folder(callback: Any, trainer: Any) -> str:
+    """Return where ``callback`` will save; works before its ``setup``, too."""
+    resolve: Any = callback._ModelCheckpoint__resolve_ckpt_dir  # type: ignore[attr-defined]
+    return str(resolve(trainer))
+
+
+def give_data(trainer: Any, source: Any) -> None:
+    """Make a Trainer that does not run take its training data from ``source``, to count the steps of a fit."""
+    trainer.fit_loop._data_source.instance = source
+    trainer.fit_loop.max_epochs = trainer.fit_loop.max_epochs or (-1 if trainer.max_steps > 0 else 1000)
+
+
+@contextmanager
+def intercept_cli(stop: Callable[[Any], None], make_trainer: Callable[[Any], Any]) -> Generator[None, None, None]:
+    """Make a LightningCLI create its Trainer by ``make_trainer`` and call ``stop`` instead of training.
+
+    Args:
+        stop: gets the LightningCLI.
+        make_trainer: gets the options of the Trainer.
+    """
+    with ExitStack() as stack:
+        for package in host.installed():  # the program decides which one it uses
+            stack.enter_context(_intercept(host.import_from(package, "pytorch.cli").LightningCLI, stop, make_trainer))
+        yield
+
+
+@contextmanager
+def _intercept(
+    cli: Any, stop: Callable[[Any], None], make_trainer: Callable[[Any], Any]
+) -> Generator[None, None, None]:
+    run, instantiate = cli._run_subcommand, cli.instantiate_trainer
+    cli._run_subcommand = lambda self, _name: stop(self)
+    cli.instantiate_trainer = lambda self, **_: make_trainer(self._get(self.config_init, "trainer", default={}))
+    try:
+        yield
+    finally:
+        cli._run_subcommand, cli.instantiate_trainer = run, instantiate
+
+
+def made_by_parser() -> bool:
+    """Return whether jsonargparse, alone or in a LightningCLI, creates the object whose ``__init__`` is running."""
+    return any(str(frame.f_globals.get("__name__")).startswith("jsonargparse.") for frame in _callers())
+
+
+def _callers() -> Generator[FrameType, None, None]:
+    frame = inspect.currentframe()
+    while frame is not None:
+        yield frame
+        frame = frame.f_back
+
+
+def parse_again(kind: type, defaults: Mapping[type, Mapping[str, Any]]) -> dict[str, Any] | None:
+    """Return the strategy's arguments as a LightningCLI parses them with other defaults.
+
+    Call it while that LightningCLI creates the strategy. None without one, or if its Trainer has another strategy.
+
+    Args:
+        kind: the class of the strategy.
+        defaults: by class (``kind`` or the class of an argument): defaults of its constructor.
+    """
+    module = host.loaded_part("pytorch.cli")
+    made = [f for f in _callers() if module and isinstance(f.f_locals.get("self"), module.LightningCLI)]
+    outer = next((frame for frame in made if frame.f_code is module.LightningCLI.__init__.__code__), None)  # type: ignore[union-attr]
+    if outer is None:
+        return None
+    cli, given = copy.copy(outer.f_locals["self"]), outer.f_locals
+    cli.parser_class = type("Again", (cli.parser_class,), {})  # a new class: jsonargparse caches parsers by class
+    with ExitStack() as stack:
+        for each, changed in defaults.items():
+            stack.enter_context(_with_defaults(each.__init__, changed))
+        cli.setup_parser(given["run"], *cli._setup_parser_kwargs(cli.parser_kwargs))
+        cli.parse_arguments(cli.parser, given["args"])
+    section = cli.config[cli.config["subcommand"]] if given["run"] else cli.config
+    strategy = section["trainer"].get("strategy")
+    found = strategy.get("init_args") if hasattr(strategy, "get") else None
+    if found is None:
+        return None
+    return found.as_dict() if hasattr(found, "as_dict") else dict(found)
+
+
+@contextmanager
+def _with_defaults(init: Any, defaults: Mapping[str, Any]) -> Generator[None, None, None]:
+    """Make the signature of a constructor show other defaults inside."""
+    before = vars(init).get("__signature__")
+    signature = inspect.signature(init)
+    changed = [p.replace(default=defaults.get(n, p.default)) for n, p in signature.parameters.items()]
+    init.__signature__ = signature.replace(parameters=changed)
+    try:
+        yield
+    finally:
+        if before is None:
+            del init.__signature__
+        else:
+            init.__signature__ = before
