@@ -36,6 +36,7 @@ from ls_strategy.plan import Plan
 from ls_strategy.precision import PrecisionPolicy
 from ls_strategy.zero import memory
 from ls_strategy.zero.away import Away
+from ls_strategy.zero.events import StepEvents
 from ls_strategy.zero.flat.parameters import unbind_home, unnoticed
 from ls_strategy.zero.flat.units import Flat
 from ls_strategy.zero.passes.hooks import UnitHooks
@@ -119,14 +120,19 @@ class Engine:
         sharded = shard(draft, optimizers, mesh, device, held)
         self._planned, self.units, self.offload = sharded.plan, sharded.units, sharded.offload
         self.on_demand, self.gatherer, self.reducer = sharded.on_demand, sharded.gatherer, sharded.reducer
+        self.events = StepEvents()
+        self.events.after_user_code.subscribe(self.on_demand.write_back)
         scaler = LossScaler(loss_scale or LossScaleConfig()) if precision.loss_scaling else None
+        before = None if previous is None else previous.stepper
         with showing_no_states(optimizers):
-            self.stepper = Stepper(sharded, optimizers, scaler, None if previous is None else previous.stepper)
+            self.stepper = Stepper(sharded, optimizers, scaler, self.events, before)
         if previous is not None:
             previous.offload.close()
-        self.away = Away(sharded.flats, self.stepper, self.gatherer, self.offload.link)
+        self.away = Away(sharded.flats, self.stepper, self.gatherer, self.offload.link, self.events)
         self.gradients, self.schedule = self.stepper.gradients, self.stepper.schedule
-        self._unstepped = Unstepped([] if mesh.shape.kinds else self.flats, comm, lambda: self.gradients.local)
+        unstepped = Unstepped([] if mesh.shape.kinds else self.flats, comm, lambda: self.gradients.local)
+        if unstepped.provides:
+            self.events.on_backward_begin.subscribe(unstepped.outdate)
         self.reducer.reset()
         self.hooks = UnitHooks(self.units, self.gatherer, self.reducer, sharded=self.gatherer.releases)
         self.hooks.watch_rows(self.flats)
@@ -274,8 +280,8 @@ class Engine:
                 forward with a synchronizing backward.
         """
         self.on_demand.thread = threading.get_ident()
-        self.on_demand.write_back()
-        self.stepper.unfreezing.follow()
+        self.events.after_user_code()
+        self.events.on_step_begin()
         self.gatherer.fetch_root()
         if self._broadcast_buffers_next:
             broadcast_buffers(self.model, self.comm)
@@ -283,7 +289,7 @@ class Engine:
 
     def end_forward(self) -> None:
         """End the step's forward. Not collective."""
-        self.on_demand.write_back()
+        self.events.after_user_code()
         self.gatherer.end_forward()
 
     def wait(self) -> None:
@@ -294,7 +300,7 @@ class Engine:
         for index in range(len(self.optimizers)):
             self.schedule.bring_in_delayed(index)
         self.gatherer.finish_all()
-        self.on_demand.write_back()
+        self.events.after_user_code()
 
     # backward --------------------------------------------------------------------------------------------------------
 
@@ -306,10 +312,10 @@ class Engine:
         An early update consumes gradients that hooks after the step may read. So the first step updates nothing early,
         nor does any step after user code has read a gradient.
         """
-        self.away.require("parameters", "gradients")
+        self.events.before_read("parameters", "gradients")
         spans.enter(spans.BACKWARD)
+        self.events.on_backward_begin()
         self.stepper.begin_backward()
-        self._unstepped.outdate()
         early = self.early_step and eager and self.scaler is None and self.schedule.allows_early
         early = early and not self.gradients.were_read
         early = early and all(map(self.stepper.is_private, self.optimizers))
@@ -391,7 +397,7 @@ class Engine:
             StateError: an exception ended a backward pass after it had begun to update, or an update failed. Or the
                 states are offloaded between two steps.
         """
-        self.away.require()
+        self.events.before_read()
         require_one_step(self.flats, torn=self._torn, failure=self.offload.stream.error)
 
     def abort(self) -> None:

@@ -12,7 +12,7 @@ their owners ask `FlatBuffer.require_here` first. Nothing is sent, but every ran
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal, get_args
 
@@ -23,6 +23,7 @@ from ls_strategy._torch import storage_key
 from ls_strategy.distributed.buffer_pool import BufferPool
 from ls_strategy.errors import ConfigError
 from ls_strategy.tiers.link import Link, host_empty
+from ls_strategy.zero.events import StepEvents
 from ls_strategy.zero.flat.buffer import states_away
 from ls_strategy.zero.flat.parameters import grad_of, home_of, unnoticed
 from ls_strategy.zero.flat.units import Flat
@@ -49,12 +50,16 @@ class _Given:
 class Away:
     """The states of one engine that are offloaded between two steps."""
 
-    def __init__(self, flats: Sequence[Flat], stepper: Stepper, gatherer: Gatherer, link: Link) -> None:
+    def __init__(
+        self, flats: Sequence[Flat], stepper: Stepper, gatherer: Gatherer, link: Link, events: StepEvents
+    ) -> None:
         """Give nothing yet."""
         self._flats = flats
         self._stepper = stepper
         self._gatherer = gatherer
         self._link = link
+        self._events = events
+        self._unsubscribe: Callable[[], None] | None = None
         self._given: dict[int, _Given] = {}
         self.kinds: frozenset[str] = frozenset()
         """What was given."""
@@ -100,6 +105,11 @@ class Away:
     def _mark(self, kinds: Collection[str]) -> None:
         """Let the states' owners refuse every use of these kinds."""
         self.kinds = frozenset(kinds)
+        if self._unsubscribe is None and self.kinds:
+            self._unsubscribe = self._events.before_read.subscribe(self.require)
+        elif self._unsubscribe is not None and not self.kinds:
+            self._unsubscribe()
+            self._unsubscribe = None
         for flat in self._flats:
             flat.away = self.kinds
             if "parameters" in self.kinds and flat.is_gathered and not flat.policy.parameters:

@@ -35,7 +35,13 @@ def memory_bytes(
         "gathered": sum(size(f.full, f.wire) for f in flats if f.policy.parameters),
         "masters": sum(size(f.master) for f in flats),
         "gradients": sum(
-            size(f.local.buffer, f.averages.values, *f.averages.tree.sums, *map(grad_of, f.params)) for f in flats
+            size(
+                f.local.buffer,
+                f.averages.values,
+                *(f.averages.tree.sums if f.averages.tree else ()),
+                *map(grad_of, f.params),
+            )
+            for f in flats
         ),
         "optimizer": sum(s.sharded.state_bytes() for s in optimizers),
         "communication": sum(pool.bytes for pool in pools),

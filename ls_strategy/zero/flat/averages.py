@@ -67,7 +67,7 @@ class Averages:
         self.landing: Future[None] | None = None
         """A copy to host memory in flight."""
 
-        self.tree = TreeSum()
+        self.tree: TreeSum | None = None
         """With virtual ranks: the sums of the rounds before the last one."""
 
         self._in_update: Tensor | None = None
@@ -97,7 +97,14 @@ class Averages:
         """Discard the averages so far."""
         self.hold_values = self.gone = self.edited = False
         self.scale = 1.0
-        self.tree.forget()
+        if self.tree is not None:
+            self.tree.forget()
+
+    def tree_sum(self) -> TreeSum:
+        """Return the sum over virtual ranks, which begins with its first use."""
+        if self.tree is None:
+            self.tree = TreeSum()
+        return self.tree
 
     def tensor(self) -> Tensor:
         """Return the averages of the range that this rank steps, ``(stepped,)``. Stage 0: ``flat.local.buffer``.

@@ -231,7 +231,7 @@ class Reducer:
         """Start averaging a flat's gradients. Collective."""
         local = flat.local
         if self.round is not None and self.round.leaves[flat.comm.everyone.rank] is None:
-            flat.averages.tree.expect(self._exchange_leaves(flat, None, self.round), self.round)
+            flat.averages.tree_sum().expect(self._exchange_leaves(flat, None, self.round), self.round)
             return
         local.allocate(flat.full.dtype if self.policy.optimizer else flat.average_dtype)
         assert local.buffer is not None
@@ -314,9 +314,9 @@ class Reducer:
     def _land_round(self, flat: Flat, reducing: PendingReduce, now: Round) -> None:
         """Add a round's leaves to the sum over virtual ranks; after the last round, that to the averages."""
         if now.is_last:
-            self._land(flat, flat.averages.tree.close(reducing, now))
+            self._land(flat, flat.averages.tree_sum().close(reducing, now))
             return
-        flat.averages.tree.add(reducing, now, flat.average_dtype)
+        flat.averages.tree_sum().add(reducing, now, flat.average_dtype)
         flat.local.free()
 
     def _land(self, flat: Flat, reducing: PendingReduce | LastRound) -> None:
@@ -377,7 +377,9 @@ class Reducer:
         if self.agree_on_tied is not None:
             self._use_tied(flats, used, self.agree_on_tied)
         flags_of = iter(used)
-        self.admit([f for f in flats if any([next(flags_of) for _ in f.params]) and f.is_frozen])
+        begin = [f for f in flats if any([next(flags_of) for _ in f.params]) and f.is_frozen]
+        if begin:
+            self.admit(begin)
         for flat, dirty in zip(flats, left, strict=True):
             if dirty:
                 self._launch(flat)
@@ -427,7 +429,8 @@ class Reducer:
             for flat in unit.trainable_flats:
                 flat.local.reducing = flat.local.round = None
                 flat.local.gathering = None
-                self._abandoned.append(flat.averages.tree.forget())
+                if flat.averages.tree is not None:
+                    self._abandoned.append(flat.averages.tree.forget())
         self.loss_scale = 1.0
         self._left_out = None
         self.reset()

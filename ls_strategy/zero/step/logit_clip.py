@@ -14,6 +14,11 @@ from ls_strategy.zero.flat.parameters import unnoticed
 from ls_strategy.zero.flat.units import Flat
 
 
+def may_clip_logits(optimizer: Optimizer) -> bool:
+    """Return whether `clip_logits` may have to follow the optimizer's steps."""
+    return isinstance(optimizer, Muon)
+
+
 def clip_logits(optimizer: Optimizer, flats: Sequence[Flat]) -> None:
     """Scale the weights of heads with too large logits. Collective, if `Muon.clip_logits` was called.
 

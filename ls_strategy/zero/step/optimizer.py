@@ -34,7 +34,7 @@ from ls_strategy.tiers.stream import Stream
 from ls_strategy.zero.flat.units import Flat
 from ls_strategy.zero.step.elementwise import is_elementwise, takes_closure
 from ls_strategy.zero.step.kernels import kernel_for, kernels_of
-from ls_strategy.zero.step.logit_clip import clip_logits
+from ls_strategy.zero.step.logit_clip import clip_logits, may_clip_logits
 from ls_strategy.zero.step.optimizer_state import OptimizerStates
 from ls_strategy.zero.step.own_step import OwnStep
 from ls_strategy.zero.step.runs import Run, Runs
@@ -78,10 +78,12 @@ class ShardedOptimizer:
         store = [self._states_of(n, flat) for n, flat in enumerate(flats)]
         self.states = OptimizerStates(optimizer, store, mesh, group_names)
         self.whole = self._whole_tensors()
+        self._steps_whole = bool(self.whole)
         self._runs = Runs(optimizer, self.states, self._kernels, self._fused_flats, cuts=self._cuts)
         self.states.collect = self._collect
         self._grad_views: dict[int, tuple[Tensor, list[Tensor]]] = {}
-        self._may_clip = False
+        self._clips = may_clip_logits(optimizer)
+        self._clip_due = False
         """Whether a step has begun whose attention logits were not clipped yet."""
         self._dropped: set[int] = set()
         """Numbers of parameters with a gradient that user code has set to None; plain torch skips those."""
@@ -336,11 +338,11 @@ class ShardedOptimizer:
         self.take_replaced_state()
         self.states.begun = True
         dropped = frozenset(self._dropped if shown else ())
-        if self.whole and shown and self.shows_pieces:
+        if self._steps_whole and shown and self.shows_pieces:
             dropped = self.whole.agree(dropped)
-        self._may_clip = True
+        self._clip_due = self._clips
         self._runs.compose(used, dropped)
-        if self.whole:
+        if self._steps_whole:
             self.whole.begin(used, dropped, fused, stream)
         else:
             fused()
@@ -352,6 +354,9 @@ class ShardedOptimizer:
     def showing_runs(self) -> Iterator[None]:
         """Let the optimizer's groups hold the tensors that its own ``step`` updates, inside the context."""
         with self._runs.shown():
+            if not self._steps_whole:
+                yield
+                return
             for g, group in enumerate(self.optimizer.param_groups):
                 group["params"] += self.whole.shown(g)
             self.whole.lend(self.optimizer.state)
@@ -362,9 +367,10 @@ class ShardedOptimizer:
 
     def end_whole(self) -> None:
         """Send what the optimizer's own ``step`` has made of whole tensors to their shards. Collective."""
-        self.whole.end()
-        if self._may_clip:
-            self._may_clip = False
+        if self._steps_whole:
+            self.whole.end()
+        if self._clip_due:
+            self._clip_due = False
             clip_logits(self.optimizer, self.flats)
 
     def describe(self) -> str:

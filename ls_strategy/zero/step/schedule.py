@@ -103,7 +103,9 @@ class UpdateSchedule:
 
     def end_step(self) -> None:
         """Free the host memory on the way to the device that the last steps did not need."""
-        self._offload.link.stock.trim()
+        stock = self._offload.link.stock
+        if stock.total_bytes:
+            stock.trim()
 
     def stream_of(self, index: int) -> Stream | None:
         """Return the stream that may go on after a step of optimizer ``index``; None: code after it reads weights."""
@@ -124,9 +126,9 @@ class UpdateSchedule:
 
     def _prepared(self, index: int, updates: list[Update]) -> list[Update]:
         """Add to offloaded updates the clip factor, the mark of the device's work, and where they run."""
-        after, delayed = self._offload.link.mark(), self._is_delayed(index)
         if not updates or self._offload.config.offload.optimizer is None:
             return updates
+        after, delayed = self._offload.link.mark(), self._is_delayed(index)
         # Once, here: the stream's thread would wait for the device at every buffer.
         clip = None if updates[0].clip is None else updates[0].clip.cpu()
         streamed = self._offload.streamed
@@ -163,11 +165,12 @@ class UpdateSchedule:
 
     def _copy_out_early(self, index: int) -> None:
         """Copy early updates to the device after backward, in the order the forward needs them."""
-        after = self._offload.link.mark()
-        for unit in self._gatherer.forward_order():
-            for flat in unit.flats:
-                if flat.optimizer_index == index and flat.updated_early and not flat.policy.parameters:
-                    flat.updating = self._offload.stream.submit([CopyOut(flat, after)])
+        flats = [flat for unit in self._gatherer.forward_order() for flat in unit.flats]
+        early = [f for f in flats if f.optimizer_index == index and f.updated_early and not f.policy.parameters]
+        if early:
+            after = self._offload.link.mark()
+            for flat in early:
+                flat.updating = self._offload.stream.submit([CopyOut(flat, after)])
 
     @staticmethod
     def note_stepped(flats: list[Flat]) -> None:

@@ -25,6 +25,7 @@ from ls_strategy.errors import StateError
 from ls_strategy.loss_scale import LossScaler
 from ls_strategy.tiers.link import trim_heap
 from ls_strategy.transient import Method
+from ls_strategy.zero.events import StepEvents
 from ls_strategy.zero.flat.buffer import states_away
 from ls_strategy.zero.flat.units import Flat
 from ls_strategy.zero.step import global_norm
@@ -59,10 +60,13 @@ class Stepper:
         model: ShardedModel,
         optimizers: list[Optimizer],
         scaler: LossScaler | None,
+        events: StepEvents,
         previous: Stepper | None = None,
     ) -> None:
         """Adopt the user's optimizers. Those that ``previous``, of an earlier engine, has keep states. Collective."""
         self._model = model
+        self._flats = model.flats
+        self._events = events
         self._world = model.mesh.world
         self.scaler = scaler
         self._used: dict[int, list[bool]] = {}
@@ -71,7 +75,7 @@ class Stepper:
         """`Flat.optimizer_index` of dropped gradients that a step may still need; see `go_on_from`."""
         self._tied_due: set[int] = set()
         """`Flat.optimizer_index` of gradients that have still to be summed over pipeline stages."""
-        self.unfreezing = Unfreezing(model)
+        self.unfreezing = Unfreezing(model, events)
         self.optimizers = [self._adopt(i, optimizer, previous) for i, optimizer in enumerate(optimizers)]
         kinds = model.mesh.shape.kinds
         self.gradients = Gradients(model.flats, self._average, self._unfold_kind, model.on_demand, parallel=kinds)
@@ -154,7 +158,6 @@ class Stepper:
 
     def begin_backward(self) -> None:
         """Let a backward pass add to the gradients, with the changes that user code has made."""
-        self.unfreezing.follow()
         self.take_replaced_states()
         for state in self.optimizers:
             self._unfold(state)
@@ -234,7 +237,7 @@ class Stepper:
         Args:
             kind: the number of an optimizer, or of a set of optimizers that share parameters.
         """
-        flats = [f for f in self._model.flats if f.optimizer_index == kind]
+        flats = [f for f in self._flats if f.optimizer_index == kind]
         if kind in self._given_up:
             names = [type(s.sharded.optimizer).__name__ for s in self.optimizers if kind in s.kinds]
             raise StateError(
@@ -355,14 +358,14 @@ class Stepper:
         proceed = self.finish(index)
         state = self.as_they_are(index)
         result = None
-        self._model.on_demand.write_back()
+        self._events.after_user_code()
         if proceed:
             number = self.schedule.begin_step(index)
             result = self._run_own_step(index, run)
             if has_step_hooks(state.sharded.optimizer, besides=self):
-                self._model.on_demand.write_back()  # written by hooks after the step
+                self._events.after_user_code()
             self.schedule.publish(index)
-            if self._model.config.offload.any_state and number == 1:
+            if number == 1 and self._model.config.offload.any_state:
                 trim_heap()  # free the first step's transient buffers before long-lived ones fragment the heap
         else:
             self.skipped_steps += 1
@@ -401,7 +404,7 @@ class Stepper:
             number = self.index_of(optimizer)
             assert number is not None
             used = self.as_they_are(number).used
-            self._model.on_demand.write_back()
+            self._events.after_user_code()
         step.begin(used)
         flats = [flat for flat in step.sharded.flats if not flat.is_frozen]
         self._model.gatherer.outdate(flats)

@@ -15,6 +15,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING
 
+from ls_strategy.zero.events import StepEvents
 from ls_strategy.zero.flat.parameters import unnoticed
 from ls_strategy.zero.flat.unfreeze import unfreeze
 from ls_strategy.zero.flat.units import Flat, Unit
@@ -27,14 +28,16 @@ if TYPE_CHECKING:
 class Unfreezing:
     """Lets the frozen buffers of one model train."""
 
-    def __init__(self, model: ShardedModel) -> None:
-        """Begin without optimizers; `add` them in order."""
+    def __init__(self, model: ShardedModel, events: StepEvents) -> None:
+        """Begin without optimizers; `add` them in order. Where nothing is frozen, no event of a step comes here."""
         self._model = model
         self._optimizers: list[ShardedOptimizer] = []
         self._frozen: list[tuple[Unit, Flat]] = [(u, f) for u in model.units for f in u.flats if f.is_frozen]
         self.on_admitted: list[Callable[[list[Flat]], None]] = []
         """Called with the buffers that begin to train, on all ranks."""
         model.reducer.admit = self.admit
+        begins = (events.on_step_begin, events.on_backward_begin) if self._frozen else ()
+        self._unsubscribe = [event.subscribe(self.follow) for event in begins]
 
     def add(self, sharded: ShardedOptimizer) -> None:
         """Inform an optimizer, and be informed by it about states that are loaded."""
@@ -43,8 +46,6 @@ class Unfreezing:
 
     def follow(self) -> None:
         """Admit the buffers with a parameter that was unfrozen. All ranks must have unfrozen the same ones."""
-        if not self._frozen:
-            return
         with unnoticed():
             due = [flat for _, flat in self._frozen if any(p.requires_grad for p in flat.params)]
         if due:
@@ -57,6 +58,8 @@ class Unfreezing:
         if not admitted:
             return
         self._frozen = [(unit, flat) for unit, flat in self._frozen if id(flat) not in chosen]
+        while self._unsubscribe and not self._frozen:
+            self._unsubscribe.pop()()
         self.unfreeze(flat for _, flat in admitted)
         for unit, flat in admitted:
             unit.admit(flat)

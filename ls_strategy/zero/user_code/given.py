@@ -51,24 +51,26 @@ class Given:
         """Begin without copies."""
         self.training = True
         """Whether training runs, so that a boundary follows soon."""
-        self._fresh: list[_Copy] = []
-        self._old: list[tuple[str, weakref.ref[Tensor], int]] = []
+        self.fresh: list[_Copy] = []
+        """Since the last boundary."""
+        self.old: list[tuple[str, weakref.ref[Tensor], int]] = []
+        """From before it: name, values and their version."""
 
     def add(self, flat: Flat, index: int, values: Tensor) -> None:
         """Record that a state dict returns ``values`` of a parameter, on the CPU."""
         if flat.layout.slots[index].part is None:
             held, mine = values if self.training else None, _shard_of(flat, index, values).clone()
-            self._fresh.append(_Copy(flat, index, weakref.ref(values), held, version_of(values), mine))
+            self.fresh.append(_Copy(flat, index, weakref.ref(values), held, version_of(values), mine))
 
     def drop(self) -> None:
         """Take writes to copies that user code has dropped, and drop them here too. Not collective."""
         alive = []
-        for copy in self._fresh:
+        for copy in self.fresh:
             if copy.held is not None and sys.getrefcount(copy.held) <= _OURS:
                 _take(copy, copy.held)
             elif copy.values() is not None:
                 alive.append(copy)
-        self._fresh = alive
+        self.fresh = alive
 
     def take_writes(self) -> None:
         """Take the writes since the last boundary. Not collective.
@@ -76,30 +78,30 @@ class Given:
         Raises:
             StateError: a copy from before that boundary was written to.
         """
-        fresh, self._fresh = self._fresh, []
+        fresh, self.fresh = self.fresh, []
         for copy in fresh:
             values = copy.values()
             if values is not None:
                 _take(copy, values)
-                self._old.append((copy.flat.layout.slots[copy.index].name, copy.values, version_of(values)))
-        if self._old:
+                self.old.append((copy.flat.layout.slots[copy.index].name, copy.values, version_of(values)))
+        if self.old:
             self._check_old()
 
     def _check_old(self) -> None:
         alive = []
-        for name, reference, version in self._old:
+        for name, reference, version in self.old:
             values = reference()
             if values is None:
                 continue
             if version_of(values) != version:
-                self._old = []
+                self.old = []
                 raise StateError(
                     f"what state_dict() returned for {name!r} was written to later than in the hook that called it: at "
                     "stage 3 it is a copy of that moment, while plain torch returns the parameter's own memory. Write "
                     "to the parameter, or keep a copy: {k: v.clone() for k, v in module.state_dict().items()}."
                 )
             alive.append((name, reference, version))
-        self._old = alive
+        self.old = alive
 
 
 def _shard_of(flat: Flat, index: int, values: Tensor) -> Tensor:

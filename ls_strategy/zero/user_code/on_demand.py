@@ -212,7 +212,8 @@ class OnDemandGather:
 
     def take_writes(self) -> None:
         """Copy writes to parameters and state dicts into masters and shards. Not collective."""
-        self.given.take_writes()
+        if self.given.fresh or self.given.old:
+            self.given.take_writes()
         self.take_parameter_writes()
 
     def take_parameter_writes(self) -> None:

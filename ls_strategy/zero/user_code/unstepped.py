@@ -32,9 +32,11 @@ class Unstepped:
         self._comm = comm
         self._is_local = is_local
         self._averaged: set[int] = set()
-        for flat in flats:
-            if not flat.has_optimizer and comm.world_size > 1:
-                flat.gradients = self
+        left = [flat for flat in flats if not flat.has_optimizer and comm.world_size > 1]
+        self.provides = bool(left)
+        """Whether there are such buffers. If so, call `outdate` when a backward pass begins."""
+        for flat in left:
+            flat.gradients = self
 
     def outdate(self) -> None:
         """Require a new average, because a backward pass changes the gradients. Not collective."""
