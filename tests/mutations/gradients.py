@@ -21,7 +21,7 @@ GRADIENTS = (
     ),
     Mutation(
         "a parameter that only another rank has used is not stepped",
-        "ls_strategy/zero/passes/agreed.py",
+        "ls_strategy/zero/passes/reduce.py",
         "    used, sent, left, written, unwritten = found\n",
         "    used, sent, left, written, unwritten = found\n    used = list(flags[0])\n",
         ("tests/unit/test_zero_reduce.py::test_a_gradient_of_another_rank_counts",),
@@ -35,14 +35,14 @@ GRADIENTS = (
     ),
     Mutation(
         "optimizer.zero_grad() keeps the averages",
-        "ls_strategy/zero/passes/zeroed.py",
+        "ls_strategy/zero/passes/reduce.py",
         "            flat.averages.forget()\n",
         "",
         ("tests/unit/test_zero_reduce.py::test_zero_grad_drops_every_gradient",),
     ),
     Mutation(
         "module.zero_grad() does not clear the averages (stages 2 and 3)",
-        "ls_strategy/zero/passes/zeroed.py",
+        "ls_strategy/zero/passes/reduce.py",
         "            flat.averages.zero(piece.start, piece.stop)\n",
         "",
         ("tests/unit/test_zero_reduce.py::test_gradients_of_single_parameters_are_dropped",),

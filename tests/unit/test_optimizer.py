@@ -21,8 +21,7 @@ from ls_strategy.optimizers.muon import Muon
 from ls_strategy.plan import FlatPlan
 from ls_strategy.zero.flat.units import Flat
 from ls_strategy.zero.step.elementwise import is_elementwise
-from ls_strategy.zero.step.optimizer import ShardedOptimizer
-from ls_strategy.zero.step.own_step import OwnStep
+from ls_strategy.zero.step.optimizer import OwnStep, ShardedOptimizer
 from ls_strategy.zero.step.whole_groups import check_whole_groups, steps_one_by_one, whole_groups
 from ls_strategy.zero_stages import POLICIES
 

@@ -32,9 +32,6 @@ from ls_strategy.distributed.tree_sum import LastRound, exchange_leaves
 from ls_strategy.errors import StateError
 from ls_strategy.zero.flat.parameters import grad_of, set_grad, unnoticed
 from ls_strategy.zero.flat.units import Flat, Unit
-from ls_strategy.zero.passes.agreed import agree, match_sent
-from ls_strategy.zero.passes.left_out import LeftOut
-from ls_strategy.zero.passes.zeroed import zero_averages, zero_flats
 from ls_strategy.zero_stages import StagePolicy
 
 IN_FLIGHT_BYTES = 64 << 20
@@ -442,3 +439,129 @@ def _check_nothing(_: nn.Parameter) -> None:
 
 def _admit_nothing(_: list[Flat]) -> None:
     """Do nothing: there are no frozen buffers."""
+
+
+# which parameters are stepped: those that have a gradient on any rank ------------------------------------------------
+
+
+def agree(flats: list[Flat], comm: Comm) -> tuple[list[bool], list[bool], list[bool]]:
+    """Return what holds on any of the ranks. Collective.
+
+    Returns:
+        For each parameter of ``flats``: whether it got a gradient, and whether it had one when its buffer was sent; and
+        for each buffer, whether gradients in it have not been sent.
+
+    Raises:
+        StateError: a parameter was written to on some ranks only.
+    """
+    flags = [
+        [used for f in flats for used in f.local.mask],
+        [sent for f in flats for sent in f.local.sent_mask],
+        [f.local.dirty for f in flats],
+        [f.writes.detected for f in flats],
+        [not f.writes.detected for f in flats],
+    ]
+    agreed = comm.agree(torch.tensor([flag for each in flags for flag in each], dtype=torch.uint8))
+    found = [part.bool().tolist() for part in agreed.split([len(each) for each in flags])]
+    used, sent, left, written, unwritten = found
+    for flat, here, elsewhere in zip(flats, written, unwritten, strict=True):
+        flat.writes.detected = False
+        if here and elsewhere:
+            raise StateError(
+                f"a parameter in the buffer of {flat.name!r} was written to on some ranks and not on others, but "
+                "each rank holds a shard of it. Run the code that writes weights on every rank."
+            )
+    return used, sent, left
+
+
+def match_sent(flat: Flat, used: list[bool], sent: list[bool]) -> None:
+    """Make the averages follow ``p.grad``, which may have changed since it was sent (stages 0 and 1).
+
+    ``used``: which parameters have a gradient on any rank; ``sent``: which had one when the buffer was sent.
+    """
+    # Gradients that user code has set without a backward.
+    if flat.averages.in_place and any(used) and not flat.averages.hold_values:
+        flat.local.allocate(flat.average_dtype)
+        flat.local.take_all_replaced()
+        flat.averages.hold_values = True
+    for i, piece in enumerate(flat.pieces):
+        if sent[i] and not used[i]:
+            flat.averages.zero(piece.start, piece.stop)
+        elif used[i] and flat.averages.in_place and flat.local.take_replaced(i):
+            flat.local.show(i)  # another rank's
+    flat.local.sent_mask = used
+
+
+# zero_grad: gradients of autograd, and their averages ---------------------------------------------------------------
+
+
+def zero_flats(flats: list[Flat], *, set_to_none: bool, transient: bool) -> None:
+    """Drop or zero all gradients of buffers (``optimizer.zero_grad()``).
+
+    ``transient``: gradients of this rank are in a buffer during backward only, which is freed.
+    """
+    for flat in flats:
+        if set_to_none:
+            flat.local.give_back(range(len(flat.params)))
+            flat.local.forget()
+            flat.averages.forget()
+            if transient and flat.local.buffer is not None:
+                flat.local.free()
+        else:
+            flat.averages.zero()
+            for rows in flat.local.rows.values():
+                rows[1:].zero_()
+        for param in flat.params:
+            grad = grad_of(param)
+            if grad is None:
+                continue
+            if set_to_none:
+                set_grad(param, None)
+                if param.grad_dtype != param.dtype:  # type: ignore[attr-defined]
+                    param.grad_dtype = param.dtype  # type: ignore[attr-defined]
+            else:
+                grad.zero_()
+
+
+def zero_averages(flats: list[Flat], wanted: set[int], *, set_to_none: bool) -> None:
+    """Drop the averaged gradients of the parameters with an ``id`` in ``wanted``, but not their ``p.grad``."""
+    for flat in flats:
+        for i, (param, piece) in enumerate(zip(flat.params, flat.pieces, strict=True)):
+            if id(param) not in wanted:
+                continue
+            if set_to_none:
+                flat.local.give_back([i])
+                flat.local.mask[i] = flat.local.filled[i] = False
+            flat.averages.zero(piece.start, piece.stop)
+
+
+# backward passes whose gradients do not count: they run for their collectives alone ---------------------------------
+
+
+class LeftOut:
+    """The gradients that this rank had before a backward pass that does not count.
+
+    The one invariant: after the pass they are what they were before it, bit for bit. They are moved aside and put back,
+    because multiplying what the pass produces by zero would keep its infinities and NaNs.
+    """
+
+    def __init__(self, units: list[Unit]) -> None:
+        """Move the gradients of ``units`` aside, so that autograd does not add to them."""
+        self._held: dict[int, list[tuple[nn.Parameter, Tensor | None]]] = {}
+        with unnoticed():
+            for unit in units:
+                for flat in unit.flats:
+                    self._held[id(flat)] = [(p, grad_of(p)) for p in flat.params if p.requires_grad]
+                    for p, _ in self._held[id(flat)]:
+                        set_grad(p, None)
+
+    def drop(self, param: nn.Parameter) -> None:
+        """Drop a gradient that the pass has produced."""
+        set_grad(param, None)
+
+    def put_back(self, flats: list[Flat]) -> None:
+        """Put the gradients of some buffers back; what the pass has produced there is dropped. Once per buffer."""
+        with unnoticed():
+            for flat in flats:
+                for p, grad in self._held.pop(id(flat), ()):
+                    set_grad(p, grad)

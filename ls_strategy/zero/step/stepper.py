@@ -29,8 +29,7 @@ from ls_strategy.zero.events import StepEvents
 from ls_strategy.zero.flat.buffer import states_away
 from ls_strategy.zero.flat.units import Flat
 from ls_strategy.zero.step import global_norm
-from ls_strategy.zero.step.optimizer import ShardedOptimizer
-from ls_strategy.zero.step.own_step import OwnStep
+from ls_strategy.zero.step.optimizer import OwnStep, ShardedOptimizer
 from ls_strategy.zero.step.phase import OptimizerStep, Phase, no_gradients
 from ls_strategy.zero.step.schedule import UpdateSchedule
 from ls_strategy.zero.step.unfreezing import Unfreezing
