@@ -44,10 +44,7 @@ from ls_strategy.zero.setup import weights
 from ls_strategy.zero.setup.assembly import Draft
 from ls_strategy.zero.setup.shard import broadcast_buffers, fp32_boundaries, shard
 from ls_strategy.zero.setup.share import Share
-from ls_strategy.zero.step import regroup
-from ls_strategy.zero.step.one_step import require_one_step
-from ls_strategy.zero.step.phase import OptimizerStep
-from ls_strategy.zero.step.stepper import Stepper
+from ls_strategy.zero.step.stepper import OptimizerStep, Stepper, require_one_step
 from ls_strategy.zero.user_code.copies import PlainCopies
 from ls_strategy.zero.user_code.optimizer_state import showing_no_states
 from ls_strategy.zero.user_code.unstepped import Unstepped
@@ -218,7 +215,7 @@ class Engine:
 
     def mirror_requires_grad(self) -> None:
         """Copy ``requires_grad`` from the pieces in the optimizers' groups to the parameters. Not collective."""
-        regroup.mirror_requires_grad(self.stepper)
+        self.stepper.mirror_requires_grad()
 
     # parameters that are added during a fit ---------------------------------------------------------------------------
 
@@ -227,11 +224,11 @@ class Engine:
 
         Not collective; takes microseconds.
         """
-        return regroup.follows(self.stepper, optimizers)
+        return self.stepper.follows(optimizers)
 
     def check_change(self, optimizers: list[Optimizer]) -> None:
         """Refuse changes of groups that another engine could not adopt. Not collective; equal on all ranks."""
-        regroup.check_change(self.stepper, optimizers, self.mesh.shape.kinds)
+        self.stepper.check_change(optimizers, self.mesh.shape.kinds)
 
     def go_on_from(self, previous: Engine) -> None:
         """Continue in the middle of a fit from an earlier engine of the model. Collective."""

@@ -9,7 +9,7 @@ from torch import Tensor
 from ls_strategy.distributed.buffer_pool import BufferPool
 from ls_strategy.zero.flat.parameters import grad_of
 from ls_strategy.zero.flat.units import Flat
-from ls_strategy.zero.step.phase import OptimizerStep
+from ls_strategy.zero.step.stepper import OptimizerStep
 
 
 def memory_bytes(

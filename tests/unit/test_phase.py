@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from ls_strategy.errors import StateError
-from ls_strategy.zero.step.phase import OptimizerStep, Phase
+from ls_strategy.zero.step.stepper import OptimizerStep, Phase
 
 ALLOWED = {
     "averaged": {Phase.ACCUMULATING, Phase.STEPPED},

@@ -16,9 +16,8 @@ from ls_strategy.engine import Engine
 from ls_strategy.errors import PlanError, StateError
 from ls_strategy.zero.flat.parameters import unnoticed
 from ls_strategy.zero.setup.share import Share
-from ls_strategy.zero.step import regroup
 from ls_strategy.zero.step.global_norm import global_norm
-from ls_strategy.zero.step.phase import Phase
+from ls_strategy.zero.step.stepper import Phase
 from tests.unit.one_rank import adamw, backward, engine_on, network, steps, weights
 
 
@@ -138,9 +137,9 @@ def test_a_new_group_is_refused_where_ranks_hold_parts() -> None:
     optimizer = adamw(model[1:].parameters())
     engine = engine_on(model, [optimizer])
     optimizer.add_param_group({"params": list(model[0].parameters())})
-    regroup.check_change(engine.stepper, [optimizer], "")
+    engine.stepper.check_change([optimizer], "")
     with pytest.raises(PlanError, match=r"AdamW changed while training runs, under tensor parallelism, which needs a"):
-        regroup.check_change(engine.stepper, [optimizer], "tensor")
+        engine.stepper.check_change([optimizer], "tensor")
 
 
 @pytest.mark.parametrize("stage", [0, 1, 3])

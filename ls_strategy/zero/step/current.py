@@ -8,8 +8,7 @@ import torch
 from torch import Tensor
 
 from ls_strategy.zero.flat.units import Flat
-from ls_strategy.zero.step.phase import no_gradients
-from ls_strategy.zero.step.stepper import Stepper
+from ls_strategy.zero.step.stepper import Stepper, no_gradients
 
 
 @dataclass(frozen=True)

@@ -7,12 +7,23 @@
     step           run the user's optimizer on the master shards, then publish the new weights
     zero_grad      drop the gradients
 
-`phase.py` defines the phases in between. Every method is collective unless its docstring says otherwise.
+The phase of one optimizer's gradients, and its legal transitions::
+
+    transition            from                      to              when
+    reopen, start_over    any                       ACCUMULATING    a backward, `zero_grad`, or a change by others
+    averaged              ACCUMULATING, STEPPED     AVERAGED        before clipping and step, or when they are read
+    clipped               AVERAGED, CLIPPED         CLIPPED         clipping by norm or value
+    stepped               AVERAGED, CLIPPED         STEPPED         the optimizer has stepped, or skipped its step
+
+`OptimizerStep` changes its phase only in these methods. Any other transition is an error. Every method of `Stepper` is
+collective unless its docstring says otherwise.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from enum import Enum
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -21,7 +32,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from ls_strategy._torch import has_step_hooks, put_step_hooks_inside
-from ls_strategy.errors import StateError
+from ls_strategy.errors import PlanError, StateError
 from ls_strategy.loss_scale import LossScaler
 from ls_strategy.tiers.link import trim_heap
 from ls_strategy.transient import Method
@@ -30,13 +41,94 @@ from ls_strategy.zero.flat.buffer import states_away
 from ls_strategy.zero.flat.units import Flat
 from ls_strategy.zero.step import global_norm
 from ls_strategy.zero.step.optimizer import OwnStep, ShardedOptimizer
-from ls_strategy.zero.step.phase import OptimizerStep, Phase, no_gradients
 from ls_strategy.zero.step.schedule import UpdateSchedule
 from ls_strategy.zero.step.unfreezing import Unfreezing
 from ls_strategy.zero.user_code.gradients import Gradients
 
 if TYPE_CHECKING:
     from ls_strategy.zero.setup.shard import ShardedModel  # the floor above
+
+
+class Phase(Enum):
+    """The phase of an optimizer's gradients since the last backward."""
+
+    ACCUMULATING = "accumulating"
+    """Backward passes may still add to them, or there are none; they are not completely averaged."""
+    AVERAGED = "averaged"
+    """They are averaged on every rank, checked for overflow, and visible to user code."""
+    CLIPPED = "clipped"
+    """They were clipped after averaging."""
+    STEPPED = "stepped"
+    """The optimizer has stepped, or skipped its step after an overflow."""
+
+
+@dataclass(eq=False)
+class OptimizerStep:
+    """One optimizer, and the state of its gradients between backward and step."""
+
+    sharded: ShardedOptimizer
+    flats: list[Flat]
+    kinds: list[int] = field(default_factory=list)
+    """`Flat.optimizer_index` of its flats: its own number, and that of each set of optimizers that it shares with."""
+    hooks: tuple[Any, ...] = ()
+    """Handles of the engine's hooks before and after the optimizer's own ``step``."""
+    used: list[bool] = field(default_factory=list)
+    """Which of its parameters have a gradient on any rank."""
+    phase: Phase = Phase.ACCUMULATING
+    overflow: bool = False
+    norm: Tensor | None = None
+    """Global norm before clipping, if it is known."""
+    norm_stands: bool = False
+    """Whether ``norm`` stays valid because the gradients were clipped after it was computed."""
+    clip: Tensor | None = None
+    """Factor that the fused update applies to the gradients; None if it was applied in place, or is 1."""
+    folded: bool = False
+    """Whether the fused update applies loss scale and ``clip``, so that the averages do not include them."""
+
+    @property
+    def is_averaged(self) -> bool:
+        """Return whether the gradients are complete, clipped or not, and not yet stepped."""
+        return self.phase in (Phase.AVERAGED, Phase.CLIPPED)
+
+    def reopen(self) -> None:
+        """Record that more gradients follow, or that others have changed them."""
+        self.phase = Phase.ACCUMULATING
+        self.norm = None
+
+    def start_over(self) -> None:
+        """Record that the gradients were dropped, or set to zero."""
+        self.reopen()
+        self.folded = False
+        self.clip = None
+
+    def averaged(self, *, overflow: bool) -> None:
+        """Record that the gradients are complete."""
+        self._move(Phase.AVERAGED, Phase.ACCUMULATING, Phase.STEPPED)
+        self.overflow = overflow
+        self.norm_stands = False
+
+    def clipped(self) -> None:
+        """Record that the gradients were clipped."""
+        self._move(Phase.CLIPPED, Phase.AVERAGED, Phase.CLIPPED)
+        self.norm_stands = True
+
+    def stepped(self) -> None:
+        """Record that the step is over."""
+        self._move(Phase.STEPPED, Phase.AVERAGED, Phase.CLIPPED)
+
+    def _move(self, to: Phase, *allowed: Phase) -> None:
+        if self.phase not in allowed:
+            raise StateError(
+                f"Got {self.phase.value} gradients of {type(self.sharded.optimizer).__name__}, but only "
+                f"{' or '.join(each.value for each in allowed)} gradients can become {to.value}. Call finish() before "
+                "clipping and step()."
+            )
+        self.phase = to
+
+
+def no_gradients() -> StateError:
+    """Return the error for reading gradients where there are none."""
+    return StateError("there is no gradient to read. Call this between backward and zero_grad().")
 
 
 class Stepper:
@@ -147,6 +239,56 @@ class Stepper:
             flags = torch.tensor([any(held[id(p)] for p in f.params) for f in trained], dtype=torch.uint8)
             agreed = self._world.agree(flags).tolist()
             self._given_up = {f.optimizer_index for f, dropped in zip(trained, agreed, strict=True) if dropped}
+
+    # changes of the groups by user code in the middle of a fit --------------------------------------------------------
+
+    def follows(self, optimizers: list[Optimizer]) -> bool:
+        """Return whether these are the engine's optimizers with unchanged groups.
+
+        Not collective; takes microseconds.
+        """
+        return len(optimizers) == len(self.optimizers) and all(
+            state.sharded.optimizer is optimizer and state.sharded.is_current
+            for state, optimizer in zip(self.optimizers, optimizers, strict=True)
+        )
+
+    def check_change(self, optimizers: list[Optimizer], parallel: str) -> None:
+        """Refuse changes of groups that another engine could not adopt. Not collective; equal on all ranks.
+
+        ``parallel`` names the kinds of parallelism that split the model; empty for none.
+
+        Raises:
+            PlanError: the model is split, or a parameter is in no group any more.
+        """
+        changed = [
+            type(o).__name__
+            for o in optimizers
+            if (i := self.index_of(o)) is None or not self.optimizers[i].sharded.is_current
+        ]
+        what = f"the parameter groups of {', '.join(changed) or 'the optimizers'} changed while training runs"
+        if parallel:
+            raise PlanError(
+                f"{what}, under {parallel} parallelism, which needs a fixed layout of the shards. Give all parameters "
+                "to the optimizer in configure_optimizers, and freeze those that train later by requires_grad_(False)."
+            )
+        now = {id(p) for o in optimizers for group in o.param_groups for p in group["params"]}
+        for state in self.optimizers:
+            for flat in state.flats:
+                for slot, param in zip(flat.layout.slots, flat.params, strict=True):
+                    if id(param) not in now:
+                        raise PlanError(
+                            f"{what}, and {slot.name!r} is in none of them any more. Keep it in its group, and set the "
+                            "group's learning rate and weight decay to 0, or freeze it by requires_grad_(False)."
+                        )
+
+    def mirror_requires_grad(self) -> None:
+        """Copy ``requires_grad`` from the pieces in the optimizers' groups to the parameters. Not collective."""
+        for state in self.optimizers:
+            if not state.sharded.shows_pieces:
+                continue
+            params = [p for f in state.flats for p in f.params]
+            for piece, p in zip(state.sharded.pieces, params, strict=True):
+                p.requires_grad_(piece.requires_grad)
 
     # backward --------------------------------------------------------------------------------------------------------
 
@@ -458,3 +600,22 @@ class Stepper:
             self._given_up.intersection_update(
                 f.optimizer_index for f in self._model.flats if not wanted.issuperset(map(id, f.params))
             )
+
+
+def require_one_step(flats: Iterable[Flat], *, torn: bool, failure: BaseException | None) -> None:
+    """Refuse to return weights if only some of them have taken the last step. Not collective.
+
+    Raises:
+        StateError: an exception ended a backward pass after it had begun to update, or an update failed.
+    """
+    if failure is not None:
+        raise StateError(
+            f"the update of offloaded states failed ({type(failure).__name__}: {failure}) after some units had "
+            "been updated, so these weights do not belong to one step. Resume from the last checkpoint."
+        ) from failure
+    if torn or any(flat.updated_early or flat.directed_early for flat in flats):
+        raise StateError(
+            "an exception ended a backward pass after some units had been updated, so these weights do not belong to "
+            "one step. Resume from the last checkpoint. Set sharding.overlap_step=False on the strategy to begin "
+            "updates only when backward is over."
+        )
