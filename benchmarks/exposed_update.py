@@ -207,8 +207,8 @@ class Bus:
         return self.up.take(target.numel())
 
 
-def timed_load(flat: units.Flat, out: Tensor, *, plain: Any = units.Flat._load_shard) -> None:
-    """`Flat._load_shard`, with the time it takes."""
+def timed_load(flat: units.FlatBuffer, out: Tensor, *, plain: Any = units.FlatBuffer._load_shard) -> None:
+    """`FlatBuffer._load_shard`, with the time it takes."""
     waited, started = Later.waited_s, time.perf_counter()
     plain(flat, out)
     Later.brought_s += time.perf_counter() - started
@@ -219,7 +219,7 @@ def timed_load(flat: units.Flat, out: Tensor, *, plain: Any = units.Flat._load_s
 def simulated(setting: str, flops: float) -> Iterator[None]:
     """Put a `Bus` in, and a clock."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(units.Flat, "_load_shard", timed_load)
+        patch.setattr(units.FlatBuffer, "_load_shard", timed_load)
         patch.setattr(whole_tensors, "BUCKET", 12 * NETWORK["width"] ** 2)  # a block: large models have many buckets
         if setting == "here":
             yield
@@ -233,7 +233,7 @@ def simulated(setting: str, flops: float) -> Iterator[None]:
         patch.setattr(SplitTensors, "direction", lambda split, *args: bus.direction(split, *args))
         patch.setattr(SplitTensors, "write", lambda split, *args: bus.apply(split, *args))
         patch.setattr(link.Link, "to_device", lambda _, target, source, after=None: bus.to_device(target, source))
-        patch.setattr(units.Flat, "_reads_ahead", property(lambda flat: flat.param_tier != "device"))
+        patch.setattr(units.FlatBuffer, "_reads_ahead", property(lambda flat: flat.param_tier != "device"))
         yield
 
 

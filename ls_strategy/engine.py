@@ -37,8 +37,8 @@ from ls_strategy.precision import PrecisionPolicy
 from ls_strategy.zero import memory
 from ls_strategy.zero.away import Away
 from ls_strategy.zero.events import StepEvents
+from ls_strategy.zero.flat.flat_buffer import FlatBuffer
 from ls_strategy.zero.flat.parameters import unbind_home, unnoticed
-from ls_strategy.zero.flat.units import Flat
 from ls_strategy.zero.passes.hooks import UnitHooks
 from ls_strategy.zero.setup import weights
 from ls_strategy.zero.setup.assembly import Draft
@@ -242,7 +242,7 @@ class Engine:
         return self._planned.with_flats(f.plan for f in self.flats)
 
     @property
-    def flats(self) -> list[Flat]:
+    def flats(self) -> list[FlatBuffer]:
         """Return every flat buffer, in order of the units."""
         return [f for u in self.units for f in u.flats]
 

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from torch import Tensor
 
 from ls_strategy.engine import Engine
-from ls_strategy.zero.flat.units import Flat
+from ls_strategy.zero.flat.flat_buffer import FlatBuffer
 
 
 def exchange_masters(engine: Engine, others: list[Tensor], *, publish: bool) -> None:
@@ -26,7 +26,7 @@ def exchange_masters(engine: Engine, others: list[Tensor], *, publish: bool) -> 
         _publish(engine, flats)
 
 
-def write_masters(engine: Engine, flats: list[Flat], values: Sequence[Tensor]) -> None:
+def write_masters(engine: Engine, flats: list[FlatBuffer], values: Sequence[Tensor]) -> None:
     """Replace the master weights of some buffers that train, and the module's parameters. Collective."""
     engine.wait()
     for flat, value in zip(flats, values, strict=True):
@@ -34,7 +34,7 @@ def write_masters(engine: Engine, flats: list[Flat], values: Sequence[Tensor]) -
     _publish(engine, flats)
 
 
-def _publish(engine: Engine, flats: list[Flat]) -> None:
+def _publish(engine: Engine, flats: list[FlatBuffer]) -> None:
     if engine.policy.parameters:
         engine.gatherer.release_all()
     else:

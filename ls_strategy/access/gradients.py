@@ -15,7 +15,7 @@ from torch import Tensor
 
 from ls_strategy.engine import Engine
 from ls_strategy.errors import ConfigError
-from ls_strategy.zero.flat.units import Flat
+from ls_strategy.zero.flat.flat_buffer import FlatBuffer
 from ls_strategy.zero.parts import full_of
 from ls_strategy.zero.step.current import CurrentGradients, current_gradients
 
@@ -97,7 +97,7 @@ def _power_of_shard(current: CurrentGradients, i: int, norm_type: float) -> Tens
     return norm if math.isinf(norm_type) else norm.pow(norm_type)
 
 
-def _range(flat: Flat, start: int, stop: int) -> Tensor:
+def _range(flat: FlatBuffer, start: int, stop: int) -> Tensor:
     if not flat.averages.on_nvme:
         return flat.averages.owned()[start:stop]
     out = torch.empty(stop - start, dtype=flat.average_dtype)

@@ -20,7 +20,7 @@ from torch import nn
 from ls_strategy import device as dev
 from ls_strategy.engine import Engine
 from ls_strategy.host_memory import free_host_memory
-from ls_strategy.zero.flat.units import Flat
+from ls_strategy.zero.flat.flat_buffer import FlatBuffer
 
 SHARE = 0.5
 """Share of the free memory that gathered weights may take; the rest is for the cache of keys and values."""
@@ -60,7 +60,7 @@ def holding(engine: Engine, module: nn.Module) -> Iterator[bool]:
         yield False
 
 
-def _fits(engine: Engine, flats: list[Flat]) -> bool:
+def _fits(engine: Engine, flats: list[FlatBuffer]) -> bool:
     """Return whether the full buffers fit into the memory of every rank. Collective."""
     needed = sum(flat.full.numel() * flat.full.element_size() for flat in flats if not flat.is_gathered)
     if dev.is_accelerator(engine.device):

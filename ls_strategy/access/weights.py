@@ -14,7 +14,8 @@ import torch
 from torch import Tensor, nn
 
 from ls_strategy.engine import Engine
-from ls_strategy.zero.flat.units import Flat, places_of
+from ls_strategy.zero.flat.flat_buffer import FlatBuffer
+from ls_strategy.zero.flat.units import places_of
 from ls_strategy.zero.parts import full_of
 
 
@@ -106,7 +107,7 @@ class _Weights:
             if wanted is None or (name,) in wanted:
                 yield _Entry((name,), tuple(value.shape), value.dtype), value.detach().clone()
 
-    def _of(self, flat: Flat, chosen: dict[int, tuple[str, ...]]) -> Iterator[tuple[_Entry, Tensor]]:
+    def _of(self, flat: FlatBuffer, chosen: dict[int, tuple[str, ...]]) -> Iterator[tuple[_Entry, Tensor]]:
         dtype = self._dtype_of(flat)
         buffer, is_copy = _full(flat, dtype)
         for i, names in chosen.items():
@@ -114,11 +115,11 @@ class _Weights:
             value = full_of(buffer[slot.offset : slot.end].view(slot.shape), slot.part, flat.axis)
             yield _Entry(names, tuple(value.shape), dtype), value if is_copy else value.to(dtype, copy=True)
 
-    def _dtype_of(self, flat: Flat) -> torch.dtype:
+    def _dtype_of(self, flat: FlatBuffer) -> torch.dtype:
         return flat.dtype if self._dtype is None or not flat.dtype.is_floating_point else self._dtype
 
 
-def _full(flat: Flat, dtype: torch.dtype) -> tuple[Tensor, bool]:
+def _full(flat: FlatBuffer, dtype: torch.dtype) -> tuple[Tensor, bool]:
     """Return a full buffer, and whether it is a copy, of ``dtype``. Collective, unless every rank has the values."""
     if dtype == flat.dtype and flat.is_gathered:
         return flat.full.detach(), False

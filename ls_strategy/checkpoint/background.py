@@ -29,7 +29,7 @@ from ls_strategy.checkpoint.reshard import Entry, Source
 from ls_strategy.checkpoint.save import FileSave, Save, run
 from ls_strategy.errors import CheckpointError
 from ls_strategy.tiers.link import host_empty
-from ls_strategy.zero.flat.units import Flat
+from ls_strategy.zero.flat.flat_buffer import FlatBuffer
 
 _log = logging.getLogger(__name__)
 
@@ -244,7 +244,7 @@ class _Held(Source):
 class Hold:
     """Values of one flat buffer, in host memory or on NVMe, that a background save has yet to read."""
 
-    def __init__(self, flat: Flat) -> None:
+    def __init__(self, flat: FlatBuffer) -> None:
         self.flat = flat
         self.lock = threading.Condition()
         self._sources: list[_Held] = []

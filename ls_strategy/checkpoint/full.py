@@ -21,9 +21,10 @@ from ls_strategy.checkpoint.source import versions_of, with_versions
 from ls_strategy.distributed.mesh import Mesh
 from ls_strategy.errors import StateError
 from ls_strategy.transient import Transient
+from ls_strategy.zero.flat.flat_buffer import FlatBuffer
 from ls_strategy.zero.flat.parameters import unnoticed
 from ls_strategy.zero.flat.released import ShowingReleased
-from ls_strategy.zero.flat.units import Flat, Unit, places_of
+from ls_strategy.zero.flat.units import Unit, places_of
 from ls_strategy.zero.lazy import parts_of
 from ls_strategy.zero.parts import full_of, part_of
 from ls_strategy.zero.user_code.on_demand import OnDemandGather
@@ -144,7 +145,7 @@ _LOADS = nn.Module._load_from_state_dict
 def _problems(
     model: nn.Module,
     state: Mapping[str, Any],
-    places: Mapping[int, tuple[Flat, int]],
+    places: Mapping[int, tuple[FlatBuffer, int]],
     *,
     strict: bool,
     may_lack: Collection[str],
@@ -198,7 +199,9 @@ def _may_lack(model: nn.Module, names: Collection[str]) -> Iterator[None]:
 class _IntoShards(TorchFunctionMode):
     """Makes ``parameter.copy_(values)`` write to the shards of an engine's parameters, none of which is gathered."""
 
-    def __init__(self, model: nn.Module, places: Mapping[int, tuple[Flat, int]], state: Mapping[str, Any]) -> None:
+    def __init__(
+        self, model: nn.Module, places: Mapping[int, tuple[FlatBuffer, int]], state: Mapping[str, Any]
+    ) -> None:
         super().__init__()
         tensors = [*model.parameters(), *model.buffers()]
         self._kept = tensors  # so that no other tensor gets one of their ids
@@ -230,7 +233,7 @@ class _IntoShards(TorchFunctionMode):
                 return False
         return func(*args, **(kwargs or {}))
 
-    def _write(self, target: Tensor, flat: Flat, i: int, value: Tensor) -> Tensor:
+    def _write(self, target: Tensor, flat: FlatBuffer, i: int, value: Tensor) -> Tensor:
         try:
             shape = torch.Size(flat.layout.slots[i].full_shape)
             with torch.no_grad():
@@ -247,7 +250,7 @@ _COPY, _SHAPE, _IS_META = _TENSOR.copy_, _TENSOR.shape.__get__, _TENSOR.is_meta.
 
 
 def masters_from_state_dict(
-    model: nn.Module, state: Mapping[str, Tensor], flats: Sequence[Flat], masters: list[Tensor]
+    model: nn.Module, state: Mapping[str, Tensor], flats: Sequence[FlatBuffer], masters: list[Tensor]
 ) -> None:
     """Fill tensors shaped like the master shards of ``flats`` from full tensors. Not collective."""
     names = {id(p): n for n, p in model.named_parameters()}
@@ -259,7 +262,7 @@ def masters_from_state_dict(
                 master[start : start + part.numel()].copy_(part)
 
 
-def _write(flat: Flat, i: int, value: Tensor) -> None:
+def _write(flat: FlatBuffer, i: int, value: Tensor) -> None:
     piece, slot = flat.pieces[i], flat.layout.slots[i]
     value = part_of(value, slot.part)
     if flat.gathering is not None:

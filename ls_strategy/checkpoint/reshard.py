@@ -23,7 +23,8 @@ from ls_strategy._torch import tree_iter
 from ls_strategy.checkpoint.files import Path, RankFile, Reader, read_box, read_range
 from ls_strategy.errors import CheckpointError
 from ls_strategy.layout import Box, flat_range_to_boxes
-from ls_strategy.zero.flat.units import Flat, Unit, places_of
+from ls_strategy.zero.flat.flat_buffer import FlatBuffer
+from ls_strategy.zero.flat.units import Unit, places_of
 from ls_strategy.zero.lazy import READ_CHUNK, LazyTensor
 
 
@@ -31,7 +32,7 @@ from ls_strategy.zero.lazy import READ_CHUNK, LazyTensor
 class Source:
     """A value of one parameter that is sharded like its flat buffer: a weight, a moment or an average."""
 
-    flat: Flat
+    flat: FlatBuffer
     slot: int
     read: Callable[[int, int], Tensor]
     """``read(start, stop)`` returns elements of this rank's stepped range, 1-d. Callable from any thread."""

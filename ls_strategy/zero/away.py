@@ -24,9 +24,8 @@ from ls_strategy.distributed.buffer_pool import BufferPool
 from ls_strategy.errors import ConfigError
 from ls_strategy.tiers.link import Link, host_empty
 from ls_strategy.zero.events import StepEvents
-from ls_strategy.zero.flat.buffer import states_away
+from ls_strategy.zero.flat.flat_buffer import FlatBuffer, states_away
 from ls_strategy.zero.flat.parameters import grad_of, home_of, unnoticed
-from ls_strategy.zero.flat.units import Flat
 from ls_strategy.zero.passes.gather import Gatherer
 from ls_strategy.zero.step.stepper import Stepper
 
@@ -51,7 +50,7 @@ class Away:
     """The states of one engine that are offloaded between two steps."""
 
     def __init__(
-        self, flats: Sequence[Flat], stepper: Stepper, gatherer: Gatherer, link: Link, events: StepEvents
+        self, flats: Sequence[FlatBuffer], stepper: Stepper, gatherer: Gatherer, link: Link, events: StepEvents
     ) -> None:
         """Give nothing yet."""
         self._flats = flats
@@ -171,7 +170,7 @@ class Away:
         return _Given(view, host, nbytes)
 
 
-def _parameters_in_memory(flat: Flat) -> list[Tensor]:
+def _parameters_in_memory(flat: FlatBuffer) -> list[Tensor]:
     """Return the tensors from which the parameters are read."""
     if flat.plan.quantized is not None:
         return [flat.master]

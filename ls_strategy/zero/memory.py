@@ -7,13 +7,13 @@ from collections.abc import Iterable, Sequence
 from torch import Tensor
 
 from ls_strategy.distributed.buffer_pool import BufferPool
+from ls_strategy.zero.flat.flat_buffer import FlatBuffer
 from ls_strategy.zero.flat.parameters import grad_of
-from ls_strategy.zero.flat.units import Flat
 from ls_strategy.zero.step.stepper import OptimizerStep
 
 
 def memory_bytes(
-    flats: Sequence[Flat], optimizers: Sequence[OptimizerStep], pools: Iterable[BufferPool]
+    flats: Sequence[FlatBuffer], optimizers: Sequence[OptimizerStep], pools: Iterable[BufferPool]
 ) -> dict[str, int]:
     """Return bytes by kind. Memory shared by several tensors counts once, under the first kind. Not collective."""
     seen: set[int] = set()

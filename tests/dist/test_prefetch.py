@@ -15,7 +15,7 @@ from ls_strategy.distributed.comm import Comm
 from ls_strategy.distributed.pending import PendingGather
 from ls_strategy.lightning.strategy import ZeROStrategy
 from ls_strategy.testing import spawn
-from ls_strategy.zero.flat.units import Flat
+from ls_strategy.zero.flat.flat_buffer import FlatBuffer
 from tests.dist.ranks import WIDTH, Block, Net, fit, on_ranks
 
 BLOCKS, STEPS = 5, 3
@@ -55,9 +55,9 @@ def events_of_a_step(**options: Any) -> list[tuple[str, int]]:
     """Of the last; gathers of blocks among them, when they begin and when they have been waited for."""
     module = Watched()
     numbers = {f"blocks.{i}.norm.weight": i for i in range(BLOCKS)}
-    gather, read = Comm.all_gather, Flat.start_read
+    gather, read = Comm.all_gather, FlatBuffer.start_read
 
-    def reads(flat: Flat) -> None:
+    def reads(flat: FlatBuffer) -> None:
         before = flat.reading
         read(flat)
         if flat.reading is not before and flat.name in numbers:
@@ -79,7 +79,7 @@ def events_of_a_step(**options: Any) -> list[tuple[str, int]]:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Comm, "all_gather", noted)
-        patch.setattr(Flat, "start_read", reads)
+        patch.setattr(FlatBuffer, "start_read", reads)
         fit(ZeROStrategy(3, **nested({"sharding.min_unit_numel": 0, **options})), module, max_steps=STEPS)
         events = list(module.events)
     steps = [i for i, event in enumerate(events) if event[0] == "step"]

@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from ls_strategy.config import ActivationOffloadConfig, RecomputeConfig, nested
 from ls_strategy.lightning.strategy import ZeROStrategy
-from ls_strategy.zero.flat.units import Flat
+from ls_strategy.zero.flat.flat_buffer import FlatBuffer
 from tests.dist.ranks import on_ranks
 
 pytestmark = [pytest.mark.wide, pytest.mark.dist]
@@ -67,9 +67,9 @@ class Net(pl.LightningModule):
 def fit(folder: Path, world_size: int, model: Net, stage: int, **options: Any) -> tuple[list[float], Counter[str]]:
     """Losses, and how often each block was gathered in the last step."""
     gathers: Counter[str] = Counter()
-    start = Flat.start_gather
+    start = FlatBuffer.start_gather
 
-    def counting(self: Flat) -> None:
+    def counting(self: FlatBuffer) -> None:
         gathers[self.layout.slots[0].name] += 1
         start(self)
 
@@ -77,7 +77,7 @@ def fit(folder: Path, world_size: int, model: Net, stage: int, **options: Any) -
         def on_train_batch_start(self, trainer: Any, module: Any, *_: Any) -> None:
             gathers.clear()
 
-    Flat.start_gather = counting  # type: ignore[method-assign]
+    FlatBuffer.start_gather = counting  # type: ignore[method-assign]
     try:
         torch.manual_seed(7)
         data = TensorDataset(torch.randn(STEPS * 2 * world_size, WIDTH))
@@ -98,7 +98,7 @@ def fit(folder: Path, world_size: int, model: Net, stage: int, **options: Any) -
         pl.seed_everything(3, verbose=False)
         trainer.fit(model, DataLoader(data, batch_size=2))
     finally:
-        Flat.start_gather = start
+        FlatBuffer.start_gather = start
     assert len(model.losses) == STEPS
     return model.losses, Counter({name: n for name, n in gathers.items() if name.startswith("layers")})
 

@@ -43,8 +43,8 @@ GRADIENTS = (
     Mutation(
         "module.zero_grad() does not clear the averages (stages 2 and 3)",
         "ls_strategy/zero/passes/reduce.py",
-        "            flat.averages.zero(piece.start, piece.stop)\n",
-        "",
+        "flat.local.filled[i] = False\n            flat.averages.zero(piece.start, piece.stop)\n",
+        "flat.local.filled[i] = False\n",
         ("tests/unit/test_zero_reduce.py::test_gradients_of_single_parameters_are_dropped",),
     ),
     Mutation(

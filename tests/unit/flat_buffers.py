@@ -11,7 +11,8 @@ from ls_strategy.config import ZeroStage
 from ls_strategy.distributed.comm import Comm
 from ls_strategy.layout import FlatLayout
 from ls_strategy.plan import FROZEN, FlatPlan
-from ls_strategy.zero.flat.units import Flat, Unit
+from ls_strategy.zero.flat.flat_buffer import FlatBuffer
+from ls_strategy.zero.flat.units import Unit
 from ls_strategy.zero.passes.gather import Gatherer
 from ls_strategy.zero.passes.hooks import UnitHooks
 from ls_strategy.zero.passes.reduce import Reducer
@@ -49,7 +50,7 @@ class Sharded:
     hooks: UnitHooks | None = None
 
     @property
-    def flats(self) -> list[Flat]:
+    def flats(self) -> list[FlatBuffer]:
         """All flat buffers, the root unit's first."""
         return [flat for unit in self.units for flat in unit.flats]
 
@@ -60,7 +61,7 @@ class Sharded:
 
 def flat_of(
     module: nn.Module, name: str, stage: ZeroStage, *, dtype: torch.dtype = torch.float32, frozen: bool = False
-) -> Flat:
+) -> FlatBuffer:
     """Move the parameters of one module into a flat buffer, with master weights in fp32, or fp64 for fp64."""
     comm = Comm(None, None)
     members = dict(module.named_parameters())
@@ -69,7 +70,7 @@ def flat_of(
         p.data = p.data.to(dtype)
     layout = FlatLayout.pack([(f"{name}.{key}", tuple(p.shape)) for key, p in members.items()], 1)
     plan = FlatPlan(layout, dtype, torch.promote_types(dtype, torch.float32), FROZEN if frozen else 0)
-    flat = Flat(plan, list(members.values()), policy=POLICIES[stage], comm=comm)
+    flat = FlatBuffer(plan, list(members.values()), policy=POLICIES[stage], comm=comm)
     flat.load(values, torch.device("cpu"))
     return flat
 

@@ -19,7 +19,7 @@ from ls_strategy.errors import PlanError, StateError
 from ls_strategy.layout import FlatLayout, TensorPart
 from ls_strategy.optimizers.muon import Muon
 from ls_strategy.plan import FlatPlan
-from ls_strategy.zero.flat.units import Flat
+from ls_strategy.zero.flat.flat_buffer import FlatBuffer
 from ls_strategy.zero.step.elementwise import is_elementwise
 from ls_strategy.zero.step.optimizer import OwnStep, ShardedOptimizer
 from ls_strategy.zero.step.whole_groups import check_whole_groups, steps_one_by_one, whole_groups
@@ -154,13 +154,13 @@ class Sharded:
         params = parameters(dtype)
         self.optimizer = build(name, params)
         comm = LoneRank(rank, world_size)
-        self.flats: list[Flat] = []
+        self.flats: list[FlatBuffer] = []
         # Groups side by side, as the plan lays them out; the rest in a second buffer.
         self.numbers = [[1, 3, 0, 2], [4, 5, 6, 7]]
         for numbers in self.numbers:
             layout = FlatLayout.pack(((str(i), SHAPES[i]) for i in numbers), world_size)
             members = [params[i] for i in numbers]
-            flat = Flat(FlatPlan(layout, dtype, dtype, 0), members, policy=POLICIES[1], comm=comm)
+            flat = FlatBuffer(FlatPlan(layout, dtype, dtype, 0), members, policy=POLICIES[1], comm=comm)
             flat.load([p.detach() for p in members], torch.device("cpu"))
             self.flats.append(flat)
         self.sharded = ShardedOptimizer(self.optimizer, self.flats, Mesh.data_only(comm))

@@ -8,17 +8,17 @@ from torch import Tensor, nn
 
 from ls_strategy.distributed.pending import PendingReduce
 from ls_strategy.errors import StateError
-from ls_strategy.zero.flat.units import Flat
+from ls_strategy.zero.flat.flat_buffer import FlatBuffer
 from tests.unit.flat_buffers import flat_of
 
 BF16 = torch.bfloat16
 
 
-def flat(stage: int = 2, dtype: torch.dtype = torch.float32) -> Flat:
+def flat(stage: int = 2, dtype: torch.dtype = torch.float32) -> FlatBuffer:
     return flat_of(nn.Linear(3, 2), "layer", stage, dtype=dtype)  # type: ignore[arg-type]
 
 
-def land(buffer: Flat, value: float, *, scale: float = 1.0, exact_16_bit: bool = False) -> None:
+def land(buffer: FlatBuffer, value: float, *, scale: float = 1.0, exact_16_bit: bool = False) -> None:
     """Average gradients that are all of one value."""
     buffer.local.scale = scale
     buffer.local.allocate(buffer.full.dtype)
@@ -27,7 +27,7 @@ def land(buffer: Flat, value: float, *, scale: float = 1.0, exact_16_bit: bool =
     buffer.averages.land(buffer.comm.reduce_scatter(buffer.local.buffer), exact_16_bit=exact_16_bit)
 
 
-def values(buffer: Flat) -> set[float]:
+def values(buffer: FlatBuffer) -> set[float]:
     return set(buffer.averages.tensor().tolist())
 
 

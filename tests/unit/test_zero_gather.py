@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
+from ls_strategy.zero.flat.flat_buffer import FlatBuffer
 from ls_strategy.zero.flat.parameters import Absent, Present
-from ls_strategy.zero.flat.units import Flat
 from tests.unit.flat_buffers import Sharded, sharded
 
 BF16 = torch.bfloat16
@@ -16,13 +16,13 @@ BF16 = torch.bfloat16
 def started(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Names of the units in the order in which their gathers start."""
     names: list[str] = []
-    plain = Flat.start_gather
+    plain = FlatBuffer.start_gather
 
-    def noted(self: Flat) -> None:
+    def noted(self: FlatBuffer) -> None:
         names.append(self.name.removesuffix(".weight"))
         plain(self)
 
-    monkeypatch.setattr(Flat, "start_gather", noted)
+    monkeypatch.setattr(FlatBuffer, "start_gather", noted)
     return names
 
 

@@ -7,23 +7,23 @@ import torch
 from torch import Tensor
 
 from ls_strategy.errors import StateError
-from ls_strategy.zero.flat.units import Flat
+from ls_strategy.zero.flat.flat_buffer import FlatBuffer
 from ls_strategy.zero.user_code.given import Given
 from tests.unit.flat_buffers import sharded
 
 
 @pytest.fixture
-def flat() -> Flat:
+def flat() -> FlatBuffer:
     flat = sharded(3).flats[1]
     flat.on_demand = None
     return flat
 
 
-def values_of(flat: Flat) -> Tensor:
+def values_of(flat: FlatBuffer) -> Tensor:
     return flat.master[:9].view(3, 3).clone()
 
 
-def test_a_write_to_a_copy_reaches_the_masters(flat: Flat) -> None:
+def test_a_write_to_a_copy_reaches_the_masters(flat: FlatBuffer) -> None:
     given, values = Given(), values_of(flat)
     given.add(flat, 0, values)
     values[0, 0] = 7.0
@@ -31,7 +31,7 @@ def test_a_write_to_a_copy_reaches_the_masters(flat: Flat) -> None:
     assert flat.master[0] == 7.0
 
 
-def test_elements_that_were_not_written_stay(flat: Flat) -> None:
+def test_elements_that_were_not_written_stay(flat: FlatBuffer) -> None:
     given, values, before = Given(), values_of(flat), flat.master.clone()
     given.add(flat, 0, values)
     values[0, 0] = 7.0
@@ -39,7 +39,7 @@ def test_elements_that_were_not_written_stay(flat: Flat) -> None:
     assert torch.equal(flat.master[1:], before[1:])
 
 
-def test_a_write_to_a_copy_reaches_a_gathered_parameter(flat: Flat) -> None:
+def test_a_write_to_a_copy_reaches_a_gathered_parameter(flat: FlatBuffer) -> None:
     given, values = Given(), values_of(flat)
     flat.start_gather()
     flat.finish_gather()
@@ -50,7 +50,7 @@ def test_a_write_to_a_copy_reaches_a_gathered_parameter(flat: Flat) -> None:
     assert not flat.writes.take()
 
 
-def test_a_write_after_the_boundary_is_an_error_with_the_cure(flat: Flat) -> None:
+def test_a_write_after_the_boundary_is_an_error_with_the_cure(flat: FlatBuffer) -> None:
     given, values = Given(), values_of(flat)
     given.add(flat, 0, values)
     given.take_writes()
@@ -59,7 +59,7 @@ def test_a_write_after_the_boundary_is_an_error_with_the_cure(flat: Flat) -> Non
         given.take_writes()
 
 
-def test_a_copy_that_was_written_and_dropped_counts_while_training_runs(flat: Flat) -> None:
+def test_a_copy_that_was_written_and_dropped_counts_while_training_runs(flat: FlatBuffer) -> None:
     given = Given()
 
     def write() -> None:
@@ -72,7 +72,7 @@ def test_a_copy_that_was_written_and_dropped_counts_while_training_runs(flat: Fl
     assert bool((flat.master[:9] == 3).all())
 
 
-def test_after_training_a_dropped_copy_is_not_kept(flat: Flat) -> None:
+def test_after_training_a_dropped_copy_is_not_kept(flat: FlatBuffer) -> None:
     given, before = Given(), flat.master.clone()
     given.training = False
 

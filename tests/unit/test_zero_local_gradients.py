@@ -6,14 +6,14 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from ls_strategy.zero.flat.flat_buffer import FlatBuffer
 from ls_strategy.zero.flat.parameters import grad_of, set_grad
-from ls_strategy.zero.flat.units import Flat
 from tests.unit.flat_buffers import flat_of
 
 BF16 = torch.bfloat16
 
 
-def flat(stage: int, dtype: torch.dtype = torch.float32) -> Flat:
+def flat(stage: int, dtype: torch.dtype = torch.float32) -> FlatBuffer:
     return flat_of(nn.Linear(3, 2), "layer", stage, dtype=dtype)  # type: ignore[arg-type]
 
 
@@ -76,7 +76,7 @@ def test_collected_gradients_are_views_of_the_buffer() -> None:
     assert torch.equal(buffer.local.views[0], grad)
 
 
-def replaced(stage: int) -> tuple[Flat, Tensor]:
+def replaced(stage: int) -> tuple[FlatBuffer, Tensor]:
     buffer = flat(stage)
     buffer.local.allocate(torch.float32)
     other = random_like(buffer.params[0])

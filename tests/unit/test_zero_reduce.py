@@ -10,8 +10,8 @@ from torch import Tensor
 
 from ls_strategy.distributed.comm import Comm
 from ls_strategy.errors import StateError
+from ls_strategy.zero.flat.flat_buffer import FlatBuffer
 from ls_strategy.zero.flat.parameters import grad_of
-from ls_strategy.zero.flat.units import Flat
 from tests.unit.flat_buffers import Sharded, sharded
 
 X = torch.tensor([[0.5, -1.0, 2.0]])
@@ -224,7 +224,7 @@ def test_gradients_of_single_parameters_are_dropped() -> None:
 def test_complete_buffers_are_reported_before_backward_is_over() -> None:
     model, early = model_of(2), []
 
-    def note(flat: Flat) -> None:
+    def note(flat: FlatBuffer) -> None:
         early.append(flat.name)
 
     model.reducer.on_complete = note

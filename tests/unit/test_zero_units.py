@@ -7,8 +7,9 @@ import torch
 from torch import Tensor, nn
 
 from ls_strategy.errors import StateError
+from ls_strategy.zero.flat.flat_buffer import FlatBuffer
 from ls_strategy.zero.flat.parameters import Absent, Present, unnoticed, values_of
-from ls_strategy.zero.flat.units import Flat, places_of
+from ls_strategy.zero.flat.units import places_of
 from tests.unit.flat_buffers import flat_of, sharded
 
 BF16 = torch.bfloat16
@@ -20,7 +21,7 @@ def layer() -> nn.Linear:
     return nn.Linear(3, 2)
 
 
-def gather(flat: Flat) -> None:
+def gather(flat: FlatBuffer) -> None:
     flat.start_gather()
     flat.finish_gather()
 

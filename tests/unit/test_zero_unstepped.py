@@ -10,8 +10,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from ls_strategy.distributed.comm import Comm
+from ls_strategy.zero.flat.flat_buffer import FlatBuffer
 from ls_strategy.zero.flat.parameters import set_grad
-from ls_strategy.zero.flat.units import Flat
 from ls_strategy.zero.user_code.unstepped import Unstepped
 from tests.unit.flat_buffers import flat_of
 
@@ -41,7 +41,7 @@ def comm(monkeypatch: pytest.MonkeyPatch) -> TwoRanks:
     return comm
 
 
-def frozen() -> tuple[nn.Linear, Flat]:
+def frozen() -> tuple[nn.Linear, FlatBuffer]:
     layer = nn.Linear(3, 2)
     return layer, flat_of(layer, "layer", 1, frozen=True)
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from ls_strategy.errors import StateError
-from ls_strategy.zero.flat.units import Flat
+from ls_strategy.zero.flat.flat_buffer import FlatBuffer
 from ls_strategy.zero.flat.writes import bits, take_elements
 from tests.unit.flat_buffers import Sharded, flat_of, sharded
 
@@ -22,7 +22,7 @@ def layer() -> nn.Linear:
     return nn.Linear(3, 2)
 
 
-def master_of(flat: Flat, index: int) -> Tensor:
+def master_of(flat: FlatBuffer, index: int) -> Tensor:
     slot = flat.layout.slots[index]
     return flat.master[slot.offset : slot.end].view(slot.shape)
 
@@ -123,7 +123,7 @@ def test_the_sign_of_zero_is_a_difference() -> None:
 # --- views of released buffers, stage 3 -------------------------------------------------------------------------------
 
 
-def viewed() -> tuple[Sharded, Flat, Tensor]:
+def viewed() -> tuple[Sharded, FlatBuffer, Tensor]:
     """A model, a released buffer of it, and a view of its memory that user code has made on demand."""
     model = sharded(3, dtype=BF16)
     view = model.net.blocks[0].bias.data  # type: ignore[union-attr]

@@ -19,7 +19,7 @@ from ls_strategy.errors import PlanError, StateError
 from ls_strategy.extras.callbacks.sharded import zero_strategy
 from ls_strategy.host.pytorch import Callback, pl
 from ls_strategy.precision import at_least_fp32
-from ls_strategy.zero.flat.units import Flat
+from ls_strategy.zero.flat.flat_buffer import FlatBuffer
 
 
 class ShardedEMA(Callback):
@@ -74,7 +74,7 @@ class ShardedEMA(Callback):
 
     @staticmethod
     def _averages_of_frozen(
-        module: pl.LightningModule, saved: Mapping[str, Tensor], flats: Sequence[Flat]
+        module: pl.LightningModule, saved: Mapping[str, Tensor], flats: Sequence[FlatBuffer]
     ) -> dict[int, Tensor]:
         """Return the averages of buffers that are frozen now but have trained before, by ``id`` of the buffer."""
         found: dict[int, Tensor] = {}
@@ -88,7 +88,7 @@ class ShardedEMA(Callback):
                     found[id(flat)] = average
         return found
 
-    def _add(self, engine: weakref.ref[Engine], frozen: dict[int, Tensor], flats: list[Flat]) -> None:
+    def _add(self, engine: weakref.ref[Engine], frozen: dict[int, Tensor], flats: list[FlatBuffer]) -> None:
         """Average buffers that were frozen until now. Their average so far is their value, or in ``frozen``."""
         now = engine()
         for place, flat in enumerate([] if now is None else now.stepper.flats_that_train):

@@ -13,7 +13,7 @@ from ls_strategy.checkpoint.full import full_state_dict, masters_from_state_dict
 from ls_strategy.extras.islands.outer import Place, Shard, flats_of, full_range
 from ls_strategy.host.pytorch import pl
 from ls_strategy.lightning.strategy import ZeROStrategy
-from ls_strategy.zero.flat.units import Flat
+from ls_strategy.zero.flat.flat_buffer import FlatBuffer
 
 _VALUES = {"diloco_weights": "weights", "diloco_momentum": "momentum"}
 """Entries of a checkpoint, and the attributes of `Shard` that they hold."""
@@ -50,7 +50,7 @@ def _named(strategy: ZeROStrategy, module: pl.LightningModule, values: list[Tens
 def load(
     saved: Mapping[str, Any],
     module: pl.LightningModule,
-    flats: Mapping[Place, Flat],
+    flats: Mapping[Place, FlatBuffer],
     shards: Mapping[Place, Shard],
     places: list[Place],
 ) -> None:

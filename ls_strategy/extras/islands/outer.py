@@ -28,7 +28,7 @@ from ls_strategy.access.average import write_masters
 from ls_strategy.engine import Engine
 from ls_strategy.errors import PlanError
 from ls_strategy.extras.islands import wire
-from ls_strategy.zero.flat.units import Flat
+from ls_strategy.zero.flat.flat_buffer import FlatBuffer
 
 Place: TypeAlias = tuple[int, int]
 """Where a buffer is in the engine: the number of its unit, and its number in the unit."""
@@ -232,23 +232,23 @@ class Outer:
         return f"{len(self.shards)} buffers with digest {zlib.crc32(repr(list(self.shards)).encode()):08x}"
 
 
-def flats_of(engine: Engine) -> dict[Place, Flat]:
+def flats_of(engine: Engine) -> dict[Place, FlatBuffer]:
     """Return the buffers that train, by place."""
     return {(u, f): flat for u, unit in enumerate(engine.units) for f, flat in enumerate(unit.flats)
             if any(flat is each for each in unit.trainable_flats)}  # fmt: skip
 
 
-def _start(flat: Flat) -> Shard:
+def _start(flat: FlatBuffer) -> Shard:
     weights = _local(flat)
     return Shard(weights, torch.zeros_like(weights), flat.counted)
 
 
-def _local(flat: Flat) -> Tensor:
+def _local(flat: FlatBuffer) -> Tensor:
     """Return a copy of this rank's master weights in host memory, the elements that only it owns."""
     mine = flat.read_master().detach()
     return (mine if flat.policy.optimizer else mine[slice(*flat.owned)]).to("cpu", copy=True)
 
 
-def full_range(flat: Flat, owned: Tensor) -> Tensor:
+def full_range(flat: FlatBuffer, owned: Tensor) -> Tensor:
     """Return values of the range that this rank steps, from those that it owns. Collective at stage 0."""
     return owned if flat.policy.optimizer else flat.gather_shards(owned.dtype, owned)

@@ -137,7 +137,7 @@ class SimulatedFlat:
     """Whether a micro-batch of this step has left averages."""
 
     def __post_init__(self) -> None:
-        """Begin as `Flat` does."""
+        """Begin as `FlatBuffer` does."""
         self.is_gathered |= self.plan.replicated and self.plan.quantized is None
 
     @property
@@ -147,7 +147,7 @@ class SimulatedFlat:
 
     @property
     def resident(self) -> bool:
-        """See `Flat`."""
+        """See `FlatBuffer`."""
         return not self.sharded and self.plan.quantized is None
 
     def _hold(self) -> None:
@@ -174,7 +174,7 @@ class SimulatedFlat:
         return packed_bytes(self.plan.layout.numel, self.plan.wire_format)
 
     def start_gather(self) -> None:
-        """See `Flat`."""
+        """See `FlatBuffer`."""
         self._hold_wire()
         if self.plan.gathered_as is not None and self.sharded and self.pool is not None:
             # This rank's shard before it is rounded.
@@ -183,13 +183,13 @@ class SimulatedFlat:
         self.gathering = True
 
     def start_read(self) -> None:
-        """See `Flat`."""
+        """See `FlatBuffer`."""
         if self.reads_ahead and not self.is_gathered and self.gathering is None and self.reading is None:
             self._hold_wire()
             self.reading = True
 
     def finish_gather(self) -> None:
-        """See `Flat`, and `QuantizedFlat`."""
+        """See `FlatBuffer`, and `QuantizedFlat`."""
         if self.gathering and self.plan.wire_format is not None:
             self._hold()
             self._free_packed()
@@ -197,7 +197,7 @@ class SimulatedFlat:
         self.is_gathered = True
 
     def release(self) -> None:
-        """See `Flat`."""
+        """See `FlatBuffer`."""
         self.gathering = self.reading = None
         self.is_gathered = False
         self._free_packed()
@@ -206,10 +206,10 @@ class SimulatedFlat:
             self.ledger.add("parameters", -self.gathered_bytes)
 
     def outdate_secondary(self) -> None:
-        """See `Flat`. The second copy keeps its memory."""
+        """See `FlatBuffer`. The second copy keeps its memory."""
 
     def take_writes(self) -> bool:
-        """See `Flat`. Nothing is written in a simulation."""
+        """See `FlatBuffer`. Nothing is written in a simulation."""
         return False
 
 

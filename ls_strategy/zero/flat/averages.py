@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -23,8 +23,10 @@ from ls_strategy.distributed.tree_sum import LastRound, TreeSum
 from ls_strategy.errors import StateError
 from ls_strategy.ops import exact_norm
 from ls_strategy.ops.norm import sum_of_squares, sum_over_chunks
-from ls_strategy.zero.flat.buffer import FlatBuffer
 from ls_strategy.zero.flat.storage import chunks
+
+if TYPE_CHECKING:
+    from ls_strategy.zero.flat.flat_buffer import FlatBuffer
 
 
 class Averages:

@@ -22,7 +22,7 @@ from ls_strategy.tiers.link import host_empty
 from ls_strategy.zero.lazy import LazyTensor, parts_of
 
 if TYPE_CHECKING:
-    from ls_strategy.zero.flat.buffer import FlatBuffer
+    from ls_strategy.zero.flat.flat_buffer import FlatBuffer
 
 _HOST = torch.device("cpu")
 

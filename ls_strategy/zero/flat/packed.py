@@ -23,13 +23,12 @@ from typing_extensions import override
 from ls_strategy.config import FrozenFormat
 from ls_strategy.distributed.comm import PendingGather
 from ls_strategy.ops.quantized import dequantize_, packed_bytes, quantize, rounded
-from ls_strategy.zero.flat.buffer import allocate
-from ls_strategy.zero.flat.units import Flat
+from ls_strategy.zero.flat.flat_buffer import FlatBuffer, allocate
 
 _log = logging.getLogger("ls_strategy.zero")
 
 
-class PackedFlat(Flat):
+class PackedFlat(FlatBuffer):
     """Sharded parameters of a unit, which are rounded to few bits on their way to the other ranks."""
 
     _wire: Tensor

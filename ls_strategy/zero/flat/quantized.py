@@ -26,14 +26,13 @@ from typing_extensions import override
 from ls_strategy.config import FrozenFormat
 from ls_strategy.distributed.pending import PendingGather
 from ls_strategy.ops.quantized import TILE, dequantize_, packed_bytes, quantize, rounded
-from ls_strategy.zero.flat.buffer import allocate
+from ls_strategy.zero.flat.flat_buffer import FlatBuffer, allocate
 from ls_strategy.zero.flat.initial import full_values, shard_values
-from ls_strategy.zero.flat.units import Flat
 
 _log = logging.getLogger("ls_strategy.zero")
 
 
-class QuantizedFlat(Flat):
+class QuantizedFlat(FlatBuffer):
     """Frozen parameters of a unit, in tiles. ``master`` has bytes; its readers and writers convert."""
 
     _wire: Tensor

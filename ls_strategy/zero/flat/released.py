@@ -17,18 +17,18 @@ from ls_strategy.zero.parts import full_of
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from ls_strategy.zero.flat.units import Flat
+    from ls_strategy.zero.flat.flat_buffer import FlatBuffer
 
 
 class Released(LazyTensor):
     """Stands for the full values of a parameter. To compute with it is collective: every rank collects a state dict."""
 
-    flat: Flat
+    flat: FlatBuffer
     slot: int
     gathered: Tensor | None
 
     @staticmethod
-    def __new__(cls: Any, flat: Flat, index: int, dtype: torch.dtype) -> Released:  # noqa: D102 - see the class
+    def __new__(cls: Any, flat: FlatBuffer, index: int, dtype: torch.dtype) -> Released:  # noqa: D102 - see the class
         self = Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
             cls, flat.layout.slots[index].full_shape, dtype=dtype, device=flat.full.device
         )
@@ -51,7 +51,7 @@ class Released(LazyTensor):
 class ShowingReleased(TorchFunctionMode):
     """Gives code that uses parameters, while a state dict is collected, stand-ins for them."""
 
-    def __init__(self, places: Mapping[int, tuple[Flat, int]]) -> None:
+    def __init__(self, places: Mapping[int, tuple[FlatBuffer, int]]) -> None:
         """``places``: buffer and slot, by ``id`` of the parameter."""
         super().__init__()
         self._places = places

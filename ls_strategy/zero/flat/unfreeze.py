@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+from ls_strategy.zero.flat.flat_buffer import FlatBuffer
 from ls_strategy.zero.flat.storage import StateStorage
-from ls_strategy.zero.flat.units import Flat
 
 
-def unfreeze(flat: Flat, storage: StateStorage) -> None:
+def unfreeze(flat: FlatBuffer, storage: StateStorage) -> None:
     """Give a buffer the states that ``flat.plan.unfrozen`` plans, in ``storage``. Not collective.
 
     Raises:

@@ -9,14 +9,17 @@ is sent: all ranks run the same code, and each takes its own shard. Optimizer st
 from __future__ import annotations
 
 import weakref
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from ls_strategy._torch import storage_users, version_of
 from ls_strategy.errors import StateError
-from ls_strategy.zero.flat.buffer import FlatBuffer
 from ls_strategy.zero.flat.parameters import point, unnoticed, values_of
+
+if TYPE_CHECKING:
+    from ls_strategy.zero.flat.flat_buffer import FlatBuffer
 
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 

@@ -11,7 +11,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from ls_strategy.zero.flat.units import Flat, Unit
+from ls_strategy.zero.flat.flat_buffer import FlatBuffer
+from ls_strategy.zero.flat.units import Unit
 
 
 class Gatherer:
@@ -72,7 +73,7 @@ class Gatherer:
         return all(flat.resident or (flat.is_gathered and flat.users) for flat in unit.flats)
 
     @contextmanager
-    def keeping(self, flats: list[Flat]) -> Iterator[None]:
+    def keeping(self, flats: list[FlatBuffer]) -> Iterator[None]:
         """Release at the end what forwards inside have left gathered, because user code holds ``flats``."""
         wanted = set(map(id, flats))
         ours = [u for u in self.units if any(id(f) in wanted and not f.is_in_use for f in u.flats)]
@@ -155,7 +156,7 @@ class Gatherer:
                 flat.outdate_secondary()
         self._seen.clear()
 
-    def outdate(self, flats: list[Flat]) -> None:
+    def outdate(self, flats: list[FlatBuffer]) -> None:
         """Outdate parameters that the optimizer steps, so that hooks after it read new ones. Not collective."""
         for flat in flats:
             if self.sharded:
@@ -170,7 +171,7 @@ class Gatherer:
 
     # stages 0 to 2 ---------------------------------------------------------------------------------------------------
 
-    def publish(self, flats: list[Flat], *, lazily: bool = False) -> None:
+    def publish(self, flats: list[FlatBuffer], *, lazily: bool = False) -> None:
         """Start sending the new weights of ``flats`` after a step. Each unit's forward waits for its own. Collective.
 
         ``lazily``: updates are still in flight, so a unit's weights are sent when it or the unit before it runs.

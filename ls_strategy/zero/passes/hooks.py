@@ -24,7 +24,8 @@ from torch import Tensor, nn
 from ls_strategy import spans
 from ls_strategy._torch import current_backward_pass, is_transforming, outside_transforms, tree_iter
 from ls_strategy.transient import Transient
-from ls_strategy.zero.flat.units import Flat, Unit
+from ls_strategy.zero.flat.flat_buffer import FlatBuffer
+from ls_strategy.zero.flat.units import Unit
 from ls_strategy.zero.passes.gather import Gatherer
 from ls_strategy.zero.passes.reduce import Reducer
 
@@ -105,7 +106,7 @@ class _GradHook:
 
     hooks: weakref.ref[UnitHooks]
     unit: weakref.ref[Unit]
-    flat: weakref.ref[Flat]
+    flat: weakref.ref[FlatBuffer]
     index: int
 
     def __call__(self, param: Tensor) -> None:
@@ -119,7 +120,7 @@ class _RowHook:
     """The hook of a gradient that autograd is about to add to a parameter's. See `_GradHook`."""
 
     reducer: weakref.ref[Reducer]
-    flat: weakref.ref[Flat]
+    flat: weakref.ref[FlatBuffer]
     index: int
 
     def __call__(self, grad: Tensor) -> None:
@@ -145,7 +146,7 @@ class UnitHooks:
                 for i, param in enumerate(flat.params):
                     self._attach_param(param, _GradHook(weakref.ref(self), weakref.ref(unit), weakref.ref(flat), i))
 
-    def watch_rows(self, flats: list[Flat]) -> None:
+    def watch_rows(self, flats: list[FlatBuffer]) -> None:
         """Note the rows of sparse gradients for the optimizers that need them."""
         for flat in flats:
             for index in flat.local.rows:
@@ -177,7 +178,7 @@ class UnitHooks:
             hook = _AfterForward(after, unit)
             self._handles.append(module.register_forward_hook(hook, with_kwargs=True))
 
-    def on_grad(self, unit: Unit, flat: Flat, index: int, param: nn.Parameter) -> None:
+    def on_grad(self, unit: Unit, flat: FlatBuffer, index: int, param: nn.Parameter) -> None:
         """Handle a finished gradient."""
         self.reducer.on_grad(unit, flat, index, param)
         if self.sharded and unit.waiting_for <= 0 and not unit.is_root:

@@ -30,8 +30,9 @@ from ls_strategy.distributed.quantized_reduce import QuantizedReduce, Rounding, 
 from ls_strategy.distributed.rounds import Round
 from ls_strategy.distributed.tree_sum import LastRound, exchange_leaves
 from ls_strategy.errors import StateError
+from ls_strategy.zero.flat.flat_buffer import FlatBuffer
 from ls_strategy.zero.flat.parameters import grad_of, set_grad, unnoticed
-from ls_strategy.zero.flat.units import Flat, Unit
+from ls_strategy.zero.flat.units import Unit
 from ls_strategy.zero_stages import StagePolicy
 
 IN_FLIGHT_BYTES = 64 << 20
@@ -70,9 +71,9 @@ class Reducer:
         """Whether only the step reads averaged gradients, so that they may stay in 16 bit where that is exact."""
         self.round: Round | None = None
         """With virtual ranks: the round of the current backward pass."""
-        self.on_complete: Callable[[Flat], None] | None = None
+        self.on_complete: Callable[[FlatBuffer], None] | None = None
         """Called with every buffer as soon as its averages are complete, before backward is over."""
-        self.admit: Callable[[list[Flat]], None] = _admit_nothing
+        self.admit: Callable[[list[FlatBuffer]], None] = _admit_nothing
         """Begins to send the gradients of frozen buffers."""
         self.agree_on_tied: Callable[[Tensor], None] | None = None
         """In a pipeline: sets flags that are set on any of the stages that hold the tied parameters."""
@@ -83,12 +84,12 @@ class Reducer:
         self._left_out: LeftOut | None = None
         """Set during a backward pass whose gradients do not count on this rank."""
         self._next = 0
-        self._in_flight: deque[Flat] = deque()
+        self._in_flight: deque[FlatBuffer] = deque()
         self._in_flight_bytes = 0
         """Of the gradient buffers in `_in_flight`: a sum over them would be taken once per buffer that is sent."""
         self._hopping: list[QuantizedReduce] = []
         """Reductions in flight that have another hop to begin."""
-        self._gathers: list[Flat] = []
+        self._gathers: list[FlatBuffer] = []
         self._abandoned: list[Any] = []
         self.abandoned = 0
         """Number of operations that the last `abort` has left in flight."""
@@ -127,7 +128,7 @@ class Reducer:
                 flat.local.rescale(loss_scale)
         self._left_out = None if counts else LeftOut(self._units)
 
-    def on_grad(self, unit: Unit, flat: Flat, index: int, param: nn.Parameter) -> None:
+    def on_grad(self, unit: Unit, flat: FlatBuffer, index: int, param: nn.Parameter) -> None:
         """Take ``param.grad`` from autograd."""
         grad = grad_of(param)
         if grad is None:
@@ -148,12 +149,12 @@ class Reducer:
             if self.eager:
                 self._advance()
 
-    def on_rows(self, flat: Flat, index: int, grad: Tensor) -> None:
+    def on_rows(self, flat: FlatBuffer, index: int, grad: Tensor) -> None:
         """Note the rows of a gradient that autograd is about to add to ``param.grad``."""
         if self._left_out is None:
             flat.local.note_rows(index, grad)
 
-    def _take(self, unit: Unit, flat: Flat, index: int, grad: Tensor) -> None:
+    def _take(self, unit: Unit, flat: FlatBuffer, index: int, grad: Tensor) -> None:
         flat.require_here("gradients")
         local = flat.local
         if local.scale != self.loss_scale:
@@ -173,7 +174,7 @@ class Reducer:
         elif not (unit.launched and local.reducing is not None):
             local.collect(index, grad, grad.dtype if self.policy.optimizer else flat.average_dtype)
 
-    def _begin_scale(self, flat: Flat, index: int) -> None:
+    def _begin_scale(self, flat: FlatBuffer, index: int) -> None:
         """Adopt the loss scale of a pass that began without `begin_backward`."""
         if flat.local.has_others(than=index):
             raise StateError(
@@ -224,7 +225,7 @@ class Reducer:
 
     # one flat buffer -------------------------------------------------------------------------------------------------
 
-    def _launch(self, flat: Flat) -> None:
+    def _launch(self, flat: FlatBuffer) -> None:
         """Start averaging a flat's gradients. Collective."""
         local = flat.local
         if self.round is not None and self.round.leaves[flat.comm.everyone.rank] is None:
@@ -260,10 +261,10 @@ class Reducer:
             self._finish_oldest()
 
     @staticmethod
-    def _exchange_leaves(flat: Flat, leaf: Tensor | None, now: Round) -> PendingReduce:
+    def _exchange_leaves(flat: FlatBuffer, leaf: Tensor | None, now: Round) -> PendingReduce:
         return exchange_leaves(flat.comm, leaf, now, like=flat.full, of=flat.name, sizes=flat.layout.sizes)
 
-    def _reduce_quantized(self, flat: Flat, full: Tensor, form: FrozenFormat) -> PendingReduce:
+    def _reduce_quantized(self, flat: FlatBuffer, full: Tensor, form: FrozenFormat) -> PendingReduce:
         meter = self.rounding if flat.reduces_alone else Rounding()
         reducing = reduce_quantized(flat.comm, full, form, of=flat.name, sizes=flat.layout.sizes, meter=meter)
         if isinstance(reducing, QuantizedReduce):  # an empty buffer is not
@@ -289,7 +290,7 @@ class Reducer:
         self._in_flight_bytes -= flat.local.buffer.nbytes
         self._finish(flat)
 
-    def _finish(self, flat: Flat) -> None:
+    def _finish(self, flat: FlatBuffer) -> None:
         local = flat.local
         assert local.reducing is not None
         if local.round is not None:
@@ -308,7 +309,7 @@ class Reducer:
         if self.policy.optimizer and not self.policy.gradients:
             local.show_sent()
 
-    def _land_round(self, flat: Flat, reducing: PendingReduce, now: Round) -> None:
+    def _land_round(self, flat: FlatBuffer, reducing: PendingReduce, now: Round) -> None:
         """Add a round's leaves to the sum over virtual ranks; after the last round, that to the averages."""
         if now.is_last:
             self._land(flat, flat.averages.tree_sum().close(reducing, now))
@@ -316,7 +317,7 @@ class Reducer:
         flat.averages.tree_sum().add(reducing, now, flat.average_dtype)
         flat.local.free()
 
-    def _land(self, flat: Flat, reducing: PendingReduce | LastRound) -> None:
+    def _land(self, flat: FlatBuffer, reducing: PendingReduce | LastRound) -> None:
         """Add a reduced buffer to the averages (stages 1 to 3)."""
         if not self.policy.gradients:
             flat.averages.forget()  # the resident gradients hold every micro-batch
@@ -332,7 +333,7 @@ class Reducer:
         if complete and self.on_complete is not None:
             self.on_complete(flat)
 
-    def _complete(self, flat: Flat) -> bool:
+    def _complete(self, flat: FlatBuffer) -> bool:
         """Return whether every parameter of the buffer has its gradient, so that none follows before the step.
 
         A frozen buffer is never complete: it may be sent before its unit's backward, which still gathers it.
@@ -357,7 +358,7 @@ class Reducer:
 
     # between backward and step ---------------------------------------------------------------------------------------
 
-    def complete(self, flats: list[Flat]) -> list[bool]:
+    def complete(self, flats: list[FlatBuffer]) -> list[bool]:
         """Average gradients that any rank has not sent, and agree on which parameters have one. Collective.
 
         Returns:
@@ -390,7 +391,7 @@ class Reducer:
         self.reset()
         return used
 
-    def _use_tied(self, flats: list[Flat], used: list[bool], agree_on_tied: Callable[[Tensor], None]) -> None:
+    def _use_tied(self, flats: list[FlatBuffer], used: list[bool], agree_on_tied: Callable[[Tensor], None]) -> None:
         """Count a parameter that several stages hold as used if one of them has a gradient: all of them step it."""
         tied = [flat.plan.tied for flat in flats for _ in flat.params]
         if any(tied):
@@ -399,13 +400,13 @@ class Reducer:
             found = iter(flags.bool().tolist())
             used[:] = [next(found) if t else u for u, t in zip(used, tied, strict=True)]
 
-    def zero_grad(self, flats: list[Flat], *, set_to_none: bool) -> None:
+    def zero_grad(self, flats: list[FlatBuffer], *, set_to_none: bool) -> None:
         """Drop or zero the gradients of ``flats`` (``optimizer.zero_grad()``)."""
         if any(f.local.reducing is not None or f.local.gathering is not None for f in flats):
             self.finish_in_flight()
         zero_flats(flats, set_to_none=set_to_none, transient=self.policy.gradients)
 
-    def zero_params(self, flats: list[Flat], wanted: set[int], *, set_to_none: bool) -> None:
+    def zero_params(self, flats: list[FlatBuffer], wanted: set[int], *, set_to_none: bool) -> None:
         """Drop the averaged gradients of the parameters with an ``id`` in ``wanted``, but not their ``p.grad``."""
         self.finish_in_flight()
         zero_averages(flats, wanted, set_to_none=set_to_none)
@@ -437,14 +438,14 @@ def _check_nothing(_: nn.Parameter) -> None:
     """Allow everything."""
 
 
-def _admit_nothing(_: list[Flat]) -> None:
+def _admit_nothing(_: list[FlatBuffer]) -> None:
     """Do nothing: there are no frozen buffers."""
 
 
 # which parameters are stepped: those that have a gradient on any rank ------------------------------------------------
 
 
-def agree(flats: list[Flat], comm: Comm) -> tuple[list[bool], list[bool], list[bool]]:
+def agree(flats: list[FlatBuffer], comm: Comm) -> tuple[list[bool], list[bool], list[bool]]:
     """Return what holds on any of the ranks. Collective.
 
     Returns:
@@ -474,7 +475,7 @@ def agree(flats: list[Flat], comm: Comm) -> tuple[list[bool], list[bool], list[b
     return used, sent, left
 
 
-def match_sent(flat: Flat, used: list[bool], sent: list[bool]) -> None:
+def match_sent(flat: FlatBuffer, used: list[bool], sent: list[bool]) -> None:
     """Make the averages follow ``p.grad``, which may have changed since it was sent (stages 0 and 1).
 
     ``used``: which parameters have a gradient on any rank; ``sent``: which had one when the buffer was sent.
@@ -495,7 +496,7 @@ def match_sent(flat: Flat, used: list[bool], sent: list[bool]) -> None:
 # zero_grad: gradients of autograd, and their averages ---------------------------------------------------------------
 
 
-def zero_flats(flats: list[Flat], *, set_to_none: bool, transient: bool) -> None:
+def zero_flats(flats: list[FlatBuffer], *, set_to_none: bool, transient: bool) -> None:
     """Drop or zero all gradients of buffers (``optimizer.zero_grad()``).
 
     ``transient``: gradients of this rank are in a buffer during backward only, which is freed.
@@ -523,7 +524,7 @@ def zero_flats(flats: list[Flat], *, set_to_none: bool, transient: bool) -> None
                 grad.zero_()
 
 
-def zero_averages(flats: list[Flat], wanted: set[int], *, set_to_none: bool) -> None:
+def zero_averages(flats: list[FlatBuffer], wanted: set[int], *, set_to_none: bool) -> None:
     """Drop the averaged gradients of the parameters with an ``id`` in ``wanted``, but not their ``p.grad``."""
     for flat in flats:
         for i, (param, piece) in enumerate(zip(flat.params, flat.pieces, strict=True)):
@@ -559,7 +560,7 @@ class LeftOut:
         """Drop a gradient that the pass has produced."""
         set_grad(param, None)
 
-    def put_back(self, flats: list[Flat]) -> None:
+    def put_back(self, flats: list[FlatBuffer]) -> None:
         """Put the gradients of some buffers back; what the pass has produced there is dropped. Once per buffer."""
         with unnoticed():
             for flat in flats:

@@ -20,9 +20,10 @@ from ls_strategy.precision import PrecisionPolicy
 from ls_strategy.resolve import ParamFacts, resolve_plan
 from ls_strategy.tiers.link import trim_heap
 from ls_strategy.zero.deferred import deferred_of
+from ls_strategy.zero.flat.flat_buffer import FlatBuffer
 from ls_strategy.zero.flat.packed import PackedFlat
 from ls_strategy.zero.flat.quantized import QuantizedFlat
-from ls_strategy.zero.flat.units import Flat, Unit
+from ls_strategy.zero.flat.units import Unit
 from ls_strategy.zero.lazy import LazyTensor, source_of
 from ls_strategy.zero.setup import agreement
 from ls_strategy.zero.setup import materialize as materials
@@ -159,7 +160,7 @@ class Draft:
         """Let `agree` raise ``error``, unless it already has one."""
         self._error = self._error or error
 
-    def resolve(self, mesh: Mesh, held: dict[int, Flat], weights: Sequence[Fraction] = (), rank: int = 0) -> Plan:
+    def resolve(self, mesh: Mesh, held: dict[int, FlatBuffer], weights: Sequence[Fraction] = (), rank: int = 0) -> Plan:
         """Lay out the buffers. ``held`` is as in `setup.shard`, ``weights`` and ``rank`` as in `resolve_plan`."""
         adapters = adapter_params(self.model)
 
@@ -205,7 +206,7 @@ class Draft:
         )
 
     def build(
-        self, plan: Plan, mesh: Mesh, device: torch.device, held: dict[int, Flat], offload: Offload
+        self, plan: Plan, mesh: Mesh, device: torch.device, held: dict[int, FlatBuffer], offload: Offload
     ) -> list[Unit]:
         """Move the parameters into units one by one: at stage 3, no rank holds two full units. Collective."""
         units: list[Unit] = []
@@ -219,11 +220,11 @@ class Draft:
                 allow_data_on(p, device)
             values = initial | _held_values(list(params.values()), held)
             del initial
-            flats: list[Flat] = []
+            flats: list[FlatBuffer] = []
             for flat_plan in planned.flats:
                 members = [params[slot.name] for slot in flat_plan.layout.slots]
                 comm, axis = mesh.holders(flat_plan.layout.slots[0].part)
-                kind = PackedFlat if flat_plan.gathered_as is not None else Flat
+                kind = PackedFlat if flat_plan.gathered_as is not None else FlatBuffer
                 make = kind if flat_plan.quantized is None else QuantizedFlat
                 which = flat_plan.policy(self.policy)
                 node = mesh.node if flat_plan.node else None
@@ -258,7 +259,7 @@ def _parameters_below(model: nn.Module, names: Sequence[str]) -> set[int]:
     return {id(p) for name in names for p in modules[name].parameters()}
 
 
-def _held_values(params: list[nn.Parameter], held: dict[int, Flat]) -> dict[int, Tensor]:
+def _held_values(params: list[nn.Parameter], held: dict[int, FlatBuffer]) -> dict[int, Tensor]:
     """Return ``id -> value`` in master precision of parameters in earlier buffers. Collective if there are any."""
     result: dict[int, Tensor] = {}
     current = {id(p): p.detach() for p in params if id(p) in held}

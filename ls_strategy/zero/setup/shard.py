@@ -14,8 +14,9 @@ from ls_strategy.config import ZeROConfig
 from ls_strategy.distributed.comm import Comm
 from ls_strategy.distributed.mesh import Mesh
 from ls_strategy.plan import Plan
+from ls_strategy.zero.flat.flat_buffer import FlatBuffer
 from ls_strategy.zero.flat.parameters import unnoticed
-from ls_strategy.zero.flat.units import Flat, Unit
+from ls_strategy.zero.flat.units import Unit
 from ls_strategy.zero.passes.gather import Gatherer
 from ls_strategy.zero.passes.reduce import Reducer
 from ls_strategy.zero.setup import materialize as materials
@@ -45,13 +46,13 @@ class ShardedModel:
     """``id`` of parameters of which the optimizer gets sparse gradients, with the rows of all ranks."""
 
     @property
-    def flats(self) -> list[Flat]:
+    def flats(self) -> list[FlatBuffer]:
         """Return every flat buffer, in order of the units."""
         return [f for u in self.units for f in u.flats]
 
 
 def shard(
-    draft: Draft, optimizers: Sequence[Optimizer], mesh: Mesh, device: torch.device, held: dict[int, Flat]
+    draft: Draft, optimizers: Sequence[Optimizer], mesh: Mesh, device: torch.device, held: dict[int, FlatBuffer]
 ) -> ShardedModel:
     """Move the parameters of an agreed draft into flat buffers on ``device``. Collective.
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ls_strategy.zero.flat.units import Flat
+from ls_strategy.zero.flat.flat_buffer import FlatBuffer
 from ls_strategy.zero.step.stepper import Stepper, no_gradients
 
 
@@ -15,7 +15,7 @@ from ls_strategy.zero.step.stepper import Stepper, no_gradients
 class CurrentGradients:
     """The averaged gradients of one flat buffer."""
 
-    flat: Flat
+    flat: FlatBuffer
     used: list[bool]
     """Which parameters have a gradient on any rank."""
 

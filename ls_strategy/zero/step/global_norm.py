@@ -12,10 +12,10 @@ from torch import Tensor
 from ls_strategy.distributed.comm import Comm
 from ls_strategy.ops import exact_norm as exact_norms
 from ls_strategy.ops.exact_norm import value_of
-from ls_strategy.zero.flat.units import Flat
+from ls_strategy.zero.flat.flat_buffer import FlatBuffer
 
 
-def any_overflow(flats: list[Flat], comm: Comm) -> bool:
+def any_overflow(flats: list[FlatBuffer], comm: Comm) -> bool:
     """Return whether any rank's averaged gradients contain an infinity or a NaN. Collective over all ranks, one byte.
 
     The host waits for the device once.
@@ -32,7 +32,7 @@ def _by_device(numbers: list[Tensor]) -> dict[torch.device, list[Tensor]]:
     return result
 
 
-def global_norm(flats: list[Flat], comm: Comm, norm_type: float = 2.0) -> Tensor:
+def global_norm(flats: list[FlatBuffer], comm: Comm, norm_type: float = 2.0) -> Tensor:
     """Return the norm of all gradients of ``flats`` together, each element counted once. Collective.
 
     Every rank sums over its shard in the same way at every stage and on every tier, so the results are bitwise equal.
@@ -71,7 +71,7 @@ def global_norm(flats: list[Flat], comm: Comm, norm_type: float = 2.0) -> Tensor
     return comm.reduce_numbers(total, dist.ReduceOp.SUM).pow(1.0 / norm_type).squeeze(0).to(wide)
 
 
-def _at_hand(flat: Flat) -> Tensor:
+def _at_hand(flat: FlatBuffer) -> Tensor:
     if not flat.averages.hold_values:
         return torch.zeros(1, dtype=flat.average_dtype, device=flat.full.device)
     flat.averages.require_here()
@@ -88,13 +88,13 @@ def clip_factor(norm: Tensor, max_norm: float) -> Tensor | None:
     return None if norm.device.type == "cpu" and factor.item() == 1.0 else factor
 
 
-def scale_(flat: Flat, factor: Tensor) -> None:
+def scale_(flat: FlatBuffer, factor: Tensor) -> None:
     """Multiply averaged gradients in place."""
     flat.averages.change(lambda grads: grads.mul_(factor.to(grads.device)))
     flat.averages.edited = True
 
 
-def clip_value_(flats: list[Flat], limit: float) -> None:
+def clip_value_(flats: list[FlatBuffer], limit: float) -> None:
     """Clamp every averaged gradient element to ``[-limit, limit]``."""
     for flat in flats:
         flat.averages.change_unscaled(lambda grads: grads.clamp_(-limit, limit))

@@ -10,8 +10,8 @@ from torch.optim import Optimizer
 from ls_strategy.errors import PlanError
 from ls_strategy.optimizers.muon import Muon
 from ls_strategy.optimizers.qk_clip import Scaling
+from ls_strategy.zero.flat.flat_buffer import FlatBuffer
 from ls_strategy.zero.flat.parameters import unnoticed
-from ls_strategy.zero.flat.units import Flat
 
 
 def may_clip_logits(optimizer: Optimizer) -> bool:
@@ -19,7 +19,7 @@ def may_clip_logits(optimizer: Optimizer) -> bool:
     return isinstance(optimizer, Muon)
 
 
-def clip_logits(optimizer: Optimizer, flats: Sequence[Flat]) -> None:
+def clip_logits(optimizer: Optimizer, flats: Sequence[FlatBuffer]) -> None:
     """Scale the weights of heads with too large logits. Collective, if `Muon.clip_logits` was called.
 
     Args:
@@ -38,7 +38,7 @@ def clip_logits(optimizer: Optimizer, flats: Sequence[Flat]) -> None:
             _scale(*place[id(each.param)], each)
 
 
-def _scale(flat: Flat, index: int, scaling: Scaling) -> None:
+def _scale(flat: FlatBuffer, index: int, scaling: Scaling) -> None:
     slot, piece = flat.layout.slots[index], flat.pieces[index]
     if slot.part is not None and slot.part.copies > 1:
         raise PlanError(

@@ -32,7 +32,7 @@ from ls_strategy.ops.update import native_available
 from ls_strategy.plan import MOMENT_BYTES
 from ls_strategy.tiers import TIERS
 from ls_strategy.tiers.stream import Stream
-from ls_strategy.zero.flat.units import Flat
+from ls_strategy.zero.flat.flat_buffer import FlatBuffer
 from ls_strategy.zero.step.elementwise import is_elementwise, takes_closure
 from ls_strategy.zero.step.kernels import kernel_for, kernels_of
 from ls_strategy.zero.step.logit_clip import clip_logits, may_clip_logits
@@ -52,7 +52,7 @@ class ShardedOptimizer:
     def __init__(
         self,
         optimizer: Optimizer,
-        flats: list[Flat],
+        flats: list[FlatBuffer],
         mesh: Mesh,
         moment_format: MomentFormat = "fp32",
         group_names: Sequence[Sequence[str]] | None = None,
@@ -138,7 +138,7 @@ class ShardedOptimizer:
 
     # tiers and kernels -----------------------------------------------------------------------------------------------
 
-    def _takes_fused_update(self, flat: Flat) -> bool:
+    def _takes_fused_update(self, flat: FlatBuffer) -> bool:
         """Return whether a fused update steps this buffer: it is faster, or a tier or a format needs it."""
         if not any(self._kernels) or flat.master_dtype != torch.float32 or flat.plan.shared_by:
             return False
@@ -158,7 +158,7 @@ class ShardedOptimizer:
         names = {name for group, kernel in groups if kernel is not None for name in kernel.moments(group)}
         return MOMENT_BYTES[self._moment_format] * len(names)
 
-    def _states_of(self, n: int, flat: Flat) -> FlatStates:
+    def _states_of(self, n: int, flat: FlatBuffer) -> FlatStates:
         moments: dict[str, bool] = {}
         spans: dict[str, list[tuple[int, int]]] = {}
         for g, (group, kernel) in enumerate(zip(self.optimizer.param_groups, self._kernels, strict=True)):
@@ -172,7 +172,7 @@ class ShardedOptimizer:
             moments |= streamed_states(self.optimizer)
         return FlatStates(flat, moments, self._moment_format, spans if self.is_mixed and resident else None)
 
-    def _spans_of(self, flat: Flat, group: int) -> Iterator[tuple[int, int]]:
+    def _spans_of(self, flat: FlatBuffer, group: int) -> Iterator[tuple[int, int]]:
         """Yield this rank's ranges of a group's parameters, with what a run takes of the padding behind them."""
         for param, piece in zip(flat.params, flat.pieces, strict=True):
             if piece.numel and self._group_of.get(id(param)) == group:
@@ -200,7 +200,7 @@ class ShardedOptimizer:
             tensor = tensor.view(param.shape)
         self.pieces[number] = tensor.requires_grad_(param.requires_grad)
 
-    def follow(self, flat: Flat) -> None:
+    def follow(self, flat: FlatBuffer) -> None:
         """Step a buffer that was frozen from now on; it has got other masters. Not collective."""
         n = self.flats.index(flat)
         self._fused_flats[n] = self._takes_fused_update(flat)
@@ -229,7 +229,7 @@ class ShardedOptimizer:
                 shown = used[number] and piece.numel > 0
                 self.pieces[number].grad = views[i].to(self.pieces[number].dtype) if shown else None
 
-    def _views_of(self, flat_number: int, flat: Flat) -> list[Tensor]:
+    def _views_of(self, flat_number: int, flat: FlatBuffer) -> list[Tensor]:
         """Return the averaged gradients as views per piece, cached per buffer."""
         grads = flat.averages.tensor()
         if self._grad_views.get(flat_number, (None, []))[0] is not grads:
@@ -389,7 +389,7 @@ class ShardedOptimizer:
         moments = self.states.store[0].moment_format
         return f"{name}: stepped by the fused update ({path}), moments in {moments}"
 
-    def early_update(self, flat: Flat) -> Update | None:
+    def early_update(self, flat: FlatBuffer) -> Update | None:
         """Return the update of one offloaded buffer before the others' gradients are known; None if it has to wait.
 
         It has to wait in the first step, and if the set of parameters with gradients differs from the previous step:

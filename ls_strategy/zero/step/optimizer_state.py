@@ -27,8 +27,8 @@ from ls_strategy.distributed.axis import Axis
 from ls_strategy.distributed.mesh import Mesh
 from ls_strategy.errors import StateError
 from ls_strategy.layout import Slot
+from ls_strategy.zero.flat.flat_buffer import FlatBuffer
 from ls_strategy.zero.flat.storage import chunks
-from ls_strategy.zero.flat.units import Flat
 from ls_strategy.zero.lazy import parts_of
 from ls_strategy.zero.parts import full_of, part_of
 from ls_strategy.zero.step.states import FlatStates
@@ -84,7 +84,7 @@ class OptimizerStates:
         """Numbers of the parameters that no run contains, since they are stepped whole."""
         self.steps_taken = 0
         """Number of steps so far, for states that do not count steps."""
-        self.unfreeze: Callable[[list[Flat]], None] = _nothing_to_unfreeze
+        self.unfreeze: Callable[[list[FlatBuffer]], None] = _nothing_to_unfreeze
         """Gives frozen buffers states, which are to be loaded."""
         self.protocol = OptimizerProtocol(optimizer)
         self.others: dict[Any, Any] = {}
@@ -165,21 +165,21 @@ class OptimizerStates:
         self.steps_taken, self.begun = before.steps_taken, before.begun
         self.others = dict(before.others)
 
-    def _puts_together(self, flat: Flat) -> bool:
+    def _puts_together(self, flat: FlatBuffer) -> bool:
         """Return whether this rank takes part in assembling full parameters from parts."""
         return self.mesh.zero.rank == 0 or flat.axis is self.mesh.expert
 
-    def _gather(self, flat_number: int, flat: Flat, key: str, dtype: torch.dtype) -> Tensor:
+    def _gather(self, flat_number: int, flat: FlatBuffer, key: str, dtype: torch.dtype) -> Tensor:
         full = self._gather_here(flat_number, flat, key, dtype)
         return full.cpu() if self._puts_together(flat) or not flat.policy.optimizer else torch.empty(0)
 
-    def _gather_here(self, flat_number: int, flat: Flat, key: str, dtype: torch.dtype) -> Tensor:
+    def _gather_here(self, flat_number: int, flat: FlatBuffer, key: str, dtype: torch.dtype) -> Tensor:
         """Return the full state of one buffer, on the device of every rank."""
         shard = self.store[flat_number].read(key, dtype)
         return flat.gather_shards(dtype, shard) if flat.policy.optimizer else shard
 
     def named_state(
-        self, stand_in: Callable[[Flat, int, Callable[[int, int], Tensor], torch.dtype], Any]
+        self, stand_in: Callable[[FlatBuffer, int, Callable[[int, int], Tensor], torch.dtype], Any]
     ) -> dict[str, Any]:
         """Return the states by parameter name, for parameters of which this rank has a part.
 
@@ -226,7 +226,7 @@ class OptimizerStates:
         return self.owners[number].loads if number in self.owners else self._owns(self.flats[n], i)
 
     @staticmethod
-    def _owns(flat: Flat, i: int) -> bool:
+    def _owns(flat: FlatBuffer, i: int) -> bool:
         """Return whether this rank's range contains the parameter's first element.
 
         For an empty parameter, its offset counts.
@@ -385,5 +385,5 @@ def _nothing_to_collect() -> None:
     """Do nothing: there are no runs yet."""
 
 
-def _nothing_to_unfreeze(_: list[Flat]) -> None:
+def _nothing_to_unfreeze(_: list[FlatBuffer]) -> None:
     """Do nothing: there are no frozen buffers."""

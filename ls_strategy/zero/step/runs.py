@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from ls_strategy.layout import round_up
-from ls_strategy.zero.flat.units import Flat
+from ls_strategy.zero.flat.flat_buffer import FlatBuffer
 from ls_strategy.zero.step.kernels import Kernel
 from ls_strategy.zero.step.optimizer_state import ELEMENTWISE, OptimizerStates
 
@@ -33,7 +33,7 @@ _FUSED = (torch.optim.AdamW, torch.optim.Adam, torch.optim.SGD, torch.optim.Adag
 class Run:
     """Adjacent pieces that are stepped as one tensor."""
 
-    flat: Flat
+    flat: FlatBuffer
     flat_number: int
     group: int
     members: list[int]

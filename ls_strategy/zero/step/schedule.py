@@ -23,7 +23,7 @@ from dataclasses import replace
 
 from ls_strategy._torch import has_step_hooks
 from ls_strategy.tiers.stream import Stream
-from ls_strategy.zero.flat.units import Flat
+from ls_strategy.zero.flat.flat_buffer import FlatBuffer
 from ls_strategy.zero.passes.gather import Gatherer
 from ls_strategy.zero.step.offload import Offload
 from ls_strategy.zero.step.optimizer import ShardedOptimizer
@@ -47,8 +47,8 @@ class UpdateSchedule:
         self.overlap = False
         """Let the next forward wait for new weights unit by unit. Set this only if nothing else reads them before."""
 
-        self._early: deque[Flat] = deque()
-        self._delayed: list[list[Flat]] = [[] for _ in optimizers]
+        self._early: deque[FlatBuffer] = deque()
+        self._delayed: list[list[FlatBuffer]] = [[] for _ in optimizers]
         self._steps = [0 for _ in optimizers]
 
     def go_on_from(self, index: int, previous: UpdateSchedule, number: int) -> None:
@@ -67,7 +67,7 @@ class UpdateSchedule:
         offloads = config.offload.optimizer is not None
         return offloads and len(self._optimizers) == 1 and config.offload.delay_after is None
 
-    def begin_early(self, flat: Flat) -> None:
+    def begin_early(self, flat: FlatBuffer) -> None:
         """Begin the update of a buffer with complete averages while backward still runs. Not collective."""
         update = self._optimizers[0].early_update(flat)
         if update is None:
@@ -83,7 +83,7 @@ class UpdateSchedule:
             self._early.popleft().wait_updated()
 
     @staticmethod
-    def postpone(flat: Flat) -> None:
+    def postpone(flat: FlatBuffer) -> None:
         """Spill a buffer's complete averages, since its update has to wait for the step. Not collective."""
         flat.averages.spill()
 
@@ -142,7 +142,7 @@ class UpdateSchedule:
         delay = self._offload.config.offload.delay_after
         return delay is not None and self._steps[index] > delay and not self._optimizers[index].is_mixed
 
-    def _begin(self, index: int, flat: Flat, update: Update) -> None:
+    def _begin(self, index: int, flat: FlatBuffer, update: Update) -> None:
         if flat.optimizer_tier == "device":
             update.run()
             return
@@ -173,7 +173,7 @@ class UpdateSchedule:
                 flat.updating = self._offload.stream.submit([CopyOut(flat, after)])
 
     @staticmethod
-    def note_stepped(flats: list[Flat]) -> None:
+    def note_stepped(flats: list[FlatBuffer]) -> None:
         """Record that the optimizer steps the masters of ``flats``. Not collective."""
         for flat in flats:
             brought_along = flat.optimizer_tier != "device" and flat.averages.folds_factors

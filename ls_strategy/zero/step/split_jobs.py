@@ -32,7 +32,7 @@ from torch import Tensor
 
 from ls_strategy.errors import StateError
 from ls_strategy.tiers.stream import Job, Stream, Ticket
-from ls_strategy.zero.flat.units import Flat
+from ls_strategy.zero.flat.flat_buffer import FlatBuffer
 from ls_strategy.zero.step.split_tensors import SplitTensors
 from ls_strategy.zero.step.whole_exchange import WholeTensor
 
@@ -105,7 +105,7 @@ class EarlyDirections:
         self._begun: dict[int, tuple[Directions, int]] = {}
         """By number of the tensor: its directions, and the generation of the averages they are of."""
 
-    def begin(self, flat: Flat, splitter: SplitTensors, stream: Stream) -> None:
+    def begin(self, flat: FlatBuffer, splitter: SplitTensors, stream: Stream) -> None:
         """Begin the directions of a buffer with complete averages, if it has any. Not collective."""
         averages = flat.averages
         members = [m for m in self._members.get(id(flat), ()) if flat.local.mask[m.index]]  # the others are frozen

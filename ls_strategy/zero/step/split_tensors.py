@@ -12,8 +12,8 @@ from torch.optim import Optimizer
 
 from ls_strategy.layout import round_up
 from ls_strategy.tiers.buffers import PAGE
+from ls_strategy.zero.flat.flat_buffer import FlatBuffer
 from ls_strategy.zero.flat.storage import chunks
-from ls_strategy.zero.flat.units import Flat
 from ls_strategy.zero.step.optimizer_state import ELEMENTWISE, OptimizerStates
 from ls_strategy.zero.step.split_step import SplitStep
 from ls_strategy.zero.step.states import FlatStates
@@ -117,7 +117,7 @@ class SplitTensors:
             if self._streams(member):
                 continue
             entries = self._states.entries.pop(member.number, {})
-            flat: Flat = member.flat
+            flat: FlatBuffer = member.flat
             if not entries or not flat.pieces[member.index].numel:
                 continue
             flat.before_change()

@@ -12,8 +12,8 @@ from ls_strategy.config import MomentFormat, TierName
 from ls_strategy.errors import StateError
 from ls_strategy.ops.moments import BLOCK, Moment
 from ls_strategy.tiers import TIERS
+from ls_strategy.zero.flat.flat_buffer import FlatBuffer
 from ls_strategy.zero.flat.storage import chunks
-from ls_strategy.zero.flat.units import Flat
 
 _CODES = {"fp32": torch.float32, "bf16": torch.bfloat16, "int8": torch.uint8}
 
@@ -53,7 +53,7 @@ class FlatStates:
 
     def __init__(
         self,
-        flat: Flat,
+        flat: FlatBuffer,
         moments: dict[str, bool],
         moment_format: MomentFormat,
         spans: Mapping[str, Sequence[tuple[int, int]]] | None = None,

@@ -37,8 +37,7 @@ from ls_strategy.loss_scale import LossScaler
 from ls_strategy.tiers.link import trim_heap
 from ls_strategy.transient import Method
 from ls_strategy.zero.events import StepEvents
-from ls_strategy.zero.flat.buffer import states_away
-from ls_strategy.zero.flat.units import Flat
+from ls_strategy.zero.flat.flat_buffer import FlatBuffer, states_away
 from ls_strategy.zero.step import global_norm
 from ls_strategy.zero.step.optimizer import OwnStep, ShardedOptimizer
 from ls_strategy.zero.step.schedule import UpdateSchedule
@@ -67,9 +66,9 @@ class OptimizerStep:
     """One optimizer, and the state of its gradients between backward and step."""
 
     sharded: ShardedOptimizer
-    flats: list[Flat]
+    flats: list[FlatBuffer]
     kinds: list[int] = field(default_factory=list)
-    """`Flat.optimizer_index` of its flats: its own number, and that of each set of optimizers that it shares with."""
+    """`FlatBuffer.optimizer_index` of its flats: its own number, and that of each set of optimizers it shares with."""
     hooks: tuple[Any, ...] = ()
     """Handles of the engine's hooks before and after the optimizer's own ``step``."""
     used: list[bool] = field(default_factory=list)
@@ -161,11 +160,11 @@ class Stepper:
         self._world = model.mesh.world
         self.scaler = scaler
         self._used: dict[int, list[bool]] = {}
-        """Which parameters have a gradient, by `Flat.optimizer_index`."""
+        """Which parameters have a gradient, by `FlatBuffer.optimizer_index`."""
         self._given_up: set[int] = set()
-        """`Flat.optimizer_index` of dropped gradients that a step may still need; see `go_on_from`."""
+        """`FlatBuffer.optimizer_index` of dropped gradients that a step may still need; see `go_on_from`."""
         self._tied_due: set[int] = set()
-        """`Flat.optimizer_index` of gradients that have still to be summed over pipeline stages."""
+        """`FlatBuffer.optimizer_index` of gradients that have still to be summed over pipeline stages."""
         self.unfreezing = Unfreezing(model, events)
         self.optimizers = [self._adopt(i, optimizer, previous) for i, optimizer in enumerate(optimizers)]
         kinds = model.mesh.shape.kinds
@@ -203,7 +202,7 @@ class Stepper:
         return state
 
     @property
-    def flats_that_train(self) -> list[Flat]:
+    def flats_that_train(self) -> list[FlatBuffer]:
         """Return the buffers whose gradients are sent, in order of the units."""
         return [flat for unit in self._model.units for flat in unit.trainable_flats]
 
@@ -602,7 +601,7 @@ class Stepper:
             )
 
 
-def require_one_step(flats: Iterable[Flat], *, torn: bool, failure: BaseException | None) -> None:
+def require_one_step(flats: Iterable[FlatBuffer], *, torn: bool, failure: BaseException | None) -> None:
     """Refuse to return weights if only some of them have taken the last step. Not collective.
 
     Raises:

@@ -16,9 +16,10 @@ from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING
 
 from ls_strategy.zero.events import StepEvents
+from ls_strategy.zero.flat.flat_buffer import FlatBuffer
 from ls_strategy.zero.flat.parameters import unnoticed
 from ls_strategy.zero.flat.unfreeze import unfreeze
-from ls_strategy.zero.flat.units import Flat, Unit
+from ls_strategy.zero.flat.units import Unit
 from ls_strategy.zero.step.optimizer import ShardedOptimizer
 
 if TYPE_CHECKING:
@@ -32,8 +33,8 @@ class Unfreezing:
         """Begin without optimizers; `add` them in order. Where nothing is frozen, no event of a step comes here."""
         self._model = model
         self._optimizers: list[ShardedOptimizer] = []
-        self._frozen: list[tuple[Unit, Flat]] = [(u, f) for u in model.units for f in u.flats if f.is_frozen]
-        self.on_admitted: list[Callable[[list[Flat]], None]] = []
+        self._frozen: list[tuple[Unit, FlatBuffer]] = [(u, f) for u in model.units for f in u.flats if f.is_frozen]
+        self.on_admitted: list[Callable[[list[FlatBuffer]], None]] = []
         """Called with the buffers that begin to train, on all ranks."""
         model.reducer.admit = self.admit
         begins = (events.on_step_begin, events.on_backward_begin) if self._frozen else ()
@@ -51,7 +52,7 @@ class Unfreezing:
         if due:
             self.admit(due)
 
-    def admit(self, flats: Iterable[Flat]) -> None:
+    def admit(self, flats: Iterable[FlatBuffer]) -> None:
         """Send the gradients of frozen buffers from now on. All ranks must do so at the same time."""
         chosen = set(map(id, flats))
         admitted = [(unit, flat) for unit, flat in self._frozen if id(flat) in chosen]
@@ -67,7 +68,7 @@ class Unfreezing:
         for call in self.on_admitted:
             call([flat for _, flat in admitted])
 
-    def unfreeze(self, flats: Iterable[Flat]) -> None:
+    def unfreeze(self, flats: Iterable[FlatBuffer]) -> None:
         """Give buffers the states of those that train, unless they have them. Not collective."""
         chosen = {id(flat) for flat in flats if not flat.trainable}
         due = {number: flat for number, flat in enumerate(self._model.flats) if id(flat) in chosen}

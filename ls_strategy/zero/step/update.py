@@ -21,8 +21,8 @@ from ls_strategy.ops.moments import BLOCK, Moment
 from ls_strategy.ops.norm import sum_of_squares
 from ls_strategy.tiers.base import Lease
 from ls_strategy.tiers.buffers import PAGE, AlignedBuffer
+from ls_strategy.zero.flat.flat_buffer import FlatBuffer
 from ls_strategy.zero.flat.storage import chunks
-from ls_strategy.zero.flat.units import Flat
 from ls_strategy.zero.step.kernels import Kernel
 from ls_strategy.zero.step.states import FlatStates
 
@@ -48,7 +48,7 @@ class UpdatePart:
 class Update:
     """The update of one flat buffer."""
 
-    flat: Flat
+    flat: FlatBuffer
     states: FlatStates
     kernel: Kernel
     parts: tuple[UpdatePart, ...]
@@ -115,7 +115,7 @@ class Update:
 class CopyOut:
     """Copies masters that were updated while backward ran to the parameters on the device (stages 1 and 2)."""
 
-    def __init__(self, flat: Flat, after: Any) -> None:
+    def __init__(self, flat: FlatBuffer, after: Any) -> None:
         """Wait for ``after``, a mark in the device's work, before the old parameters are overwritten."""
         self._flat = flat
         self._after = after

@@ -23,7 +23,7 @@ from ls_strategy.distributed.axis import Axis, PendingExchange
 from ls_strategy.distributed.comm import Comm
 from ls_strategy.distributed.mesh import Mesh
 from ls_strategy.layout import TensorPart
-from ls_strategy.zero.flat.units import Flat
+from ls_strategy.zero.flat.flat_buffer import FlatBuffer
 from ls_strategy.zero.parts import part_of
 
 
@@ -64,7 +64,7 @@ class WholeTensor:
     number: int
     """Number of the parameter, in `OptimizerStates`."""
 
-    flat: Flat
+    flat: FlatBuffer
     index: int
     """Position in the flat buffer."""
 
@@ -145,14 +145,14 @@ class Holders:
         self._mesh = mesh
         self._alone = Comm(None, None)
 
-    def comm_of(self, flat: Flat) -> Comm:
+    def comm_of(self, flat: FlatBuffer) -> Comm:
         """Return the ranks that hold parts of a buffer's parameters; this rank alone, if it has all of them."""
         mesh = self._mesh
         if flat.axis is mesh.tensor and mesh.tensor.size > 1:
             return mesh.stage if flat.policy.optimizer or mesh.zero.world_size == 1 else mesh.tensor.comm
         return flat.comm if flat.policy.optimizer else self._alone
 
-    def of(self, comm: Comm, places: Sequence[tuple[Flat, int]]) -> list[tuple[Holding, ...]]:
+    def of(self, comm: Comm, places: Sequence[tuple[FlatBuffer, int]]) -> list[tuple[Holding, ...]]:
         """Return what every rank of ``comm`` has of parameters, given by buffer and position. Collective."""
         mine: list[tuple[int, int, TensorPart | None]] = []
         for flat, i in places:

@@ -26,7 +26,7 @@ from ls_strategy._torch import copy_of_optimizer, forget_step_hooks
 from ls_strategy.distributed.comm import Comm
 from ls_strategy.tiers import TIERS
 from ls_strategy.tiers.stream import Stream
-from ls_strategy.zero.flat.units import Flat
+from ls_strategy.zero.flat.flat_buffer import FlatBuffer
 from ls_strategy.zero.step.optimizer_state import OptimizerStates, Owner
 from ls_strategy.zero.step.split_jobs import Applications, Directions, EarlyDirections
 from ls_strategy.zero.step.split_step import split_step_of
@@ -124,7 +124,7 @@ class WholeTensors:
         across = member.comm is not flat.comm and member.comm.world_size > 1
         return Owner(saves=member.is_mine and first and (across or flat.axis.rank == 0), loads=member.is_mine)
 
-    def _place(self, number: int) -> tuple[Flat, int]:
+    def _place(self, number: int) -> tuple[FlatBuffer, int]:
         """Return the buffer of a parameter, and its position there."""
         n, index = self._states.locate(number)
         return self._states.flats[n], index
@@ -160,7 +160,7 @@ class WholeTensors:
 
     # while backward runs ---------------------------------------------------------------------------------------------
 
-    def begin_early(self, flat: Flat, stream: Stream) -> None:
+    def begin_early(self, flat: FlatBuffer, stream: Stream) -> None:
         """Begin the element-wise part of the split steps of a buffer with complete averages. Not collective."""
         if self._split is not None and not self.states.collected:
             self._early.begin(flat, self._split, stream)
@@ -361,7 +361,7 @@ class WholeTensors:
                 splitter.write(member, part)
 
 
-def splits_tensors_of(flat: Flat) -> bool:
+def splits_tensors_of(flat: FlatBuffer) -> bool:
     """Return whether this rank has only parts of a buffer's parameters.
 
     That is so if ZeRO shards them, or tensor parallelism splits them.
@@ -385,7 +385,7 @@ def tensor_cost(optimizer: Optimizer, group: dict[str, Any], shape: tuple[int, .
     return numel
 
 
-def _gradient(flat: Flat, start: int, stop: int) -> Tensor:
+def _gradient(flat: FlatBuffer, start: int, stop: int) -> Tensor:
     """Return elements ``[start, stop)`` of this rank's averaged gradients, without a loss scale."""
     averages = flat.averages
     if averages.on_nvme:

@@ -29,10 +29,10 @@ from torch.multiprocessing.reductions import reduce_tensor
 from ls_strategy._torch import StorageWeakRef, storage_key
 from ls_strategy.errors import StateError
 from ls_strategy.transient import Method, Transient
+from ls_strategy.zero.flat.flat_buffer import FlatBuffer
 from ls_strategy.zero.flat.parameters import Absent, Present, unnoticed
-from ls_strategy.zero.flat.units import Flat
 
-_FLAT_OF: weakref.WeakValueDictionary[int, Flat] = weakref.WeakValueDictionary()
+_FLAT_OF: weakref.WeakValueDictionary[int, FlatBuffer] = weakref.WeakValueDictionary()
 """``id(parameter)`` -> its flat buffer, which keeps the parameter alive."""
 
 _BUFFERS: dict[int, StorageWeakRef] = {}
@@ -45,7 +45,7 @@ _HOOK_TABLES = frozenset(key for key, value in vars(nn.Module()).items() if "_ho
 class PlainCopies:
     """Makes copies of a model's modules plain modules, as long as it is attached."""
 
-    def __init__(self, model: nn.Module, flats: Iterable[Flat]) -> None:
+    def __init__(self, model: nn.Module, flats: Iterable[FlatBuffer]) -> None:
         """Attach to every module of ``model``, the parameters of which are in ``flats``."""
         for kind in (nn.Parameter, Present, Absent):
             copyreg.pickle(kind, reduce_parameter)  # type: ignore[arg-type]

@@ -22,7 +22,7 @@ from ls_strategy.errors import StateError
 from ls_strategy.zero.flat.writes import take_elements
 
 if TYPE_CHECKING:
-    from ls_strategy.zero.flat.units import Flat
+    from ls_strategy.zero.flat.flat_buffer import FlatBuffer
 
 
 _OURS = 2
@@ -33,7 +33,7 @@ _OURS = 2
 class _Copy:
     """The full values of a parameter that a state dict has returned."""
 
-    flat: Flat
+    flat: FlatBuffer
     index: int
     values: weakref.ref[Tensor]
     held: Tensor | None
@@ -56,7 +56,7 @@ class Given:
         self.old: list[tuple[str, weakref.ref[Tensor], int]] = []
         """From before it: name, values and their version."""
 
-    def add(self, flat: Flat, index: int, values: Tensor) -> None:
+    def add(self, flat: FlatBuffer, index: int, values: Tensor) -> None:
         """Record that a state dict returns ``values`` of a parameter, on the CPU."""
         if flat.layout.slots[index].part is None:
             held, mine = values if self.training else None, _shard_of(flat, index, values).clone()
@@ -104,7 +104,7 @@ class Given:
         self.old = alive
 
 
-def _shard_of(flat: Flat, index: int, values: Tensor) -> Tensor:
+def _shard_of(flat: FlatBuffer, index: int, values: Tensor) -> Tensor:
     piece = flat.pieces[index]
     return values.detach().reshape(-1)[piece.param_start : piece.param_start + piece.numel]
 

@@ -27,8 +27,8 @@ from torch import Tensor
 
 from ls_strategy._torch import current_backward_pass, foreach_function, storage_key
 from ls_strategy.errors import StateError
+from ls_strategy.zero.flat.flat_buffer import FlatBuffer
 from ls_strategy.zero.flat.parameters import grad_of, set_grad
-from ls_strategy.zero.flat.units import Flat
 from ls_strategy.zero.user_code import sharded_gradient
 from ls_strategy.zero.user_code.on_demand import OnDemandGather
 from ls_strategy.zero.user_code.user_gradients import UserGradients
@@ -45,7 +45,7 @@ class Gradients:
 
     def __init__(
         self,
-        flats: list[Flat],
+        flats: list[FlatBuffer],
         complete: Callable[[int], list[bool]],
         unfold: Callable[[int], None],
         on_demand: OnDemandGather,
@@ -72,7 +72,7 @@ class Gradients:
         """Optimizers with all gradients averaged since the last backward."""
         self._gathered: list[UserGradients] = []
         """Gathered buffers in the order of their last use."""
-        self._given_in_place: list[tuple[Flat, int]] = []
+        self._given_in_place: list[tuple[FlatBuffer, int]] = []
         """Stage 0: parameters whose ``p.grad`` user code has set after it was averaged."""
         self.averaged = False
         """Whether the last backward has sent all gradients, so that stage 0 has nothing left to average."""
@@ -81,7 +81,7 @@ class Gradients:
         self.local = False
         """Whether the gradients of the last backward stay on their rank: for now, or because training has ended."""
 
-        self.admit: Callable[[list[Flat]], None] = _admit_nothing
+        self.admit: Callable[[list[FlatBuffer]], None] = _admit_nothing
         """Lets frozen buffers train, because they are given gradients."""
         for flat in flats:
             if flat.has_optimizer:
@@ -89,7 +89,7 @@ class Gradients:
 
     # called by user code ---------------------------------------------------------------------------------------------
 
-    def read(self, flat: Flat, index: int) -> Tensor | None:
+    def read(self, flat: FlatBuffer, index: int) -> Tensor | None:
         """Return ``p.grad``. Collective the first time after a backward."""
         if self._is_local():
             return _local_gradient(flat, index)
@@ -106,7 +106,7 @@ class Gradients:
         shown = self.average(flat)
         return shown.object_of(index) if shown.used[index] else None
 
-    def write(self, flat: Flat, index: int, value: Tensor | None) -> None:
+    def write(self, flat: FlatBuffer, index: int, value: Tensor | None) -> None:
         """Set ``p.grad``. Collective the first time after a backward."""
         if value is not None and not self._is_local():
             self.admit([flat])
@@ -137,7 +137,7 @@ class Gradients:
     def _is_local(self) -> bool:
         return self.local or current_backward_pass() >= 0
 
-    def average(self, flat: Flat) -> UserGradients:
+    def average(self, flat: FlatBuffer) -> UserGradients:
         """Average the gradients of the optimizer of ``flat`` that were not sent yet.
 
         Collective the first time after a backward.
@@ -159,14 +159,14 @@ class Gradients:
         flat.averages.require_here()
         return self._shown[id(flat)]
 
-    def _read_in_place(self, flat: Flat, index: int) -> Tensor | None:
+    def _read_in_place(self, flat: FlatBuffer, index: int) -> Tensor | None:
         """Return ``p.grad`` at stage 0, also where only another rank produced a gradient."""
         self._average_in_place(flat)
         if grad_of(flat.params[index]) is None and flat.averages.hold_values and flat.local.views[index].any():
             flat.local.show(index)
         return grad_of(flat.params[index])
 
-    def _average_in_place(self, flat: Flat) -> None:
+    def _average_in_place(self, flat: FlatBuffer) -> None:
         """Average the gradients that were not sent yet in the buffer itself (stage 0).
 
         Collective, except after a backward that has averaged all gradients: then one rank may read alone, as under DDP.
@@ -299,11 +299,11 @@ class Gradients:
         self._averaged.discard(index)
 
 
-def _admit_nothing(_: list[Flat]) -> None:
+def _admit_nothing(_: list[FlatBuffer]) -> None:
     """Do nothing: there are no frozen buffers."""
 
 
-def _start_from_averages(flat: Flat) -> None:
+def _start_from_averages(flat: FlatBuffer) -> None:
     """Replace local gradients, which the next backward accumulates to, by the averages (stage 1). Collective."""
     flat.averages.edited = False
     if not flat.averages.hold_values or flat.averages.gone:
@@ -317,7 +317,7 @@ def _start_from_averages(flat: Flat) -> None:
             flat.local.show(i)
 
 
-def _local_gradient(flat: Flat, index: int) -> Tensor | None:
+def _local_gradient(flat: FlatBuffer, index: int) -> Tensor | None:
     """Return this rank's own gradient: ``.grad`` as autograd set it, or the copy that the engine is to send."""
     found = grad_of(flat.params[index])
     if found is not None or current_backward_pass() < 0:
@@ -352,7 +352,7 @@ def take_norms(group: list[UserGradients], order: float) -> None:
         shown.norms[order] = dict(enumerate(found.unbind()))
 
 
-def _norms_of_shard(flat: Flat, order: float) -> Tensor:
+def _norms_of_shard(flat: FlatBuffer, order: float) -> Tensor:
     """Return the norms of each parameter's elements in this rank's shard, fp64."""
     neutral = float("inf") if order == float("-inf") else 0.0
     result = torch.full((len(flat.params),), neutral, dtype=torch.float64, device=flat.full.device)

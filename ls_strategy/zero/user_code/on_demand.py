@@ -23,7 +23,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from ls_strategy._torch import current_backward_pass, storage_key
 from ls_strategy.distributed.comm import Comm
 from ls_strategy.errors import StateError
-from ls_strategy.zero.flat.units import Flat
+from ls_strategy.zero.flat.flat_buffer import FlatBuffer
 from ls_strategy.zero.user_code.given import Given
 
 KEPT = 2
@@ -34,7 +34,7 @@ KEPT = 2
 class _Saved:
     """A tensor that autograd saved, as a position in a flat buffer."""
 
-    flat: Flat
+    flat: FlatBuffer
     size: tuple[int, ...]
     stride: tuple[int, ...]
     offset: int
@@ -54,11 +54,11 @@ class _Opened:
 class OnDemandGather:
     """Gathers and releases buffers on demand. Uses are collective: the same on every rank, in the same order."""
 
-    def __init__(self, flats: list[Flat], *, sharded: bool) -> None:
+    def __init__(self, flats: list[FlatBuffer], *, sharded: bool) -> None:
         """``sharded``: parameters are sharded (stage 3). Otherwise a use of most only waits for values in flight."""
         self._flats = flats
         self._releases = sharded or any(not flat.resident for flat in flats)
-        self._on_demand_flats: dict[int, Flat] = {}
+        self._on_demand_flats: dict[int, FlatBuffer] = {}
         self._by_storage = {storage_key(flat.full): flat for flat in flats}
         self._collecting: FrameType | None = None
         self._opened: list[_Opened] = []
@@ -73,7 +73,7 @@ class OnDemandGather:
 
     # called when parameters are used ---------------------------------------------------------------------------------
 
-    def touch(self, flat: Flat) -> None:
+    def touch(self, flat: FlatBuffer) -> None:
         """Gather a buffer, and keep it until `touched`. Collective."""
         self.refuse_other_threads(flat.name)
         flat.require_here("parameters")
@@ -105,13 +105,13 @@ class OnDemandGather:
                 "and pass that to the thread."
             )
 
-    def begin(self, flat: Flat) -> None:
+    def begin(self, flat: FlatBuffer) -> None:
         """Start gathering a buffer, without waiting. Collective."""
         if not flat.resident and not flat.is_gathered and flat.gathering is None:
             flat.gather_exactly()
             flat.start_gather()
 
-    def touched(self, flat: Flat) -> None:
+    def touched(self, flat: FlatBuffer) -> None:
         """End the use that `touch` began, and release all idle buffers but the last `KEPT`."""
         flat.users -= 1
         idle = [f for f in self._on_demand_flats.values() if f.users == 0]
@@ -122,7 +122,7 @@ class OnDemandGather:
         """Return whether ``tensor`` is a view of a flat buffer."""
         return storage_key(tensor) in self._by_storage
 
-    def note_memory(self, flat: Flat) -> None:
+    def note_memory(self, flat: FlatBuffer) -> None:
         """Record that ``flat.full`` was reallocated."""
         self._by_storage = {key: each for key, each in self._by_storage.items() if each is not flat}
         self._by_storage[storage_key(flat.full)] = flat
@@ -158,7 +158,7 @@ class OnDemandGather:
             if not flat.resident:
                 flat.free_if_not_viewed()
 
-    def _release(self, flat: Flat) -> None:
+    def _release(self, flat: FlatBuffer) -> None:
         del self._on_demand_flats[id(flat)]
         if not flat.gathered_on_demand:
             return  # gathered by the unit's own module since
@@ -166,7 +166,7 @@ class OnDemandGather:
         flat.release()
 
     @contextmanager
-    def all_gathered(self, flats: list[Flat], world: Comm, *, modify: bool) -> Iterator[None]:
+    def all_gathered(self, flats: list[FlatBuffer], world: Comm, *, modify: bool) -> Iterator[None]:
         """Keep all of ``flats`` gathered on every rank inside the context. Collective over ``world``.
 
         Contexts may be nested. A write belongs to the innermost one that holds the buffer.
@@ -197,7 +197,7 @@ class OnDemandGather:
                 self.touched(flat)
             self.write_back()
 
-    def _take(self, flat: Flat) -> None:
+    def _take(self, flat: FlatBuffer) -> None:
         """Take writes to a buffer, for the innermost context that holds it. Not collective."""
         if flat.take_writes():
             for opened in reversed(self._opened):

@@ -16,15 +16,15 @@ from torch import Tensor
 from ls_strategy._torch import current_backward_pass
 from ls_strategy.distributed.comm import Comm
 from ls_strategy.precision import at_least_fp32
+from ls_strategy.zero.flat.flat_buffer import FlatBuffer
 from ls_strategy.zero.flat.parameters import grad_of, set_grad
-from ls_strategy.zero.flat.units import Flat
 from ls_strategy.zero.user_code.sharded_gradient import ShardedGradient, as_plain
 
 
 class Unstepped:
     """Provides ``p.grad`` of buffers that no optimizer updates."""
 
-    def __init__(self, flats: list[Flat], comm: Comm, is_local: Callable[[], bool]) -> None:
+    def __init__(self, flats: list[FlatBuffer], comm: Comm, is_local: Callable[[], bool]) -> None:
         """Provide the gradients of those ``flats`` that no optimizer updates, averaged over ``comm``.
 
         ``is_local`` says whether the gradients of the last backward stay on their rank.
@@ -42,14 +42,14 @@ class Unstepped:
         """Require a new average, because a backward pass changes the gradients. Not collective."""
         self._averaged.clear()
 
-    def read(self, flat: Flat, index: int) -> Tensor | None:
+    def read(self, flat: FlatBuffer, index: int) -> Tensor | None:
         """Return ``p.grad``. Collective the first time after a backward."""
         param = flat.params[index]
         if param.requires_grad and not self._is_local() and current_backward_pass() < 0:
             self._average(flat)
         return grad_of(param)
 
-    def write(self, flat: Flat, index: int, value: Tensor | None) -> None:
+    def write(self, flat: FlatBuffer, index: int, value: Tensor | None) -> None:
         """Set ``p.grad``. Collective the first time after a backward."""
         if value is not None:
             self.read(flat, index)
@@ -57,7 +57,7 @@ class Unstepped:
                 value = as_plain(value).clone()
         set_grad(flat.params[index], value)
 
-    def _average(self, flat: Flat) -> None:
+    def _average(self, flat: FlatBuffer) -> None:
         if id(flat) in self._averaged:
             return
         self._averaged.add(id(flat))

@@ -17,8 +17,8 @@ from torch import Tensor, nn
 
 from ls_strategy._torch import storage_users
 from ls_strategy.errors import StateError
+from ls_strategy.zero.flat.flat_buffer import FlatBuffer
 from ls_strategy.zero.flat.parameters import grad_of, set_grad
-from ls_strategy.zero.flat.units import Flat
 from ls_strategy.zero.flat.writes import bits
 from ls_strategy.zero.user_code import sharded_gradient
 
@@ -26,7 +26,7 @@ from ls_strategy.zero.user_code import sharded_gradient
 class Owner(Protocol):
     """Decides which buffers are gathered, and when; see `ls_strategy.zero.user_code.gradients`."""
 
-    def average(self, flat: Flat) -> UserGradients:
+    def average(self, flat: FlatBuffer) -> UserGradients:
         """Average the gradients that were not sent yet. Collective the first time after a backward."""
         ...
 
@@ -50,7 +50,7 @@ class UserGradients:
 
     # More than 20 public members: `Gradients`, which decides what is gathered, shares half of the attributes.
 
-    def __init__(self, owner: Owner, flat: Flat) -> None:
+    def __init__(self, owner: Owner, flat: FlatBuffer) -> None:
         self.owner = owner
         self.flat = flat
         self.used = [False] * len(flat.params)
@@ -329,7 +329,7 @@ class _Source:
             shown.edit(self.index, change, linear=linear)
 
 
-def _match_local(flat: Flat, i: int, *, used: bool) -> None:
+def _match_local(flat: FlatBuffer, i: int, *, used: bool) -> None:
     """Make this rank's ``p.grad`` show whether there is a gradient (stage 1)."""
     param: nn.Parameter = flat.params[i]
     if not used:

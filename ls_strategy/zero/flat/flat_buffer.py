@@ -1,0 +1,780 @@
+"""The flat buffers of a unit, which hold its parameters, master weights and gradients.
+
+::
+
+    full    | a | b | c      |....|     compute dtype, read by the forward; at stage 3 only while gathered
+    master      | b | c  |              master dtype, this rank's shard (stage 0: everything), stepped by the optimizer
+    shard       | b | c  |              compute dtype; only at stage 3, if the masters are on another tier
+    grad    | a | b | c      |....|     this rank's gradients: resident (stages 0, 1) or only during backward (2, 3)
+    averages    | b | c  |              averaged gradients, this rank's shard; stage 0 averages ``grad`` in place
+
+``full`` and ``grad`` are on the device. ``master``, ``shard`` and ``averages`` are stored on the tier that the plan
+assigns; on the NVMe tier they are tensors only while in use, and ``master`` is a placeholder that reads as NaN.
+In fp32, ``master`` is a slice of ``full`` if both are on the device.
+A parameter object keeps its identity and its shape. While its unit is released it points at a NaN, and any use gathers
+it first (`ls_strategy.zero.flat.parameters`).
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from ls_strategy import device as dev
+from ls_strategy import spans
+from ls_strategy.config import TierName
+from ls_strategy.distributed.axis import Axis
+from ls_strategy.distributed.comm import Comm
+from ls_strategy.distributed.pending import PendingGather
+from ls_strategy.errors import StateError
+from ls_strategy.layout import Piece
+from ls_strategy.plan import FlatPlan
+from ls_strategy.precision import at_least_fp32
+from ls_strategy.tiers.arrival import Arrival
+from ls_strategy.tiers.stream import Ticket
+from ls_strategy.zero.flat.averages import Averages
+from ls_strategy.zero.flat.initial import full_values, shard_values
+from ls_strategy.zero.flat.local_gradients import LocalGradients, slot_views
+from ls_strategy.zero.flat.parameters import Absent, Present, bind_home, grad_of, point, set_grad, unnoticed
+from ls_strategy.zero.flat.released import Released
+from ls_strategy.zero.flat.secondary import Secondary
+from ls_strategy.zero.flat.storage import StateStorage
+from ls_strategy.zero.flat.writes import UserWrites
+from ls_strategy.zero_stages import StagePolicy
+
+
+def states_away(kinds: str) -> StateError:
+    """Return the error for using states that `Away.give` has offloaded."""
+    return StateError(
+        f"the {kinds} of the model were used after strategy.offload_states() had moved them off the device. Call "
+        "strategy.reload_states() on every rank first."
+    )
+
+
+def allocate(buffer: Tensor) -> None:
+    """Give a buffer memory, if it has none."""
+    storage = buffer.untyped_storage()
+    if storage.size() == 0:
+        storage.resize_(buffer.nbytes)
+
+
+class Holding(Protocol):
+    """A save in the background that still has to read the states of a flat buffer."""
+
+    def release(self) -> None:
+        """Copy what was not read yet, and return when the states may change."""
+
+
+class GathersOnDemand(Protocol):
+    """Gathers buffers whose parameters are used while they are released."""
+
+    def touch(self, flat: FlatBuffer) -> None:
+        """Gather the parameters, and keep them until `touched`. Collective."""
+
+    def holds(self, tensor: Tensor) -> bool:
+        """Return whether ``tensor`` is a view of a flat buffer."""
+        ...
+
+    def note_memory(self, flat: FlatBuffer) -> None:
+        """Record that ``flat.full`` was reallocated."""
+
+    def touched(self, flat: FlatBuffer) -> None:
+        """Allow the buffer to be released again."""
+
+    def is_collecting(self) -> bool:
+        """Return whether a state dict is being collected, for which hooks fetch the values."""
+        ...
+
+    def saving(self) -> AbstractContextManager[Any]:
+        """Wrap an operation on gathered parameters: autograd gathers again what it saved of them."""
+        ...
+
+
+class ShowsGradients(Protocol):
+    """Provides ``p.grad`` after backward."""
+
+    def read(self, flat: FlatBuffer, index: int) -> Tensor | None:
+        """Return ``p.grad``. Collective."""
+
+    def write(self, flat: FlatBuffer, index: int, value: Tensor | None) -> None:
+        """Set ``p.grad``. Collective."""
+
+
+class FlatBuffer:
+    """One flat buffer: the parameters of a unit that share an optimizer and a dtype."""
+
+    # More than 20 public members: many are constants of the plan, which all parts of a step read. This is also the one
+    # place where the phases of a parameter (released, reading, gathering, gathered, updating, publishing) change, and
+    # where `Home`, which has eight of the members, is implemented.
+
+    averages: Averages
+    """Gradients averaged over ranks."""
+
+    writes: UserWrites
+    """User code's views of the buffer, and its writes to the parameters."""
+
+    on_demand: GathersOnDemand | None = None
+    """Gathers the buffer when a parameter is used while it is released. None once training has ended."""
+
+    gradients: ShowsGradients | None = None
+    """Provides ``p.grad``. None: it is what autograd has put there."""
+
+    hold: Holding | None = None
+    """A save in flight that still has to read the states."""
+
+    away: frozenset[str] = frozenset()
+    """The kinds of states that are offloaded for a while (`ls_strategy.zero.away`)."""
+
+    gathered_on_demand = False
+    """Stage 3: gathered because a parameter was used outside the unit's own module."""
+
+    full: Tensor
+    """The parameters, ``(numel,)``, on the device. At stage 3 it has memory only while gathered."""
+
+    views: list[Tensor]
+    """One view of ``full`` per parameter."""
+
+    master: Tensor
+    """This rank's master weights, ``(stepped,)``; a placeholder on the NVMe tier."""
+
+    shard: Tensor | None = None
+    """Stage 3: this rank's shard of the parameters in memory, if it is stored in addition to the masters."""
+
+    updating: Ticket | None = None
+    """The update of this buffer's states that is in flight."""
+
+    arriving: Arrival | None = None
+    """New parameters in flight to the device."""
+
+    updated_early = False
+    """Whether the current backward pass has already updated this buffer."""
+
+    directed_early = False
+    """Whether the current backward pass has already begun the split steps of this buffer's tensors."""
+
+    held_back = False
+    """Whether a delayed update makes, or has made, the masters newer than the parameters in use."""
+
+    publish_due = False
+    """Whether new weights still have to be sent to the other ranks."""
+
+    _refresh_due = False
+    """Whether the masters are newer than this rank's shard of the parameters."""
+
+    waited_s = 0.0
+    """Seconds that the training thread has waited for updates and for gradients to reach their tier."""
+
+    reading: Future[Arrival] | None = None
+    """This rank's shard of the parameters, in flight from its tier."""
+
+    is_gathered = True
+    """Whether the parameters point at ``full``."""
+
+    gathering: PendingGather | None = None
+    """The all-gather into ``full`` in flight."""
+
+    hidden = False
+    """Stages 0 to 2: new values are in flight, and any use of a parameter waits for them."""
+
+    users = 0
+    """Operations in progress that use the gathered parameters."""
+
+    local: LocalGradients
+    """This rank's own gradients."""
+
+    average_dtype: torch.dtype
+    """Dtype of averaged gradients."""
+
+    def __init__(
+        self,
+        plan: FlatPlan,
+        params: list[nn.Parameter],
+        *,
+        policy: StagePolicy,
+        comm: Comm,
+        storage: StateStorage | None = None,
+        axis: Axis | None = None,
+        node: Comm | None = None,
+    ) -> None:
+        """Record the arguments; `FlatBuffer.load` allocates the buffers.
+
+        Args:
+            plan: layout, dtypes and tiers.
+            params: parameters in the order of the layout's slots.
+            policy: which states are sharded.
+            comm: ranks over which they are sharded.
+            storage: the states' storage on the tiers; without it everything is on the device.
+            axis: tensor- or expert-parallel ranks, which hold other parts or copies of the parameters.
+            node: ranks that share a second copy of sharded parameters, see `Secondary`. None: there is none.
+        """
+        layout = plan.layout
+        self.name = layout.slots[0].name if layout.slots else ""
+        """Name of the first parameter."""
+        self.policy = policy
+        """Which states of this buffer are sharded."""
+        self.storage = storage or StateStorage()
+        self.follow(plan)
+        self.has_optimizer = bool(plan.owners)
+        """Whether the parameters are in an optimizer, also if they are frozen."""
+        self.is_frozen = plan.unfrozen is not None
+        """Whether they are, and no gradients are sent until `Unit.admit`; the same on all ranks."""
+        self.average_dtype = at_least_fp32((plan.unfrozen or plan).master_dtype)
+        if not self.has_optimizer:
+            self.average_dtype = torch.float32
+        self.layout = layout
+        self.dtype = plan.dtype
+        self.params = params
+        self.nonempty_params = [p for p, slot in zip(params, layout.slots, strict=True) if slot.numel]
+        """Those with elements: a backward pass waits for the gradients of these."""
+        self.optimizer_index = plan.optimizer
+        self.comm = comm
+        self.axis = axis or Axis("tensor")
+        self.secondary = Secondary(node) if node is not None and policy.parameters else None
+        """A second copy of sharded parameters, inside the node."""
+        self.owned = layout.shard_range(comm.rank)
+        """Range of the buffer whose gradients this rank averages and, from stage 1 on, steps."""
+        self.stepped = self.owned if policy.optimizer else (0, layout.numel)
+        self.stepped_numel = self.stepped[1] - self.stepped[0]
+        """Number of elements in ``stepped``."""
+        self.pieces: tuple[Piece, ...] = layout.pieces(*self.stepped)
+
+    def follow(self, plan: FlatPlan) -> None:
+        """Take tiers and dtype of the states from a plan."""
+        self.plan = plan
+        self.trainable = plan.trainable
+        """Whether an optimizer updates the buffer. If not, it has neither gradients nor optimizer states."""
+        self.optimizer_tier: TierName = plan.optimizer_tier
+        """Tier of masters and optimizer states."""
+        self.param_tier: TierName = plan.param_tier
+        """Stage 3: tier of this rank's shard of the parameters."""
+        self.gradient_tier: TierName = plan.gradient_tier
+        """Tier of averaged gradients between backward and step."""
+        self.has_own_shard = plan.has_own_shard(self.policy)
+        """Stage 3: whether that shard is stored in addition to the masters."""
+        self.master_dtype = plan.master_dtype
+
+    @property
+    def resident(self) -> bool:
+        """Return whether ``full`` stays in memory between uses. Otherwise units are gathered and released."""
+        return not self.policy.parameters
+
+    @property
+    def wire(self) -> Tensor:
+        """Return the buffer that an all-gather fills, with memory while it is needed: ``full`` itself."""
+        return self.full
+
+    def in_wire(self, start: int, stop: int) -> slice:
+        """Return where elements ``[start, stop)`` of the buffer are in ``wire``."""
+        return slice(start, stop)
+
+    def gather_exactly(self) -> None:
+        """Let the next gather bring the parameters as they are: it is for user code. On all ranks."""
+
+    def own_part(self) -> Tensor:
+        """Return where this rank's shard goes before a gather, in the dtype of the parameters."""
+        allocate(self.wire)
+        return self.wire[self.in_wire(*self.stepped)]
+
+    def pack_own_part(self) -> None:
+        """Bring `own_part` into ``wire``, if it is not there."""
+
+    @property
+    def wire_sizes(self) -> Sequence[int] | None:
+        """Return the length of every rank's shard in ``wire``; None if all are equal."""
+        return self.layout.sizes
+
+    def refuse_tracing(self) -> None:
+        """Refuse to gather while a graph is traced.
+
+        Raises:
+            StateError: a graph is being traced.
+        """
+        if torch.jit.is_tracing():
+            why = "sharded (stage 3)" if self.plan.quantized is None else f"stored as {self.plan.quantized}"
+            raise StateError(
+                f"{self.name!r} is {why}, and a graph that is traced (torch.jit.trace, torch.onnx, add_graph) would "
+                "record a placeholder instead of its values. Trace a copy with full weights: copy.deepcopy(module), "
+                "made on all ranks."
+            )
+
+    def rounded(self, values: Tensor) -> Tensor:
+        """Return what the parameters become when ``values``, of a parameter from its start on, are written to them."""
+        return values
+
+    def show_stored(self) -> None:
+        """Show what the parameters have become of values that were just written to them, if it differs."""
+
+    @property
+    def counted(self) -> bool:
+        """Return whether this rank counts these parameters in norms and saves them.
+
+        This is the first rank that holds them: along its axis, over the pipeline stages, and over the groups of ranks.
+        """
+        return self.reduces_alone and self.comm.replica == 0
+
+    @property
+    def reduces_alone(self) -> bool:
+        """Return whether no rank before this one reduces the same gradients.
+
+        Ranks along its axis and over the pipeline stages count. Other groups of ranks do not: they have other batches.
+        """
+        return self.axis.rank % self.plan.copies == 0 and not self.plan.replica
+
+    def split(self, buffer: Tensor) -> list[Tensor]:
+        """Return one view per parameter of a buffer with this layout."""
+        return slot_views(self.layout, buffer)
+
+    def require_here(self, kind: str) -> None:
+        """Refuse to use states of a kind that `Away.give` has offloaded.
+
+        Raises:
+            StateError: with the cure.
+        """
+        if kind in self.away:
+            raise states_away(kind)
+
+    # masters ---------------------------------------------------------------------------------------------------------
+
+    def read_master(self) -> Tensor:
+        """Return this rank's master weights, ``(stepped,)``: the tensor itself, or a copy from the NVMe tier."""
+        self.require_here("masters")
+        self.wait_updated()
+        return self.master if self.storage.is_resident("master") else self.storage.read("master")
+
+    def master_range(self, start: int, stop: int) -> Tensor:
+        """Return elements ``[start, stop)`` of this rank's master weights: a view, or a copy from the NVMe tier.
+
+        Any thread may call this while no update is in flight.
+        """
+        self.require_here("masters")
+        if self.storage.is_resident("master"):
+            return self.master.detach()[start:stop]
+        out = torch.empty(stop - start, dtype=self.master_dtype)
+        self.storage.read_into("master", out, start)
+        return out
+
+    def before_change(self) -> None:
+        """Let a save in flight copy masters and optimizer states that are about to change."""
+        hold = self.hold
+        if hold is not None:
+            hold.release()
+
+    def write_master(self, start: int, values: Tensor) -> None:
+        """Replace master weights from element ``start`` of this rank's range on. `refresh` updates the parameters."""
+        self.require_here("masters")
+        self.wait_updated()
+        self.before_change()
+        if self.storage.is_resident("master"):
+            self.master.detach()[start : start + values.numel()].copy_(values)
+        else:
+            self.storage.write("master", start, values.to(self.master_dtype))
+
+    def full_master(self) -> Tensor:
+        """Return the master weights of all ranks, ``(numel,)``; read-only at stage 0. Collective."""
+        mine = self.read_master()
+        if not self.policy.optimizer:
+            return mine
+        return self.gather_shards(mine.dtype, mine)
+
+    def gather_shards(
+        self, dtype: torch.dtype, mine: Tensor | Callable[[Tensor], Any], out: Tensor | None = None
+    ) -> Tensor:
+        """Gather values with this buffer's layout from the shards of all ranks, ``(numel,)``. Collective.
+
+        ``mine`` is this rank's shard, or a function that writes it into the tensor that it gets.
+        """
+        full = torch.zeros(self.layout.numel, dtype=dtype, device=self.full.device) if out is None else out
+        shard = full[slice(*self.owned)]
+        if isinstance(mine, Tensor):
+            shard.copy_(mine)
+        else:
+            mine(shard)
+        self.comm.all_gather(full, self.name, self.layout.sizes).wait()
+        return full
+
+    def require_refresh(self, due: bool = True) -> None:
+        """Record new masters, on all ranks. ``due``: the next gather copies them to the shard of parameters first."""
+        self._refresh_due = due
+        self.outdate_secondary()
+
+    def exchange_master(self, other: Tensor) -> None:
+        """Swap the master shard with ``other``, of the same shape. Publishing updates the parameters."""
+        mine = self.read_master().detach().clone()
+        self.replace_master(other)
+        other.copy_(mine)
+
+    def replace_master(self, values: Tensor) -> None:
+        """Replace the master shard by ``values``, of the same shape. Publishing updates the parameters."""
+        self.write_master(0, values)
+        self.require_refresh(self.optimizer_tier != "device" or self.has_own_shard)
+
+    def gathered_shard(self, master: Tensor) -> Tensor:
+        """Return what a gather has put into this rank's range of ``full``; ``master`` has this rank's masters."""
+        source = master if self.shard is None else self.shard
+        return source.to(device=self.full.device, dtype=self.full.dtype)
+
+    @property
+    def has_secondary(self) -> bool:
+        """Return whether the next gather uses the second copy inside the node."""
+        return self.secondary is not None and self.secondary.is_current
+
+    def outdate_secondary(self) -> None:
+        """Let the next gather be over all ranks. Every rank must do so at the same time."""
+        if self.secondary is not None:
+            self.secondary.outdate()
+
+    def update_secondary(self) -> None:
+        """Copy user code's writes to ``full`` into the second copy. Not collective: all ranks write the same."""
+        if self.secondary is not None:
+            self.secondary.written(self.full)
+
+    def _arrived(self) -> None:
+        """Let the second copy keep what a gather has brought."""
+        if self.secondary is not None:
+            self.secondary.arrived(self.wire)
+
+    def _gather_in_node(self) -> PendingGather | None:
+        """Start gathering from the second copy. Return None if it is not current."""
+        if self.secondary is None or not self.secondary.is_current:
+            return None
+        allocate(self.wire)
+        return self.secondary.start(self.wire, self.name)
+
+    def refresh_if_due(self) -> None:
+        """Call `refresh` if `require_refresh` asked for it."""
+        if self._refresh_due:
+            self._refresh_due = False
+            self.refresh()
+
+    def refresh(self) -> None:
+        """Copy this rank's masters to its shard of the parameters. Not collective."""
+        if self.master_is_slice or (self.policy.parameters and not self.has_own_shard):
+            return
+        mine = self.read_master()
+        if self.shard is not None:
+            self.shard.copy_(mine)
+        elif self.policy.parameters:
+            self.storage.write("param", 0, mine.to(self.dtype))
+        else:
+            self.full[slice(*self.stepped)].copy_(mine)
+
+    @property
+    def master_is_slice(self) -> bool:
+        """Return whether the masters are a slice of ``full``, so that no copy into it is needed."""
+        return self.master.untyped_storage().data_ptr() == self.full.untyped_storage().data_ptr() != 0
+
+    def wait_updated(self) -> None:
+        """Wait for the update in flight, if any, that reads or writes this buffer's states."""
+        if self.updating is not None:
+            started = time.perf_counter()
+            self.updating.wait()
+            self.updating = None
+            self.waited_s += time.perf_counter() - started
+            self.averages.reclaim()
+        if self.arriving is not None:
+            self.arriving.wait_on_device()
+            self.arriving = None
+
+    # parameters ------------------------------------------------------------------------------------------------------
+
+    def load(self, values: list[Tensor], device: torch.device) -> None:
+        """Allocate the buffers, and fill them with rank 0's parameter values or from files. Collective.
+
+        Args:
+            values: one tensor per parameter, of its shape, in any dtype and on any device, or lazy. Masters start from
+                these.
+            device: device of the buffers.
+        """
+        self.averages = Averages(self)
+        self._fill(values, device)
+        self.local = LocalGradients(
+            self.params,
+            self.layout,
+            policy=self.policy,
+            pool=self.comm.pool,
+            device=device,
+            average_dtype=self.average_dtype,
+        )
+        self.views = self.split(self.full)
+        self._switched = [p for p in self.params if bind_home(p, self)]
+        self._index = {id(p): i for i, p in enumerate(self.params)}
+        self.writes = UserWrites(self)
+        # One element per parameter: `places_of` recognizes a released parameter by its address.
+        placeholder = float("nan") if self.dtype.is_floating_point else 0
+        released = torch.full((len(self.params),), placeholder, device=device, dtype=self.dtype)
+        self._released = [nan.expand(slot.shape) for nan, slot in zip(released, self.layout.slots, strict=True)]
+        """What each parameter points at while its unit is released."""
+        self.bind()
+        self.writes.count_references(bound=True)
+        if not self.resident:
+            self.release()
+
+    def _fill(self, values: list[Tensor], device: torch.device) -> None:
+        """Allocate ``full``, and store the initial values. Collective."""
+        if self.policy.parameters:
+            self.place(shard_values(self, values, device))
+            self.full = torch.empty(self.layout.numel, dtype=self.dtype, device=device)
+        else:
+            full = full_values(self, values, device)
+            self.full = full if self.dtype == self.master_dtype else full.to(self.dtype)
+            self.place(full[slice(*self.stepped)])
+
+    def place(self, mine: Tensor) -> None:
+        """Store this rank's initial values on the tiers of masters and parameters."""
+        policy, storage, tier = self.policy, self.storage, self.optimizer_tier
+        one_copy = policy.parameters or self.dtype == self.master_dtype or not policy.optimizer
+        if tier == "device":
+            self.master = mine if one_copy else mine.clone()
+        elif storage.is_resident("master"):
+            self.master = storage.resident(tier, "master", mine.numel(), self.master_dtype).copy_(mine)
+        else:
+            storage.write("master", 0, mine)
+            placeholder = float("nan") if mine.dtype.is_floating_point else 0
+            self.master = torch.full((1,), placeholder, dtype=self.master_dtype).expand(mine.numel())
+        if self.has_own_shard:
+            if storage.is_resident("param"):
+                self.shard = storage.resident(self.param_tier, "param", mine.numel(), self.dtype).copy_(mine)
+            else:
+                storage.write("param", 0, mine.to(self.dtype))
+
+    # updates in flight -----------------------------------------------------------------------------------------------
+
+    def begin_early_update(self, updating: Ticket) -> None:
+        """Record an update that has taken the complete averages while backward still runs."""
+        self.updating = updating
+        self.updated_early = True
+        self.averages.hand_to_update()
+
+    def begin_delayed_update(self, updating: Ticket) -> None:
+        """Record an update that runs while the next step computes with the old parameters."""
+        self.updating = updating
+        self.held_back = True
+        self.averages.hand_to_update()
+
+    def go_on_with_old(self) -> None:
+        """Let the next step compute with the parameters as they are: a delayed update replaces them after it."""
+        self.publish_due = False
+        self._reveal()
+
+    def give_up(self) -> None:
+        """Forget the operations in flight, which have failed."""
+        self.storage.give_up()
+        self.gathering = self.updating = self.arriving = self.reading = self.averages.landing = None
+        self.updated_early = self.directed_early = self.held_back = self.publish_due = False
+
+    # parameters ------------------------------------------------------------------------------------------------------
+
+    def bind(self, *, on_demand: bool = False) -> None:
+        """Point every parameter at its slot. ``on_demand``: every further use is reported to `touch`."""
+        with unnoticed():
+            for p, view in zip(self.params, self.views, strict=True):
+                point(p, view)
+        self._switch(Absent if on_demand else Present)
+        self.is_gathered = True
+        self.gathered_on_demand = on_demand
+        self.writes.record()
+
+    @property
+    def is_in_use(self) -> bool:
+        """Stage 3: whether its own module, or the step, has gathered the buffer, and will release it."""
+        return self.is_gathered and not self.gathered_on_demand
+
+    def _switch(self, to: type[nn.Parameter]) -> None:
+        for p in self._switched:
+            p.__class__ = to
+
+    def take_writes(self) -> bool:
+        """Copy user code's writes into the masters, see `UserWrites.take`. Not collective."""
+        return self.writes.take()
+
+    def hide(self) -> None:
+        """Make every use of a parameter wait for values in flight (stages 0 to 2)."""
+        self._switch(Absent)
+        self.hidden = True
+
+    @property
+    def is_arriving(self) -> bool:
+        """Return whether new values are in flight, or still have to be sent."""
+        pending = (self.gathering, self.updating, self.arriving)
+        return self.publish_due or any(p is not None for p in pending)
+
+    def touch(self) -> None:
+        """Gather the parameters for one operation, or wait for them. Collective."""
+        self.require_here("parameters")
+        if self.on_demand is None:
+            raise StateError(
+                f"{self.name!r} was read while its unit was not gathered, and training has ended on this rank, so that "
+                "the other ranks' shards cannot be gathered. Read it inside the fit, or from a checkpoint."
+            )
+        self.on_demand.touch(self)
+
+    def touched(self) -> None:
+        """End the operation that `touch` began."""
+        if self.on_demand is not None:
+            self.on_demand.touched(self)
+
+    def read_grad(self, param: nn.Parameter) -> Tensor | None:
+        """Return ``param.grad``. Collective."""
+        self.require_here("gradients")
+        if self.gradients is None:
+            return grad_of(param)
+        return self.gradients.read(self, self._index[id(param)])
+
+    def write_grad(self, param: nn.Parameter, value: Tensor | None) -> None:
+        """Set ``param.grad``. Collective."""
+        self.require_here("gradients")
+        if self.gradients is None:
+            set_grad(param, value)
+        else:
+            self.gradients.write(self, self._index[id(param)], value)
+
+    def note_data_view(self, param: nn.Parameter, values: Tensor) -> None:
+        """Record a tensor that ``param.data`` returned."""
+        self.writes.note_data_view(self._index[id(param)], values)
+
+    def unshared(self, value: Tensor) -> Tensor:
+        """Return ``value``, or a copy if it is a view of a flat buffer."""
+        return value.detach().clone() if self.on_demand is not None and self.on_demand.holds(value) else value
+
+    def is_collecting(self) -> bool:
+        """Return whether a state dict is being collected, for which hooks fetch the values."""
+        return self.on_demand is not None and self.on_demand.is_collecting()
+
+    def stand_in(self, param: nn.Parameter) -> Tensor:
+        """Return what stands for a released parameter in a state dict until hooks fetch the values."""
+        return Released(self, self._index[id(param)], self.dtype)
+
+    def saving(self) -> AbstractContextManager[Any]:
+        """Wrap an operation between `touch` and `touched`."""
+        return nullcontext() if self.on_demand is None else self.on_demand.saving()
+
+    def start_gather(self) -> None:
+        """Start gathering the newest parameters into ``full``. `finish_gather` waits. Collective."""
+        self.require_here("parameters")
+        self.wait_updated()
+        self.held_back = self.publish_due = False
+        self.refresh_if_due()
+        if self.policy.parameters:
+            if self.updated_early:
+                raise StateError(
+                    f"a parameter in the buffer of {self.name!r} is read again in the backward pass that has already "
+                    "updated it. Set sharding.overlap_step=False on the strategy."
+                )
+            self.refuse_tracing()
+            self.writes.begin_gather()
+            self.gathering = self._gather_in_node()
+            if self.gathering is not None:
+                return
+            self.start_read()
+            self._load_shard(self.own_part())
+            self.pack_own_part()
+        elif self.optimizer_tier == "device" and not self.master_is_slice:
+            self.full[slice(*self.stepped)].copy_(self.master)
+        if self.policy.optimizer:
+            self.gathering = self.comm.all_gather(self.wire, self.name, self.wire_sizes)
+
+    @property
+    def _reads_ahead(self) -> bool:
+        """Return whether this rank's shard of the parameters is read from its tier in the background."""
+        return self.param_tier != "device" and not (self.param_tier == "cpu" and dev.is_host(self.full.device))
+
+    def start_read(self) -> None:
+        """Start reading this rank's shard of the parameters from its tier (stage 3). Not collective."""
+        if not self._reads_ahead or self.is_gathered or self.gathering is not None or self.reading is not None:
+            return
+        if self.has_secondary:
+            return
+        self.refresh_if_due()
+        updating, after = self.updating, self.storage.link.mark()
+        outs = [self.own_part()]
+
+        def read() -> Arrival:
+            # The thread may have this function for a moment after its result is known. A view of the parameters that
+            # it still held would be taken for the user's, at the cost of a comparison.
+            out = outs.pop()
+            if updating is not None:
+                updating.wait()
+            name = "param" if self.has_own_shard else "master"
+            if not self.storage.is_resident(name):
+                return self.storage.read_to_device(name, out, after)
+            source = self.master if self.shard is None else self.shard
+            if source.dtype != out.dtype:  # cast on the host, so that half the bytes cross the bus
+                return self.storage.link.staged_to_device(out, lambda host: host.copy_(source), after)
+            return self.storage.link.to_device(out, source, after)
+
+        self.reading = self.storage.in_background(read)
+
+    def _load_shard(self, out: Tensor) -> None:
+        """Copy this rank's shard of the parameters into ``out`` (stage 3)."""
+        if self.reading is None:
+            out.copy_(self.master if self.shard is None else self.shard)
+            return
+        with spans.waiting(spans.COPY):
+            arrival = self.reading.result()
+        arrival.wait_on_device()
+        self.reading = None
+
+    def finish_gather(self, *, on_demand: bool = False) -> None:
+        """Wait until the parameters can be read. ``on_demand``: they were gathered for `touch`."""
+        self.require_here("parameters")
+        if self.gathering is not None:
+            self.gathering.wait()
+            self.gathering = None
+            self._arrived()
+        if not self.is_gathered:
+            self.bind(on_demand=on_demand)
+        elif (self.hidden or self.gathered_on_demand) and not on_demand:
+            self._reveal()
+
+    def _reveal(self) -> None:
+        """Make the parameters ordinary tensors: their values have arrived."""
+        self._switch(Present)
+        if self.gathered_on_demand:
+            self.writes.note_memory_views()
+        self.gathered_on_demand = False
+        if self.hidden:
+            self.hidden = False
+            self.writes.end_outdated()
+            self.writes.record()
+
+    def release(self) -> None:
+        """Free the full buffer, unless user code has a view of it (stage 3). The parameters keep their shapes."""
+        if self.gathering is not None:
+            self.gathering.wait()
+            self.gathering = None
+            if self.secondary is not None:
+                self.secondary.dropped()
+        if self.reading is not None:
+            self.reading.result()
+            self.reading = None
+        keeps_memory = self.writes.begin_release()
+        with unnoticed():
+            for p, placeholder in zip(self.params, self._released, strict=True):
+                point(p, placeholder)
+        self._switch(Absent)
+        self.is_gathered = self.gathered_on_demand = False
+        if not keeps_memory:
+            self._free()
+
+    def _free(self) -> None:
+        """Free the memory of ``full``. A NumPy array made of it fixes its size; then ``full`` gets a new storage."""
+        if not self.full.untyped_storage().resizable():
+            self.full = torch.empty_like(self.full)
+            self.views = self.split(self.full)
+            self.writes.count_references(bound=False)
+            if self.on_demand is not None:
+                self.on_demand.note_memory(self)
+        self.full.untyped_storage().resize_(0)
+        if self.optimizer_tier != "device":  # who keeps the states there wants the memory
+            self.storage.link.freed(self.layout.numel * self.dtype.itemsize)
+
+    def free_if_not_viewed(self) -> None:
+        """Free a released buffer that kept its memory for views which do not exist any more (stage 3)."""
+        if self.writes.forget_memory():
+            self._free()
