@@ -35,7 +35,6 @@ from ls_strategy.loss_scale import LossScaler
 from ls_strategy.plan import Plan
 from ls_strategy.precision import PrecisionPolicy
 from ls_strategy.zero import memory
-from ls_strategy.zero.away import Away
 from ls_strategy.zero.events import StepEvents
 from ls_strategy.zero.flat.flat_buffer import FlatBuffer
 from ls_strategy.zero.flat.parameters import unbind_home, unnoticed
@@ -44,6 +43,7 @@ from ls_strategy.zero.setup import weights
 from ls_strategy.zero.setup.assembly import Draft
 from ls_strategy.zero.setup.shard import broadcast_buffers, fp32_boundaries, shard
 from ls_strategy.zero.setup.share import Share
+from ls_strategy.zero.state_offload import StateOffload
 from ls_strategy.zero.step.stepper import OptimizerStep, Stepper, require_one_step
 from ls_strategy.zero.user_code.copies import PlainCopies
 from ls_strategy.zero.user_code.optimizer_state import showing_no_states
@@ -125,7 +125,7 @@ class Engine:
             self.stepper = Stepper(sharded, optimizers, scaler, self.events, before)
         if previous is not None:
             previous.offload.close()
-        self.away = Away(sharded.flats, self.stepper, self.gatherer, self.offload.link, self.events)
+        self.state_offload = StateOffload(sharded.flats, self.stepper, self.gatherer, self.offload.link, self.events)
         self.gradients, self.schedule = self.stepper.gradients, self.stepper.schedule
         unstepped = Unstepped([] if mesh.shape.kinds else self.flats, comm, lambda: self.gradients.local)
         if unstepped.provides:
@@ -252,7 +252,7 @@ class Engine:
 
     def detach(self) -> None:
         """Remove every hook; keep the buffers."""
-        self.away.take_back()
+        self.state_offload.reload()
         self.reducer.finish_in_flight()
         self.wait()
         self.hooks.detach()

@@ -1,4 +1,4 @@
-"""Free the device's memory of model states between two steps; `ls_strategy.zero.away` does the work."""
+"""Free the device's memory of model states between two steps; `ls_strategy.zero.state_offload` does the work."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ from ls_strategy.engine import Engine
 
 
 def offload_states(engine: Engine, kinds: Collection[str]) -> int:
-    """Free the device's memory of states and return its bytes; see `Away.give`. Collective.
+    """Free the device's memory of states and return its bytes; see `StateOffload.offload`. Collective.
 
-    What was given before is given again. ``engine.away.take_back()`` ends it.
+    What was given before is given again. ``engine.state_offload.reload()`` ends it.
     """
-    kinds = engine.away.kinds.union(kinds)
-    engine.away.take_back()
+    kinds = engine.state_offload.kinds.union(kinds)
+    engine.state_offload.reload()
     engine.reducer.finish_in_flight()
     engine.wait()
     for flat in engine.flats:
         flat.averages.wait()
-    return engine.away.give(kinds, {flat.comm.pool for flat in engine.flats} | {engine.comm.pool})
+    return engine.state_offload.offload(kinds, {flat.comm.pool for flat in engine.flats} | {engine.comm.pool})

@@ -319,13 +319,13 @@ class StateDictHooks(Transient):
             return
         on_demand = self._on_demand
         on_demand.collects(None)
-        on_demand.given.drop()
+        on_demand.state_dict_copies.drop()
         on_demand.take_parameter_writes()
         places = places_of(state, self._units)
         full = full_state_dict(state, self._units, self._mesh, all_ranks=True, master=False)
         state.update(full)
         for values, place in {id(full[key]): (full[key], place) for key, place in places.items()}.values():
-            on_demand.given.add(*place, values)
+            on_demand.state_dict_copies.add(*place, values)
 
     def begin(self, frame: FrameType) -> None:
         """Record ``frame``, the call of ``state_dict()`` that lists parameters. It gathers their values at its end."""

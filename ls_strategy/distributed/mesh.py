@@ -228,7 +228,7 @@ class Mesh:
         self.shards = self.zero
         """The ranks over which the states of one replica are sharded: all of ``zero``, or a `ShardGroup` of it."""
         self.node: Comm | None = None
-        """The ranks that share a second copy of sharded parameters, see `ls_strategy.zero.flat.secondary`."""
+        """The ranks that share a second copy of sharded parameters, see `ls_strategy.zero.flat.hpz_copy`."""
         self.data = axes["data"]
         self.model = axes["model"]
         self.pipeline = axes["pipeline"]

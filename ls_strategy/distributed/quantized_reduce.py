@@ -28,8 +28,7 @@ from torch import Tensor
 from typing_extensions import override
 
 from ls_strategy.config import FrozenFormat
-from ls_strategy.distributed.comm import Comm, cut
-from ls_strategy.distributed.pending import SUM_CHUNK, PendingReduce
+from ls_strategy.distributed.comm import SUM_CHUNK, Comm, PendingReduce, cut
 from ls_strategy.distributed.shard_groups import ShardGroup
 from ls_strategy.ops.norm import sum_of_squares
 from ls_strategy.ops.quantized import TILE, dequantize_, measures, packed_bytes, quantize, unpacked_numel

@@ -25,8 +25,7 @@ from torch import Tensor
 from typing_extensions import override
 
 from ls_strategy import spans
-from ls_strategy.distributed.comm import Comm
-from ls_strategy.distributed.pending import SUM_CHUNK, PendingReduce, sum_
+from ls_strategy.distributed.comm import SUM_CHUNK, Comm, PendingReduce, sum_
 
 MESSAGE = 4 * SUM_CHUNK
 """Elements per message between groups: 1 MiB in fp32."""

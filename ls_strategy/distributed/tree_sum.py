@@ -23,8 +23,7 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
-from ls_strategy.distributed.comm import Comm, cut
-from ls_strategy.distributed.pending import SUM_CHUNK, PendingReduce
+from ls_strategy.distributed.comm import SUM_CHUNK, Comm, PendingReduce, cut
 from ls_strategy.distributed.rounds import Round
 
 Number = TypeVar("Number", float, Tensor)

@@ -209,16 +209,16 @@ class EngineSetup:
         fitted = trainer is not None and trainer.state.fn == TrainerFn.FITTING
         complete = False
         if engine is not None and trainer is not None and fitted and not trainer.interrupted:
-            engine.away.take_back()
+            engine.state_offload.reload()
             complete = _complete_gradients(engine)
         if self._strategy.virtual is not None:
             self._strategy.virtual.end_run()
         if engine is None:
             return
-        engine.away.take_back()
+        engine.state_offload.reload()
         engine.gradients.local = True  # no step follows; Trainers call zero_grad() before they validate
         engine.on_demand.thread = None
-        engine.on_demand.given.training = False
+        engine.on_demand.state_dict_copies.training = False
         try:
             if engine.comm.world_size == 1 or dist.is_initialized():
                 engine.wait()

@@ -23,7 +23,7 @@ from ls_strategy.lightning._private import unwrap_optimizer
 from ls_strategy.lightning.ranks import RankStrategy
 from ls_strategy.lightning.virtual_ranks import VirtualRanks
 from ls_strategy.precision import PrecisionPolicy
-from ls_strategy.zero.away import KINDS, StateKind
+from ls_strategy.zero.state_offload import KINDS, StateKind
 
 Part: TypeAlias = nn.Module | nn.Parameter | Iterable[nn.Module | nn.Parameter]
 """A part of a model, as users name it."""
@@ -280,7 +280,7 @@ class EngineStrategy(RankStrategy):
 
         Does nothing if nothing is offloaded. The end of a fit does it, too.
         """
-        self.require_engine().away.take_back()
+        self.require_engine().state_offload.reload()
 
     def require_engine(self) -> Engine:
         """Return the engine of the current module.

@@ -131,7 +131,7 @@ class Saves:
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
         """Return the state of an optimizer: full, or stand-ins while a folder is collected. Collective without it."""
         inner, engine = unwrap_optimizer(optimizer), self._strategy.require_engine()
-        engine.away.require()
+        engine.state_offload.require()
         collection = self._strategy.collection
         index = engine.index_of(inner)
         if index is None:

@@ -25,9 +25,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ls_strategy.distributed.comm import Comm
+from ls_strategy.distributed.comm import Comm, PendingGather
 from ls_strategy.distributed.meeting import Meeting
-from ls_strategy.distributed.pending import PendingGather
 from ls_strategy.errors import CheckpointError
 from ls_strategy.pretrained.recipe import computes, recipe_of
 from ls_strategy.zero.lazy import LazyTensor, parts_of

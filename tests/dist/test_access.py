@@ -363,7 +363,7 @@ def states_come_back_with_the_same_bits() -> None:
                     if gives:
                         strategy.offload_states("optimizer")
                         strategy.offload_states("gradients")
-                        assert strategy.engine.away.kinds == {"optimizer", "gradients"}
+                        assert strategy.engine.state_offload.kinds == {"optimizer", "gradients"}
                         strategy.reload_states()
                     strategy.engine.step(0, strategy.engine.optimizers[0].sharded.optimizer.step)
                     strategy.engine.zero_grad(0)

@@ -9,8 +9,7 @@ import torch
 from torch import Tensor
 from torch import distributed as dist
 
-from ls_strategy.distributed.comm import Comm, make_comm
-from ls_strategy.distributed.pending import SUM_CHUNK, PendingGather, Started
+from ls_strategy.distributed.comm import SUM_CHUNK, Comm, PendingGather, Started, make_comm
 from ls_strategy.testing import spawn
 
 WORLDS = (2, 3)

@@ -11,8 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from ls_strategy.config import nested
-from ls_strategy.distributed.comm import Comm
-from ls_strategy.distributed.pending import PendingGather
+from ls_strategy.distributed.comm import Comm, PendingGather
 from ls_strategy.lightning.strategy import ZeROStrategy
 from ls_strategy.testing import spawn
 from ls_strategy.zero.flat.flat_buffer import FlatBuffer

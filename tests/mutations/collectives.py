@@ -7,28 +7,28 @@ from tests.mutations import Mutation
 COLLECTIVES = (
     Mutation(
         "a reduction sums the ranks in reverse order",
-        "ls_strategy/distributed/pending.py",
+        "ls_strategy/distributed/comm.py",
         "for i, term in enumerate(terms):",
         "for i, term in enumerate(reversed(terms)):",
         ("tests/dist/test_comm.py::test_reduce_scatter_is_the_sum_in_rank_order[3]",),
     ),
     Mutation(
         "a reduction does not wait for the other ranks' terms",
-        "ls_strategy/distributed/pending.py",
+        "ls_strategy/distributed/comm.py",
         "        self._comm.wait(self._works)\n        scale = 1.0",
         "        scale = 1.0",
         ("tests/unit/test_comm_parts.py::test_a_reduction_waits_for_its_terms",),
     ),
     Mutation(
         "a gather does not wait for the other ranks' shards",
-        "ls_strategy/distributed/pending.py",
+        "ls_strategy/distributed/comm.py",
         '        """Block until every shard has arrived."""\n        self._comm.wait(self._works)\n',
         '        """Block until every shard has arrived."""\n',
         ("tests/dist/test_comm.py::test_no_work_is_waited_for_twice_after_an_error",),
     ),
     Mutation(
         "16-bit terms are scaled before they are cast, which rounds twice",
-        "ls_strategy/distributed/pending.py",
+        "ls_strategy/distributed/comm.py",
         "out.copy_(term).mul_(scale)",
         "out.copy_(term * scale)",
         ("tests/dist/test_comm.py::test_reduce_scatter_is_the_sum_in_rank_order[3]",),

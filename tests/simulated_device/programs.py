@@ -22,7 +22,7 @@ from ls_strategy.extras.inference.stream import stream_blocks
 from ls_strategy.lightning.strategy import ZeROStrategy
 from ls_strategy.moe.dispatch import by_expert
 from ls_strategy.tiers.link import Link, host_empty
-from ls_strategy.zero.step.kernels import Kernel
+from ls_strategy.zero.step.fused_optimizers import Kernel
 from tests.dist.ranks import quiet
 from tests.simulated_device.device import BACKEND, NAME, SimulatedAccelerator
 from tests.simulated_device.timeline import Timeline

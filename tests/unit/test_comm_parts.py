@@ -11,8 +11,7 @@ import torch.distributed as dist
 
 from ls_strategy.distributed import buffer_pool
 from ls_strategy.distributed.buffer_pool import BufferPool
-from ls_strategy.distributed.comm import Comm
-from ls_strategy.distributed.pending import PendingReduce, Started
+from ls_strategy.distributed.comm import Comm, PendingReduce, Started
 from ls_strategy.distributed.traffic import Traffic
 from ls_strategy.errors import RankFailedError
 

@@ -21,7 +21,7 @@ QUESTIONS = {
     "new tier": "tiers/__init__.py",
     "norm becomes global": "zero/step/global_norm.py",
     "aliases": "autoload.py",
-    "AdamW's fast path": "zero/step/kernels.py",
+    "AdamW's fast path": "zero/step/fused_optimizers.py",
     "expert reduces": "distributed/mesh.py",
 }
 

@@ -26,8 +26,8 @@ PACKAGE = str(Path(ls_strategy.__file__).parent)
 LINES = {0: 1190, 1: 1040, 2: 850, 3: 1330}
 """At most so many per unit and step, by stage: some more than there are, since versions of Python count differently."""
 
-FILES = {0: 40, 1: 40, 2: 40, 3: 40}
-FUNCTIONS = {0: 222, 1: 232, 2: 233, 3: 260}
+FILES = {0: 25, 1: 25, 2: 25, 3: 25}
+FUNCTIONS = {0: 198, 1: 208, 2: 209, 3: 236}
 """A plain step may enter so many, by stage. They only ever fall: a feature that is off is not entered."""
 
 CALLS_OF_A_GATHER = 20

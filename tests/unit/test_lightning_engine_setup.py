@@ -85,7 +85,7 @@ def test_an_engine_is_detached_only_where_every_rank_has_full_parameters() -> No
     setup.detach()
     assert events == ["take back", "wait", "detach", "rest"]
     assert engine.gradients.local
-    assert (engine.on_demand.thread, engine.on_demand.given.training) == (None, False)
+    assert (engine.on_demand.thread, engine.on_demand.state_dict_copies.training) == (None, False)
     setup.state_dict_hooks = object()  # type: ignore[assignment]
     setup.detach()
     assert events == ["take back", "wait", "detach", "rest", "take back", "wait", "rest"]

@@ -10,8 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from ls_strategy.distributed.comm import Comm
-from ls_strategy.distributed.pending import SUM_CHUNK, PendingReduce
+from ls_strategy.distributed.comm import SUM_CHUNK, Comm, PendingReduce
 from ls_strategy.distributed.rounds import Split
 from ls_strategy.distributed.tree_sum import TreeSum, tree_sum
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from ls_strategy.distributed.pending import PendingReduce
+from ls_strategy.distributed.comm import PendingReduce
 from ls_strategy.errors import StateError
 from ls_strategy.zero.flat.flat_buffer import FlatBuffer
 from tests.unit.flat_buffers import flat_of

@@ -9,8 +9,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Protocol
 
 from ls_strategy.config import FrozenFormat
-from ls_strategy.distributed.comm import ranks_by_node
-from ls_strategy.distributed.pending import SUM_CHUNK
+from ls_strategy.distributed.comm import SUM_CHUNK, ranks_by_node
 from ls_strategy.ops.quantized import TILE, packed_bytes
 from ls_strategy.plan import FlatPlan, Plan
 

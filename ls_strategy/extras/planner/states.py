@@ -24,7 +24,7 @@ from ls_strategy.precision import PrecisionPolicy
 from ls_strategy.zero.setup.assembly import Draft
 from ls_strategy.zero.setup.share import Share
 from ls_strategy.zero.step.elementwise import copy_of
-from ls_strategy.zero.step.kernels import kernel_for
+from ls_strategy.zero.step.fused_optimizers import kernel_for
 from ls_strategy.zero.step.whole_groups import whole_groups
 from ls_strategy.zero.step.whole_tensors import tensor_cost
 from ls_strategy.zero_stages import policy_of

@@ -23,8 +23,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ls_strategy import device as dev
-from ls_strategy.distributed.comm import Comm, process_group
-from ls_strategy.distributed.pending import Started
+from ls_strategy.distributed.comm import Comm, Started, process_group
 from ls_strategy.distributed.wait_report import Entry
 from ls_strategy.errors import LSError, PlanError, StateError
 from ls_strategy.parallel.pipeline.schedules import Action, Table

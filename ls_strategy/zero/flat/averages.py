@@ -18,7 +18,7 @@ from torch import Tensor
 
 from ls_strategy import device as dev
 from ls_strategy import spans
-from ls_strategy.distributed.pending import PendingReduce
+from ls_strategy.distributed.comm import PendingReduce
 from ls_strategy.distributed.tree_sum import LastRound, TreeSum
 from ls_strategy.errors import StateError
 from ls_strategy.ops import exact_norm

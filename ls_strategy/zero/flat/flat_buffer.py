@@ -30,8 +30,7 @@ from ls_strategy import device as dev
 from ls_strategy import spans
 from ls_strategy.config import TierName
 from ls_strategy.distributed.axis import Axis
-from ls_strategy.distributed.comm import Comm
-from ls_strategy.distributed.pending import PendingGather
+from ls_strategy.distributed.comm import Comm, PendingGather
 from ls_strategy.errors import StateError
 from ls_strategy.layout import Piece
 from ls_strategy.plan import FlatPlan
@@ -39,18 +38,18 @@ from ls_strategy.precision import at_least_fp32
 from ls_strategy.tiers.arrival import Arrival
 from ls_strategy.tiers.stream import Ticket
 from ls_strategy.zero.flat.averages import Averages
+from ls_strategy.zero.flat.hpz_copy import Secondary
 from ls_strategy.zero.flat.initial import full_values, shard_values
 from ls_strategy.zero.flat.local_gradients import LocalGradients, slot_views
 from ls_strategy.zero.flat.parameters import Absent, Present, bind_home, grad_of, point, set_grad, unnoticed
 from ls_strategy.zero.flat.released import Released
-from ls_strategy.zero.flat.secondary import Secondary
 from ls_strategy.zero.flat.storage import StateStorage
 from ls_strategy.zero.flat.writes import UserWrites
 from ls_strategy.zero_stages import StagePolicy
 
 
-def states_away(kinds: str) -> StateError:
-    """Return the error for using states that `Away.give` has offloaded."""
+def states_offloaded(kinds: str) -> StateError:
+    """Return the error for using states that `StateOffload.offload` has offloaded."""
     return StateError(
         f"the {kinds} of the model were used after strategy.offload_states() had moved them off the device. Call "
         "strategy.reload_states() on every rank first."
@@ -128,8 +127,8 @@ class FlatBuffer:
     hold: Holding | None = None
     """A save in flight that still has to read the states."""
 
-    away: frozenset[str] = frozenset()
-    """The kinds of states that are offloaded for a while (`ls_strategy.zero.away`)."""
+    offloaded: frozenset[str] = frozenset()
+    """The kinds of states that are offloaded for a while (`ls_strategy.zero.state_offload`)."""
 
     gathered_on_demand = False
     """Stage 3: gathered because a parameter was used outside the unit's own module."""
@@ -331,13 +330,13 @@ class FlatBuffer:
         return slot_views(self.layout, buffer)
 
     def require_here(self, kind: str) -> None:
-        """Refuse to use states of a kind that `Away.give` has offloaded.
+        """Refuse to use states of a kind that `StateOffload.offload` has offloaded.
 
         Raises:
             StateError: with the cure.
         """
-        if kind in self.away:
-            raise states_away(kind)
+        if kind in self.offloaded:
+            raise states_offloaded(kind)
 
     # masters ---------------------------------------------------------------------------------------------------------
 

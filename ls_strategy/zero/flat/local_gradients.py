@@ -14,8 +14,7 @@ from torch import Tensor, nn
 
 from ls_strategy._torch import storage_key
 from ls_strategy.distributed.buffer_pool import BufferPool
-from ls_strategy.distributed.comm import Comm
-from ls_strategy.distributed.pending import PendingGather, PendingReduce
+from ls_strategy.distributed.comm import Comm, PendingGather, PendingReduce
 from ls_strategy.distributed.rounds import Round
 from ls_strategy.errors import StateError
 from ls_strategy.layout import FlatLayout

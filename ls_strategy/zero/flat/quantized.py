@@ -24,7 +24,7 @@ from torch import Tensor
 from typing_extensions import override
 
 from ls_strategy.config import FrozenFormat
-from ls_strategy.distributed.pending import PendingGather
+from ls_strategy.distributed.comm import PendingGather
 from ls_strategy.ops.quantized import TILE, dequantize_, packed_bytes, quantize, rounded
 from ls_strategy.zero.flat.flat_buffer import FlatBuffer, allocate
 from ls_strategy.zero.flat.initial import full_values, shard_values

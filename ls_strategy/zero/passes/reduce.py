@@ -24,8 +24,7 @@ from torch import Tensor, nn
 
 from ls_strategy import spans
 from ls_strategy.config import FrozenFormat
-from ls_strategy.distributed.comm import Comm
-from ls_strategy.distributed.pending import PendingReduce
+from ls_strategy.distributed.comm import Comm, PendingReduce
 from ls_strategy.distributed.quantized_reduce import QuantizedReduce, Rounding, reduce_quantized
 from ls_strategy.distributed.rounds import Round
 from ls_strategy.distributed.tree_sum import LastRound, exchange_leaves

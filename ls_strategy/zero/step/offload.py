@@ -24,7 +24,7 @@ from ls_strategy.tiers.link import Link
 from ls_strategy.tiers.nvme_folder import nvme_wear
 from ls_strategy.tiers.stream import Stream
 from ls_strategy.zero.flat.storage import StateStorage, gradient_buffers
-from ls_strategy.zero.step.kernels import FUSED_NAMES, kernel_for, kernels_of
+from ls_strategy.zero.step.fused_optimizers import FUSED_NAMES, kernel_for, kernels_of
 from ls_strategy.zero.step.split_step import streamed_states
 from ls_strategy.zero.step.states import moment_sizes
 from ls_strategy.zero.step.where_to_step import measure

@@ -6,8 +6,8 @@ view per parameter, the range of it that this rank steps. While ``step`` runs, t
 (`runs.py`), so that the optimizer steps a few long tensors instead of many short ones. For an element-wise optimizer
 the result is the same; `elementwise.py` tests that.
 
-Runs are stepped by the optimizer's own ``step``, or by a fused update (`kernels.py`) for classes that have one. States
-on the NVMe tier need a fused update, since ``step`` needs all states in memory at once.
+Runs are stepped by the optimizer's own ``step``, or by a fused update (`fused_optimizers.py`) for classes that have
+one. States on the NVMe tier need a fused update, since ``step`` needs all states in memory at once.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from ls_strategy.tiers import TIERS
 from ls_strategy.tiers.stream import Stream
 from ls_strategy.zero.flat.flat_buffer import FlatBuffer
 from ls_strategy.zero.step.elementwise import is_elementwise, takes_closure
-from ls_strategy.zero.step.kernels import kernel_for, kernels_of
+from ls_strategy.zero.step.fused_optimizers import kernel_for, kernels_of
 from ls_strategy.zero.step.logit_clip import clip_logits, may_clip_logits
 from ls_strategy.zero.step.optimizer_state import OptimizerStates
 from ls_strategy.zero.step.runs import Run, Runs

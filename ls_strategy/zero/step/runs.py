@@ -22,7 +22,7 @@ from torch.optim import Optimizer
 
 from ls_strategy.layout import round_up
 from ls_strategy.zero.flat.flat_buffer import FlatBuffer
-from ls_strategy.zero.step.kernels import Kernel
+from ls_strategy.zero.step.fused_optimizers import Kernel
 from ls_strategy.zero.step.optimizer_state import ELEMENTWISE, OptimizerStates
 
 _FUSED = (torch.optim.AdamW, torch.optim.Adam, torch.optim.SGD, torch.optim.Adagrad)

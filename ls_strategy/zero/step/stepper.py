@@ -37,7 +37,7 @@ from ls_strategy.loss_scale import LossScaler
 from ls_strategy.tiers.link import trim_heap
 from ls_strategy.transient import Method
 from ls_strategy.zero.events import StepEvents
-from ls_strategy.zero.flat.flat_buffer import FlatBuffer, states_away
+from ls_strategy.zero.flat.flat_buffer import FlatBuffer, states_offloaded
 from ls_strategy.zero.step import global_norm
 from ls_strategy.zero.step.optimizer import OwnStep, ShardedOptimizer
 from ls_strategy.zero.step.schedule import UpdateSchedule
@@ -318,8 +318,8 @@ class Stepper:
         """
         state = self.optimizers[index]
         for flat in state.flats:
-            if flat.away:
-                raise states_away(", ".join(sorted(flat.away)))
+            if flat.offloaded:
+                raise states_offloaded(", ".join(sorted(flat.offloaded)))
         if state.is_averaged:
             return not state.overflow
         self._unfold(state)

@@ -23,7 +23,7 @@ from ls_strategy.tiers.base import Lease
 from ls_strategy.tiers.buffers import PAGE, AlignedBuffer
 from ls_strategy.zero.flat.flat_buffer import FlatBuffer
 from ls_strategy.zero.flat.storage import chunks
-from ls_strategy.zero.step.kernels import Kernel
+from ls_strategy.zero.step.fused_optimizers import Kernel
 from ls_strategy.zero.step.states import FlatStates
 
 

@@ -24,7 +24,7 @@ from ls_strategy._torch import current_backward_pass, storage_key
 from ls_strategy.distributed.comm import Comm
 from ls_strategy.errors import StateError
 from ls_strategy.zero.flat.flat_buffer import FlatBuffer
-from ls_strategy.zero.user_code.given import Given
+from ls_strategy.zero.user_code.state_dict_copies import StateDictCopies
 
 KEPT = 2
 """Buffers that stay gathered when another one is used: one to read a model in order, two to compare neighbours."""
@@ -66,7 +66,7 @@ class OnDemandGather:
         self.thread: int | None = None
         """The training thread, while it trains. Another thread would run collectives out of order."""
 
-        self.given = Given()
+        self.state_dict_copies = StateDictCopies()
         """Copies that state dicts have returned (stage 3)."""
         for flat in flats:
             flat.on_demand = self
@@ -212,8 +212,8 @@ class OnDemandGather:
 
     def take_writes(self) -> None:
         """Copy writes to parameters and state dicts into masters and shards. Not collective."""
-        if self.given.fresh or self.given.old:
-            self.given.take_writes()
+        if self.state_dict_copies.fresh or self.state_dict_copies.old:
+            self.state_dict_copies.take_writes()
         self.take_parameter_writes()
 
     def take_parameter_writes(self) -> None:

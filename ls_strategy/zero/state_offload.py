@@ -2,9 +2,9 @@
 
 ::
 
-    give        copy the storages to the host, then resize them to 0: every view of them stays what it was
+    offload     copy the storages to the host, then resize them to 0: every view of them stays what it was
     (others)    allocate the memory
-    take_back   resize the storages, and copy the values back
+    reload      resize the storages, and copy the values back
 
 A storage is given if all kinds of states that it holds are. Meanwhile whatever reads or steps these states is refused:
 their owners ask `FlatBuffer.require_here` first. Nothing is sent, but every rank has to do the same.
@@ -24,13 +24,13 @@ from ls_strategy.distributed.buffer_pool import BufferPool
 from ls_strategy.errors import ConfigError
 from ls_strategy.tiers.link import Link, host_empty
 from ls_strategy.zero.events import StepEvents
-from ls_strategy.zero.flat.flat_buffer import FlatBuffer, states_away
+from ls_strategy.zero.flat.flat_buffer import FlatBuffer, states_offloaded
 from ls_strategy.zero.flat.parameters import grad_of, home_of, unnoticed
 from ls_strategy.zero.passes.gather import Gatherer
 from ls_strategy.zero.step.stepper import Stepper
 
 StateKind = Literal["parameters", "masters", "optimizer", "gradients"]
-"""The kinds of states that `Away.give` accepts, as `memory_bytes` names them."""
+"""The kinds of states that `StateOffload.offload` accepts, as `memory_bytes` names them."""
 
 KINDS: tuple[StateKind, ...] = get_args(StateKind)
 
@@ -46,7 +46,7 @@ class _Given:
     nbytes: int
 
 
-class Away:
+class StateOffload:
     """The states of one engine that are offloaded between two steps."""
 
     def __init__(
@@ -63,7 +63,7 @@ class Away:
         self.kinds: frozenset[str] = frozenset()
         """What was given."""
 
-    def give(self, kinds: Collection[str], pools: Collection[BufferPool]) -> int:
+    def offload(self, kinds: Collection[str], pools: Collection[BufferPool]) -> int:
         """Free the device memory of these kinds of states, and return its bytes. Call it when nothing is in flight.
 
         States that are stored in host memory or on NVMe stay there. Full parameters that were gathered are released,
@@ -99,7 +99,7 @@ class Away:
         """
         away = self.kinds.intersection(kinds or KINDS)
         if away:
-            raise states_away(", ".join(sorted(away)))
+            raise states_offloaded(", ".join(sorted(away)))
 
     def _mark(self, kinds: Collection[str]) -> None:
         """Let the states' owners refuse every use of these kinds."""
@@ -110,11 +110,11 @@ class Away:
             self._unsubscribe()
             self._unsubscribe = None
         for flat in self._flats:
-            flat.away = self.kinds
+            flat.offloaded = self.kinds
             if "parameters" in self.kinds and flat.is_gathered and not flat.policy.parameters:
                 flat.hide()
 
-    def take_back(self) -> None:
+    def reload(self) -> None:
         """Restore everything. Nothing happens if nothing was given."""
         if not self.kinds:
             return

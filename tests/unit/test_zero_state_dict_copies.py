@@ -8,7 +8,7 @@ from torch import Tensor
 
 from ls_strategy.errors import StateError
 from ls_strategy.zero.flat.flat_buffer import FlatBuffer
-from ls_strategy.zero.user_code.given import Given
+from ls_strategy.zero.user_code.state_dict_copies import StateDictCopies
 from tests.unit.flat_buffers import sharded
 
 
@@ -24,7 +24,7 @@ def values_of(flat: FlatBuffer) -> Tensor:
 
 
 def test_a_write_to_a_copy_reaches_the_masters(flat: FlatBuffer) -> None:
-    given, values = Given(), values_of(flat)
+    given, values = StateDictCopies(), values_of(flat)
     given.add(flat, 0, values)
     values[0, 0] = 7.0
     given.take_writes()
@@ -32,7 +32,7 @@ def test_a_write_to_a_copy_reaches_the_masters(flat: FlatBuffer) -> None:
 
 
 def test_elements_that_were_not_written_stay(flat: FlatBuffer) -> None:
-    given, values, before = Given(), values_of(flat), flat.master.clone()
+    given, values, before = StateDictCopies(), values_of(flat), flat.master.clone()
     given.add(flat, 0, values)
     values[0, 0] = 7.0
     given.take_writes()
@@ -40,7 +40,7 @@ def test_elements_that_were_not_written_stay(flat: FlatBuffer) -> None:
 
 
 def test_a_write_to_a_copy_reaches_a_gathered_parameter(flat: FlatBuffer) -> None:
-    given, values = Given(), values_of(flat)
+    given, values = StateDictCopies(), values_of(flat)
     flat.start_gather()
     flat.finish_gather()
     given.add(flat, 0, values)
@@ -51,7 +51,7 @@ def test_a_write_to_a_copy_reaches_a_gathered_parameter(flat: FlatBuffer) -> Non
 
 
 def test_a_write_after_the_boundary_is_an_error_with_the_cure(flat: FlatBuffer) -> None:
-    given, values = Given(), values_of(flat)
+    given, values = StateDictCopies(), values_of(flat)
     given.add(flat, 0, values)
     given.take_writes()
     values.add_(1)
@@ -60,7 +60,7 @@ def test_a_write_after_the_boundary_is_an_error_with_the_cure(flat: FlatBuffer) 
 
 
 def test_a_copy_that_was_written_and_dropped_counts_while_training_runs(flat: FlatBuffer) -> None:
-    given = Given()
+    given = StateDictCopies()
 
     def write() -> None:
         values = values_of(flat)
@@ -73,7 +73,7 @@ def test_a_copy_that_was_written_and_dropped_counts_while_training_runs(flat: Fl
 
 
 def test_after_training_a_dropped_copy_is_not_kept(flat: FlatBuffer) -> None:
-    given, before = Given(), flat.master.clone()
+    given, before = StateDictCopies(), flat.master.clone()
     given.training = False
 
     def write() -> None:

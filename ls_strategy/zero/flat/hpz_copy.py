@@ -19,8 +19,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ls_strategy.distributed.comm import Comm
-from ls_strategy.distributed.pending import PendingGather
+from ls_strategy.distributed.comm import Comm, PendingGather
 
 
 class Secondary:

@@ -11,7 +11,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from ls_strategy.ops.lion import Lion
-from ls_strategy.zero.step.kernels import FUSED_NAMES, Kernel, kernel_for
+from ls_strategy.zero.step.fused_optimizers import FUSED_NAMES, Kernel, kernel_for
 
 
 class Subclass(torch.optim.AdamW):

@@ -44,7 +44,7 @@ class _Copy:
     """A copy of this rank's shard of the values."""
 
 
-class Given:
+class StateDictCopies:
     """The copies that state dicts of one model have returned."""
 
     def __init__(self) -> None:
