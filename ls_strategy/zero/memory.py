@@ -28,11 +28,11 @@ def memory_bytes(
 
     return {
         "parameters": sum(
-            size(*(() if f.policy.parameters else (f.full, f.wire)), f.shard)
+            size(*(() if f.policy.parameters else (f.full,)), f.shard)
             + size(None if f.secondary is None else f.secondary.values)
             for f in flats
         ),
-        "gathered": sum(size(f.full, f.wire) for f in flats if f.policy.parameters),
+        "gathered": sum(size(f.full, None if f.wire is None else f.wire.values) for f in flats if f.policy.parameters),
         "masters": sum(size(f.master) for f in flats),
         "gradients": sum(
             size(

@@ -193,10 +193,10 @@ def test_bytes_on_the_wire_and_in_memory(rank: int, world_size: int) -> None:
         assert len(quantized) == Lora.blocks_number
         numel = sum(f.layout.param_numel for f in quantized)
         assert numel == Lora.blocks_number * 4 * HIDDEN * HIDDEN
-        assert sum(f.wire.numel() for f in quantized) <= ratio * 2 * numel
+        assert sum(f.wire.values.numel() for f in quantized) <= ratio * 2 * numel
         assert sum(f.master.nbytes for f in quantized) <= ratio * numel  # half of it on each rank
-        assert sum(f.full.untyped_storage().nbytes() + f.wire.untyped_storage().nbytes() for f in quantized) == 0
-        assert sum(f.plan.gathered_numel for f in quantized) == sum(f.wire.numel() for f in quantized) // 2
+        assert sum(f.full.untyped_storage().nbytes() + f.wire.values.untyped_storage().nbytes() for f in quantized) == 0
+        assert sum(f.plan.gathered_numel for f in quantized) == sum(f.wire.values.numel() for f in quantized) // 2
         assert engine.memory_bytes()["masters"] == engine.plan.state_bytes()["masters"]
         planned = traffic(engine.plan, (8.0,), native_fp32=engine.comm.native)
         assert sent.bytes[3] - sent.bytes[2] == planned.sent

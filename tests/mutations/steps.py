@@ -119,9 +119,9 @@ STEPS = (
     ),
     Mutation(
         "rounded gathers decode with the scales of another rank",
-        "ls_strategy/zero/flat/packed.py",
-        "            dequantize_(self._wire, self.full, self.form)\n",
-        "            dequantize_(self._wire.roll(self._wire.numel() // self.comm.world_size), self.full, self.form)\n",
+        "ls_strategy/zero/wire.py",
+        "        self.form.decode(self.values, full)\n",
+        "        self.form.decode(self.values.roll(self.values.numel() // 2), full)\n",
         ("tests/dist/test_quantized_gathers.py::test_the_bits_are_those_of_weights_rounded_by_hand",),
     ),
     Mutation(

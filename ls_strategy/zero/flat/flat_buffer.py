@@ -17,8 +17,9 @@ it first (`ls_strategy.zero.flat.parameters`).
 
 from __future__ import annotations
 
+import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from concurrent.futures import Future
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Protocol
@@ -30,6 +31,7 @@ from ls_strategy import device as dev
 from ls_strategy import spans
 from ls_strategy.config import TierName
 from ls_strategy.distributed.axis import Axis
+from ls_strategy.distributed.buffer_pool import allocate
 from ls_strategy.distributed.comm import Comm, PendingGather
 from ls_strategy.errors import StateError
 from ls_strategy.layout import Piece
@@ -45,7 +47,10 @@ from ls_strategy.zero.flat.parameters import Absent, Present, bind_home, grad_of
 from ls_strategy.zero.flat.released import Released
 from ls_strategy.zero.flat.storage import StateStorage
 from ls_strategy.zero.flat.writes import UserWrites
+from ls_strategy.zero.wire import FORMATS, Wire
 from ls_strategy.zero_stages import StagePolicy
+
+_log = logging.getLogger("ls_strategy.zero")
 
 
 def states_offloaded(kinds: str) -> StateError:
@@ -54,13 +59,6 @@ def states_offloaded(kinds: str) -> StateError:
         f"the {kinds} of the model were used after strategy.offload_states() had moved them off the device. Call "
         "strategy.reload_states() on every rank first."
     )
-
-
-def allocate(buffer: Tensor) -> None:
-    """Give a buffer memory, if it has none."""
-    storage = buffer.untyped_storage()
-    if storage.size() == 0:
-        storage.resize_(buffer.nbytes)
 
 
 class Holding(Protocol):
@@ -184,6 +182,15 @@ class FlatBuffer:
     users = 0
     """Operations in progress that use the gathered parameters."""
 
+    wire: Wire | None = None
+    """Stage 3: what gathers fill instead of ``full``, if the parameters are not sent as they are."""
+
+    encodes = True
+    """Whether shards are encoded before they are sent, and not stored in the format in which they are."""
+
+    _rounding_told = False
+    """Whether user code was told that what it writes is rounded."""
+
     local: LocalGradients
     """This rank's own gradients."""
 
@@ -227,6 +234,9 @@ class FlatBuffer:
         if not self.has_optimizer:
             self.average_dtype = torch.float32
         self.layout = layout
+        self._sizes = layout.sizes
+        sent_as = plan.quantized or plan.gathered_as
+        self._wire_format = FORMATS[sent_as] if sent_as is not None and policy.parameters else None
         self.dtype = plan.dtype
         self.params = params
         self.nonempty_params = [p for p, slot in zip(params, layout.slots, strict=True) if slot.numel]
@@ -264,29 +274,14 @@ class FlatBuffer:
         return not self.policy.parameters
 
     @property
-    def wire(self) -> Tensor:
-        """Return the buffer that an all-gather fills, with memory while it is needed: ``full`` itself."""
-        return self.full
-
-    def in_wire(self, start: int, stop: int) -> slice:
-        """Return where elements ``[start, stop)`` of the buffer are in ``wire``."""
-        return slice(start, stop)
+    def encoded_wire(self) -> Wire | None:
+        """Return the wire of the next gather, or of the one in flight. None: it is in place."""
+        return None if self.wire is None or self.wire.exact else self.wire
 
     def gather_exactly(self) -> None:
         """Let the next gather bring the parameters as they are: it is for user code. On all ranks."""
-
-    def own_part(self) -> Tensor:
-        """Return where this rank's shard goes before a gather, in the dtype of the parameters."""
-        allocate(self.wire)
-        return self.wire[self.in_wire(*self.stepped)]
-
-    def pack_own_part(self) -> None:
-        """Bring `own_part` into ``wire``, if it is not there."""
-
-    @property
-    def wire_sizes(self) -> Sequence[int] | None:
-        """Return the length of every rank's shard in ``wire``; None if all are equal."""
-        return self.layout.sizes
+        if self.wire is not None and self.wire.encodes and self.reading is None:
+            self.wire.exact = True
 
     def refuse_tracing(self) -> None:
         """Refuse to gather while a graph is traced.
@@ -416,7 +411,8 @@ class FlatBuffer:
     def gathered_shard(self, master: Tensor) -> Tensor:
         """Return what a gather has put into this rank's range of ``full``; ``master`` has this rank's masters."""
         source = master if self.shard is None else self.shard
-        return source.to(device=self.full.device, dtype=self.full.dtype)
+        sent, wire = source.to(device=self.full.device, dtype=self.full.dtype), self.encoded_wire
+        return sent if wire is None or not wire.encodes else wire.form.rounded(sent)
 
     @property
     def has_secondary(self) -> bool:
@@ -430,20 +426,16 @@ class FlatBuffer:
 
     def update_secondary(self) -> None:
         """Copy user code's writes to ``full`` into the second copy. Not collective: all ranks write the same."""
-        if self.secondary is not None:
-            self.secondary.written(self.full)
+        if self.secondary is not None and self.secondary.is_current:
+            self.secondary.written(self.full if self.wire is None else self.wire.encoded(self.full))
 
-    def _arrived(self) -> None:
-        """Let the second copy keep what a gather has brought."""
-        if self.secondary is not None:
-            self.secondary.arrived(self.wire)
-
-    def _gather_in_node(self) -> PendingGather | None:
-        """Start gathering from the second copy. Return None if it is not current."""
-        if self.secondary is None or not self.secondary.is_current:
+    def _gather_in_node(self, secondary: Secondary) -> PendingGather | None:
+        """Start gathering from the second copy. Return None if it is not current, or the gather is exact."""
+        if not secondary.is_current or (self.wire is not None and self.wire.exact):
             return None
-        allocate(self.wire)
-        return self.secondary.start(self.wire, self.name)
+        target = self.full if self.wire is None else self.wire.values
+        allocate(target)
+        return secondary.start(target, self.name)
 
     def refresh_if_due(self) -> None:
         """Call `refresh` if `require_refresh` asked for it."""
@@ -492,6 +484,11 @@ class FlatBuffer:
         """
         self.averages = Averages(self)
         self._fill(values, device)
+        if self._wire_format is not None:
+            self.wire = Wire(
+                self._wire_format, self.layout, self.stepped,
+                dtype=self.dtype, device=device, pool=self.comm.pool, encodes=self.encodes,
+            )  # fmt: skip
         self.local = LocalGradients(
             self.params,
             self.layout,
@@ -590,7 +587,20 @@ class FlatBuffer:
 
     def take_writes(self) -> bool:
         """Copy user code's writes into the masters, see `UserWrites.take`. Not collective."""
-        return self.writes.take()
+        changed = self.writes.take()
+        if changed and self.encoded_wire is not None:
+            self._tell_of_rounding()
+        return changed
+
+    def _tell_of_rounding(self) -> None:
+        if not self._rounding_told and self.comm.rank == 0 and self._wire_format is not None:
+            _log.warning(
+                "%s",
+                f"a weight of the buffer of {self.name!r} was written to where it is rounded to "
+                f"{self._wire_format.name}, so what was written is kept and its precision is that. Write outside of "
+                "the module's own forward, or leave sharding.quantized_gathers out.",
+            )
+            self._rounding_told = True
 
     def hide(self) -> None:
         """Make every use of a parameter wait for values in flight (stages 0 to 2)."""
@@ -655,28 +665,46 @@ class FlatBuffer:
 
     def start_gather(self) -> None:
         """Start gathering the newest parameters into ``full``. `finish_gather` waits. Collective."""
-        self.require_here("parameters")
-        self.wait_updated()
+        if self.offloaded:
+            self.require_here("parameters")
+        if self.updating is not None or self.arriving is not None:
+            self.wait_updated()
         self.held_back = self.publish_due = False
-        self.refresh_if_due()
+        if self._refresh_due:
+            self.refresh_if_due()
         if self.policy.parameters:
-            if self.updated_early:
-                raise StateError(
-                    f"a parameter in the buffer of {self.name!r} is read again in the backward pass that has already "
-                    "updated it. Set sharding.overlap_step=False on the strategy."
-                )
-            self.refuse_tracing()
-            self.writes.begin_gather()
-            self.gathering = self._gather_in_node()
-            if self.gathering is not None:
-                return
-            self.start_read()
-            self._load_shard(self.own_part())
-            self.pack_own_part()
-        elif self.optimizer_tier == "device" and not self.master_is_slice:
+            self._gather_shards()
+            return
+        if self.optimizer_tier == "device" and not self.master_is_slice:
             self.full[slice(*self.stepped)].copy_(self.master)
         if self.policy.optimizer:
-            self.gathering = self.comm.all_gather(self.wire, self.name, self.wire_sizes)
+            self.gathering = self.comm.all_gather(self.full, self.name, self._sizes)
+
+    def _gather_shards(self) -> None:
+        """Start gathering sharded parameters, from where they are nearest (stage 3). Collective."""
+        if self.updated_early:
+            raise StateError(
+                f"a parameter in the buffer of {self.name!r} is read again in the backward pass that has already "
+                "updated it. Set sharding.overlap_step=False on the strategy."
+            )
+        if torch.jit.is_tracing():
+            self.refuse_tracing()
+        self.writes.begin_gather()
+        if self.secondary is not None:
+            self.gathering = self._gather_in_node(self.secondary)
+            if self.gathering is not None:
+                return
+        if self.param_tier != "device":
+            self.start_read()
+        wire = self.wire
+        if wire is None or wire.exact:
+            allocate(self.full)
+            self._load_shard(self.full[slice(*self.stepped)])
+            self.gathering = self.comm.all_gather(self.full, self.name, self._sizes)
+        else:
+            self._load_shard(wire.own_part())
+            wire.encode_own_part()
+            self.gathering = self.comm.all_gather(wire.values, self.name, wire.sizes)
 
     @property
     def _reads_ahead(self) -> bool:
@@ -691,7 +719,7 @@ class FlatBuffer:
             return
         self.refresh_if_due()
         updating, after = self.updating, self.storage.link.mark()
-        outs = [self.own_part()]
+        outs = [self._own_part()]
 
         def read() -> Arrival:
             # The thread may have this function for a moment after its result is known. A view of the parameters that
@@ -709,6 +737,14 @@ class FlatBuffer:
 
         self.reading = self.storage.in_background(read)
 
+    def _own_part(self) -> Tensor:
+        """Return where this rank's shard goes before a gather."""
+        wire = self.encoded_wire
+        if wire is not None:
+            return wire.own_part()
+        allocate(self.full)
+        return self.full[slice(*self.stepped)]
+
     def _load_shard(self, out: Tensor) -> None:
         """Copy this rank's shard of the parameters into ``out`` (stage 3)."""
         if self.reading is None:
@@ -721,11 +757,17 @@ class FlatBuffer:
 
     def finish_gather(self, *, on_demand: bool = False) -> None:
         """Wait until the parameters can be read. ``on_demand``: they were gathered for `touch`."""
-        self.require_here("parameters")
+        if self.offloaded:
+            self.require_here("parameters")
         if self.gathering is not None:
             self.gathering.wait()
             self.gathering = None
-            self._arrived()
+            if self.wire is None and self.secondary is not None:
+                self.secondary.arrived(self.full)
+            elif self.wire is not None and not self.wire.exact:
+                if self.secondary is not None:
+                    self.secondary.arrived(self.wire.values)
+                self.wire.decode(self.full)
         if not self.is_gathered:
             self.bind(on_demand=on_demand)
         elif (self.hidden or self.gathered_on_demand) and not on_demand:
@@ -760,6 +802,8 @@ class FlatBuffer:
         self.is_gathered = self.gathered_on_demand = False
         if not keeps_memory:
             self._free()
+        if self.wire is not None:
+            self.wire.release()
 
     def _free(self) -> None:
         """Free the memory of ``full``. A NumPy array made of it fixes its size; then ``full`` gets a new storage."""

@@ -3,7 +3,7 @@
 ::
 
     master      | b | c  |              tiles of this rank's shard, or of the full buffer below stage 3
-    wire    | a | b | c      |....|     all ranks' tiles; only at stage 3, while they are gathered
+    wire    | a | b | c      |....|     all ranks' tiles; only at stage 3, while they are gathered: sent as stored
     full    | a | b | c      |....|     compute dtype, dequantized; only while gathered, at every stage
 
 A parameter starts at a tile, and so does a shard. So the blocks with a common scale are those of the parameter, for any
@@ -17,16 +17,16 @@ written is rounded. Writing what was read changes nothing, because the formats a
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 from typing_extensions import override
 
 from ls_strategy.config import FrozenFormat
+from ls_strategy.distributed.buffer_pool import allocate
 from ls_strategy.distributed.comm import PendingGather
 from ls_strategy.ops.quantized import TILE, dequantize_, packed_bytes, quantize, rounded
-from ls_strategy.zero.flat.flat_buffer import FlatBuffer, allocate
+from ls_strategy.zero.flat.flat_buffer import FlatBuffer
 from ls_strategy.zero.flat.initial import full_values, shard_values
 
 _log = logging.getLogger("ls_strategy.zero")
@@ -35,10 +35,7 @@ _log = logging.getLogger("ls_strategy.zero")
 class QuantizedFlat(FlatBuffer):
     """Frozen parameters of a unit, in tiles. ``master`` has bytes; its readers and writers convert."""
 
-    _wire: Tensor
-    """The tiles of all ranks, at stage 3: uint8, with memory only while they are gathered."""
-
-    _was_written = False
+    encodes = False
 
     @property
     def form(self) -> FrozenFormat:
@@ -51,29 +48,11 @@ class QuantizedFlat(FlatBuffer):
     def resident(self) -> bool:
         return False
 
-    @property
-    @override
-    def wire(self) -> Tensor:
-        return self._wire if self.policy.parameters else self.full
-
-    @override
-    def in_wire(self, start: int, stop: int) -> slice:
-        return slice(packed_bytes(start, self.form), packed_bytes(stop, self.form))
-
-    @property
-    @override
-    def wire_sizes(self) -> Sequence[int] | None:
-        sizes = self.layout.sizes
-        return None if sizes is None else tuple(packed_bytes(n, self.form) for n in sizes)
-
     @override
     def _fill(self, values: list[Tensor], device: torch.device) -> None:
         begin = shard_values if self.policy.parameters else full_values
         self.place(quantize(begin(self, values, device), self.form))
         self.full = torch.empty(self.layout.numel, dtype=self.dtype, device=device)
-        if self.policy.parameters:
-            self._wire = torch.empty(packed_bytes(self.layout.numel, self.form), dtype=torch.uint8, device=device)
-            self._wire.untyped_storage().resize_(0)
 
     @override
     def place(self, mine: Tensor) -> None:
@@ -88,10 +67,14 @@ class QuantizedFlat(FlatBuffer):
 
     # masters ---------------------------------------------------------------------------------------------------------
 
+    def _stored_at(self, start: int, stop: int) -> slice:
+        """Return where elements ``[start, stop)`` are in tiles."""
+        return slice(packed_bytes(start, self.form), packed_bytes(stop, self.form))
+
     def _packed(self, start: int, stop: int) -> Tensor:
         """Return the tiles of elements ``[start, stop)`` of this rank's range, which begin and end at tiles."""
         self.require_here("masters")
-        place = self.in_wire(start, stop)
+        place = self._stored_at(start, stop)
         if self.storage.is_resident("master"):
             return self.master[place]
         out = torch.empty(place.stop - place.start, dtype=torch.uint8)
@@ -121,7 +104,7 @@ class QuantizedFlat(FlatBuffer):
         else:
             new = self.master_range(lo, hi)
             new[start - lo : stop - lo].copy_(values)
-        packed, place = quantize(new, self.form), self.in_wire(lo, hi)
+        packed, place = quantize(new, self.form), self._stored_at(lo, hi)
         if self.storage.is_resident("master"):
             self.master[place].copy_(packed)
         else:
@@ -129,11 +112,11 @@ class QuantizedFlat(FlatBuffer):
 
     @override
     def full_master(self) -> Tensor:
-        if not self.policy.parameters:
+        if self.wire is None:
             return self.read_master()
-        wire = torch.empty(self._wire.numel(), dtype=torch.uint8, device=self.full.device)
-        wire[self.in_wire(*self.owned)].copy_(self._packed(0, self.stepped_numel))
-        self.comm.all_gather(wire, self.name, self.wire_sizes).wait()
+        wire = torch.empty_like(self.wire.values, device=self.full.device)
+        wire[self.wire.place(*self.owned)].copy_(self._packed(0, self.stepped_numel))
+        self.comm.all_gather(wire, self.name, self.wire.sizes).wait()
         out = torch.empty(self.layout.numel, dtype=self.dtype, device=wire.device)
         dequantize_(wire, out, self.form)
         return out
@@ -151,20 +134,20 @@ class QuantizedFlat(FlatBuffer):
         dequantize_(quantize(self.full, self.form), self.full, self.form)
 
     @override
-    def update_secondary(self) -> None:
-        if self.has_secondary and self.secondary is not None:
-            self.secondary.written(quantize(self.full, self.form))
-
-    @override
-    def take_writes(self) -> bool:
-        changed = super().take_writes()
-        if changed and not self._was_written and self.comm.rank == 0:
+    def _tell_of_rounding(self) -> None:
+        if not self._rounding_told and self.comm.rank == 0:
             message = (
                 f"a weight of the buffer of {self.name!r} was written to, but it is stored as {self.form}, so the new "
                 "values were rounded again. Name its module in precision.frozen_except to keep exact values."
             )
             _log.warning("%s", message)
-        self._was_written |= changed
+        self._rounding_told = True
+
+    @override
+    def take_writes(self) -> bool:
+        changed = self.writes.take()
+        if changed:
+            self._tell_of_rounding()
         return changed
 
     # parameters ------------------------------------------------------------------------------------------------------
@@ -181,23 +164,12 @@ class QuantizedFlat(FlatBuffer):
 
     @override
     def finish_gather(self, *, on_demand: bool = False) -> None:
-        if self.gathering is not None:
+        if self.wire is None and self.gathering is not None:
             self.gathering.wait()
             self.gathering = None
-            self._arrived()
             allocate(self.full)
-            dequantize_(self.wire if self.policy.parameters else self.master, self.full, self.form)
-            self._free_wire()
+            dequantize_(self.master, self.full, self.form)
         super().finish_gather(on_demand=on_demand)
-
-    @override
-    def release(self) -> None:
-        super().release()
-        self._free_wire()
-
-    def _free_wire(self) -> None:
-        if self.policy.parameters:
-            self._wire.untyped_storage().resize_(0)
 
 
 def _tiles_around(start: int, stop: int) -> tuple[int, int]:

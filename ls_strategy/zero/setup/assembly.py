@@ -21,7 +21,6 @@ from ls_strategy.resolve import ParamFacts, resolve_plan
 from ls_strategy.tiers.link import trim_heap
 from ls_strategy.zero.deferred import deferred_of
 from ls_strategy.zero.flat.flat_buffer import FlatBuffer
-from ls_strategy.zero.flat.packed import PackedFlat
 from ls_strategy.zero.flat.quantized import QuantizedFlat
 from ls_strategy.zero.flat.units import Unit
 from ls_strategy.zero.lazy import LazyTensor, source_of
@@ -224,8 +223,7 @@ class Draft:
             for flat_plan in planned.flats:
                 members = [params[slot.name] for slot in flat_plan.layout.slots]
                 comm, axis = mesh.holders(flat_plan.layout.slots[0].part)
-                kind = PackedFlat if flat_plan.gathered_as is not None else FlatBuffer
-                make = kind if flat_plan.quantized is None else QuantizedFlat
+                make = FlatBuffer if flat_plan.quantized is None else QuantizedFlat
                 which = flat_plan.policy(self.policy)
                 node = mesh.node if flat_plan.node else None
                 storage = offload.storage(number)

@@ -1,0 +1,174 @@
+"""How parameters are sent when they are not sent as they are: a format, and the memory of one buffer's gathers.
+
+::
+
+    own      | b | c  |                 this rank's shard, in the dtype of the parameters
+    values   a | b | c      |....|      all ranks' encoded shards, only while they are gathered
+    full     | a | b | c      |....|    decoded
+
+A buffer without a `Wire` is gathered in place. A `WireFormat` has to encode and decode any range that begins and ends
+where a shard does, without its neighbours, so that values do not depend on the number of ranks.
+"""
+
+from __future__ import annotations
+
+from typing import Protocol, get_args
+
+import torch
+from torch import Tensor
+
+from ls_strategy.config import FrozenFormat
+from ls_strategy.distributed.buffer_pool import BufferPool, allocate
+from ls_strategy.layout import FlatLayout
+from ls_strategy.ops.quantized import dequantize_, packed_bytes, quantize, rounded
+
+
+class WireFormat(Protocol):
+    """The format in which elements are sent. `tests.unit.test_zero_wire` has what every format has to hold."""
+
+    @property
+    def name(self) -> str:
+        """Return its name, for messages."""
+        ...
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Return the dtype of what is sent."""
+        ...
+
+    @property
+    def lossless(self) -> bool:
+        """Return whether decoding gives back every bit."""
+        ...
+
+    def numel(self, elements: int) -> int:
+        """Return how many values of `dtype` are sent for so many elements, additive over shards."""
+        ...
+
+    def encode(self, values: Tensor, out: Tensor) -> None:
+        """Write ``values``, ``(n,)`` in the dtype of the parameters, to ``out``, ``(numel(n),)``. Any thread."""
+        ...
+
+    def decode(self, wire: Tensor, out: Tensor) -> None:
+        """Write the values of ``wire``, ``(numel(n),)``, to ``out``, ``(n,)`` in the dtype of the parameters."""
+        ...
+
+    def rounded(self, values: Tensor) -> Tensor:
+        """Return what decoding gives for ``values``, ``(n,)`` for any n, in their dtype."""
+        ...
+
+
+class QuantizedWire:
+    """Blocks of 4 or 8 bits with a common scale, see `ls_strategy.ops.quantized`."""
+
+    dtype = torch.uint8
+    lossless = False
+
+    def __init__(self, form: FrozenFormat) -> None:
+        """Record the format."""
+        self.name: FrozenFormat = form
+
+    def numel(self, elements: int) -> int:
+        """Return the bytes of full tiles."""
+        return packed_bytes(elements, self.name)
+
+    def encode(self, values: Tensor, out: Tensor) -> None:
+        """Quantize."""
+        quantize(values, self.name, out=out)
+
+    def decode(self, wire: Tensor, out: Tensor) -> None:
+        """Dequantize."""
+        dequantize_(wire, out, self.name)
+
+    def rounded(self, values: Tensor) -> Tensor:
+        """Return the quantized values."""
+        return rounded(values, self.name)
+
+
+FORMATS: dict[str, WireFormat] = {name: QuantizedWire(name) for name in get_args(FrozenFormat)}
+"""By the name that a plan has: ``gathered_as``, or ``quantized`` of weights that are stored so."""
+
+
+class Wire:
+    """The memory of one buffer's gathers in another format."""
+
+    def __init__(
+        self,
+        form: WireFormat,
+        layout: FlatLayout,
+        shard: tuple[int, int],
+        *,
+        dtype: torch.dtype,
+        device: torch.device,
+        pool: BufferPool,
+        encodes: bool,
+    ) -> None:
+        """Describe the wire; it has no memory yet.
+
+        Args:
+            form: the format.
+            layout: of the buffer.
+            shard: this rank's range of it.
+            dtype: of the parameters.
+            device: of the buffer.
+            pool: lends the memory of ``own``.
+            encodes: whether shards are encoded before they are sent. If not, they are stored in this format.
+        """
+        self.form = form
+        self.values = torch.empty(form.numel(layout.numel), dtype=form.dtype, device=device)
+        self.values.untyped_storage().resize_(0)
+        self.sizes = None if layout.sizes is None else tuple(form.numel(n) for n in layout.sizes)
+        self.exact = False
+        """Whether the parameters are gathered as they are, for user code outside of the unit's own forward."""
+
+        self.encodes = encodes
+        self._shard, self._shard_dtype, self._pool = shard, dtype, pool
+        self._own: Tensor | None = None
+
+    def place(self, start: int, stop: int) -> slice:
+        """Return where elements ``[start, stop)`` of the buffer are in ``values``."""
+        return slice(self.form.numel(start), self.form.numel(stop))
+
+    def own_part(self) -> Tensor:
+        """Return where this rank's shard goes before a gather: in ``values``, or in memory from which it is encoded."""
+        if not self.encodes:
+            allocate(self.values)
+            return self.values[self.place(*self._shard)]
+        if self._own is None:
+            start, stop = self._shard
+            self._own = self._pool.take(stop - start, self._shard_dtype, self.values.device)
+        return self._own
+
+    def encode_own_part(self) -> None:
+        """Bring `own_part` into ``values``, if it is not there."""
+        if self._own is not None:
+            allocate(self.values)
+            self.form.encode(self._own, self.values[self.place(*self._shard)])
+            self._give_own()
+
+    def decode(self, full: Tensor) -> None:
+        """Write what has arrived to ``full``, ``(numel,)``, and free the wire's memory."""
+        allocate(full)
+        self.form.decode(self.values, full)
+        self.free()
+
+    def encoded(self, full: Tensor) -> Tensor:
+        """Return what would be sent for ``full``, in new memory."""
+        out = torch.empty(self.values.numel(), dtype=self.values.dtype, device=full.device)
+        self.form.encode(full, out)
+        return out
+
+    def release(self) -> None:
+        """Free all memory; the next gather is in the format again."""
+        self._give_own()
+        self.free()
+        self.exact = False
+
+    def free(self) -> None:
+        """Free the memory of ``values``."""
+        self.values.untyped_storage().resize_(0)
+
+    def _give_own(self) -> None:
+        if self._own is not None:
+            self._pool.give([self._own])
+            self._own = None
