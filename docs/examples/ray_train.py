@@ -5,11 +5,11 @@ from __future__ import annotations
 from typing import Any
 
 import lightning.pytorch as pl
-from ls_strategy.ray import RayReportCallback, RayZeROStrategy, latest_checkpoint
 from ray.train import CheckpointConfig, FailureConfig, RunConfig, ScalingConfig
 from ray.train.torch import TorchTrainer
 
 from docs.examples.model import Model, data  # a small GPT, random tokens
+from ls_strategy.ray import RayReportCallback, RayZeROStrategy, latest_checkpoint
 
 
 def train(config: dict[str, Any]) -> None:

@@ -18,7 +18,7 @@ from ls_strategy.errors import RankFailedError, StateError
 from ls_strategy.lightning.strategy import ZeROStrategy
 from ls_strategy.ops.norm import sum_of_squares
 from ls_strategy.tiers.stream import Stream
-from ls_strategy.zero.step import kernels, update
+from ls_strategy.zero.step import fused_optimizers, update
 from tests.dist.ranks import Net, assert_close, assert_equal, batches, fit, on_ranks, weights
 from tests.marks import slow
 
@@ -252,7 +252,7 @@ class FailingUpdate:
     """The fused update as it is, but the call of this number, which raises."""
 
     def __init__(self, number: int) -> None:
-        self.number, self.calls, self.real = number, 0, kernels.ops.adamw_
+        self.number, self.calls, self.real = number, 0, fused_optimizers.ops.adamw_
 
     def __call__(self, *args: Any, **options: Any) -> Any:
         self.calls += 1
@@ -271,7 +271,7 @@ def test_a_failed_update_ends_all_ranks_and_nothing_is_updated_after_it(
     module, update = net(), FailingUpdate(12 if rank == 1 else 0)
     ours = strategy(2, **{"sharding.overlap_step": overlap})
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(kernels.ops, "adamw_", update)
+        patch.setattr(fused_optimizers.ops, "adamw_", update)
         with pytest.raises(ArithmeticError if rank == 1 else RankFailedError, match="in an update"):
             fit(ours, module, batches(numel=64))
     assert len(module.losses) in (3, 4)
@@ -291,7 +291,7 @@ def test_weights_of_a_failed_update_are_not_saved(
     ours = strategy(2, **{"sharding.overlap_step": overlap})
     keeper = OnExceptionCheckpoint(tmp_path, "left")
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(kernels.ops, "adamw_", FailingUpdate(12))
+        patch.setattr(fused_optimizers.ops, "adamw_", FailingUpdate(12))
         with pytest.raises(ArithmeticError, match="in an update"):
             fit(ours, net(), batches(numel=64), callbacks=[keeper], enable_checkpointing=True)
     assert not (tmp_path / "left.ckpt").exists()

@@ -20,8 +20,8 @@ from ls_strategy.lightning.strategy import ZeROStrategy
 from ls_strategy.tiers import stream
 from ls_strategy.tiers.nvme import NVMeTier
 from ls_strategy.tiers.stream import Ticket
-from ls_strategy.zero.flat import averages, buffer
-from ls_strategy.zero.step import kernels
+from ls_strategy.zero.flat import averages
+from ls_strategy.zero.step import fused_optimizers
 from tests.dist.ranks import WIDTH, Block, Net, assert_equal, batches, fit, on_ranks, trainer_of, weights
 
 pytestmark = pytest.mark.wide
@@ -191,7 +191,7 @@ class Seconds:
         self.now, self.updates = 0.0, 0
         self.may_update = threading.Semaphore(0)
         self.gated = False
-        update, wait = kernels.ops.adamw_, Ticket.wait
+        update, wait = fused_optimizers.ops.adamw_, Ticket.wait
 
         def takes_a_second(*args: Any, **options: Any) -> None:
             if self.gated:
@@ -204,9 +204,9 @@ class Seconds:
             self.may_update.release()
             wait(ticket)
 
-        patch.setattr(kernels.ops, "adamw_", takes_a_second)
+        patch.setattr(fused_optimizers.ops, "adamw_", takes_a_second)
         patch.setattr(Ticket, "wait", notes)
-        for module in (stream, buffer, averages):
+        for module in (stream, flat_buffer, averages):
             patch.setattr(module, "time", SimpleNamespace(perf_counter=lambda: self.now, monotonic=time.monotonic))
 
 

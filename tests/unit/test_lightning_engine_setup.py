@@ -74,18 +74,18 @@ def test_an_engine_is_detached_only_where_every_rank_has_full_parameters() -> No
     events: list[str] = []
     engine = SimpleNamespace(
         gradients=SimpleNamespace(local=False),
-        on_demand=SimpleNamespace(thread=1, given=SimpleNamespace(training=True)),
+        on_demand=SimpleNamespace(thread=1, state_dict_copies=SimpleNamespace(training=True)),
         comm=SimpleNamespace(world_size=1),
         wait=lambda: events.append("wait"),
         detach=lambda: events.append("detach"),
-        away=SimpleNamespace(take_back=lambda: events.append("take back")),
+        state_offload=SimpleNamespace(reload=lambda: events.append("reload")),
         offload=SimpleNamespace(rest=lambda: events.append("rest")),
     )
     setup = EngineSetup(SimpleNamespace(engine=engine, virtual=None, lightning_module=None))  # type: ignore[arg-type]
     setup.detach()
-    assert events == ["take back", "wait", "detach", "rest"]
+    assert events == ["reload", "wait", "detach", "rest"]
     assert engine.gradients.local
     assert (engine.on_demand.thread, engine.on_demand.state_dict_copies.training) == (None, False)
     setup.state_dict_hooks = object()  # type: ignore[assignment]
     setup.detach()
-    assert events == ["take back", "wait", "detach", "rest", "take back", "wait", "rest"]
+    assert events == ["reload", "wait", "detach", "rest", "reload", "wait", "rest"]
