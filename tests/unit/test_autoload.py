@@ -313,7 +313,9 @@ class Toy(L.LightningModule):
         self.table = torch.nn.Embedding(11, 6)
 import sys
 early = {{name for name in sys.modules if name.startswith("ls_strategy.")}}
-names = ("autoload", "distributed", "distributed.launcher", "errors", "host", "lightning", "lightning.files")
+names = (
+    "autoload", "distributed", "distributed.launcher", "errors", "host", "lightning", "lightning.files", "short_paths"
+)
 assert early == {{f"ls_strategy.{{name}}" for name in names}}, early
 found = Toy.load_from_checkpoint(sys.argv[1], strict=False, scale=2.0)
 assert found.hparams.scale == 2.0 and "ls_strategy.checkpoint.source" in sys.modules
