@@ -263,7 +263,7 @@ class Engine:
             callback()
         self.on_detach.clear()
         for flat in self.flats:
-            flat.on_demand = flat.gradients = None
+            flat.end_showing()
             for p in flat.params if flat.resident else ():
                 unbind_home(p)
 
@@ -406,7 +406,7 @@ class Engine:
         self.schedule.forget_early()
         self._torn = self._torn or any(flat.updated_early or flat.directed_early for flat in self.flats)
         for flat in self.flats:
-            flat.updated_early = flat.directed_early = False
+            flat.end_early()
         try:
             self.wait()
         except Exception:  # the first exception matters more, and nothing may wait for this again

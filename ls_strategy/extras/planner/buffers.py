@@ -205,6 +205,10 @@ class SimulatedFlat:
             self.held = False
             self.ledger.add("parameters", -self.gathered_bytes)
 
+    def owe_gather(self) -> None:
+        """See `FlatBuffer`."""
+        self.publish_due = True
+
     def outdate_secondary(self) -> None:
         """See `FlatBuffer`. The second copy keeps its memory."""
 

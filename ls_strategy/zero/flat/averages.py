@@ -95,6 +95,18 @@ class Averages:
         """Return the factor that readers still have to apply."""
         return 1.0 / self.scale
 
+    def note_values(self) -> None:
+        """Record that the averages have values, which somebody has put there: `land` does it itself."""
+        self.hold_values = True
+
+    def note_edit(self) -> None:
+        """Record that they were clipped, or changed by user code, on all ranks."""
+        self.edited = True
+
+    def end_edits(self) -> None:
+        """Record that they are what was averaged again."""
+        self.edited = False
+
     def forget(self) -> None:
         """Discard the averages so far."""
         self.hold_values = self.gone = self.edited = False
@@ -369,7 +381,7 @@ class Averages:
         try:
             yield
         finally:
-            self._flat.waited_s += time.perf_counter() - started
+            self._flat.count_wait(time.perf_counter() - started)
 
     def hand_to_update(self) -> None:
         """Give the averages to an update in flight; backward fills new ones. `reclaim` ends it."""

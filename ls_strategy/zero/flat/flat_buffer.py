@@ -541,6 +541,30 @@ class FlatBuffer:
 
     # updates in flight -----------------------------------------------------------------------------------------------
 
+    def begin_update(self, updating: Ticket) -> None:
+        """Record an update of these states that runs in the background."""
+        self.updating = updating
+
+    def begin_arrival(self, arriving: Arrival) -> None:
+        """Record new parameters on their way to the device. Any thread of an update may call this."""
+        self.arriving = arriving
+
+    def begin_early_directions(self) -> None:
+        """Record that split steps of this buffer's tensors have begun while backward still runs."""
+        self.directed_early = True
+
+    def end_early(self) -> None:
+        """Forget what the backward pass has begun: the step has followed, or never will."""
+        self.updated_early = self.directed_early = False
+
+    def owe_gather(self) -> None:
+        """Record that new weights have still to be sent to the other ranks."""
+        self.publish_due = True
+
+    def count_wait(self, seconds: float) -> None:
+        """Add to the time that the training thread has waited for updates and gradients."""
+        self.waited_s += seconds
+
     def begin_early_update(self, updating: Ticket) -> None:
         """Record an update that has taken the complete averages while backward still runs."""
         self.updating = updating
@@ -584,6 +608,15 @@ class FlatBuffer:
     def _switch(self, to: type[nn.Parameter]) -> None:
         for p in self._switched:
             p.__class__ = to
+
+    def show_by(self, *, on_demand: GathersOnDemand | None = None, gradients: ShowsGradients | None = None) -> None:
+        """Let ``on_demand`` gather the buffer when user code uses a parameter, or ``gradients`` provide ``p.grad``."""
+        self.on_demand = on_demand or self.on_demand
+        self.gradients = gradients or self.gradients
+
+    def end_showing(self) -> None:
+        """End what `show_by` has begun: training is over."""
+        self.on_demand = self.gradients = None
 
     def take_writes(self) -> bool:
         """Copy user code's writes into the masters, see `UserWrites.take`. Not collective."""
@@ -760,8 +793,7 @@ class FlatBuffer:
         if self.offloaded:
             self.require_here("parameters")
         if self.gathering is not None:
-            self.gathering.wait()
-            self.gathering = None
+            self._end_gather()
             if self.wire is None and self.secondary is not None:
                 self.secondary.arrived(self.full)
             elif self.wire is not None and not self.wire.exact:
@@ -772,6 +804,17 @@ class FlatBuffer:
             self.bind(on_demand=on_demand)
         elif (self.hidden or self.gathered_on_demand) and not on_demand:
             self._reveal()
+
+    def _begin_gather(self, gathering: PendingGather) -> None:
+        self.gathering = gathering
+
+    def _end_gather(self) -> bool:
+        """Wait for the gather in flight; return whether there was one."""
+        if self.gathering is None:
+            return False
+        self.gathering.wait()
+        self.gathering = None
+        return True
 
     def _reveal(self) -> None:
         """Make the parameters ordinary tensors: their values have arrived."""
@@ -786,11 +829,8 @@ class FlatBuffer:
 
     def release(self) -> None:
         """Free the full buffer, unless user code has a view of it (stage 3). The parameters keep their shapes."""
-        if self.gathering is not None:
-            self.gathering.wait()
-            self.gathering = None
-            if self.secondary is not None:
-                self.secondary.dropped()
+        if self._end_gather() and self.secondary is not None:
+            self.secondary.dropped()
         if self.reading is not None:
             self.reading.result()
             self.reading = None

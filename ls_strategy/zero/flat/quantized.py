@@ -160,13 +160,11 @@ class QuantizedFlat(FlatBuffer):
         self.require_here("parameters")
         self.refuse_tracing()
         self.writes.begin_gather()
-        self.gathering = PendingGather((), self.comm)
+        self._begin_gather(PendingGather((), self.comm))
 
     @override
     def finish_gather(self, *, on_demand: bool = False) -> None:
-        if self.wire is None and self.gathering is not None:
-            self.gathering.wait()
-            self.gathering = None
+        if self.wire is None and self._end_gather():
             allocate(self.full)
             dequantize_(self.master, self.full, self.form)
         super().finish_gather(on_demand=on_demand)

@@ -165,7 +165,7 @@ class Gatherer:
                     flat.release()
                 flat.writes.outdate_memory()
             elif flat.policy.optimizer or not flat.master_is_slice:  # else the step changes the parameters at once
-                flat.publish_due = True
+                flat.owe_gather()
                 self._published = 0
                 flat.hide()
 
@@ -181,7 +181,7 @@ class Gatherer:
             if flat.gathering is not None:
                 flat.finish_gather()
             if lazily:
-                flat.publish_due = True
+                flat.owe_gather()
             else:
                 flat.start_gather()
             if flat.is_arriving and not lazily and flat.writes.has_data_views:  # a view can be read at any time

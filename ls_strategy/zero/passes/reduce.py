@@ -239,7 +239,7 @@ class Reducer:
             local.sent_mask = [grad_of(p) is not None for p in flat.params]
         local.dirty = False
         if flat.averages.in_place:
-            flat.averages.hold_values = True
+            flat.averages.note_values()
             if flat.comm.averaged_ranks == 1:  # nothing to average over
                 return
         if not self.policy.gradients:
@@ -483,7 +483,7 @@ def match_sent(flat: FlatBuffer, used: list[bool], sent: list[bool]) -> None:
     if flat.averages.in_place and any(used) and not flat.averages.hold_values:
         flat.local.allocate(flat.average_dtype)
         flat.local.take_all_replaced()
-        flat.averages.hold_values = True
+        flat.averages.note_values()
     for i, piece in enumerate(flat.pieces):
         if sent[i] and not used[i]:
             flat.averages.zero(piece.start, piece.stop)

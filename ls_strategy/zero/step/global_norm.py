@@ -91,11 +91,11 @@ def clip_factor(norm: Tensor, max_norm: float) -> Tensor | None:
 def scale_(flat: FlatBuffer, factor: Tensor) -> None:
     """Multiply averaged gradients in place."""
     flat.averages.change(lambda grads: grads.mul_(factor.to(grads.device)))
-    flat.averages.edited = True
+    flat.averages.note_edit()
 
 
 def clip_value_(flats: list[FlatBuffer], limit: float) -> None:
     """Clamp every averaged gradient element to ``[-limit, limit]``."""
     for flat in flats:
         flat.averages.change_unscaled(lambda grads: grads.clamp_(-limit, limit))
-        flat.averages.edited = True
+        flat.averages.note_edit()

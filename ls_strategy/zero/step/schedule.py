@@ -151,7 +151,7 @@ class UpdateSchedule:
             flat.begin_delayed_update(ticket)
             self._delayed[index].append(flat)
         else:
-            flat.updating = ticket
+            flat.begin_update(ticket)
 
     def bring_in_delayed(self, index: int) -> None:
         """Wait for the delayed updates of the previous step, and gather the parameters. Collective."""
@@ -170,7 +170,7 @@ class UpdateSchedule:
         if early:
             after = self._offload.link.mark()
             for flat in early:
-                flat.updating = self._offload.stream.submit([CopyOut(flat, after)])
+                flat.begin_update(self._offload.stream.submit([CopyOut(flat, after)]))
 
     @staticmethod
     def note_stepped(flats: list[FlatBuffer]) -> None:
@@ -185,7 +185,7 @@ class UpdateSchedule:
         flats = [flat for flat in self._optimizers[index].flats if not flat.is_frozen]
         self._copy_out_early(index)
         for flat in flats:
-            flat.updated_early = flat.directed_early = False
+            flat.end_early()
         self._early.clear()
         if self._gatherer.sharded:
             self._gatherer.release_all(stepped=True)

@@ -82,7 +82,7 @@ class Directions(Job):
         """Wait for the directions, and return that of one member."""
         started = time.perf_counter()
         self._ticket.wait()
-        member.flat.waited_s += time.perf_counter() - started
+        member.flat.count_wait(time.perf_counter() - started)
         return [self._found.pop(member.number)]
 
     def abandon(self) -> None:
@@ -120,7 +120,7 @@ class EarlyDirections:
             return part if unscale == 1.0 else part * unscale
 
         directions = Directions(splitter, members, gradient, stream)
-        flat.directed_early = True
+        flat.begin_early_directions()
         for member in members:
             self._begun[member.number] = (directions, averages.generation)
 
@@ -177,7 +177,7 @@ class Applications:
         started = time.perf_counter()
         while len(self._tickets) >= _WAITING:
             self._tickets.popleft().wait()
-        parts[0][0].flat.waited_s += time.perf_counter() - started
+        parts[0][0].flat.count_wait(time.perf_counter() - started)
         self._tickets.append(Application(splitter, parts).submit(stream))
 
 
@@ -195,7 +195,7 @@ class Application(Job):
         """Start applying, and let everything that needs the master weights wait for it."""
         ticket = stream.submit([self])
         for member, _ in self._parts:
-            member.flat.updating = ticket
+            member.flat.begin_update(ticket)
         return ticket
 
     def read(self) -> None:

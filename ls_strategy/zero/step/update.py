@@ -138,7 +138,7 @@ class CopyOut:
             else:
                 flat.storage.read_into("master", host)
 
-        flat.arriving = flat.storage.link.staged_to_device(target, fill, self._after)
+        flat.begin_arrival(flat.storage.link.staged_to_device(target, fill, self._after))
 
     def write(self) -> None:
         """Do nothing: `update` has already written."""
@@ -298,9 +298,10 @@ class _ChunkUpdate:
         else:
             target = (flat.full[slice(*flat.stepped)] if flat.shard is None else flat.shard)[self._lo : self._hi]
             if target.data_ptr() != self._out.data_ptr():
-                flat.arriving = storage.link.to_device(target, self._out, self._update.after)
+                arriving = storage.link.to_device(target, self._out, self._update.after)
+                flat.begin_arrival(arriving)
                 if self._staging is not None:
-                    storage.link.stock.give(self._staging, flat.arriving)
+                    storage.link.stock.give(self._staging, arriving)
         self._out = self._staging = None
 
 

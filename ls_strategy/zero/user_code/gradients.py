@@ -85,7 +85,7 @@ class Gradients:
         """Lets frozen buffers train, because they are given gradients."""
         for flat in flats:
             if flat.has_optimizer:
-                flat.gradients = self
+                flat.show_by(gradients=self)
 
     # called by user code ---------------------------------------------------------------------------------------------
 
@@ -255,7 +255,8 @@ class Gradients:
             if not flat.averages.hold_values:
                 flat.local.take_all_replaced()
             flat.local.take_replaced(i)
-            flat.averages.hold_values = used[number] = changed = True
+            flat.averages.note_values()
+            used[number] = changed = True
         return changed
 
     def take_all(self) -> None:
@@ -305,7 +306,7 @@ def _admit_nothing(_: list[FlatBuffer]) -> None:
 
 def _start_from_averages(flat: FlatBuffer) -> None:
     """Replace local gradients, which the next backward accumulates to, by the averages (stage 1). Collective."""
-    flat.averages.edited = False
+    flat.averages.end_edits()
     if not flat.averages.hold_values or flat.averages.gone:
         return
     flat.local.allocate(flat.average_dtype)

@@ -69,7 +69,7 @@ class OnDemandGather:
         self.state_dict_copies = StateDictCopies()
         """Copies that state dicts have returned (stage 3)."""
         for flat in flats:
-            flat.on_demand = self
+            flat.show_by(on_demand=self)
 
     # called when parameters are used ---------------------------------------------------------------------------------
 

@@ -36,7 +36,7 @@ class Unstepped:
         self.provides = bool(left)
         """Whether there are such buffers. If so, call `outdate` when a backward pass begins."""
         for flat in left:
-            flat.gradients = self
+            flat.show_by(gradients=self)
 
     def outdate(self) -> None:
         """Require a new average, because a backward pass changes the gradients. Not collective."""

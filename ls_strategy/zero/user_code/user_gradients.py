@@ -240,7 +240,7 @@ class UserGradients:
         """Write elements of this rank's shard from ``start`` on, those selected by ``where``."""
         flat, averages = self.flat, self.flat.averages
         if not averages.hold_values:  # set by user code without a backward: on every rank, also one without elements
-            averages.hold_values = True
+            averages.note_values()
             if averages.on_nvme:
                 flat.storage.write("grad", 0, torch.zeros(flat.stepped_numel, dtype=flat.average_dtype))
             else:
@@ -292,7 +292,7 @@ class UserGradients:
         self.norms.clear()
         changed, self.changed = self.changed, False
         if changed:
-            flat.averages.edited = True
+            flat.averages.note_edit()
             flat.local.mask = list(self.used)
             for i, used in enumerate(self.used) if not flat.policy.gradients else ():
                 _match_local(flat, i, used=used)
