@@ -30,7 +30,7 @@ FILES = {0: 25, 1: 25, 2: 25, 3: 25}
 FUNCTIONS = {0: 198, 1: 208, 2: 209, 3: 236}
 """A plain step may enter so many, by stage. They only ever fall: a feature that is off is not entered."""
 
-CALLS_OF_A_GATHER = 20
+CALLS_OF_A_GATHER = 6
 """Calls within the package from the start of a unit's gather to the collective."""
 
 
