@@ -118,18 +118,15 @@ class Engine:
         self._planned, self.units, self.offload = sharded.plan, sharded.units, sharded.offload
         self.on_demand, self.gatherer, self.reducer = sharded.on_demand, sharded.gatherer, sharded.reducer
         self.events = StepEvents()
-        self.events.after_user_code.subscribe(self.on_demand.write_back)
         scaler = LossScaler(loss_scale or LossScaleConfig()) if precision.loss_scaling else None
         before = None if previous is None else previous.stepper
+        self.events.after_user_code.subscribe(self.on_demand.write_back)
         with showing_no_states(optimizers):
             self.stepper = Stepper(sharded, optimizers, scaler, self.events, before)
         if previous is not None:
             previous.offload.close()
-        self.state_offload = StateOffload(sharded.flats, self.stepper, self.gatherer, self.offload.link, self.events)
         self.gradients, self.schedule = self.stepper.gradients, self.stepper.schedule
-        unstepped = Unstepped([] if mesh.shape.kinds else self.flats, comm, lambda: self.gradients.local)
-        if unstepped.provides:
-            self.events.on_backward_begin.subscribe(unstepped.outdate)
+        self._subscribe_features()
         self.reducer.reset()
         self.hooks = UnitHooks(self.units, self.gatherer, self.reducer, sharded=self.gatherer.releases)
         self.hooks.watch_rows(self.flats)
@@ -143,6 +140,14 @@ class Engine:
         self.on_detach: list[Callable[[], None]] = []
         """Callbacks that run when another engine adopts the model."""
         _HOLDERS[model] = self
+
+    def _subscribe_features(self) -> None:
+        """Let the features of a step that are on take part in its events; the optimizers' own have subscribed."""
+        self.state_offload = StateOffload(self.flats, self.stepper, self.gatherer, self.offload.link, self.events)
+        flats = [] if self.mesh.shape.kinds else self.flats
+        unstepped = Unstepped(flats, self.comm, lambda: self.gradients.local)
+        if unstepped.provides:
+            self.events.on_backward_begin.subscribe(unstepped.outdate)
 
     def _agree_on_draft(self, model: nn.Module, optimizers: list[Optimizer], parts: Mapping[int, TensorPart]) -> Draft:
         draft = Draft(

@@ -10,7 +10,7 @@ name                        what                                                
                                                                                                    errors about memory
 ``deepspeed_config``        ``(strategy, arguments) -> arguments``: see                            ``ZeROStrategy``
                             `ls_strategy.lightning.deepspeed`
-``checkpoint_reader``       ``(path, weights_only=) -> checkpoint``, or None for a path of         every load of a path
+``checkpoint_reader``       ``(folder, weights_only=) -> checkpoint``, or None for a folder of     loads of folders
                             another kind; all that are offered are tried
 ``strategy_in_ray``         the strategy's class in train functions of Ray                         aliases
 ==========================  =====================================================================  ====================

@@ -111,6 +111,7 @@ EXPECTED_VARIABLES = {
     "PL_GLOBAL_SEED",
     "PL_SEED_WORKERS",
     "PYTEST_CURRENT_TEST",
+    "PYTORCH_NVML_BASED_CUDA_CHECK",  # by the first import of Lightning
     "RAY_CLIENT_MODE",  # by the first import of ray
     "TORCHINDUCTOR_CACHE_DIR",
     "TF_CPP_MIN_LOG_LEVEL",

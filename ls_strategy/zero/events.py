@@ -32,7 +32,7 @@ class Event:
         return partial(self._subscribers.remove, call)
 
     def __call__(self, *given: Any) -> None:
-        """Tell the subscribers. One that unsubscribes meanwhile was told, one that subscribes meanwhile was not."""
+        """Call those who have subscribed by now, also one that unsubscribes meanwhile."""
         for call in tuple(self._subscribers):
             call(*given)
 

@@ -1,4 +1,4 @@
-"""The events of a step: who is told what, in which order, and that what is off is not told anything."""
+"""The events of a step: who is called with what, in which order, and that what is off is not called."""
 
 from __future__ import annotations
 
@@ -26,70 +26,70 @@ def subscribers(engine: Engine) -> dict[str, list[str]]:
 
 
 def notes(engine: Engine) -> list[Any]:
-    """Subscribe to everything, as a feature of another package would; what was told so far."""
-    told: list[Any] = []
+    """Subscribe to everything, as a feature of another package would; what has happened so far."""
+    seen: list[Any] = []
     for name in EVENTS:
-        getattr(engine.events, name).subscribe(lambda *given, name=name: told.append((name, *given)))
-    return told
+        getattr(engine.events, name).subscribe(lambda *given, name=name: seen.append((name, *given)))
+    return seen
 
 
-def test_subscribers_are_told_in_the_order_in_which_they_came() -> None:
-    event, told = Event(), []
-    ends = [event.subscribe(lambda value, n=n: told.append((n, value))) for n in range(3)]
+def test_subscribers_are_called_in_the_order_in_which_they_came() -> None:
+    event, seen = Event(), []
+    ends = [event.subscribe(lambda value, n=n: seen.append((n, value))) for n in range(3)]
     event("a")
     ends[1]()
-    event.subscribe(lambda value: told.append(("last", value)))
+    event.subscribe(lambda value: seen.append(("last", value)))
     event("b")
-    assert told == [(0, "a"), (1, "a"), (2, "a"), (0, "b"), (2, "b"), ("last", "b")]
+    assert seen == [(0, "a"), (1, "a"), (2, "a"), (0, "b"), (2, "b"), ("last", "b")]
 
 
 def test_who_leaves_or_comes_meanwhile_counts_from_the_next_event() -> None:
-    event, told = Event(), []
+    event, seen = Event(), []
 
     def first() -> None:
-        told.append("first")
+        seen.append("first")
         leave()
-        event.subscribe(lambda: told.append("later"))
+        event.subscribe(lambda: seen.append("later"))
 
     leave = event.subscribe(first)
-    event.subscribe(lambda: told.append("second"))
+    event.subscribe(lambda: seen.append("second"))
     event()
-    assert told == ["first", "second"]
+    assert seen == ["first", "second"]
     event()
-    assert told == ["first", "second", "second", "later"]
+    assert seen == ["first", "second", "second", "later"]
 
 
 def test_an_exception_ends_the_event() -> None:
-    event, told = Event(), []
+    event, seen = Event(), []
 
     def refuse() -> None:
         raise StateError("no")
 
     event.subscribe(refuse)
-    event.subscribe(lambda: told.append("second"))
+    event.subscribe(lambda: seen.append("second"))
     with pytest.raises(StateError, match="no"):
         event()
-    assert not told
+    assert not seen
 
 
 @pytest.mark.parametrize("stage", range(4))
 def test_the_events_of_a_step(stage: int) -> None:
     _model, engine = small(stage=stage)
-    told = notes(engine)
+    seen = notes(engine)
     backward(engine, 0)
-    assert told == [
+    assert seen == [
         ("after_user_code",), ("on_step_begin",), ("after_user_code",),
         ("before_read", "parameters", "gradients"), ("on_backward_begin",),
     ]  # fmt: skip
-    told.clear()
+    seen.clear()
     optimizer = engine.optimizers[0].sharded.optimizer
     engine.finish(0)
     engine.step(0, optimizer.step)
-    assert told == [("after_user_code",)]
-    told.clear()
+    assert seen == [("after_user_code",)]
+    seen.clear()
     engine.wait()
     engine.check_complete()
-    assert told == [("after_user_code",), ("before_read",)]
+    assert seen == [("after_user_code",), ("before_read",)]
 
 
 @pytest.mark.parametrize("stage", range(4))

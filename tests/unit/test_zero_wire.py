@@ -86,13 +86,14 @@ def test_shards_are_sent_without_their_neighbours(form: WireFormat) -> None:
 
 
 @pytest.mark.parametrize("form", EVERY, ids=lambda form: form.name)
-def test_rounding_is_told_and_happens_once(form: WireFormat) -> None:
+def test_rounding_is_declared_and_happens_once(form: WireFormat) -> None:
     torch.manual_seed(0)
     full = torch.randn(2 * TILE)
     values = decoded(form, encoded(form, full), full.numel())
     assert torch.equal(values, full) == form.lossless
     assert torch.equal(form.rounded(full), values)
-    assert torch.equal(form.rounded(full[:7]), values[:7]) or form.name in FORMATS, "blocks share a scale"
+    if form.name not in FORMATS:  # in these, elements share a scale
+        assert torch.equal(form.rounded(full[:7]), values[:7])
     assert torch.equal(decoded(form, encoded(form, values), values.numel()), values)
     assert (values - full).norm() <= 0.2 * full.norm()
 

@@ -32,7 +32,7 @@ from ls_strategy.pretrained.safetensors import is_index, read_safetensors
 from ls_strategy.zero.lazy import LazyTensor, parts_of
 from ls_strategy.zero.parts import part_of
 
-logger = logging.getLogger("ls_strategy.extras.inference")
+logger = logging.getLogger("ls_strategy.inference")
 
 
 def open_weights(path: str | os.PathLike[str]) -> dict[str, Tensor]:

@@ -188,8 +188,8 @@ class FlatBuffer:
     encodes = True
     """Whether shards are encoded before they are sent, and not stored in the format in which they are."""
 
-    _rounding_told = False
-    """Whether user code was told that what it writes is rounded."""
+    _rounding_warned = False
+    """Whether user code was warned that what it writes is rounded."""
 
     local: LocalGradients
     """This rank's own gradients."""
@@ -622,18 +622,18 @@ class FlatBuffer:
         """Copy user code's writes into the masters, see `UserWrites.take`. Not collective."""
         changed = self.writes.take()
         if changed and self.encoded_wire is not None:
-            self._tell_of_rounding()
+            self._warn_of_rounding()
         return changed
 
-    def _tell_of_rounding(self) -> None:
-        if not self._rounding_told and self.comm.rank == 0 and self._wire_format is not None:
+    def _warn_of_rounding(self) -> None:
+        if not self._rounding_warned and self.comm.rank == 0 and self._wire_format is not None:
             _log.warning(
                 "%s",
                 f"a weight of the buffer of {self.name!r} was written to where it is rounded to "
                 f"{self._wire_format.name}, so what was written is kept and its precision is that. Write outside of "
                 "the module's own forward, or leave sharding.quantized_gathers out.",
             )
-            self._rounding_told = True
+            self._rounding_warned = True
 
     def hide(self) -> None:
         """Make every use of a parameter wait for values in flight (stages 0 to 2)."""

@@ -134,20 +134,20 @@ class QuantizedFlat(FlatBuffer):
         dequantize_(quantize(self.full, self.form), self.full, self.form)
 
     @override
-    def _tell_of_rounding(self) -> None:
-        if not self._rounding_told and self.comm.rank == 0:
+    def _warn_of_rounding(self) -> None:
+        if not self._rounding_warned and self.comm.rank == 0:
             message = (
                 f"a weight of the buffer of {self.name!r} was written to, but it is stored as {self.form}, so the new "
                 "values were rounded again. Name its module in precision.frozen_except to keep exact values."
             )
             _log.warning("%s", message)
-        self._rounding_told = True
+        self._rounding_warned = True
 
     @override
     def take_writes(self) -> bool:
         changed = self.writes.take()
         if changed:
-            self._tell_of_rounding()
+            self._warn_of_rounding()
         return changed
 
     # parameters ------------------------------------------------------------------------------------------------------
