@@ -29,7 +29,8 @@ from ls_strategy.engine import Engine
 from ls_strategy.errors import DataError, PlanError, StateError
 from ls_strategy.host.fabric import sized_len
 from ls_strategy.host.pytorch import Callback, extract_batch_size, pl
-from ls_strategy.lightning._private import (
+from ls_strategy.lightning._private import metric_snapshot
+from ls_strategy.lightning._private_uneven import (
     JoinedFetcher,
     NoBatch,
     Results,
@@ -37,7 +38,6 @@ from ls_strategy.lightning._private import (
     around_lengths,
     around_training_batches,
     hides_batches,
-    metric_snapshot,
     run_filler_in_evaluation,
     run_filler_in_training,
     to_device,

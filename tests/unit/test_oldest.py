@@ -10,7 +10,12 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
 SCRIPT = ROOT / ".ci" / "oldest"
-PRIVATE = ("ls_strategy._torch", "ls_strategy.lightning._private", "ls_strategy.extras._lightning")
+PRIVATE = (
+    "ls_strategy._torch",
+    "ls_strategy.lightning._private",
+    "ls_strategy.lightning._private_uneven",
+    "ls_strategy.extras._lightning",
+)
 FITTED = (
     "ls_strategy/lightning/",
     "ls_strategy/zero/",
