@@ -22,7 +22,7 @@ import time
 from collections.abc import Callable
 from concurrent.futures import Future
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any, Protocol
+from typing import Any, NoReturn, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -43,7 +43,17 @@ from ls_strategy.zero.flat.averages import Averages
 from ls_strategy.zero.flat.hpz_copy import Secondary
 from ls_strategy.zero.flat.initial import full_values, shard_values
 from ls_strategy.zero.flat.local_gradients import LocalGradients, slot_views
-from ls_strategy.zero.flat.parameters import Absent, Present, bind_home, grad_of, point, set_grad, unnoticed
+from ls_strategy.zero.flat.parameters import (
+    Absent,
+    GathersOnDemand,
+    Present,
+    ShowsGradients,
+    bind_home,
+    grad_of,
+    point,
+    set_grad,
+    unnoticed,
+)
 from ls_strategy.zero.flat.released import Released
 from ls_strategy.zero.flat.storage import StateStorage
 from ls_strategy.zero.flat.writes import UserWrites
@@ -66,41 +76,6 @@ class Holding(Protocol):
 
     def release(self) -> None:
         """Copy what was not read yet, and return when the states may change."""
-
-
-class GathersOnDemand(Protocol):
-    """Gathers buffers whose parameters are used while they are released."""
-
-    def touch(self, flat: FlatBuffer) -> None:
-        """Gather the parameters, and keep them until `touched`. Collective."""
-
-    def holds(self, tensor: Tensor) -> bool:
-        """Return whether ``tensor`` is a view of a flat buffer."""
-        ...
-
-    def note_memory(self, flat: FlatBuffer) -> None:
-        """Record that ``flat.full`` was reallocated."""
-
-    def touched(self, flat: FlatBuffer) -> None:
-        """Allow the buffer to be released again."""
-
-    def is_collecting(self) -> bool:
-        """Return whether a state dict is being collected, for which hooks fetch the values."""
-        ...
-
-    def saving(self) -> AbstractContextManager[Any]:
-        """Wrap an operation on gathered parameters: autograd gathers again what it saved of them."""
-        ...
-
-
-class ShowsGradients(Protocol):
-    """Provides ``p.grad`` after backward."""
-
-    def read(self, flat: FlatBuffer, index: int) -> Tensor | None:
-        """Return ``p.grad``. Collective."""
-
-    def write(self, flat: FlatBuffer, index: int, value: Tensor | None) -> None:
-        """Set ``p.grad``. Collective."""
 
 
 class FlatBuffer:
@@ -283,19 +258,18 @@ class FlatBuffer:
         if self.wire is not None and self.wire.encodes and self.reading is None:
             self.wire.exact = True
 
-    def refuse_tracing(self) -> None:
+    def refuse_tracing(self) -> NoReturn:
         """Refuse to gather while a graph is traced.
 
         Raises:
-            StateError: a graph is being traced.
+            StateError: always.
         """
-        if torch.jit.is_tracing():
-            why = "sharded (stage 3)" if self.plan.quantized is None else f"stored as {self.plan.quantized}"
-            raise StateError(
-                f"{self.name!r} is {why}, and a graph that is traced (torch.jit.trace, torch.onnx, add_graph) would "
-                "record a placeholder instead of its values. Trace a copy with full weights: copy.deepcopy(module), "
-                "made on all ranks."
-            )
+        why = "sharded (stage 3)" if self.plan.quantized is None else f"stored as {self.plan.quantized}"
+        raise StateError(
+            f"{self.name!r} is {why}, and a graph that is traced (torch.jit.trace, torch.onnx, add_graph) would record "
+            "a placeholder instead of its values. Trace a copy with full weights: copy.deepcopy(module), made on all "
+            "ranks."
+        )
 
     def rounded(self, values: Tensor) -> Tensor:
         """Return what the parameters become when ``values``, of a parameter from its start on, are written to them."""

@@ -158,7 +158,8 @@ class QuantizedFlat(FlatBuffer):
             super().start_gather()
             return
         self.require_here("parameters")
-        self.refuse_tracing()
+        if torch.jit.is_tracing():
+            self.refuse_tracing()
         self.writes.begin_gather()
         self._begin_gather(PendingGather((), self.comm))
 
