@@ -9,7 +9,7 @@ from ray.train import CheckpointConfig, FailureConfig, RunConfig, ScalingConfig
 from ray.train.torch import TorchTrainer
 
 from docs.examples.model import Model, data  # a small GPT, random tokens
-from ls_strategy.ray import RayReportCallback, RayZeROStrategy, latest_checkpoint
+from ls_strategy.extras.ray import RayReportCallback, RayZeROStrategy, latest_checkpoint
 
 
 def train(config: dict[str, Any]) -> None:
