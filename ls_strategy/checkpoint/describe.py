@@ -27,15 +27,11 @@ from ls_strategy.checkpoint.manifest import Manifest, read_manifest, verify
 from ls_strategy.checkpoint.place import Place
 from ls_strategy.checkpoint.source import is_folder, open_folder
 from ls_strategy.checkpoint.target import MANIFEST, META, METADATA
-from ls_strategy.config.renamed import RENAMED
 from ls_strategy.errors import CheckpointError
 
 KINDS = ("weights", "optimizer states", "others")
 
 FOLDER, DCP, FILE = "folder", "folder of torch.distributed.checkpoint", "file of torch.save"
-
-_OPTIONS = {**RENAMED, "optimizer_tier": "offload.optimizer", "param_tier": "offload.parameters"}
-"""Names in the manifests of earlier versions, and the options' names of today."""
 
 
 @dataclass(frozen=True)
@@ -176,7 +172,7 @@ def describe(path: str | os.PathLike[str]) -> Description:
         step=manifest.step,
         epoch=manifest.epoch,
         saved_at=manifest.saved_at,
-        layout={_OPTIONS.get(name, name): value for name, value in manifest.layout.items() if name != HISTORY},
+        layout={name: value for name, value in manifest.layout.items() if name != HISTORY},
         left_out=manifest.left_out,
         files={name: record.bytes for name, record in sorted(manifest.files.items())},
         unknown=_unknown(path, manifest),

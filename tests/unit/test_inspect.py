@@ -17,7 +17,6 @@ import torch.distributed.checkpoint as dcp
 from torch import nn
 
 from ls_strategy.checkpoint.describe import describe, verify_all
-from ls_strategy.checkpoint.manifest import read_manifest
 from ls_strategy.checkpoint.safetensors import export_safetensors
 from ls_strategy.extras import cli
 from ls_strategy.extras.deepspeed.checkpoint import is_deepspeed
@@ -248,16 +247,6 @@ def test_a_folder_of_deepspeed(tmp_path: Path, capsys: Any) -> None:
         lines = dict(line.split(maxsplit=1) for line in capsys.readouterr().out.splitlines())
         assert lines["format"] == "folder of DeepSpeed"
         assert not lines["weights"].startswith("0 ")
-
-
-def test_names_of_removed_options_are_shown_as_they_are_called_now(tmp_path: Path, capsys: Any) -> None:
-    folder = small_folder(tmp_path / "x.ckpt")
-    manifest = read_manifest(folder)
-    manifest.layout = {"world_size": 2, "tensor_parallel_size": 2, "sequence_parallel_size": 1, "param_tier": "cpu"}
-    (folder / "manifest.json").write_text(manifest.to_json())
-    assert run(folder) == 0
-    text = "from        world_size 2, parallel.tensor.size 2, parallel.context 1, offload.parameters cpu"
-    assert text in capsys.readouterr().out
 
 
 @pytest.mark.wide
