@@ -349,17 +349,38 @@ def unknown_option(kind: type[Any], name: str, given: str) -> ConfigError:
     """Return the error for an option that a dataclass does not have, with the most likely correct one.
 
     Args:
-        kind: the dataclass; ``kind.RENAMED`` may have the new names of options.
+        kind: the dataclass.
         name: the unknown option.
         given: what was given, for the message.
     """
-    options = [field.name for field in dataclasses.fields(kind) if field.init]
-    renamed = getattr(kind, "RENAMED", {})
-    near = difflib.get_close_matches(name, options, n=1)
-    cure = f"Did you mean {near[0]!r}?" if near else f"Its options are {', '.join(options)}."
-    if name in renamed:
-        cure = f"It is {renamed[name]} since 0.2."
+    options = _names(kind)
+    near = [f"{option}={call(inner, name)}" for option, inner in inner_kinds(kind).items() if name in _names(inner)]
+    near += map(repr, difflib.get_close_matches(name, options, n=1))
+    cure = f"Did you mean {near[0]}?" if near else f"Its options are {', '.join(options)}."
     return ConfigError(f"Got {given}, but {kind.__name__} has no option {name!r}. {cure}")
+
+
+def inner_kinds(kind: type[Any]) -> dict[str, type[Any]]:
+    """Return the options of a dataclass that can be a dataclass themselves, each with that class."""
+    hints = ((name, each) for name, hint in hints_of(kind).items() for each in (hint, *get_args(hint)))
+    return {name: each for name, each in hints if isinstance(each, type) and dataclasses.is_dataclass(each)}
+
+
+def call(kind: type[Any], option: str, value: str = "...") -> str:
+    """Return how a dataclass is written with one option and all that it requires.
+
+    Args:
+        kind: the dataclass.
+        option: name of the option.
+        value: what stands for the option's value.
+    """
+    required = {f.name: "..." for f in dataclasses.fields(kind) if f.default is f.default_factory}  # both are missing
+    written = ", ".join(f"{name}={text}" for name, text in {**required, option: value}.items())
+    return f"{kind.__name__}({written})"
+
+
+def _names(kind: type[Any]) -> list[str]:
+    return [field.name for field in dataclasses.fields(kind) if field.init]
 
 
 # --- what to set instead ----------------------------------------------------------------------------------------------

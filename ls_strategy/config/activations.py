@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, ClassVar, Literal
+from typing import Any, Literal
 
 from ls_strategy.checked import at_least, check_fields
 from ls_strategy.config.group import Group
@@ -13,8 +13,6 @@ from ls_strategy.errors import ConfigError
 @dataclass(frozen=True, kw_only=True)
 class RecomputeConfig(Group):
     """Which modules run their forward again in backward instead of keeping its results."""
-
-    RENAMED: ClassVar[dict[str, str]] = {"classes": "block_classes"}
 
     policy: Literal["full", "selective"]
     """``full`` keeps a module's inputs only. ``selective`` also keeps the outputs of the operations in ``keep``."""

@@ -19,9 +19,6 @@ if TYPE_CHECKING:
 class Group:
     """Base of all groups. Their ``__init__`` is the dataclass's own, keyword-only."""
 
-    RENAMED: ClassVar[dict[str, str]] = {}
-    """Old name of an option: what to write now."""
-
     __slots__ = ("_written",)  # jsonargparse takes what is in ``vars(group)`` for options
 
     _written: ClassVar[frozenset[str]]

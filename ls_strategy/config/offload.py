@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, Literal
+from typing import Any, Literal
 
 from ls_strategy.checked import above, at_least, check_fields
 from ls_strategy.config.group import Group
@@ -60,11 +60,6 @@ class NVMeIOConfig(Group):
 @dataclass(frozen=True, kw_only=True)
 class OffloadConfig(Group):
     """Tiers of the model states. ``"cpu"`` or ``"nvme"`` is short for ``optimizer``, and at stage 3 ``parameters``."""
-
-    RENAMED: ClassVar[dict[str, str]] = {
-        "tier": "TierConfig(tier=...), as in OffloadConfig(optimizer=TierConfig(tier='cpu', ratio=0.7))",
-        "ratio": "TierConfig(ratio=...), as in OffloadConfig(optimizer=TierConfig(tier='cpu', ratio=0.7))",
-    }
 
     optimizer: Literal["cpu", "nvme"] | TierConfig | None = None
     """Master weights and optimizer states are stored and updated on this tier.
