@@ -18,7 +18,7 @@ import yaml
 
 from ls_strategy.autoload import ALIASES
 from ls_strategy.config import OffloadConfig, ZeROConfig
-from ls_strategy.config.renamed import RENAMED, in_new_words, nested, refuse_unknown
+from ls_strategy.config.option_names import nested, refuse_unknown
 from ls_strategy.errors import NOTED, ConfigError, LSError
 from ls_strategy.lightning.strategy import ZeROStrategy
 
@@ -107,9 +107,6 @@ def _refused_in(config: Any, depth: int = 0) -> str | None:
 def _sentence(message: str) -> str | None:
     """Return this package's own words for an option that jsonargparse refuses; None if it has none."""
     names = re.findall(r"(?:Option|[Kk]ey) ['\"]([\w.]+)['\"]", message)
-    old = {name: Ellipsis for name in (name.rpartition(".")[2] for name in names) if name in RENAMED}
-    if old:
-        return in_new_words(old)
     class_path = re.search(r"Problem with given class_path '([\w.]+)'", message)
     options = _given(message)
     for name in reversed(names):

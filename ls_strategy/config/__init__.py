@@ -12,9 +12,9 @@ from ls_strategy.config.activations import (
 )
 from ls_strategy.config.checkpoint import CheckpointConfig
 from ls_strategy.config.offload import NVMeIOConfig, OffloadConfig, StepDevice, TierConfig, TierName
+from ls_strategy.config.option_names import nested
 from ls_strategy.config.parallel import ParallelConfig, PipelineConfig, Schedule, TensorConfig
 from ls_strategy.config.precision import FrozenFormat, LossScaleConfig, MomentFormat, PrecisionConfig, ReduceDtype
-from ls_strategy.config.renamed import nested
 from ls_strategy.config.sharding import ShardingConfig
 from ls_strategy.config.zero import ZeROConfig, ZeroStage
 

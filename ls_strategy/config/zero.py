@@ -11,9 +11,9 @@ from ls_strategy.config.activations import ActivationsConfig
 from ls_strategy.config.checkpoint import CheckpointConfig
 from ls_strategy.config.group import Group
 from ls_strategy.config.offload import OffloadConfig
+from ls_strategy.config.option_names import GROUPS
 from ls_strategy.config.parallel import ParallelConfig
 from ls_strategy.config.precision import PrecisionConfig
-from ls_strategy.config.renamed import GROUPS
 from ls_strategy.config.sharding import ShardingConfig
 from ls_strategy.errors import ConfigError
 

@@ -40,7 +40,7 @@ from ls_strategy.config import (
     ShardingConfig,
     ZeROConfig,
 )
-from ls_strategy.config.renamed import takes_groups
+from ls_strategy.config.option_names import takes_groups
 from ls_strategy.errors import ConfigError, PlanError, StateError
 from ls_strategy.fabric import checkpoints
 from ls_strategy.fabric.model import Model, NoSync, Shell, not_set_up, unshelled

@@ -41,7 +41,7 @@ from ls_strategy.config import (
     ShardingConfig,
     ZeROConfig,
 )
-from ls_strategy.config.renamed import takes_groups
+from ls_strategy.config.option_names import takes_groups
 from ls_strategy.engine import Engine
 from ls_strategy.host.fabric import CheckpointIO, ClusterEnvironment
 from ls_strategy.host.pytorch import STEP_OUTPUT, Accelerator, DDPStrategy, Precision, TrainerFn, pl

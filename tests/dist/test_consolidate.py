@@ -15,6 +15,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from ls_strategy import ShardedEMA, ZeROStrategy
 from ls_strategy.checkpoint.consolidate import consolidate
 from ls_strategy.checkpoint.describe import describe, verify_all
+from ls_strategy.config.option_names import option_names
 from ls_strategy.lightning.loading import load_from_checkpoint
 from tests.dist.ranks import Net, Sgd, assert_close, assert_equal, fit, on_ranks, weights
 from tests.dist.test_checkpoint_file import Mixed
@@ -54,7 +55,10 @@ def test_plain_ddp_goes_on_from_the_consolidated_file(
         trainer.save_checkpoint(folder)
         if rank == 0:
             assert verify_all(folder) == []
-            assert describe(folder).step == trainer.global_step
+            found = describe(folder)
+            assert found.step == trainer.global_step
+            assert found.layout.keys() <= {"world_size", "stage", "precision", *option_names()}
+            assert found.layout["stage"] == stage
             consolidate(folder, file)
         dist.barrier()
         fit(stage, whole)

@@ -1,8 +1,8 @@
-"""The tables of docs/options.md, and those of DeepSpeed's keys and of renamed options in docs/migration.md.
+"""The tables of docs/options.md, and those of DeepSpeed's keys in docs/migration.md.
 
-A marker ``<!-- options: NAME -->`` stands above the table of a class or of the strategy, ``<!-- keys: OUTCOME -->``
-above that of DeepSpeed's keys with this outcome, and ``<!-- renamed -->`` above that of old names. A table ends at the
-next empty line. ``python -m tests.docs.option_tables`` writes them.
+A marker ``<!-- options: NAME -->`` stands above the table of a class or of the strategy, and ``<!-- keys: OUTCOME -->``
+above that of DeepSpeed's keys with this outcome. A table ends at the next empty line.
+``python -m tests.docs.option_tables`` writes them.
 """
 
 from __future__ import annotations
@@ -17,12 +17,11 @@ from typing import Any
 
 import ls_strategy
 from ls_strategy import ZeROStrategy
-from ls_strategy.config.renamed import RENAMED
 from ls_strategy.extras.deepspeed.keys import documented
 from tests.docs.blocks import ROOT
 
 PAGES = (ROOT / "docs" / "options.md", ROOT / "docs" / "migration.md")
-_MARKER = re.compile(r"^<!-- (options: (\w+)|keys: (\w+)|renamed) -->\n(?:\|.*\n)*", re.MULTILINE)
+_MARKER = re.compile(r"^<!-- (options: (\w+)|keys: (\w+)) -->\n(?:\|.*\n)*", re.MULTILINE)
 
 
 def described(kind: type[Any]) -> dict[str, str]:
@@ -96,17 +95,11 @@ def _capitalized(text: str) -> str:
     return text[:1].upper() + text[1:] if text.split()[0].strip(":,;").isalpha() else text
 
 
-def renamed() -> str:
-    """Old name, new name, and the group's class."""
-    rows = ["| 0.1 | 0.2 |", "|---|---|"]
-    return "\n".join([*rows, *(f"| `{old}` | `{new}` |" for old, new in RENAMED.items())]) + "\n"
-
-
 def written(text: str) -> str:
     """A page with its tables as the source has them."""
 
     def block(match: re.Match[str]) -> str:
-        made = table(match[2]) if match[2] else keys(match[3]) if match[3] else renamed()
+        made = table(match[2]) if match[2] else keys(match[3])
         return f"<!-- {match[1]} -->\n{made}"
 
     return _MARKER.sub(block, text)

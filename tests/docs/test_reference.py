@@ -62,7 +62,7 @@ def test_environment_variables_are_those_of_the_source() -> None:
 ELSEWHERE = {
     # of the files and functions that a guide is about, and that no signature here has
     "ckpt_path", "sync_dist", "sync_dist_group", "weights_only", "modify", "strict_loading", "save_last", "devices",
-    "num_nodes", "num_workers", "max_failures", "every_n_epochs", "classes", "every", "rank", "drop_last", "cache",
+    "num_nodes", "num_workers", "max_failures", "every_n_epochs", "every", "rank", "drop_last", "cache",
     "seed", "full_sequences", "synced_gpus", "tensor_parallel", "quant", "reshard_after_forward", "param_dtype",
     "use_reentrant",
 }  # fmt: skip

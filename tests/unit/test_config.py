@@ -1,4 +1,4 @@
-"""Groups of options: short forms, what is refused, old names; in Python, YAML, and on the command line."""
+"""Groups of options: short forms, what is refused; in Python, YAML, and on the command line."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ from ls_strategy import (
 )
 from ls_strategy.autoload import ALIASES
 from ls_strategy.config import ZeROConfig, nested
-from ls_strategy.config.renamed import GROUPS, RENAMED, default_of
+from ls_strategy.config.option_names import GROUPS, default_of, option_names
 from ls_strategy.extras.planner.candidates import ladder
 
 CLASSES = [name for name in ls_strategy.__all__ if dataclasses.is_dataclass(getattr(ls_strategy, name))]
@@ -197,71 +197,65 @@ def test_a_group_refuses_names_that_it_does_not_have(make: Any, message: str) ->
         make()
 
 
-# --- old names --------------------------------------------------------------------------------------------------------
+# --- unknown names of the strategy ------------------------------------------------------------------------------------
 
 FLAT = {
-    "unit_classes", "min_unit_numel", "prefetch_units", "master_weights", "reduce_dtype", "fp32_modules", "loss_scale",
-    "offload_optimizer", "offload_param", "offload_gradient", "nvme_path", "nvme_io", "nvme_allow_ram", "moments",
-    "step_on", "overlap_step", "delayed_update_after", "shard_weights", "activation_checkpointing",
-    "activation_offload", "activation_partitioning", "tensor_parallel_size", "tensor_parallel_plan",
-    "tensor_parallel_sequence", "sequence_parallel_size", "expert_parallel_size", "pipeline_parallel_size",
-    "micro_batches", "micro_batch_size", "pipeline_schedule", "pipeline_partition", "pipeline_stages_per_rank",
-    "pipeline_blocks", "save_as", "async_save", "save_frozen", "on_save_error",
-}  # fmt: skip
-"""Options of version 0.1."""
-
-
-SINCE = {
-    "sharding.replicated_modules",
-    "sharding.shard_size",
-    "sharding.hpz",
-    "sharding.quantized_gathers",
-    "sharding.quantized_gradients",
-    "precision.frozen",
-    "precision.frozen_except",
-    "parallel.virtual_ranks",
-    "parallel.virtual_ranks_per_rank",
-    "parallel.ring",
-    "activations.loss",
-    "activations.tiling",
+    "offload_optimizer": "offload.optimizer",
+    "offload_param": "offload.parameters",
+    "nvme_path": "offload.nvme_path",
+    "tensor_parallel_size": "parallel.tensor.size",
+    "pipeline_parallel_size": "parallel.pipeline.size",
 }
-"""Options that had no name in 0.1."""
+"""Names as other packages have them, and the options that they mean."""
 
 
-def test_every_old_name_is_known_and_every_new_one_exists() -> None:
-    assert set(RENAMED) == FLAT
-    for new in RENAMED.values():
-        _, *path = new.split(".")
-        if path[0] in ("tensor", "pipeline"):
-            kind: Any = TensorConfig if path[0] == "tensor" else PipelineConfig
-            assert path[1] in [field.name for field in dataclasses.fields(kind)]
-        else:
-            default_of(new)
-    options = [f"{g}.{field.name}" for g, kind in GROUPS.items() for field in dataclasses.fields(kind)]
-    assert {new.rsplit(".", new.count(".") - 1)[0] for new in RENAMED.values()} == set(options) - SINCE
-
-
-@pytest.mark.parametrize("old", sorted(RENAMED))
-def test_an_old_name_says_the_new_one(old: str) -> None:
-    new = RENAMED[old]
-    group, _, option = new.rpartition(".")
+@pytest.mark.parametrize(
+    ("flat", "option"),
+    [
+        *FLAT.items(),
+        *((option.replace(".", "_"), option) for option in option_names()),
+        ("optimizer_offload", "offload.optimizer"),
+        ("activation_checkpointing", "activations.checkpointing"),
+        ("context_parallel_size", "parallel.context"),
+        ("expert_parallel_size", "parallel.expert"),
+        ("micro_batches", "parallel.pipeline.micro_batches"),
+        ("loss_scale_window", "precision.loss_scale.window"),
+    ],
+)
+def test_a_flat_name_says_the_dotted_one(flat: str, option: str) -> None:
     with pytest.raises(ConfigError) as caught:
-        ZeROStrategy(**{old: "cpu"})  # type: ignore[arg-type]
-    text = str(caught.value)
-    assert f"{old} is {new} since 0.2: ZeROStrategy({group.partition('.')[0]}=" in text
-    assert f"{option}='cpu'" in text or option == "size"
+        ZeROStrategy(**{flat: 2})  # type: ignore[arg-type]
+    group = option.partition(".")[0]
+    start = f"Got {flat}=2, but ZeROStrategy has no option {flat!r}. Did you mean {option}: {group}="
+    assert str(caught.value).startswith(start)
 
 
-def test_the_call_in_the_message_is_the_call() -> None:
-    with pytest.raises(ConfigError) as caught:
-        ZeROStrategy(offload_optimizer="cpu", tensor_parallel_size=2, tensor_parallel_sequence=True, save_as="file")  # type: ignore[call-arg]
-    call = str(caught.value).split("since 0.2: ")[1]
+@pytest.mark.parametrize(
+    ("flat", "value", "expected"),
+    [
+        ("offload_optimizer", "cpu", {"offload.optimizer": "cpu"}),
+        ("tensor_parallel_size", 2, {"parallel.tensor.size": 2}),
+        ("micro_batches", 2, {"parallel.pipeline.size": 2, "parallel.pipeline.micro_batches": 2}),
+        ("loss_scale_window", 7, {"precision.loss_scale": {"window": 7}}),
+        ("checkpoint_format", "file", {"checkpoint.format": "file"}),
+    ],
+)
+def test_the_argument_in_the_message_sets_the_option(flat: str, value: Any, expected: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError, match="Did you mean") as caught:
+        ZeROStrategy(**{flat: value})  # type: ignore[arg-type]
+    argument = str(caught.value).rpartition(": ")[2].removesuffix("?").replace("...", repr(value))
     made = eval(
-        call, vars(ls_strategy) | {"ZeROStrategy": ZeROStrategy, **{n: getattr(ls_strategy, n) for n in CLASSES}}
+        f"ZeROStrategy({argument})",
+        vars(ls_strategy) | {n: getattr(ls_strategy, n) for n in CLASSES} | {"ZeROStrategy": ZeROStrategy},
     )
-    assert made.config.offload == OffloadConfig(optimizer="cpu")
-    assert made.config.parallel.tp == TensorConfig(size=2, sequence_parallel=True)
-    assert made.config.checkpoint.format == "file"
+    assert made.config == ZeROStrategy(**nested(expected)).config
+
+
+def test_every_option_of_a_group_has_a_default() -> None:
+    for group, kind in GROUPS.items():
+        for field in dataclasses.fields(kind):
+            assert default_of(f"{group}.{field.name}") == getattr(kind(), field.name)
+    assert default_of("parallel.tensor.plan") == "auto"
 
 
 # --- YAML and the command line ----------------------------------------------------------------------------------------
@@ -314,8 +308,6 @@ def test_help_describes_groups_and_their_options(capsys: pytest.CaptureFixture[s
     text = capsys.readouterr().out
     assert "--trainer.strategy.offload.help" in text
     assert "optimizer states, and at stage 3 the" in " ".join(text.split())
-    assert "offload_optimizer" not in text
-    assert "renamed" not in text
 
 
 @pytest.mark.sample(1)
@@ -426,11 +418,12 @@ def test_a_wrong_value_on_the_command_line(word: str, message: str) -> None:
 
 @pytest.mark.sample(1)
 @pytest.mark.parametrize("where", ["file", "command line"])
-@pytest.mark.parametrize("old", ["offload_optimizer", "nvme_path", "tensor_parallel_size", "save_as"])
-def test_an_old_name_in_yaml_or_on_the_command_line_says_the_new_one(
-    tmp_path: Path, old: str, where: str, capsys: pytest.CaptureFixture[str]
+@pytest.mark.parametrize("flat", FLAT)
+def test_a_flat_name_in_yaml_or_on_the_command_line_says_the_dotted_one(
+    tmp_path: Path, flat: str, where: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    words = [written(tmp_path, OURS, **{old: 2})] if where == "file" else [STRATEGY, f"--trainer.strategy.{old}=2"]
+    words = [written(tmp_path, OURS, **{flat: 2})] if where == "file" else [STRATEGY, f"--trainer.strategy.{flat}=2"]
     with pytest.raises(SystemExit):
         cli(*words)
-    assert f"error: {old} is {RENAMED[old]} since 0.2: ZeROStrategy(" in capsys.readouterr().err
+    text = f"error: Got {flat}=2, but ZeROStrategy has no option {flat!r}. Did you mean {FLAT[flat]}: "
+    assert text in capsys.readouterr().err

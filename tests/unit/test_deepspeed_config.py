@@ -12,7 +12,7 @@ import torch
 
 from ls_strategy import ConfigError, Lamb, Lion, LossScaleConfig, NVMeIOConfig, TierConfig, ZeROStrategy
 from ls_strategy.config import nested
-from ls_strategy.config.renamed import RENAMED
+from ls_strategy.config.option_names import option_names
 from ls_strategy.extras.deepspeed import translate
 from ls_strategy.extras.deepspeed.keys import KEYS, AnyBlock, Key, documented
 from ls_strategy.extras.deepspeed.optimizers import OptimizerBlock, SchedulerBlock
@@ -61,7 +61,7 @@ def test_files_of_tutorials(name, strategy, arguments):
     fixed = {name: getattr(translation.trainer, name) for name in TRAINER}
     assert {k: v for k, v in fixed.items() if v is not None} == arguments
     config = json.loads((GOLDEN / f"{name}.json").read_text())
-    assert set(translation.strategy) <= {"stage", *RENAMED.values()}
+    assert set(translation.strategy) <= {"stage", *option_names()}
     ZeROStrategy(**nested(translation.strategy))
     rows = {row.key for row in translation.rows}
     assert leaves(config) <= rows

@@ -13,7 +13,7 @@ from lightning.pytorch.demos.boring_classes import BoringModel
 
 from ls_strategy import ActivationOffloadConfig, LossScaleConfig, NVMeIOConfig, OffloadConfig, TierConfig, ZeROStrategy
 from ls_strategy.config import nested
-from ls_strategy.config.renamed import GROUPS
+from ls_strategy.config.option_names import GROUPS
 from ls_strategy.errors import ConfigError
 from ls_strategy.extras.deepspeed import translate
 from ls_strategy.extras.deepspeed.options import KEYS_OF

@@ -16,7 +16,7 @@ from lightning.pytorch.cli import LightningCLI
 from lightning.pytorch.demos.boring_classes import BoringModel
 
 from ls_strategy import ZeROStrategy
-from ls_strategy.config.renamed import GROUPS
+from ls_strategy.config.option_names import GROUPS
 from ls_strategy.errors import LSError
 
 ROWS = [

@@ -15,7 +15,7 @@ from typing import Any
 from ls_strategy.checked import show
 from ls_strategy.config import nested
 from ls_strategy.config.group import Group
-from ls_strategy.config.renamed import GROUPS, default_of, written_options
+from ls_strategy.config.option_names import GROUPS, default_of, written_options
 from ls_strategy.errors import ConfigError
 from ls_strategy.extras.deepspeed.config import Translation
 

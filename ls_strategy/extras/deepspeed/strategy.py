@@ -23,7 +23,7 @@ from torch.utils.data import DataLoader
 
 from ls_strategy._torch import tree_iter
 from ls_strategy.config import PipelineConfig, TensorConfig, ZeROConfig, nested
-from ls_strategy.config.renamed import GROUPS
+from ls_strategy.config.option_names import GROUPS
 from ls_strategy.errors import ConfigError
 from ls_strategy.extras._lightning import made_by_parser, parse_again
 from ls_strategy.extras.deepspeed.config import Translation, translate

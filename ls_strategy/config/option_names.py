@@ -1,6 +1,7 @@
-"""The flat options of version 0.1 and their new places: ``offload_optimizer`` is ``offload.optimizer``.
+"""Dotted names of options, as in ``offload.optimizer``: what they stand for, and the error for a name that is unknown.
 
-No old name is accepted; the table serves the error that gives the new one.
+The nearest option to an unknown name is found by its words in any order: ``tensor_parallel_size`` is
+``parallel.tensor.size``.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from dataclasses import fields
 from functools import wraps
 from typing import Any, TypeVar, cast
 
-from ls_strategy.checked import show
+from ls_strategy.checked import call, inner_kinds, show
 from ls_strategy.config.activations import ActivationsConfig
 from ls_strategy.config.checkpoint import CheckpointConfig
 from ls_strategy.config.group import Group
@@ -31,47 +32,6 @@ GROUPS: dict[str, type[Group]] = {
     "checkpoint": CheckpointConfig,
 }
 """Every group by the name of its argument."""
-
-RENAMED = {
-    "unit_classes": "sharding.block_classes",
-    "min_unit_numel": "sharding.min_unit_numel",
-    "prefetch_units": "sharding.prefetch_units",
-    "overlap_step": "sharding.overlap_step",
-    "shard_weights": "sharding.rank_weights",
-    "master_weights": "precision.master_weights",
-    "reduce_dtype": "precision.reduce_dtype",
-    "fp32_modules": "precision.fp32_modules",
-    "loss_scale": "precision.loss_scale",
-    "moments": "precision.moments",
-    "offload_optimizer": "offload.optimizer",
-    "offload_param": "offload.parameters",
-    "offload_gradient": "offload.gradients",
-    "nvme_path": "offload.nvme_path",
-    "nvme_io": "offload.nvme_io",
-    "nvme_allow_ram": "offload.nvme_allow_ram",
-    "step_on": "offload.step_on",
-    "delayed_update_after": "offload.delay_after",
-    "activation_checkpointing": "activations.checkpointing",
-    "activation_offload": "activations.offload",
-    "activation_partitioning": "activations.partitioning",
-    "tensor_parallel_size": "parallel.tensor.size",
-    "tensor_parallel_plan": "parallel.tensor.plan",
-    "tensor_parallel_sequence": "parallel.tensor.sequence_parallel",
-    "sequence_parallel_size": "parallel.context",
-    "expert_parallel_size": "parallel.expert",
-    "pipeline_parallel_size": "parallel.pipeline.size",
-    "micro_batches": "parallel.pipeline.micro_batches",
-    "micro_batch_size": "parallel.pipeline.micro_batch_size",
-    "pipeline_schedule": "parallel.pipeline.schedule",
-    "pipeline_partition": "parallel.pipeline.partition",
-    "pipeline_stages_per_rank": "parallel.pipeline.stages_per_rank",
-    "pipeline_blocks": "parallel.pipeline.blocks",
-    "save_as": "checkpoint.format",
-    "async_save": "checkpoint.background",
-    "save_frozen": "checkpoint.frozen",
-    "on_save_error": "checkpoint.on_error",
-}
-"""Old name: new name, with dots between groups and options."""
 
 
 def nested(options: Mapping[str, Any]) -> dict[str, Any]:
@@ -112,19 +72,15 @@ def takes_groups(init: Init) -> Init:
 
 
 def refuse_unknown(given: Mapping[str, Any], options: Sequence[str]) -> None:
-    """Refuse names of version 0.1, unknown names, and a ``precision`` that is meant for the Trainer.
+    """Refuse unknown names, and a ``precision`` that is meant for the Trainer.
 
     Args:
         given: the options that were given.
         options: the names that exist.
 
     Raises:
-        ConfigError: with the new names and the equivalent call.
+        ConfigError: with the option that was most likely meant, or all options.
     """
-    old = {name: value for name, value in given.items() if name in RENAMED}
-    if old:
-        written = ", ".join(f"{name}={show(value)}" for name, value in old.items())
-        raise ConfigError(f"Got {written}, but {in_new_words(old)}")
     for name, value in given.items():
         if name not in options:
             raise ConfigError(
@@ -139,20 +95,49 @@ def refuse_unknown(given: Mapping[str, Any], options: Sequence[str]) -> None:
         )
 
 
+def option_names() -> list[str]:
+    """Return the dotted names of all options in groups, those of inner groups (``parallel.tensor.size``) last."""
+    return [f"{path}.{field.name}" for path, kind in _groups().items() for field in fields(kind)]
+
+
+def _groups() -> dict[str, type[Group]]:
+    """Return every group by its dotted name, inner ones (``parallel.tensor``) last."""
+    found = [*GROUPS.items()]
+    for path, kind in found:  # which grows meanwhile
+        found += [(f"{path}.{name}", inner) for name, inner in inner_kinds(kind).items()]
+    return dict(found)
+
+
 def _nearest(name: str, options: Sequence[str]) -> str:
     """Return the most likely meaning of an unknown name: an option, or an option inside a group."""
-    inside = {field.name: f"{group}.{field.name}" for group, kind in GROUPS.items() for field in fields(kind)}
-    known = {**inside, **{option: option for option in options}}
-    near = difflib.get_close_matches(name, known, n=1)
+    meanings = {_words(option): option for option in options}
+    for path in option_names():
+        parts = path.split(".")
+        for first in range(len(parts)):
+            meanings.setdefault(_words("_".join(parts[first:])), path)
+    near = difflib.get_close_matches(_words(name), meanings, n=1)
     if not near:
         return f"Its options are {', '.join(options)}."
-    found = known[near[0]]
-    group, _, option = found.partition(".")
-    return (
-        f"Did you mean {found}: {group}={GROUPS[group].__name__}({option}=...)?"
-        if option
-        else f"Did you mean {found!r}?"
-    )
+    found = meanings[near[0]]
+    return f"Did you mean {found}: {_argument(found)}?" if "." in found else f"Did you mean {found!r}?"
+
+
+def _words(name: str) -> str:
+    """Return the words of a name in alphabetical order, so that ``param_offload`` is ``offload_param``."""
+    return " ".join(sorted(name.split("_")))
+
+
+def _argument(path: str) -> str:
+    """Return the argument that sets an option, with all that its groups require.
+
+    >>> _argument("parallel.tensor.plan")
+    'parallel=ParallelConfig(tensor=TensorConfig(size=..., plan=...))'
+    """
+    groups, value = _groups(), "..."
+    while "." in path:
+        path, _, option = path.rpartition(".")
+        value = call(groups[path], option, value)
+    return f"{path}={value}"
 
 
 def written_options(group: str, value: Any, stage: Any = 3) -> dict[str, Any]:
@@ -191,30 +176,3 @@ def _items(value: Any) -> dict[str, Any]:
     if isinstance(value, Group):
         return value.written
     return {str(name): option for name, option in value.items()} if isinstance(value, Mapping) else {}
-
-
-def in_new_words(old: Mapping[str, Any]) -> str:
-    """Return the new names of options and the equivalent call."""
-    names = " and ".join(f"{name} is {RENAMED[name]}" for name in old)
-    return f"{names} since 0.2: ZeROStrategy({_call(nested({RENAMED[n]: v for n, v in old.items()}))})"
-
-
-def _call(groups: Mapping[str, Any]) -> str:
-    return ", ".join(f"{name}={GROUPS[name].__name__}({_arguments(options)})" for name, options in groups.items())
-
-
-def _arguments(options: Mapping[str, Any]) -> str:
-    return ", ".join(f"{name}={_value(name, value)}" for name, value in options.items())
-
-
-def _value(name: str, value: Any) -> str:
-    kinds = {"tensor": "TensorConfig", "pipeline": "PipelineConfig"}
-    if value is Ellipsis:
-        return "..."
-    if name not in kinds or not isinstance(value, Mapping):
-        return show(value)
-    if value.keys() == {"size"}:
-        return _value("size", value["size"])
-    more = {"size": "..."} if "size" not in value else {}
-    inner = ", ".join([*(f"{n}={v}" for n, v in more.items()), _arguments(value)])
-    return f"{kinds[name]}({inner})"
