@@ -6,10 +6,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from ls_strategy.distributed.wire_format import WireFormat
 from ls_strategy.engine import Engine
 from ls_strategy.errors import StateError
 from ls_strategy.zero.flat.flat_buffer import FlatBuffer
-from ls_strategy.zero.wire import WireFormat
 
 
 def gather_error(engine: Engine) -> float:

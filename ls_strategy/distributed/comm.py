@@ -61,7 +61,23 @@ class Started:
 
 
 class PendingReduce:
-    """A reduce-scatter in flight; `finish` writes its result."""
+    """A reduce-scatter in flight; `finish` writes its result. It is a `ls_strategy.distributed.reduction.Reduction`."""
+
+    hops = False
+    is_last = True
+
+    @property
+    def single(self) -> bool:
+        """Return whether the average is of one term, and so its value."""
+        return self._comm.averaged_ranks == 1
+
+    def advance(self) -> bool:
+        """Do nothing: there is one hop."""
+        return False
+
+    def collect(self, dtype: torch.dtype) -> None:
+        """Raise a RuntimeError: there is one round, which `finish` ends."""
+        raise RuntimeError("a reduction of one round has nothing to collect")
 
     def __init__(self, works: Sequence[Any], parts: Sequence[Tensor], borrowed: Sequence[Tensor], comm: Comm) -> None:
         """Keep what `finish` needs.

@@ -1,4 +1,4 @@
-"""Reduce-scatters whose messages are in 4 or 8 bits (ZeRO++'s qgZ), see `ls_strategy.ops.quantized`.
+"""Reduce-scatters whose messages are encoded, in 4 or 8 bits for example (ZeRO++'s qgZ), see `WireFormat`.
 
 Two nodes of two ranks, and shard 3 of the gradients, which rank 3 owns::
 
@@ -27,48 +27,36 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
-from ls_strategy.config import FrozenFormat
-from ls_strategy.distributed.comm import SUM_CHUNK, Comm, PendingReduce, cut
+from ls_strategy.distributed.comm import Comm, PendingReduce, cut
 from ls_strategy.distributed.shard_groups import ShardGroup
-from ls_strategy.ops.norm import sum_of_squares
-from ls_strategy.ops.quantized import TILE, dequantize_, measures, packed_bytes, quantize, unpacked_numel
-
-CHUNK = 16 * SUM_CHUNK
-"""Elements dequantized at a time on a device: 4 MiB in fp32."""
+from ls_strategy.distributed.wire_format import WireFormat, chunk_of, finite_sum_of_squares, ranges_of
 
 Works = Sequence[Any]
 
+Term = tuple[Tensor, bool]
+"""A term of a sum, and whether it is encoded: a rank's own terms are not."""
+
+Sum = tuple[int, Sequence[Term]]
+"""Number of elements of a part of the buffer, and the terms of its sum in order."""
+
 
 class Rounding:
-    """Rounding error of messages in 4 or 8 bits: sums of squares, of finite numbers only."""
+    """Rounding error of encoded messages: sums of squares, of finite numbers only."""
 
     def __init__(self) -> None:
         """Start without any sums."""
         self._sums: Tensor | None = None
         """Of the changes and of the totals, ``(2,)`` fp64."""
 
-    def quantize(self, parts: Sequence[Tensor], packed: Tensor, form: FrozenFormat) -> None:
-        """Write one message to ``packed``: parts, each ``(n,)``, one after the other; and add what that changes."""
-        lengths = [packed_bytes(part.numel(), form) for part in parts]
-        for exact, out in zip(parts, packed.split(lengths), strict=True):
-            if measures(exact):
-                changes = exact.new_empty(exact.numel() // TILE, dtype=torch.float64)
-                quantize(exact, form, out=out, changes=changes)
-                self._add(0, torch.where(changes.isfinite(), changes, 0.0).sum())
-            else:
-                quantize(exact, form, out=out)
-                self._add_changes(exact, out, form)
-
-    def _add_changes(self, exact: Tensor, packed: Tensor, form: FrozenFormat) -> None:
-        rounded = exact.new_empty(min(exact.numel(), _chunk(exact.device)), dtype=torch.float32)
-        for lo, hi in _steps(exact.numel(), exact.device):
-            part = rounded[: hi - lo]
-            dequantize_(packed[packed_bytes(lo, form) : packed_bytes(hi, form)], part, form)
-            self._add(0, _finite(part.sub_(exact[lo:hi])))
+    def encode(self, parts: Sequence[Tensor], message: Tensor, form: WireFormat) -> None:
+        """Write one message: parts, each ``(n,)``, one after the other; and add what that changes."""
+        lengths = [form.numel(part.numel()) for part in parts]
+        for exact, out in zip(parts, message.split(lengths), strict=True):
+            self._add(0, form.encode_measured(exact, out))
 
     def received(self, total: Tensor) -> None:
         """Add a part of a sum over all ranks."""
-        self._add(1, _finite(total))
+        self._add(1, finite_sum_of_squares(total))
 
     def _add(self, which: int, squares: Tensor) -> None:
         if self._sums is None:
@@ -81,24 +69,10 @@ class Rounding:
         return torch.zeros(2, dtype=torch.float64, device=device) if sums is None else sums
 
 
-def _finite(values: Tensor) -> Tensor:
-    """Return the sum of squares, or 0 if a number is not finite: its gradients are not used."""
-    total, others = sum_of_squares(values).unbind()
-    return torch.where(others > 0, torch.zeros_like(total), total)
-
-
-def _steps(numel: int, device: torch.device) -> Iterator[tuple[int, int]]:
-    """Yield the ranges that are worked on at a time: small ones on the CPU, which stay in its cache."""
-    step = _chunk(device)
-    yield from ((lo, min(lo + step, numel)) for lo in range(0, numel, step))
-
-
-def _chunk(device: torch.device) -> int:
-    return SUM_CHUNK if device.type == "cpu" else CHUNK
-
-
 class QuantizedReduce(PendingReduce):
-    """A reduce-scatter in few bits in flight; `finish` writes its result."""
+    """A reduce-scatter of encoded messages in flight; `finish` writes its result."""
+
+    hops = True
 
     def __init__(self, hops: _Hops, comm: Comm) -> None:
         """Start the first hop. Collective."""
@@ -144,14 +118,14 @@ class _Hops:
     """The hops of one buffer, one after the other."""
 
     def __init__(
-        self, comm: Comm, full: Tensor, form: FrozenFormat, *, sizes: Sequence[int] | None, of: str, meter: Rounding
+        self, comm: Comm, full: Tensor, form: WireFormat, *, sizes: Sequence[int] | None, of: str, meter: Rounding
     ) -> None:
         self._comm, self._of, self._meter = comm, of, meter
-        self._form: FrozenFormat = form
+        self._form = form
         self._shards = cut(full, comm.world_size, sizes)
         self._device = full.device
-        self._terms: list[Sequence[Tensor]] = []
-        """By part of the buffer that this rank sums: the terms in order, exact or in tiles."""
+        self._arriving: list[Sum] = []
+        """Of every part of the buffer that this rank sums."""
         self._borrowed: list[Tensor] = []
         """Messages sent and received, and sums that are sent on."""
         self.is_last = False
@@ -177,7 +151,7 @@ class _Hops:
 
     def total(self) -> Iterator[tuple[int, int, Tensor]]:
         """Yield the sum over all ranks of this rank's shard part by part: where it begins and ends, and its values."""
-        for lo, hi, part in self._added(*self._terms):
+        for lo, hi, part in self._added(*self._arriving):
             if self._comm.replica == 0:
                 self._meter.received(part)
             yield lo, hi, part
@@ -185,78 +159,73 @@ class _Hops:
     def release(self) -> None:
         """Return all buffers."""
         self._comm.pool.give(self._borrowed)
-        self._borrowed, self._terms, self._shards = [], [], ()
+        self._borrowed, self._arriving, self._shards = [], [], ()
 
     def _exchange(
         self, comm: Comm, peers: Sequence[int], parts: Sequence[Sequence[Tensor]], kind: str = "reduce_scatter"
     ) -> Works:
-        """Start sending ``parts[i]`` in few bits to ``peers[i]``, and receiving this rank's parts from each of them."""
+        """Start sending ``parts[i]``, encoded, to ``peers[i]``, and receiving this rank's parts from each of them."""
         sends: list[Tensor | None] = [None] * comm.world_size
         receives: list[Tensor | None] = [None] * comm.world_size
         mine = parts[peers.index(comm.rank)]
-        lengths = [packed_bytes(part.numel(), self._form) for part in mine]
-        arriving: dict[int, Sequence[Tensor]] = {}
+        numels = [part.numel() for part in mine]
+        lengths = [self._form.numel(numel) for numel in numels]
+        terms: dict[int, Sequence[Term]] = {}
         for peer, theirs in zip(peers, parts, strict=True):
             if peer == comm.rank:
-                arriving[peer] = mine
+                terms[peer] = [(part, False) for part in mine]
                 continue
-            sends[peer] = self._packed(theirs)
-            receives[peer] = into = self._borrow(sum(lengths), torch.uint8)
-            arriving[peer] = into.split(lengths)
-        self._terms = [[arriving[peer][i] for peer in peers] for i in range(len(mine))]
+            sends[peer] = self._encoded(theirs)
+            receives[peer] = into = self._borrow(sum(lengths), self._form.dtype)
+            terms[peer] = [(part, True) for part in into.split(lengths)]
+        self._arriving = [(numel, [terms[peer][i] for peer in peers]) for i, numel in enumerate(numels)]
         return comm.exchange(sends, receives, kind, self._of)
 
     def _share(self, across: Comm) -> Works:
-        """Start sending the total of this rank's part in few bits to all replicas. They keep what few bits leave."""
+        """Start sending the encoded total of this rank's part to all replicas. They keep what decoding gives."""
         (mine,) = self._sums()
-        packed = self._packed([mine])
-        everything = self._borrow(packed.numel() * across.world_size, torch.uint8)
+        message = self._encoded([mine])
+        everything = self._borrow(message.numel() * across.world_size, self._form.dtype)
         parts = everything.chunk(across.world_size)
-        parts[across.rank].copy_(packed)
-        self._terms = [[everything]]
-        sends = [packed] * across.world_size
+        parts[across.rank].copy_(message)
+        self._arriving = [(mine.numel() * across.world_size, [(everything, True)])]
+        sends = [message] * across.world_size
         return across.exchange(sends, parts, "all_reduce", self._of)
 
-    def _packed(self, parts: Sequence[Tensor]) -> Tensor:
-        packed = self._borrow(sum(packed_bytes(part.numel(), self._form) for part in parts), torch.uint8)
-        self._meter.quantize(parts, packed, self._form)
-        return packed
+    def _encoded(self, parts: Sequence[Tensor]) -> Tensor:
+        message = self._borrow(sum(self._form.numel(part.numel()) for part in parts), self._form.dtype)
+        self._meter.encode(parts, message, self._form)
+        return message
 
     def _sums(self) -> Sequence[Tensor]:
         """Return the sums of what has arrived, fp32."""
         before, self._borrowed = self._borrowed, []
-        lengths = [self._numel_of(terms[0]) for terms in self._terms]
+        lengths = [numel for numel, _ in self._arriving]
         sums = self._borrow(sum(lengths), torch.float32).split(lengths)
-        for out, terms in zip(sums, self._terms, strict=True):
-            self._add_into(out, terms)
+        for out, arriving in zip(sums, self._arriving, strict=True):
+            for lo, hi, part in self._added(arriving):
+                out[lo:hi].copy_(part)
         self._comm.pool.give(before)
         return sums
 
-    def _add_into(self, out: Tensor, terms: Sequence[Tensor]) -> None:
-        for lo, hi, part in self._added(terms):
-            out[lo:hi].copy_(part)
-
-    def _added(self, terms: Sequence[Tensor]) -> Iterator[tuple[int, int, Tensor]]:
-        """Yield the sum of the terms part by part; each is overwritten by the next one."""
-        numel = self._numel_of(terms[0])
-        step = min(numel, _chunk(self._device))
-        total, unpacked = (torch.empty(step, dtype=torch.float32, device=self._device) for _ in range(2))
-        first, *others = terms
-        for lo, hi in _steps(numel, self._device):
-            self._unpack(first, lo, hi, total[: hi - lo])
+    def _added(self, arriving: Sum) -> Iterator[tuple[int, int, Tensor]]:
+        """Yield a sum part by part: where it begins and ends, and its values, which the next one overwrites."""
+        numel, (first, *others) = arriving
+        step = min(numel, chunk_of(self._device))
+        total, decoded = (torch.empty(step, dtype=torch.float32, device=self._device) for _ in range(2))
+        for lo, hi in ranges_of(numel, self._device):
+            self._decode(first, lo, hi, total[: hi - lo])
             for term in others:
-                self._unpack(term, lo, hi, unpacked[: hi - lo])
-                total[: hi - lo].add_(unpacked[: hi - lo])
+                self._decode(term, lo, hi, decoded[: hi - lo])
+                total[: hi - lo].add_(decoded[: hi - lo])
             yield lo, hi, total[: hi - lo]
 
-    def _unpack(self, term: Tensor, lo: int, hi: int, out: Tensor) -> None:
-        if term.dtype == torch.uint8:
-            dequantize_(term[packed_bytes(lo, self._form) : packed_bytes(hi, self._form)], out, self._form)
+    def _decode(self, term: Term, lo: int, hi: int, out: Tensor) -> None:
+        values, encoded = term
+        if encoded:
+            self._form.decode(values[self._form.numel(lo) : self._form.numel(hi)], out)
         else:
-            out.copy_(term[lo:hi])
-
-    def _numel_of(self, term: Tensor) -> int:
-        return unpacked_numel(term.numel(), self._form) if term.dtype == torch.uint8 else term.numel()
+            out.copy_(values[lo:hi])
 
     def _borrow(self, numel: int, dtype: torch.dtype) -> Tensor:
         self._borrowed.append(self._comm.pool.take(numel, dtype, self._device))
@@ -264,7 +233,7 @@ class _Hops:
 
 
 def reduce_quantized(
-    comm: Comm, full: Tensor, form: FrozenFormat, *, of: str, sizes: Sequence[int] | None, meter: Rounding
+    comm: Comm, full: Tensor, form: WireFormat, *, of: str, sizes: Sequence[int] | None, meter: Rounding
 ) -> PendingReduce:
     """Start averaging ``full``, ``(world_size * shard,)``, over the ranks of all groups. Collective.
 

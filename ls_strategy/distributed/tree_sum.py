@@ -116,7 +116,7 @@ class TreeSum:
         return left
 
     def expect(self, reducing: PendingReduce, now: Round) -> None:
-        """Add the leaves of a round before those of the next `add` or `close`, without waiting for them now."""
+        """Add the leaves of a round before those of the next `add` or `finish`, without waiting for them now."""
         self._later.append((reducing, now))
 
     def add(self, reducing: PendingReduce, now: Round, dtype: torch.dtype) -> None:
@@ -134,11 +134,8 @@ class TreeSum:
             self._sums = sums
             arriving.release()
 
-    def close(self, reducing: PendingReduce, now: Round) -> LastRound:
-        """Return what adds the last round's leaves and gives the average."""
-        return LastRound(self, reducing, now)
-
-    def _finish(self, reducing: PendingReduce, now: Round, out: Tensor, *, accumulate: bool) -> None:
+    def finish(self, reducing: PendingReduce, now: Round, out: Tensor, *, accumulate: bool) -> None:
+        """Add the last round's leaves, and write the average to ``out``, ``(shard,)``, or add it if ``accumulate``."""
         if self._later:
             *before, (last, of) = self._later
             self._later = before
@@ -161,15 +158,27 @@ class TreeSum:
         return sums
 
 
-class LastRound:
-    """The last round of a sum: takes the place of a `PendingReduce`."""
+class RoundInFlight:
+    """The leaves of one round on their way into a sum. It is a `ls_strategy.distributed.reduction.Reduction`."""
+
+    hops = single = False
 
     def __init__(self, tree: TreeSum, reducing: PendingReduce, now: Round) -> None:
+        """Record the sum, the leaves in flight, and their round."""
         self._tree, self._reducing, self._now = tree, reducing, now
+        self.is_last = now.is_last
+
+    def advance(self) -> bool:
+        """Do nothing: there is one hop."""
+        return False
+
+    def collect(self, dtype: torch.dtype) -> None:
+        """Add the leaves of a round that is not the last one, see `TreeSum.add`."""
+        self._tree.add(self._reducing, self._now, dtype)
 
     def finish(self, out: Tensor, *, accumulate: bool) -> None:
-        """Write the average over virtual ranks to ``out``, ``(shard,)``, or add it if ``accumulate``."""
-        self._tree._finish(self._reducing, self._now, out, accumulate=accumulate)
+        """Add the leaves of the last round, see `TreeSum.finish`."""
+        self._tree.finish(self._reducing, self._now, out, accumulate=accumulate)
 
 
 def _leaves(reducing: PendingReduce, now: Round) -> dict[int, Tensor]:

@@ -35,6 +35,7 @@ from ls_strategy.lightning.virtual_random import VirtualRandom
 from ls_strategy.lightning.virtual_split import check_ranks, split_of
 from ls_strategy.lightning.virtual_step import Buffers, counting_metrics, loss_of, with_loss
 from ls_strategy.transient import Method
+from ls_strategy.zero.passes.reduction_kinds import VirtualRound
 
 if TYPE_CHECKING:
     from ls_strategy.lightning.strategy import ZeROStrategy
@@ -281,7 +282,7 @@ class VirtualRanks:
         assert now is not None
         rank = now.leaves[self._rank]
         engine.keeps_gradients = False
-        engine.reducer.round = now
+        engine.reducer.round = VirtualRound(now)
         try:
             with self.random.as_rank(rank):
                 yield now.is_last, rank is not None

@@ -1,4 +1,4 @@
-"""How parameters are sent when they are not sent as they are: a format, and the memory of one buffer's gathers.
+"""The memory of one buffer's gathers when its parameters are not sent as they are.
 
 ::
 
@@ -6,87 +6,17 @@
     values   a | b | c      |....|      all ranks' encoded shards, only while they are gathered
     full     | a | b | c      |....|    decoded
 
-A buffer without a `Wire` is gathered in place. A `WireFormat` has to encode and decode any range that begins and ends
-where a shard does, without its neighbours, so that values do not depend on the number of ranks.
+A buffer without a `Wire` is gathered in place.
 """
 
 from __future__ import annotations
 
-from typing import Protocol, get_args
-
 import torch
 from torch import Tensor
 
-from ls_strategy.config import FrozenFormat
 from ls_strategy.distributed.buffer_pool import BufferPool, allocate
+from ls_strategy.distributed.wire_format import WireFormat
 from ls_strategy.layout import FlatLayout
-from ls_strategy.ops.quantized import dequantize_, packed_bytes, quantize, rounded
-
-
-class WireFormat(Protocol):
-    """The format in which elements are sent. `tests.unit.test_zero_wire` has what every format has to hold."""
-
-    @property
-    def name(self) -> str:
-        """Return its name, for messages."""
-        ...
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """Return the dtype of what is sent."""
-        ...
-
-    @property
-    def lossless(self) -> bool:
-        """Return whether decoding gives back every bit."""
-        ...
-
-    def numel(self, elements: int) -> int:
-        """Return how many values of `dtype` are sent for so many elements, additive over shards."""
-        ...
-
-    def encode(self, values: Tensor, out: Tensor) -> None:
-        """Write ``values``, ``(n,)`` in the dtype of the parameters, to ``out``, ``(numel(n),)``. Any thread."""
-        ...
-
-    def decode(self, wire: Tensor, out: Tensor) -> None:
-        """Write the values of ``wire``, ``(numel(n),)``, to ``out``, ``(n,)`` in the dtype of the parameters."""
-        ...
-
-    def rounded(self, values: Tensor) -> Tensor:
-        """Return what decoding gives for ``values``, ``(n,)`` for any n, in their dtype."""
-        ...
-
-
-class QuantizedWire:
-    """Blocks of 4 or 8 bits with a common scale, see `ls_strategy.ops.quantized`."""
-
-    dtype = torch.uint8
-    lossless = False
-
-    def __init__(self, form: FrozenFormat) -> None:
-        """Record the format."""
-        self.name: FrozenFormat = form
-
-    def numel(self, elements: int) -> int:
-        """Return the bytes of full tiles."""
-        return packed_bytes(elements, self.name)
-
-    def encode(self, values: Tensor, out: Tensor) -> None:
-        """Quantize."""
-        quantize(values, self.name, out=out)
-
-    def decode(self, wire: Tensor, out: Tensor) -> None:
-        """Dequantize."""
-        dequantize_(wire, out, self.name)
-
-    def rounded(self, values: Tensor) -> Tensor:
-        """Return the quantized values."""
-        return rounded(values, self.name)
-
-
-FORMATS: dict[str, WireFormat] = {name: QuantizedWire(name) for name in get_args(FrozenFormat)}
-"""By the name that a plan has: ``gathered_as``, or ``quantized`` of weights that are stored so."""
 
 
 class Wire:

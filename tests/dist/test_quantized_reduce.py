@@ -12,6 +12,7 @@ from torch import Tensor
 from ls_strategy.distributed.comm import make_comm
 from ls_strategy.distributed.mesh import MeshShape, make_mesh
 from ls_strategy.distributed.quantized_reduce import Rounding, reduce_quantized
+from ls_strategy.distributed.wire_format import FORMATS
 from ls_strategy.layout import round_up
 from ls_strategy.ops.quantized import TILE, rounded
 from ls_strategy.testing import spawn
@@ -93,9 +94,9 @@ def reduce_all(rank: int, world_size: int, layouts: list[Layout]) -> list[tuple[
             full = terms_of(world_size, dtype, scale, shard * group)[rank]
             before, meter = full.clone(), Rounding()
             out = torch.empty(shard)
-            first = reduce_quantized(comm, full, form, of="test", sizes=None, meter=meter)
+            first = reduce_quantized(comm, full, FORMATS[form], of="test", sizes=None, meter=meter)
             first.advance()
-            second = reduce_quantized(comm, full, form, of="test", sizes=None, meter=Rounding())
+            second = reduce_quantized(comm, full, FORMATS[form], of="test", sizes=None, meter=Rounding())
             first.finish(out, accumulate=False)
             twice = out.clone()
             second.finish(twice, accumulate=True)
@@ -153,7 +154,9 @@ def not_finite(rank: int, world_size: int) -> list[tuple[Tensor, Tensor]]:
             if rank == 3:
                 full[700::1024] = float(value)  # in every shard
             out, meter = torch.empty(SHARD), Rounding()
-            reduce_quantized(comm, full, form, of="test", sizes=None, meter=meter).finish(out, accumulate=False)
+            reduce_quantized(comm, full, FORMATS[form], of="test", sizes=None, meter=meter).finish(
+                out, accumulate=False
+            )
             found.append((out, meter.take(out.device)))
     return found
 

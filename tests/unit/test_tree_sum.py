@@ -12,7 +12,7 @@ from torch import Tensor
 
 from ls_strategy.distributed.comm import SUM_CHUNK, Comm, PendingReduce
 from ls_strategy.distributed.rounds import Split
-from ls_strategy.distributed.tree_sum import TreeSum, tree_sum
+from ls_strategy.distributed.tree_sum import RoundInFlight, TreeSum, tree_sum
 
 
 def summed(leaves: list[Tensor], split: Split | int, *, before: Tensor | None = None) -> Tensor:
@@ -26,9 +26,9 @@ def summed(leaves: list[Tensor], split: Split | int, *, before: Tensor | None = 
         if now.leaves[0] is None:  # seen from rank 0
             tree.expect(pending, now)
         elif now.is_last:
-            tree.close(pending, now).finish(out, accumulate=before is not None)
+            RoundInFlight(tree, pending, now).finish(out, accumulate=before is not None)
         else:
-            tree.add(pending, now, torch.float32)
+            RoundInFlight(tree, pending, now).collect(torch.float32)
     assert not tree.sums
     return out
 

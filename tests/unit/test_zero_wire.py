@@ -9,15 +9,14 @@ import pytest
 import torch
 from torch import Tensor
 
+from ls_strategy.distributed.wire_format import FORMATS, WireFormat
 from ls_strategy.ops.quantized import TILE
 from ls_strategy.testing import spawn
-from ls_strategy.zero import wire
-from ls_strategy.zero.wire import FORMATS, WireFormat
 from tests.models import Case, PrivateNet, bare_trainer, loader, quiet
 
 
 @dataclass(frozen=True)
-class HalfTheBits:
+class HalfTheBits(WireFormat):
     """A format of another package: fp32 values are sent in bf16."""
 
     name: str = "bf16"
@@ -108,7 +107,7 @@ def trained(form: WireFormat | None, world_size: int) -> tuple[dict[str, Tensor]
     quiet()
     sharding: dict[str, Any] = {"min_unit_numel": 0}
     if form is not None:
-        wire.FORMATS["int8"] = form
+        FORMATS["int8"] = form
         sharding["quantized_gathers"] = "int8"
     strategy, module = ZeROStrategy(3, sharding=sharding), PrivateNet(CASE)
     bare_trainer(strategy, world_size, max_epochs=1).fit(module, loader(CASE, world_size))
@@ -116,11 +115,11 @@ def trained(form: WireFormat | None, world_size: int) -> tuple[dict[str, Tensor]
 
 
 def with_formats(rank: int, world_size: int) -> list[tuple[dict[str, Tensor], int]]:
-    before = wire.FORMATS["int8"]
+    before = FORMATS["int8"]
     try:
         return [trained(form, world_size) for form in (None, AllBits(), HalfTheBits(), before)]
     finally:
-        wire.FORMATS["int8"] = before
+        FORMATS["int8"] = before
 
 
 def test_a_format_of_another_package_trains() -> None:

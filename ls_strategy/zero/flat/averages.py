@@ -18,8 +18,8 @@ from torch import Tensor
 
 from ls_strategy import device as dev
 from ls_strategy import spans
-from ls_strategy.distributed.comm import PendingReduce
-from ls_strategy.distributed.tree_sum import LastRound, TreeSum
+from ls_strategy.distributed.reduction import Reduction
+from ls_strategy.distributed.tree_sum import TreeSum
 from ls_strategy.errors import StateError
 from ls_strategy.ops import exact_norm
 from ls_strategy.ops.norm import sum_of_squares, sum_over_chunks
@@ -165,7 +165,7 @@ class Averages:
         """Return whether the averages are on the NVMe tier."""
         return not self._flat.storage.is_resident("grad") and self.values is None
 
-    def land(self, reducing: PendingReduce | LastRound, *, exact_16_bit: bool, stay_in_memory: bool = False) -> None:
+    def land(self, reducing: Reduction, *, exact_16_bit: bool, stay_in_memory: bool = False) -> None:
         """Add the result of a reduce-scatter to the averages on their tier. Their scale becomes that of ``local``.
 
         Args:
@@ -189,8 +189,7 @@ class Averages:
             return
         self.wait()
         arrived = flat.average_dtype if flat.local.buffer is None else flat.local.buffer.dtype
-        single = flat.comm.averaged_ranks == 1 and isinstance(reducing, PendingReduce)  # one rank, and no virtual ones
-        narrow = exact_16_bit and self.folds_factors and single and arrived.itemsize == 2
+        narrow = exact_16_bit and self.folds_factors and reducing.single and arrived.itemsize == 2
         wanted = arrived if narrow and not accumulate else flat.average_dtype
         if self.values is None:
             self.values = self._new(wanted)
@@ -203,7 +202,7 @@ class Averages:
         else:
             self._land_on_host(reducing, self.values, accumulate=accumulate)
 
-    def _land_on_nvme(self, reducing: PendingReduce | LastRound, factor: float, *, accumulate: bool) -> None:
+    def _land_on_nvme(self, reducing: Reduction, factor: float, *, accumulate: bool) -> None:
         flat = self._flat
         mine = flat.comm.pool.take(flat.stepped_numel, flat.average_dtype, flat.full.device)
         if accumulate:
@@ -245,7 +244,7 @@ class Averages:
         if self._flat.gradient_tier != "device":
             self._flat.storage.ring.give([before])
 
-    def _land_on_host(self, reducing: PendingReduce | LastRound, out: Tensor, *, accumulate: bool) -> None:
+    def _land_on_host(self, reducing: Reduction, out: Tensor, *, accumulate: bool) -> None:
         """Sum on the device, in the order and precision of a run without offload, then copy in the background."""
         mine = self._flat.comm.pool.take(out.numel(), out.dtype, self._flat.full.device)
         if accumulate:

@@ -33,6 +33,7 @@ from ls_strategy.config import TierName
 from ls_strategy.distributed.axis import Axis
 from ls_strategy.distributed.buffer_pool import allocate
 from ls_strategy.distributed.comm import Comm, PendingGather
+from ls_strategy.distributed.wire_format import FORMATS
 from ls_strategy.errors import StateError
 from ls_strategy.layout import Piece
 from ls_strategy.plan import FlatPlan
@@ -57,7 +58,7 @@ from ls_strategy.zero.flat.parameters import (
 from ls_strategy.zero.flat.released import Released
 from ls_strategy.zero.flat.storage import StateStorage
 from ls_strategy.zero.flat.writes import UserWrites
-from ls_strategy.zero.wire import FORMATS, Wire
+from ls_strategy.zero.wire import Wire
 from ls_strategy.zero_stages import StagePolicy
 
 _log = logging.getLogger("ls_strategy.zero")

@@ -14,8 +14,8 @@ from torch import Tensor, nn
 
 from ls_strategy._torch import storage_key
 from ls_strategy.distributed.buffer_pool import BufferPool
-from ls_strategy.distributed.comm import Comm, PendingGather, PendingReduce
-from ls_strategy.distributed.rounds import Round
+from ls_strategy.distributed.comm import Comm, PendingGather
+from ls_strategy.distributed.reduction import Reduction
 from ls_strategy.errors import StateError
 from ls_strategy.layout import FlatLayout
 from ls_strategy.precision import at_least_fp32
@@ -62,9 +62,7 @@ class LocalGradients:
         """One view of the buffer per parameter."""
         self._addresses: list[int] = []
         """Stages 0 and 1: where each view is, unless user code moves it."""
-        self.reducing: PendingReduce | None = None
-        self.round: Round | None = None
-        """With virtual ranks: the round whose leaves are being sent."""
+        self.reducing: Reduction | None = None
         self.gathering: PendingGather | None = None
         """Stage 0: the all-gather of averages into the buffer in flight."""
         self._adopted: dict[int, Tensor] = {}

@@ -23,15 +23,15 @@ import torch
 from torch import Tensor, nn
 
 from ls_strategy import spans
-from ls_strategy.config import FrozenFormat
-from ls_strategy.distributed.comm import Comm, PendingReduce
-from ls_strategy.distributed.quantized_reduce import QuantizedReduce, Rounding, reduce_quantized
-from ls_strategy.distributed.rounds import Round
-from ls_strategy.distributed.tree_sum import LastRound, exchange_leaves
+from ls_strategy.distributed.comm import Comm
+from ls_strategy.distributed.quantized_reduce import Rounding
+from ls_strategy.distributed.reduction import Reduction
+from ls_strategy.distributed.wire_format import FORMATS
 from ls_strategy.errors import StateError
 from ls_strategy.zero.flat.flat_buffer import FlatBuffer
 from ls_strategy.zero.flat.parameters import grad_of, set_grad, unnoticed
 from ls_strategy.zero.flat.units import Unit
+from ls_strategy.zero.passes.reduction_kinds import Encoded, InRankOrder, ReductionKind, VirtualRound
 from ls_strategy.zero_stages import StagePolicy
 
 IN_FLIGHT_BYTES = 64 << 20
@@ -57,7 +57,6 @@ class Reducer:
         self._units = units
         self.policy = policy
         self.comm = comm
-        self._wire_dtype = torch.float32 if reduce_in_fp32 else None
         self.holds = False
         """Stages 2 and 3: accumulate several micro-batches on this rank, in fp32, before sending (pipelines)."""
         self.selective = False
@@ -68,8 +67,8 @@ class Reducer:
         """Factor in the next gradients. It is 1 between passes: a direct call of ``loss.backward()`` has no scale."""
         self.private = False
         """Whether only the step reads averaged gradients, so that they may stay in 16 bit where that is exact."""
-        self.round: Round | None = None
-        """With virtual ranks: the round of the current backward pass."""
+        self.round: VirtualRound | None = None
+        """With virtual ranks: the round of the current backward pass. It takes the place of the buffers' own kind."""
         self.on_complete: Callable[[FlatBuffer], None] | None = None
         """Called with every buffer as soon as its averages are complete, before backward is over."""
         self.admit: Callable[[list[FlatBuffer]], None] = _admit_nothing
@@ -80,13 +79,18 @@ class Reducer:
         """Refuses a parameter whose optimizer must not get a dense gradient in place of a sparse one."""
         self.rounding = Rounding()
         """With ``sharding.quantized_gradients``: what that changes, until it is asked for."""
+        self.kinds: dict[str | None, ReductionKind] = {
+            None: InRankOrder(torch.float32 if reduce_in_fp32 else None),
+            **{name: Encoded(form, self.rounding) for name, form in FORMATS.items()},
+        }
+        """How buffers are averaged, by the ``reduced_as`` of their plan."""
         self._left_out: LeftOut | None = None
         """Set during a backward pass whose gradients do not count on this rank."""
         self._next = 0
         self._in_flight: deque[FlatBuffer] = deque()
         self._in_flight_bytes = 0
         """Of the gradient buffers in `_in_flight`: a sum over them would be taken once per buffer that is sent."""
-        self._hopping: list[QuantizedReduce] = []
+        self._hopping: list[Reduction] = []
         """Reductions in flight that have another hop to begin."""
         self._gathers: list[FlatBuffer] = []
         self._abandoned: list[Any] = []
@@ -227,8 +231,7 @@ class Reducer:
     def _launch(self, flat: FlatBuffer) -> None:
         """Start averaging a flat's gradients. Collective."""
         local = flat.local
-        if self.round is not None and self.round.leaves[flat.comm.everyone.rank] is None:
-            flat.averages.tree_sum().expect(self._exchange_leaves(flat, None, self.round), self.round)
+        if self.round is not None and self.round.expect(flat):
             return
         local.allocate(flat.full.dtype if self.policy.optimizer else flat.average_dtype)
         assert local.buffer is not None
@@ -245,30 +248,15 @@ class Reducer:
         if not self.policy.gradients:
             for p in flat.params:
                 set_grad(p, None)  # autograd must not add to what is being sent
-        local.round = self.round
         self._advance_hops()
-        if self.round is not None:
-            local.reducing = self._exchange_leaves(flat, local.buffer, self.round)
-        elif flat.plan.reduced_as is not None:
-            local.reducing = self._reduce_quantized(flat, local.buffer, flat.plan.reduced_as)
-        else:
-            wire = None if self._wire_dtype is None else torch.promote_types(self._wire_dtype, local.buffer.dtype)
-            local.reducing = flat.comm.reduce_scatter(local.buffer, wire, flat.name, flat.layout.sizes)
+        kind = self.kinds[flat.plan.reduced_as] if self.round is None else self.round
+        local.reducing = kind.start(flat, local.buffer)
+        if local.reducing.hops:
+            self._hopping.append(local.reducing)
         self._in_flight.append(flat)
         self._in_flight_bytes += local.buffer.nbytes
         while self._too_much_in_flight():
             self._finish_oldest()
-
-    @staticmethod
-    def _exchange_leaves(flat: FlatBuffer, leaf: Tensor | None, now: Round) -> PendingReduce:
-        return exchange_leaves(flat.comm, leaf, now, like=flat.full, of=flat.name, sizes=flat.layout.sizes)
-
-    def _reduce_quantized(self, flat: FlatBuffer, full: Tensor, form: FrozenFormat) -> PendingReduce:
-        meter = self.rounding if flat.reduces_alone else Rounding()
-        reducing = reduce_quantized(flat.comm, full, form, of=flat.name, sizes=flat.layout.sizes, meter=meter)
-        if isinstance(reducing, QuantizedReduce):  # an empty buffer is not
-            self._hopping.append(reducing)
-        return reducing
 
     def _advance_hops(self) -> None:
         """Let reductions of several hops begin their next one, instead of when they are waited for. Collective."""
@@ -292,8 +280,9 @@ class Reducer:
     def _finish(self, flat: FlatBuffer) -> None:
         local = flat.local
         assert local.reducing is not None
-        if local.round is not None:
-            self._land_round(flat, local.reducing, local.round)
+        if not local.reducing.is_last:
+            local.reducing.collect(flat.average_dtype)
+            local.free()
         elif self.policy.optimizer:
             self._land(flat, local.reducing)
         else:
@@ -308,15 +297,7 @@ class Reducer:
         if self.policy.optimizer and not self.policy.gradients:
             local.show_sent()
 
-    def _land_round(self, flat: FlatBuffer, reducing: PendingReduce, now: Round) -> None:
-        """Add a round's leaves to the sum over virtual ranks; after the last round, that to the averages."""
-        if now.is_last:
-            self._land(flat, flat.averages.tree_sum().close(reducing, now))
-            return
-        flat.averages.tree_sum().add(reducing, now, flat.average_dtype)
-        flat.local.free()
-
-    def _land(self, flat: FlatBuffer, reducing: PendingReduce | LastRound) -> None:
+    def _land(self, flat: FlatBuffer, reducing: Reduction) -> None:
         """Add a reduced buffer to the averages (stages 1 to 3)."""
         if not self.policy.gradients:
             flat.averages.forget()  # the resident gradients hold every micro-batch
@@ -424,8 +405,7 @@ class Reducer:
         self._gathers.clear()
         for unit in self.order:
             for flat in unit.trainable_flats:
-                flat.local.reducing = flat.local.round = None
-                flat.local.gathering = None
+                flat.local.reducing = flat.local.gathering = None
                 if flat.averages.tree is not None:
                     self._abandoned.append(flat.averages.tree.forget())
         self.loss_scale = 1.0
