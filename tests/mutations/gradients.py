@@ -78,8 +78,8 @@ GRADIENTS = (
     Mutation(
         "averages are kept in 16 bit on several ranks too",
         "ls_strategy/zero/flat/averages.py",
-        "single = flat.comm.averaged_ranks == 1 and isinstance(reducing, PendingReduce)",
-        "single = isinstance(reducing, PendingReduce)",
+        "narrow = exact_16_bit and self.folds_factors and reducing.single and",
+        "narrow = exact_16_bit and self.folds_factors and",
         ("tests/unit/test_zero_averages.py::test_an_average_over_several_ranks_is_in_fp32",),
     ),
     Mutation(
