@@ -38,6 +38,7 @@ from ls_strategy.zero import memory
 from ls_strategy.zero.events import StepEvents
 from ls_strategy.zero.flat.flat_buffer import FlatBuffer
 from ls_strategy.zero.flat.parameters import unbind_home, unnoticed
+from ls_strategy.zero.flat.states import EARLY
 from ls_strategy.zero.passes.hooks import UnitHooks
 from ls_strategy.zero.setup import weights
 from ls_strategy.zero.setup.assembly import Draft
@@ -409,7 +410,7 @@ class Engine:
         """
         self.reducer.abort()
         self.schedule.forget_early()
-        self._torn = self._torn or any(flat.updated_early or flat.directed_early for flat in self.flats)
+        self._torn = self._torn or any(flat.update in EARLY for flat in self.flats)
         for flat in self.flats:
             flat.end_early()
         try:

@@ -11,6 +11,7 @@ from ls_strategy.config import LossScaleConfig
 from ls_strategy.distributed.comm import Comm
 from ls_strategy.engine import Engine
 from ls_strategy.errors import PlanError, StateError
+from ls_strategy.zero.flat.states import UpdateState
 from tests.unit.one_rank import backward, engine_on, network, small, steps, weights
 
 
@@ -160,7 +161,7 @@ def test_a_write_needs_modify() -> None:
 def test_weights_after_a_torn_backward_are_refused() -> None:
     _model, engine = small(stage=1, offload="cpu")
     engine.check_complete()
-    engine.flats[0].updated_early = True
+    engine.flats[0].update = UpdateState.UPDATED_EARLY
     engine.abort()
     with pytest.raises(StateError, match="do not belong to one step"):
         engine.check_complete()

@@ -58,7 +58,7 @@ def writers() -> dict[str, list[str]]:
 
 def test_every_state_of_a_flat_buffer_has_one_writer() -> None:
     found = writers()
-    assert {"updating", "arriving", "publish_due", "gathering", "updated_early", "hold", "offloaded"} <= found.keys()
+    assert {"updating", "arriving", "publish_due", "gathering", "state", "update", "hold", "offloaded"} <= found.keys()
     assert {name: files for name, files in found.items() if len(files) > 1} == {}
 
 

@@ -7,6 +7,7 @@ import torch
 
 from ls_strategy.zero.flat.flat_buffer import FlatBuffer
 from ls_strategy.zero.flat.parameters import Absent, Present
+from ls_strategy.zero.flat.states import UpdateState
 from tests.unit.flat_buffers import Sharded, sharded
 
 BF16 = torch.bfloat16
@@ -45,7 +46,7 @@ def test_a_fetch_in_backward_starts_the_units_before(started: list[str]) -> None
 
 def test_a_unit_that_was_updated_in_backward_is_not_prefetched(started: list[str]) -> None:
     model = sharded(3, blocks=4)
-    model.flats[2].updated_early = True
+    model.flats[2].update = UpdateState.UPDATED_EARLY
     model.gatherer.fetch(model.units[3], backward=True)
     assert started == ["blocks.2"]
 

@@ -12,6 +12,7 @@ from ls_strategy.distributed.comm import Comm
 from ls_strategy.errors import StateError
 from ls_strategy.zero.flat.flat_buffer import FlatBuffer
 from ls_strategy.zero.flat.parameters import grad_of
+from ls_strategy.zero.flat.states import UpdateState
 from tests.unit.flat_buffers import Sharded, sharded
 
 X = torch.tensor([[0.5, -1.0, 2.0]])
@@ -235,7 +236,7 @@ def test_complete_buffers_are_reported_before_backward_is_over() -> None:
 def test_another_gradient_after_an_early_update_is_an_error_with_the_cure() -> None:
     model = model_of(2)
     backward(model)
-    model.flats[0].updated_early = True
+    model.flats[0].update = UpdateState.UPDATED_EARLY
     with pytest.raises(StateError, match=r"'first.weight' got another gradient after.*overlap_step=False"):
         averages(model)
 

@@ -11,6 +11,7 @@ import torch
 from ls_strategy.config import OffloadConfig, ShardingConfig
 from ls_strategy.engine import Engine
 from ls_strategy.errors import StateError
+from ls_strategy.zero.flat.states import UpdateState
 from ls_strategy.zero.step import schedule
 from tests.unit.one_rank import ShelfTier, adamw, backward, engine_on, network, small, steps, weights
 
@@ -67,7 +68,9 @@ def test_early_updates_give_the_same_bits(stage: int) -> None:
     early.early_step = True
     expected = steps(late)
     begun: list[bool] = []
-    found = steps(early, between=lambda engine: begun.append(any(f.updated_early for f in engine.flats)))
+    found = steps(
+        early, between=lambda engine: begun.append(any(f.update is UpdateState.UPDATED_EARLY for f in engine.flats))
+    )
     assert begun == [False, True, True], "the first step shows whether hooks read gradients"
     torch.testing.assert_close(found, expected, rtol=0, atol=0)
 
@@ -154,7 +157,7 @@ def test_the_norm_of_gradients_that_an_early_update_has_taken_waits_for_it(monke
         steps(engine, 1, first=1)
         engine.offload.stream.submit([Late()] if early else [])
         backward(engine, 2)
-        assert any(flat.updated_early for flat in engine.flats) is early
+        assert any(f.update is UpdateState.UPDATED_EARLY for f in engine.flats) is early
         return engine.grad_norm()
 
     assert norm(early=True) == norm(early=False) > 0

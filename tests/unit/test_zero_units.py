@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from ls_strategy.errors import StateError
 from ls_strategy.zero.flat.flat_buffer import FlatBuffer
 from ls_strategy.zero.flat.parameters import Absent, Present, unnoticed, values_of
+from ls_strategy.zero.flat.states import UpdateState
 from ls_strategy.zero.flat.units import places_of
 from tests.unit.flat_buffers import flat_of, sharded
 
@@ -83,7 +84,7 @@ def test_after_training_a_released_parameter_is_an_error_with_the_cure(layer: nn
 
 def test_a_buffer_that_was_updated_in_backward_is_not_gathered_again(layer: nn.Linear) -> None:
     flat = flat_of(layer, "layer", 3)
-    flat.updated_early = True
+    flat.update = UpdateState.UPDATED_EARLY
     with pytest.raises(StateError, match=r"read again in the backward pass.*overlap_step=False"):
         flat.start_gather()
 
@@ -173,7 +174,7 @@ def test_entries_of_a_state_dict_are_found_by_address(stage: int) -> None:
 def test_operations_that_have_failed_are_not_waited_for(layer: nn.Linear) -> None:
     flat = flat_of(layer, "layer", 2)
     flat.start_gather()
-    flat.updated_early = flat.publish_due = True
+    flat.update, flat.publish_due = UpdateState.UPDATED_EARLY, True
     flat.give_up()
     assert not flat.is_arriving
-    assert not flat.updated_early
+    assert flat.update is UpdateState.NONE

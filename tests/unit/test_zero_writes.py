@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from ls_strategy.errors import StateError
 from ls_strategy.zero.flat.flat_buffer import FlatBuffer
+from ls_strategy.zero.flat.states import UpdateState
 from ls_strategy.zero.flat.writes import bits, take_elements
 from tests.unit.flat_buffers import Sharded, flat_of, sharded
 
@@ -94,7 +95,7 @@ def test_data_of_another_dtype_is_an_error(layer: nn.Linear) -> None:
 
 def test_a_write_after_an_early_update_is_an_error(layer: nn.Linear) -> None:
     flat = flat_of(layer, "layer", 1, dtype=BF16)
-    flat.updated_early = True
+    flat.update = UpdateState.UPDATED_EARLY
     with torch.no_grad():
         layer.bias.zero_()
     with pytest.raises(StateError, match=r"buffer of 'layer.weight' was written to after its update had begun"):

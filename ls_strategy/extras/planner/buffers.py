@@ -14,6 +14,7 @@ from ls_strategy.config import ActivationOffloadConfig
 from ls_strategy.extras.planner.hops import SimulatedHops
 from ls_strategy.ops.quantized import packed_bytes
 from ls_strategy.plan import FlatPlan, Plan
+from ls_strategy.zero.flat.states import UpdateState
 from ls_strategy.zero.passes import reduce
 
 
@@ -124,7 +125,7 @@ class SimulatedFlat:
     held: bool = False
     held_packed: bool = False
     publish_due: bool = False
-    updated_early: bool = False
+    update: UpdateState = UpdateState.NONE
     users: int = 0
     # gradients
     grad: tuple[int, int] | None = None

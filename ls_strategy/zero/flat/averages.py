@@ -23,6 +23,7 @@ from ls_strategy.distributed.tree_sum import TreeSum
 from ls_strategy.errors import StateError
 from ls_strategy.ops import exact_norm
 from ls_strategy.ops.norm import sum_of_squares, sum_over_chunks
+from ls_strategy.zero.flat.states import UpdateState
 from ls_strategy.zero.flat.storage import chunks
 
 if TYPE_CHECKING:
@@ -336,7 +337,7 @@ class Averages:
 
     def _recorded(self) -> list[Sequence[float]] | None:
         """Return the sums of averages no longer in memory, none if there are no averages; None if they are here."""
-        if self._flat.updated_early or self.gone:
+        if self._flat.update is UpdateState.UPDATED_EARLY or self.gone:
             self._flat.wait_updated()  # the update sums while it runs, and may run on after the step
         if not self.hold_values:
             return []

@@ -56,6 +56,7 @@ from ls_strategy.zero.flat.parameters import (
     unnoticed,
 )
 from ls_strategy.zero.flat.released import Released
+from ls_strategy.zero.flat.states import EARLY, ParameterState, UpdateState, moved
 from ls_strategy.zero.flat.storage import StateStorage
 from ls_strategy.zero.flat.writes import UserWrites
 from ls_strategy.zero.wire import Wire
@@ -104,8 +105,17 @@ class FlatBuffer:
     offloaded: frozenset[str] = frozenset()
     """The kinds of states that are offloaded for a while (`ls_strategy.zero.state_offload`)."""
 
+    state = ParameterState.GATHERED
+    """Where the parameters have their values."""
+
+    is_gathered = True
+    """Whether the parameters point at ``full``. Follows from `state`."""
+
     gathered_on_demand = False
-    """Stage 3: gathered because a parameter was used outside the unit's own module."""
+    """Stage 3: gathered because a parameter was used outside the unit's own module. Follows from `state`."""
+
+    hidden = False
+    """Stages 0 to 2: new values are in flight, and any use of a parameter waits for them. Follows from `state`."""
 
     full: Tensor
     """The parameters, ``(numel,)``, on the device. At stage 3 it has memory only while gathered."""
@@ -125,14 +135,8 @@ class FlatBuffer:
     arriving: Arrival | None = None
     """New parameters in flight to the device."""
 
-    updated_early = False
-    """Whether the current backward pass has already updated this buffer."""
-
-    directed_early = False
-    """Whether the current backward pass has already begun the split steps of this buffer's tensors."""
-
-    held_back = False
-    """Whether a delayed update makes, or has made, the masters newer than the parameters in use."""
+    update = UpdateState.NONE
+    """What has been done with the gradients before, or after, the optimizer's own step."""
 
     publish_due = False
     """Whether new weights still have to be sent to the other ranks."""
@@ -146,14 +150,8 @@ class FlatBuffer:
     reading: Future[Arrival] | None = None
     """This rank's shard of the parameters, in flight from its tier."""
 
-    is_gathered = True
-    """Whether the parameters point at ``full``."""
-
     gathering: PendingGather | None = None
     """The all-gather into ``full`` in flight."""
-
-    hidden = False
-    """Stages 0 to 2: new values are in flight, and any use of a parameter waits for them."""
 
     users = 0
     """Operations in progress that use the gathered parameters."""
@@ -526,11 +524,12 @@ class FlatBuffer:
 
     def begin_early_directions(self) -> None:
         """Record that split steps of this buffer's tensors have begun while backward still runs."""
-        self.directed_early = True
+        self._move_update(UpdateState.DIRECTED_EARLY)
 
     def end_early(self) -> None:
         """Forget what the backward pass has begun: the step has followed, or never will."""
-        self.updated_early = self.directed_early = False
+        if self.update in EARLY:
+            self._move_update(UpdateState.NONE)
 
     def owe_gather(self) -> None:
         """Record that new weights have still to be sent to the other ranks."""
@@ -543,13 +542,13 @@ class FlatBuffer:
     def begin_early_update(self, updating: Ticket) -> None:
         """Record an update that has taken the complete averages while backward still runs."""
         self.updating = updating
-        self.updated_early = True
+        self._move_update(UpdateState.UPDATED_EARLY)
         self.averages.hand_to_update()
 
     def begin_delayed_update(self, updating: Ticket) -> None:
         """Record an update that runs while the next step computes with the old parameters."""
         self.updating = updating
-        self.held_back = True
+        self._move_update(UpdateState.DELAYED)
         self.averages.hand_to_update()
 
     def go_on_with_old(self) -> None:
@@ -561,7 +560,11 @@ class FlatBuffer:
         """Forget the operations in flight, which have failed."""
         self.storage.give_up()
         self.gathering = self.updating = self.arriving = self.reading = self.averages.landing = None
-        self.updated_early = self.directed_early = self.held_back = self.publish_due = False
+        self._move_update(UpdateState.NONE)
+        self.publish_due = False
+
+    def _move_update(self, to: UpdateState) -> None:
+        self.update = moved(self.update, to, self.name)
 
     # parameters ------------------------------------------------------------------------------------------------------
 
@@ -571,9 +574,14 @@ class FlatBuffer:
             for p, view in zip(self.params, self.views, strict=True):
                 point(p, view)
         self._switch(Absent if on_demand else Present)
-        self.is_gathered = True
-        self.gathered_on_demand = on_demand
+        self._move(ParameterState.ON_DEMAND if on_demand else ParameterState.GATHERED)
         self.writes.record()
+
+    def _move(self, to: ParameterState) -> None:
+        self.state = moved(self.state, to, self.name)
+        self.is_gathered = to is not ParameterState.RELEASED
+        self.gathered_on_demand = to is ParameterState.ON_DEMAND
+        self.hidden = to is ParameterState.AWAITED
 
     @property
     def is_in_use(self) -> bool:
@@ -612,8 +620,10 @@ class FlatBuffer:
 
     def hide(self) -> None:
         """Make every use of a parameter wait for values in flight (stages 0 to 2)."""
+        if self.state is ParameterState.ON_DEMAND:
+            self.writes.note_memory_views()
         self._switch(Absent)
-        self.hidden = True
+        self._move(ParameterState.AWAITED)
 
     @property
     def is_arriving(self) -> bool:
@@ -677,7 +687,9 @@ class FlatBuffer:
             self.require_here("parameters")
         if self.updating is not None or self.arriving is not None:
             self.wait_updated()
-        self.held_back = self.publish_due = False
+        if self.update is UpdateState.DELAYED:
+            self._move_update(UpdateState.NONE)
+        self.publish_due = False
         if self._refresh_due:
             self.refresh_if_due()
         if self.policy.parameters:
@@ -690,7 +702,7 @@ class FlatBuffer:
 
     def _gather_shards(self) -> None:
         """Start gathering sharded parameters, from where they are nearest (stage 3). Collective."""
-        if self.updated_early:
+        if self.update is UpdateState.UPDATED_EARLY:
             raise StateError(
                 f"a parameter in the buffer of {self.name!r} is read again in the backward pass that has already "
                 "updated it. Set sharding.overlap_step=False on the strategy."
@@ -794,11 +806,11 @@ class FlatBuffer:
     def _reveal(self) -> None:
         """Make the parameters ordinary tensors: their values have arrived."""
         self._switch(Present)
-        if self.gathered_on_demand:
+        before = self.state
+        if before is ParameterState.ON_DEMAND:
             self.writes.note_memory_views()
-        self.gathered_on_demand = False
-        if self.hidden:
-            self.hidden = False
+        self._move(ParameterState.GATHERED)
+        if before is ParameterState.AWAITED:
             self.writes.end_outdated()
             self.writes.record()
 
@@ -814,7 +826,7 @@ class FlatBuffer:
             for p, placeholder in zip(self.params, self._released, strict=True):
                 point(p, placeholder)
         self._switch(Absent)
-        self.is_gathered = self.gathered_on_demand = False
+        self._move(ParameterState.RELEASED)
         if not keeps_memory:
             self._free()
         if self.wire is not None:

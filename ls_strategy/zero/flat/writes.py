@@ -17,6 +17,7 @@ from torch import Tensor
 from ls_strategy._torch import storage_users, version_of
 from ls_strategy.errors import StateError
 from ls_strategy.zero.flat.parameters import point, unnoticed, values_of
+from ls_strategy.zero.flat.states import UpdateState
 
 if TYPE_CHECKING:
     from ls_strategy.zero.flat.flat_buffer import FlatBuffer
@@ -149,7 +150,7 @@ class UserWrites:
         detected = bool(moved) or counted
         if not (detected or self.possible):
             return False
-        if flat.updated_early or flat.held_back or flat.updating is not None:
+        if flat.update in (UpdateState.UPDATED_EARLY, UpdateState.DELAYED) or flat.updating is not None:
             # The masters are newer: what differs from them need not be a write.
             if detected:
                 raise self._too_late()
@@ -208,7 +209,7 @@ class UserWrites:
         now = flat.full[slice(*flat.stepped)]
         if not bool((bits(now) != bits(before)).any()):
             return False
-        if flat.updated_early or flat.updating is not None:
+        if flat.update is UpdateState.UPDATED_EARLY or flat.updating is not None:
             raise self._too_late()
         take_elements(flat, 0, now, before)
         self._viewed_shard = now.clone()

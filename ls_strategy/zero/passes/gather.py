@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from ls_strategy.zero.flat.flat_buffer import FlatBuffer
+from ls_strategy.zero.flat.states import UpdateState
 from ls_strategy.zero.flat.units import Unit
 
 
@@ -52,7 +53,9 @@ class Gatherer:
                     self._seen.append(unit)
                 neighbours = self._neighbours(unit, -1 if backward else 1, self.prefetch_units + 1)
                 for neighbour in neighbours[: self.prefetch_units]:
-                    if not any(flat.updated_early for flat in neighbour.flats):  # else its backward is over
+                    if not any(
+                        flat.update is UpdateState.UPDATED_EARLY for flat in neighbour.flats
+                    ):  # else its backward is over
                         self.start(neighbour)
                 for neighbour in neighbours:
                     self._read(neighbour)

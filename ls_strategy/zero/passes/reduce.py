@@ -30,6 +30,7 @@ from ls_strategy.distributed.wire_format import FORMATS
 from ls_strategy.errors import StateError
 from ls_strategy.zero.flat.flat_buffer import FlatBuffer
 from ls_strategy.zero.flat.parameters import grad_of, set_grad, unnoticed
+from ls_strategy.zero.flat.states import EARLY
 from ls_strategy.zero.flat.units import Unit
 from ls_strategy.zero.passes.reduction_kinds import Encoded, InRankOrder, ReductionKind, VirtualRound
 from ls_strategy.zero_stages import StagePolicy
@@ -302,7 +303,7 @@ class Reducer:
         if not self.policy.gradients:
             flat.averages.forget()  # the resident gradients hold every micro-batch
         complete = self.on_complete is not None and self._complete(flat)
-        if flat.updated_early or flat.directed_early:
+        if flat.update in EARLY:
             raise StateError(
                 f"{flat.name!r} got another gradient after its unit was updated in the same backward pass (a "
                 "reentrant checkpoint, or a second backward). Set sharding.overlap_step=False on the strategy."

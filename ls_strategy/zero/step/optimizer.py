@@ -33,6 +33,7 @@ from ls_strategy.plan import MOMENT_BYTES
 from ls_strategy.tiers import TIERS
 from ls_strategy.tiers.stream import Stream
 from ls_strategy.zero.flat.flat_buffer import FlatBuffer
+from ls_strategy.zero.flat.states import UpdateState
 from ls_strategy.zero.step.elementwise import is_elementwise, takes_closure
 from ls_strategy.zero.step.fused_optimizers import kernel_for, kernels_of
 from ls_strategy.zero.step.logit_clip import clip_logits, may_clip_logits
@@ -415,7 +416,7 @@ class ShardedOptimizer:
         by_flat: defaultdict[int, list[UpdatePart]] = defaultdict(list)
         self.states.steps_taken += 1
         for r in self._runs:
-            if r.fused and not r.flat.updated_early:
+            if r.fused and r.flat.update is not UpdateState.UPDATED_EARLY:
                 by_flat[r.flat_number].append(self._part_of(r, self.states.steps_taken))
         return [self._update_of(n, parts, clip) for n, parts in by_flat.items()]
 

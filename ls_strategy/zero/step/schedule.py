@@ -24,6 +24,7 @@ from dataclasses import replace
 from ls_strategy._torch import has_step_hooks
 from ls_strategy.tiers.stream import Stream
 from ls_strategy.zero.flat.flat_buffer import FlatBuffer
+from ls_strategy.zero.flat.states import UpdateState
 from ls_strategy.zero.passes.gather import Gatherer
 from ls_strategy.zero.step.offload import Offload
 from ls_strategy.zero.step.optimizer import ShardedOptimizer
@@ -166,7 +167,11 @@ class UpdateSchedule:
     def _copy_out_early(self, index: int) -> None:
         """Copy early updates to the device after backward, in the order the forward needs them."""
         flats = [flat for unit in self._gatherer.forward_order() for flat in unit.flats]
-        early = [f for f in flats if f.optimizer_index == index and f.updated_early and not f.policy.parameters]
+        early = [
+            f
+            for f in flats
+            if f.optimizer_index == index and f.update is UpdateState.UPDATED_EARLY and not f.policy.parameters
+        ]
         if early:
             after = self._offload.link.mark()
             for flat in early:
@@ -193,7 +198,7 @@ class UpdateSchedule:
             for flat in self._delayed[index]:
                 flat.go_on_with_old()
             lazily = self._offload.config.offload.optimizer is not None
-            self._gatherer.publish([f for f in flats if not f.held_back], lazily=lazily)
+            self._gatherer.publish([f for f in flats if f.update is not UpdateState.DELAYED], lazily=lazily)
             if self._gatherer.releases:
                 self._gatherer.release_all()
         if not self.overlap:

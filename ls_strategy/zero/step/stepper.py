@@ -38,6 +38,7 @@ from ls_strategy.tiers.link import trim_heap
 from ls_strategy.transient import Method
 from ls_strategy.zero.events import StepEvents
 from ls_strategy.zero.flat.flat_buffer import FlatBuffer, states_offloaded
+from ls_strategy.zero.flat.states import EARLY
 from ls_strategy.zero.step import global_norm
 from ls_strategy.zero.step.optimizer import OwnStep, ShardedOptimizer
 from ls_strategy.zero.step.schedule import UpdateSchedule
@@ -612,7 +613,7 @@ def require_one_step(flats: Iterable[FlatBuffer], *, torn: bool, failure: BaseEx
             f"the update of offloaded states failed ({type(failure).__name__}: {failure}) after some units had "
             "been updated, so these weights do not belong to one step. Resume from the last checkpoint."
         ) from failure
-    if torn or any(flat.updated_early or flat.directed_early for flat in flats):
+    if torn or any(flat.update in EARLY for flat in flats):
         raise StateError(
             "an exception ended a backward pass after some units had been updated, so these weights do not belong to "
             "one step. Resume from the last checkpoint. Set sharding.overlap_step=False on the strategy to begin "
