@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from ls_strategy._torch import tree_iter
 from ls_strategy.lightning._private import replace_experiments
 from ls_strategy.transient import Transient
-from ls_strategy.zero.flat.parameters import Present
+from ls_strategy.zero.flat.parameters import ResidentParameter
 from ls_strategy.zero.user_code.sharded_gradient import as_plain
 
 _WATCHED: WeakKeyDictionary[nn.Module, list[Any]] = WeakKeyDictionary()
@@ -36,7 +36,7 @@ def _look(name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
         _unwatch(*args, **kwargs)
         return
     for value in tree_iter((args, kwargs)):
-        if isinstance(value, Present):
+        if isinstance(value, ResidentParameter):
             value.detach()
         elif isinstance(value, Tensor):
             as_plain(value)

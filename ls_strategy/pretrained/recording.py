@@ -22,7 +22,7 @@ from ls_strategy import device as dev
 from ls_strategy._torch import tree_iter, tree_map
 from ls_strategy.tiers.link import trim_heap
 from ls_strategy.zero.lazy import drop_source
-from ls_strategy.zero.program import Captured, Operation, Place, new_place, place_of, replay
+from ls_strategy.zero.program import Captured, DeferredOperation, TensorPlace, new_place, place_of, replay
 
 _OVERWRITES = frozenset(
     f"{name}_"
@@ -84,7 +84,7 @@ class Recorder:
         self._draw(operation)
 
     @staticmethod
-    def _operation(call: Any, args: Any, kwargs: Any, *, unread: Collection[int | str]) -> Operation:
+    def _operation(call: Any, args: Any, kwargs: Any, *, unread: Collection[int | str]) -> DeferredOperation:
         """Return the call with places for tensors; of the arguments ``unread`` it does not need the values."""
 
         def noted(leaf: Any) -> Any:
@@ -97,10 +97,10 @@ class Recorder:
             return tree_map(_unread, value) if key in unread else value
 
         places = tuple(argument(i, value) for i, value in enumerate(args))
-        return Operation(call, places, {key: argument(key, value) for key, value in kwargs.items()})
+        return DeferredOperation(call, places, {key: argument(key, value) for key, value in kwargs.items()})
 
     @staticmethod
-    def _note_writes(operation: Operation, written: list[Tensor], *, overwrites: bool) -> None:
+    def _note_writes(operation: DeferredOperation, written: list[Tensor], *, overwrites: bool) -> None:
         """Note what the operation reads, then what it writes."""
         read = [place.memory for place in operation.places() if place.is_read]
         for memory in read:
@@ -114,7 +114,7 @@ class Recorder:
             place.memory.add(operation, replaces_all=overwrites and place.fills_memory)
 
     @staticmethod
-    def _note_results(operation: Operation, result: Any, *, is_set: bool, dtype: bool) -> None:
+    def _note_results(operation: DeferredOperation, result: Any, *, is_set: bool, dtype: bool) -> None:
         known = {p.memory for p in (*operation.places(), *operation.written)}
         for leaf in tree_iter(result):
             if not isinstance(leaf, Tensor):
@@ -129,7 +129,7 @@ class Recorder:
             if dtype and operation.kwargs.get("dtype") is None:
                 operation.kwargs = {**operation.kwargs, "dtype": leaf.dtype}
 
-    def _draw(self, operation: Operation) -> None:
+    def _draw(self, operation: DeferredOperation) -> None:
         """Note the generator's state, and draw what a run with memory would draw."""
         generator = operation.generator
         if generator is None and not self._draws:
@@ -167,7 +167,7 @@ class Recorder:
             if not isinstance(leaf, Tensor):
                 return leaf
             empty = torch.empty_strided(leaf.size(), leaf.stride(), dtype=leaf.dtype, device="meta")
-            operation = Operation(torch.clone, (Captured.of(leaf),), {}, [new_place(empty, is_set=True)])
+            operation = DeferredOperation(torch.clone, (Captured.of(leaf),), {}, [new_place(empty, is_set=True)])
             for place in filter(None, operation.outputs):
                 place.memory.writes.append(operation)
             return empty
@@ -176,7 +176,7 @@ class Recorder:
 
 
 def _unread(leaf: Any) -> Any:
-    return replace(leaf, is_read=False) if isinstance(leaf, Place) else leaf
+    return replace(leaf, is_read=False) if isinstance(leaf, TensorPlace) else leaf
 
 
 def _written_arguments(func: Any) -> list[int | str]:

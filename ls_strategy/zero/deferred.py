@@ -16,9 +16,9 @@ from ls_strategy.distributed.axis import Axis
 from ls_strategy.zero.lazy import forget_owner, forget_source, source_of, source_of_memory
 from ls_strategy.zero.program import (
     Captured,
+    DeferredOperation,
     Memory,
-    Operation,
-    Place,
+    TensorPlace,
     is_plain,
     memory_of,
     needed,
@@ -31,7 +31,7 @@ from ls_strategy.zero.program import (
 class Deferred:
     """The values of a parameter or buffer on meta."""
 
-    def __init__(self, place: Place) -> None:
+    def __init__(self, place: TensorPlace) -> None:
         """Note where it is: what is in that place at the end of the program counts."""
         self._place = place
 
@@ -43,7 +43,7 @@ class Deferred:
     def __deepcopy__(self, memo: dict[int, Any]) -> Deferred:
         return self
 
-    def operations(self) -> list[Operation]:
+    def operations(self) -> list[DeferredOperation]:
         """Return what its values depend on, in order of the program."""
         return needed([self._place])
 
@@ -69,7 +69,7 @@ class Deferred:
         names: dict[Memory, int] = {}
 
         def simple(leaf: Any) -> Any:
-            if isinstance(leaf, Place):
+            if isinstance(leaf, TensorPlace):
                 return names.setdefault(leaf.memory, len(names)), leaf.size, leaf.stride, leaf.offset, str(leaf.dtype)
             if isinstance(leaf, Captured):
                 return zlib.crc32(

@@ -45,7 +45,7 @@ class Memory:
     """The memory that a tensor on meta and its views would share, with everything that was written to it."""
 
     nbytes: int
-    writes: list[Operation] = field(default_factory=list)
+    writes: list[DeferredOperation] = field(default_factory=list)
 
     source: LazyTensor | None = None
     """Where its first values are, if they are in a file."""
@@ -56,20 +56,20 @@ class Memory:
     is_read: bool = False
     """Whether an operation has used its values."""
 
-    def add(self, operation: Operation, *, replaces_all: bool) -> None:
+    def add(self, operation: DeferredOperation, *, replaces_all: bool) -> None:
         """Note that an operation writes to it."""
         if replaces_all and not self.is_read:
             self.writes.clear()  # nobody can ask for these values any more
         self.writes.append(operation)
 
-    def before(self, number: int) -> Operation | None:
+    def before(self, number: int) -> DeferredOperation | None:
         """Return the last operation before ``number`` that has written to it."""
         at = bisect_left(self.writes, number, key=lambda operation: operation.number)
         return self.writes[at - 1] if at else None
 
 
 @dataclass(frozen=True, eq=False)
-class Place:
+class TensorPlace:
     """A tensor in a memory."""
 
     memory: Memory
@@ -123,17 +123,17 @@ _Storages = dict[Memory, torch.UntypedStorage]
 
 
 @dataclass(eq=False)
-class Operation:
+class DeferredOperation:
     """One call, with tensors replaced by their places."""
 
     call: Callable[..., Any]
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
 
-    outputs: list[Place | None] = field(default_factory=list)
+    outputs: list[TensorPlace | None] = field(default_factory=list)
     """Results in memory of their own, in order; None for others."""
 
-    written: list[Place] = field(default_factory=list)
+    written: list[TensorPlace] = field(default_factory=list)
     number: int = field(default_factory=lambda: next(_numbers))
     """Its place in the program."""
 
@@ -142,9 +142,9 @@ class Operation:
 
     default_dtype: torch.dtype = field(default_factory=torch.get_default_dtype)
 
-    def places(self) -> Iterator[Place]:
+    def places(self) -> Iterator[TensorPlace]:
         """Yield the tensors without memory among the arguments."""
-        return (leaf for leaf in tree_iter((self.args, self.kwargs)) if isinstance(leaf, Place))
+        return (leaf for leaf in tree_iter((self.args, self.kwargs)) if isinstance(leaf, TensorPlace))
 
     @property
     def generator(self) -> torch.Generator | None:
@@ -184,7 +184,7 @@ class Operation:
                 fresh.set_state(self.state)
 
         def real(leaf: Any) -> Any:
-            if isinstance(leaf, Place):
+            if isinstance(leaf, TensorPlace):
                 if leaf.memory not in storages and full_size and any(leaf.memory is w.memory for w in self.written):
                     empty = torch.empty(leaf.memory.nbytes, dtype=torch.uint8, device=device)
                     storages[leaf.memory] = empty.untyped_storage()
@@ -223,14 +223,14 @@ class Operation:
             storages[place.memory] = storage
 
 
-def needed(places: Sequence[Place], before: int = _END) -> list[Operation]:
+def needed(places: Sequence[TensorPlace], before: int = _END) -> list[DeferredOperation]:
     """Return the operations that the values of ``places`` depend on, in order of the program.
 
     Args:
         places: tensors without memory.
         before: number of the operation before which the values are wanted.
     """
-    found: dict[int, Operation] = {}
+    found: dict[int, DeferredOperation] = {}
     waiting: list[int] = []
 
     def need(memory: Memory, number: int) -> None:
@@ -253,7 +253,7 @@ def needed(places: Sequence[Place], before: int = _END) -> list[Operation]:
 
 
 @torch.no_grad()
-def replay(places: Sequence[Place], device: torch.device, before: int = _END) -> _Storages:
+def replay(places: Sequence[TensorPlace], device: torch.device, before: int = _END) -> _Storages:
     """Make the memory of ``places``, as it was before an operation of the program, on ``device``.
 
     What is needed only on the way is freed at once, and the generators are left as they were.
@@ -308,24 +308,24 @@ _TENSOR: Any = Tensor
 _PLAIN = _TENSOR.__torch_dispatch__
 
 
-def place_of(tensor: Tensor, *, is_read: bool = True) -> Place:
+def place_of(tensor: Tensor, *, is_read: bool = True) -> TensorPlace:
     """Return the place of a tensor on meta. The first time, its memory gets a record."""
     storage = tensor.untyped_storage()
     memory, source = getattr(storage, _MEMORY, None), source_of_memory(tensor)
     if memory is None or (source is not None and memory.source is not source):
         memory = Memory(storage.nbytes(), source=source, is_set=source is not None)
         if source is None:
-            memory.writes.append(Operation(_unknown, (), {}))
+            memory.writes.append(DeferredOperation(_unknown, (), {}))
         else:
-            place = Place(memory, (source.numel(),), (1,), 0, tensor.dtype)
-            memory.writes.append(Operation(_read, (source, tensor.dtype), {}, [place]))
+            place = TensorPlace(memory, (source.numel(),), (1,), 0, tensor.dtype)
+            memory.writes.append(DeferredOperation(_read, (source, tensor.dtype), {}, [place]))
         setattr(storage, _MEMORY, memory)
-    return Place(
+    return TensorPlace(
         memory, tuple(tensor.size()), tuple(tensor.stride()), int(tensor.storage_offset()), tensor.dtype, is_read
     )
 
 
-def new_place(tensor: Tensor, *, is_set: bool) -> Place:
+def new_place(tensor: Tensor, *, is_set: bool) -> TensorPlace:
     """Return the place of a tensor on meta in memory that was just made."""
     storage = tensor.untyped_storage()
     setattr(storage, _MEMORY, Memory(storage.nbytes(), is_set=is_set))

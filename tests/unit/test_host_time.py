@@ -19,7 +19,7 @@ import torch.distributed as dist
 
 import ls_strategy
 from benchmarks.host_time import BATCH, CONTENDERS, WIDTH, Blocks, Loop, join_unsent, judged
-from ls_strategy.zero.flat.parameters import Absent
+from ls_strategy.zero.flat.parameters import ShardedParameter
 
 PACKAGE = str(Path(ls_strategy.__file__).parent)
 
@@ -120,15 +120,15 @@ def test_few_calls_stand_between_the_start_of_a_gather_and_its_collective() -> N
 def test_no_step_looks_at_a_released_parameter(monkeypatch: pytest.MonkeyPatch) -> None:
     """It would pass through ``__torch_function__``, which takes as long as a launch."""
     loop, seen = warm(3, 4), []
-    handle = Absent.__torch_function__
+    handle = ShardedParameter.__torch_function__
 
     def count(func: Any, *args: Any, **kwargs: Any) -> Any:
         seen.append(func)
         return handle(func, *args, **kwargs)
 
-    monkeypatch.setattr(Absent, "__torch_function__", staticmethod(count))
+    monkeypatch.setattr(ShardedParameter, "__torch_function__", staticmethod(count))
     model_parameter = torch.nn.Parameter(torch.zeros(1))
-    model_parameter.__class__ = Absent
+    model_parameter.__class__ = ShardedParameter
     assert model_parameter.numel() == 1
     assert len(seen) == 1, "the count works"
     loop.run(torch.ones(BATCH, WIDTH))

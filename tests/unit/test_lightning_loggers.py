@@ -14,7 +14,7 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_only
 from torch import Tensor, nn
 
 from ls_strategy.lightning import loggers
-from ls_strategy.zero.flat.parameters import Present
+from ls_strategy.zero.flat.parameters import ResidentParameter
 from ls_strategy.zero.user_code.sharded_gradient import new_gradient
 
 
@@ -29,7 +29,7 @@ def experiment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]
     dummy.unwatch()
 
 
-class Parameter(Present):
+class Parameter(ResidentParameter):
     """A parameter of an engine that counts how often its values are read."""
 
     reads = 0

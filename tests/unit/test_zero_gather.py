@@ -125,9 +125,9 @@ def test_published_weights_hide_the_old_ones_until_they_are_used() -> None:
     flat.write_master(0, torch.full((9,), 3.0))
     model.gatherer.publish([flat])
     weight = model.net.blocks[0].weight
-    assert type(weight) is Absent
+    assert type(weight) is ShardedParameter
     model.gatherer.fetch(model.units[1])
-    assert type(weight) is Present
+    assert type(weight) is ResidentParameter
     assert bool((weight == 3).all())  # type: ignore[operator]
 
 

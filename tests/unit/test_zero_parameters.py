@@ -13,7 +13,15 @@ import torch
 from torch import Tensor, nn
 
 from ls_strategy.errors import StateError
-from ls_strategy.zero.flat.parameters import Absent, Present, grad_of, home_of, set_grad, unbind_home, unnoticed
+from ls_strategy.zero.flat.parameters import (
+    ResidentParameter,
+    ShardedParameter,
+    grad_of,
+    home_of,
+    set_grad,
+    unbind_home,
+    unnoticed,
+)
 from tests.unit.flat_buffers import Sharded, flat_of, sharded
 
 
@@ -91,7 +99,7 @@ def test_a_deep_copy_is_a_plain_parameter(model: Sharded) -> None:
 
 def test_a_pickle_is_a_plain_parameter() -> None:
     model = sharded(1)
-    assert type(weight_of(model)) is Present
+    assert type(weight_of(model)) is ResidentParameter
     loaded = pickle.loads(pickle.dumps(weight_of(model)))
     assert type(loaded) is nn.Parameter
     assert torch.equal(loaded, weight_of(model))
@@ -118,7 +126,7 @@ def test_without_its_engine_an_absent_parameter_is_an_error_with_the_cure() -> N
     net = sharded(3).net
     gc.collect()
     weight = net.blocks[0].weight
-    assert type(weight) is Absent
+    assert type(weight) is ShardedParameter
     with pytest.raises(StateError, match=r"shape \(3, 3\) was used after .* were freed\. Keep the model"):
         weight.sum()
 

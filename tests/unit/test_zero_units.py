@@ -62,7 +62,7 @@ def test_a_gathered_buffer_has_the_masters_values(layer: nn.Linear) -> None:
     before = layer.weight.detach().clone()
     flat = flat_of(layer, "layer", 3)
     gather(flat)
-    assert type(layer.weight) is Present
+    assert type(layer.weight) is ResidentParameter
     assert torch.equal(layer.weight, before)
 
 
@@ -70,9 +70,9 @@ def test_a_buffer_gathered_on_demand_reports_every_further_use(layer: nn.Linear)
     flat = flat_of(layer, "layer", 3)
     flat.start_gather()
     flat.finish_gather(on_demand=True)
-    assert type(layer.weight) is Absent
+    assert type(layer.weight) is ShardedParameter
     flat.finish_gather()
-    assert type(layer.weight) is Present
+    assert type(layer.weight) is ResidentParameter
 
 
 def test_after_training_a_released_parameter_is_an_error_with_the_cure(layer: nn.Linear) -> None:
@@ -152,9 +152,9 @@ def test_after_a_numpy_array_was_made_a_parameter_is_gathered_into_new_memory(la
 def test_hidden_parameters_wait_until_they_are_gathered(layer: nn.Linear) -> None:
     flat = flat_of(layer, "layer", 2)
     flat.hide()
-    assert type(layer.weight) is Absent
+    assert type(layer.weight) is ShardedParameter
     flat.finish_gather()
-    assert (type(layer.weight), flat.hidden) == (Present, False)
+    assert (type(layer.weight), flat.hidden) == (ResidentParameter, False)
 
 
 @pytest.mark.parametrize("stage", [1, 3])

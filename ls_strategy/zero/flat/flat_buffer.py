@@ -45,9 +45,9 @@ from ls_strategy.zero.flat.hpz_copy import Secondary
 from ls_strategy.zero.flat.initial import full_values, shard_values
 from ls_strategy.zero.flat.local_gradients import LocalGradients, slot_views
 from ls_strategy.zero.flat.parameters import (
-    Absent,
     GathersOnDemand,
-    Present,
+    ResidentParameter,
+    ShardedParameter,
     ShowsGradients,
     bind_home,
     grad_of,
@@ -73,7 +73,7 @@ def states_offloaded(kinds: str) -> StateError:
     )
 
 
-class Holding(Protocol):
+class PendingSave(Protocol):
     """A save in the background that still has to read the states of a flat buffer."""
 
     def release(self) -> None:
@@ -99,7 +99,7 @@ class FlatBuffer:
     gradients: ShowsGradients | None = None
     """Provides ``p.grad``. None: it is what autograd has put there."""
 
-    hold: Holding | None = None
+    hold: PendingSave | None = None
     """A save in flight that still has to read the states."""
 
     offloaded: frozenset[str] = frozenset()
@@ -573,7 +573,7 @@ class FlatBuffer:
         with unnoticed():
             for p, view in zip(self.params, self.views, strict=True):
                 point(p, view)
-        self._switch(Absent if on_demand else Present)
+        self._switch(ShardedParameter if on_demand else ResidentParameter)
         self._move(ParameterState.ON_DEMAND if on_demand else ParameterState.GATHERED)
         self.writes.record()
 
@@ -622,7 +622,7 @@ class FlatBuffer:
         """Make every use of a parameter wait for values in flight (stages 0 to 2)."""
         if self.state is ParameterState.ON_DEMAND:
             self.writes.note_memory_views()
-        self._switch(Absent)
+        self._switch(ShardedParameter)
         self._move(ParameterState.AWAITED)
 
     @property
@@ -805,7 +805,7 @@ class FlatBuffer:
 
     def _reveal(self) -> None:
         """Make the parameters ordinary tensors: their values have arrived."""
-        self._switch(Present)
+        self._switch(ResidentParameter)
         before = self.state
         if before is ParameterState.ON_DEMAND:
             self.writes.note_memory_views()
@@ -825,7 +825,7 @@ class FlatBuffer:
         with unnoticed():
             for p, placeholder in zip(self.params, self._released, strict=True):
                 point(p, placeholder)
-        self._switch(Absent)
+        self._switch(ShardedParameter)
         self._move(ParameterState.RELEASED)
         if not keeps_memory:
             self._free()

@@ -2,13 +2,14 @@
 
 A parameter object changes its class, which takes 0.1 us:
 
-=========  =============================================  =============================================================
-class      its values                                     what happens when it is used
-=========  =============================================  =============================================================
-`Present`  in memory; at stage 3 while its unit computes  an ordinary parameter to torch. Access to ``.data`` is
-                                                          recorded: ``_version`` does not count writes there
-`Absent`   released, in flight, or gathered on demand     any torch function asks its `Home` to gather it, or to wait
-=========  =============================================  =============================================================
+===================  =============================================  ====================================================
+class                its values                                     what happens when it is used
+===================  =============================================  ====================================================
+`ResidentParameter`  in memory; at stage 3 while its unit computes  an ordinary parameter to torch. Access to ``.data``
+                                                                    is noted: ``_version`` does not count writes there
+`ShardedParameter`   released, in flight, or gathered on demand     any torch function asks its `Home` to gather it,
+                                                                    or to wait
+===================  =============================================  ====================================================
 
 Functions that need no values (shape, dtype, ``requires_grad``) do not gather. A copy or a pickle of either class is a
 plain `nn.Parameter` with memory of its own.
@@ -155,7 +156,7 @@ _HOMES: WeakIdKeyDictionary = WeakIdKeyDictionary()
 """Parameter -> weak reference to its home. An attribute of the parameter would go into pickles."""
 
 
-class Present(nn.Parameter):
+class ResidentParameter(nn.Parameter):
     """A parameter of an engine whose values are in memory."""
 
     @property  # type: ignore[override]
@@ -195,11 +196,11 @@ class Present(nn.Parameter):
 
     def _record_access(self) -> None:
         if torch_function_is_on() and (home := home_of(self)) is not None:
-            if type(self) is Absent:
+            if type(self) is ShardedParameter:
                 home.touch()
                 home.touched()
             home.writes.possible = True
-        elif torch_function_is_on() and type(self) is Absent:
+        elif torch_function_is_on() and type(self) is ShardedParameter:
             _home_now(self)
 
     def numpy(self, *args: Any, **kwargs: Any) -> Any:
@@ -216,7 +217,7 @@ class Present(nn.Parameter):
 
     def untyped_storage(self) -> Any:
         """Return the storage. The access is recorded if the values are in memory."""
-        if type(self) is Present:
+        if type(self) is ResidentParameter:
             self._record_access()
         return super().untyped_storage()
 
@@ -240,7 +241,7 @@ class Present(nn.Parameter):
             return nn.Parameter(self.clone(), self.requires_grad)
 
 
-class Absent(Present):
+class ShardedParameter(ResidentParameter):
     """A parameter of an engine whose values are released, in flight or gathered on demand."""
 
     @classmethod
@@ -252,13 +253,13 @@ class Absent(Present):
         if _needs_no_values(func, args):
             with without_torch_function():
                 return func(*args, **kwargs)
-        params: list[nn.Parameter] = [leaf for leaf in tree_iter((args, kwargs)) if type(leaf) is Absent]
+        params: list[nn.Parameter] = [leaf for leaf in tree_iter((args, kwargs)) if type(leaf) is ShardedParameter]
         homes = {id(home): home for home in map(_home_now, params)}
         for home in homes.values():
             home.touch()
         # Inside the call torch sees ordinary parameters; all other absent ones stay absent.
         for p in params:
-            p.__class__ = Present
+            p.__class__ = ResidentParameter
         try:
             if func in _GIVE_MEMORY:
                 for home in homes.values():
@@ -268,7 +269,7 @@ class Absent(Present):
         finally:
             for p in params:
                 if (home := home_of(p)) is not None and home.gathered_on_demand:
-                    p.__class__ = Absent
+                    p.__class__ = ShardedParameter
             for home in homes.values():
                 home.touched()
 
@@ -286,7 +287,7 @@ def _needs_no_values(func: Any, args: Any) -> bool:
 
 def bind_home(param: nn.Parameter, home: Home) -> bool:
     """Let ``home`` provide the parameter's values. Return False for a parameter class of another library."""
-    if type(param) not in (nn.Parameter, Present, Absent):
+    if type(param) not in (nn.Parameter, ResidentParameter, ShardedParameter):
         return False
     _HOMES[param] = weakref.ref(home)
     return True
@@ -305,7 +306,7 @@ def home_of(param: Tensor) -> Any:
 
 
 def _home_now(param: Tensor) -> Any:
-    """Return the home of an absent parameter.
+    """Return the home of a sharded parameter.
 
     Raises:
         StateError: the engine that held its values was freed.
@@ -326,7 +327,7 @@ def point(param: nn.Parameter, values: Tensor) -> None:
 
 def grad_of(param: Tensor) -> Tensor | None:
     """Return this rank's ``.grad`` as autograd has set it."""
-    if type(param) is Present:  # for which torch calls no function; a context takes longer than the rest
+    if type(param) is ResidentParameter:  # for which torch calls no function; a context takes longer than the rest
         return _GRAD.__get__(param)
     with without_torch_function():
         return _GRAD.__get__(param)
@@ -334,7 +335,7 @@ def grad_of(param: Tensor) -> Tensor | None:
 
 def set_grad(param: Tensor, value: Tensor | None) -> None:
     """Set this rank's ``.grad``."""
-    if type(param) is Present:
+    if type(param) is ResidentParameter:
         _GRAD.__set__(param, value)
         return
     with without_torch_function():

@@ -70,7 +70,7 @@ def _do_nothing() -> Callable[..., None]:
 
 
 @dataclass
-class _Call:
+class _BackwardCall:
     """State of one call of a unit's module in backward."""
 
     sources: int
@@ -220,7 +220,7 @@ class UnitHooks:
 
         The hooks hold no tensor, which would keep the call's activations alive in a reference cycle through autograd.
         """
-        call = _Call(len(sources))
+        call = _BackwardCall(len(sources))
 
         def begins(_: Tensor) -> None:
             backward_pass = current_backward_pass()

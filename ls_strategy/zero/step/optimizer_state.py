@@ -39,7 +39,7 @@ ELEMENTWISE = "elementwise"
 
 
 @dataclass(frozen=True)
-class Owner:
+class StateRole:
     """Role of this rank for the non-element-wise states of a parameter that one rank steps as a full tensor."""
 
     saves: bool
@@ -78,7 +78,7 @@ class OptimizerStates:
         """Numbers of the parameters, in the optimizer's order: positions in the parameters of all flats."""
         self.entries: dict[int, dict[str, Any]] = {}
         """States by parameter number, with torch's names."""
-        self.owners: dict[int, Owner] = {}
+        self.owners: dict[int, StateRole] = {}
         """What this rank does with parameters whose states are whole too, by number; no entry for those in shards."""
         self.whole: frozenset[int] = frozenset()
         """Numbers of the parameters that no run contains, since they are stepped whole."""

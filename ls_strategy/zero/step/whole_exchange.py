@@ -43,7 +43,7 @@ def balanced(costs: Sequence[float], ranks: int) -> list[int]:
 
 
 @dataclass(frozen=True)
-class Holding:
+class ShardRange:
     """Range of a tensor that one rank of the communicator holds, within its part."""
 
     start: int
@@ -74,7 +74,7 @@ class WholeTensor:
     owner: int
     """Rank of `comm` that steps it."""
 
-    holdings: tuple[Holding, ...]
+    holdings: tuple[ShardRange, ...]
     """By rank of `comm`."""
 
     @property
@@ -138,7 +138,7 @@ class WholeTensor:
         return [parts[held.part][held.start : held.start + held.numel] for held in self.holdings]
 
 
-class Holders:
+class ShardOwners:
     """Finds the ranks that hold parts of parameters, and what each of them has."""
 
     def __init__(self, mesh: Mesh) -> None:
@@ -152,7 +152,7 @@ class Holders:
             return mesh.stage if flat.policy.optimizer or mesh.zero.world_size == 1 else mesh.tensor.comm
         return flat.comm if flat.policy.optimizer else self._alone
 
-    def of(self, comm: Comm, places: Sequence[tuple[FlatBuffer, int]]) -> list[tuple[Holding, ...]]:
+    def of(self, comm: Comm, places: Sequence[tuple[FlatBuffer, int]]) -> list[tuple[ShardRange, ...]]:
         """Return what every rank of ``comm`` has of parameters, given by buffer and position. Collective."""
         mine: list[tuple[int, int, TensorPart | None]] = []
         for flat, i in places:
@@ -161,13 +161,13 @@ class Holders:
             mine.append((piece.param_start, piece.numel, split))
         column = self._mesh.tensor.rank if comm in (self._mesh.stage, self._mesh.tensor.comm) else 0
         by_rank = comm.exchange_objects((column, mine))
-        result: list[tuple[Holding, ...]] = []
+        result: list[tuple[ShardRange, ...]] = []
         for n in range(len(places)):
             first: dict[TensorPart | None, int] = {}
             for place, held in by_rank:  # of several copies of a part, the first one is sent
                 part = held[n][2]
                 first[part] = min(first.get(part, place), place)
-            result.append(tuple(Holding(*held[n], sends=place == first[held[n][2]]) for place, held in by_rank))
+            result.append(tuple(ShardRange(*held[n], sends=place == first[held[n][2]]) for place, held in by_rank))
         return result
 
 
@@ -175,7 +175,7 @@ PartsOf = Callable[[WholeTensor], Sequence[Tensor]]
 """Returns this rank's parts of one tensor, 1-d: of its gradient and its master weights, for example."""
 
 
-class Exchange:
+class FullTensorExchange:
     """Sends whole tensors of one communicator and dtype."""
 
     def __init__(self, comm: Comm, dtype: torch.dtype, device: torch.device) -> None:

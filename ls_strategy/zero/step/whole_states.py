@@ -16,7 +16,7 @@ from torch import Tensor
 from ls_strategy.distributed.comm import Comm
 from ls_strategy.zero.step.optimizer_state import ELEMENTWISE, OptimizerStates
 from ls_strategy.zero.step.split_tensors import SplitTensors
-from ls_strategy.zero.step.whole_exchange import Exchange, WholeTensor
+from ls_strategy.zero.step.whole_exchange import FullTensorExchange, WholeTensor
 
 
 class WholeStates:
@@ -47,7 +47,7 @@ class WholeStates:
         if self._split is not None:
             self._split.collect(m for m in self._members if m.number in self._in_shards)
         for name, dtype, members in self._named(self._elementwise_of_mine()):
-            exchange = Exchange(members[0].comm, dtype, members[0].flat.full.device)
+            exchange = FullTensorExchange(members[0].comm, dtype, members[0].flat.full.device)
             values = exchange.start_scatter(members, lambda m, name=name: self.held[m.number].pop(name))
             for store in {id(m.flat): self._store(m) for m in members}.values():
                 store.ensure(name, dtype)
@@ -106,7 +106,7 @@ class WholeStates:
         for name, dtype, members in self._named(marked):
             for member in members:
                 self._store(member).flat.before_change()
-            exchange = Exchange(members[0].comm, dtype, members[0].flat.full.device)
+            exchange = FullTensorExchange(members[0].comm, dtype, members[0].flat.full.device)
 
             def parts(member: WholeTensor, name: str = name) -> list[Tensor]:
                 return [self._store(member).range(name, *member.mine)]

@@ -27,16 +27,16 @@ from ls_strategy.distributed.comm import Comm
 from ls_strategy.tiers import TIERS
 from ls_strategy.tiers.stream import Stream
 from ls_strategy.zero.flat.flat_buffer import FlatBuffer
-from ls_strategy.zero.step.optimizer_state import OptimizerStates, Owner
+from ls_strategy.zero.step.optimizer_state import OptimizerStates, StateRole
 from ls_strategy.zero.step.split_jobs import Applications, Directions, EarlyDirections
 from ls_strategy.zero.step.split_step import split_step_of
 from ls_strategy.zero.step.split_tensors import SplitTensors
 from ls_strategy.zero.step.whole_exchange import (
-    Exchange,
-    Holders,
+    FullTensorExchange,
     PartsOf,
     PendingParts,
     PendingWholes,
+    ShardOwners,
     WholeTensor,
     balanced,
 )
@@ -101,7 +101,7 @@ class WholeTensors:
 
     def _assigned(self, numbers: Sequence[int]) -> list[WholeTensor]:
         """Give every tensor to one of the ranks that hold parts of it, balanced by cost. Collective."""
-        holders = Holders(self._states.mesh)
+        holders = ShardOwners(self._states.mesh)
         by_comm: defaultdict[Comm, list[int]] = defaultdict(list)
         for number in numbers:
             flat, index = self._place(number)
@@ -117,12 +117,12 @@ class WholeTensors:
         return sorted(result, key=lambda m: m.number)
 
     @staticmethod
-    def _owner(member: WholeTensor) -> Owner:
+    def _owner(member: WholeTensor) -> StateRole:
         """Return what this rank does with the states of a tensor. One rank of all that have copies saves them."""
         flat = member.flat
         first = flat.policy.optimizer or flat.comm.rank == 0  # without sharding, all of them step it
         across = member.comm is not flat.comm and member.comm.world_size > 1
-        return Owner(saves=member.is_mine and first and (across or flat.axis.rank == 0), loads=member.is_mine)
+        return StateRole(saves=member.is_mine and first and (across or flat.axis.rank == 0), loads=member.is_mine)
 
     def _place(self, number: int) -> tuple[FlatBuffer, int]:
         """Return the buffer of a parameter, and its position there."""
@@ -301,8 +301,8 @@ class WholeTensors:
                 bucket.append(member)
             yield bucket
 
-    def _exchange(self, bucket: Sequence[WholeTensor]) -> Exchange:
-        return Exchange(bucket[0].comm, self._sent(bucket[0]), bucket[0].flat.full.device)
+    def _exchange(self, bucket: Sequence[WholeTensor]) -> FullTensorExchange:
+        return FullTensorExchange(bucket[0].comm, self._sent(bucket[0]), bucket[0].flat.full.device)
 
     def _parts(self, member: WholeTensor) -> list[Tensor]:
         """Return this rank's parts of gradient and master weights, or of the direction if the step is split."""

@@ -30,7 +30,7 @@ from ls_strategy._torch import StorageWeakRef, storage_key
 from ls_strategy.errors import StateError
 from ls_strategy.transient import Method, Transient
 from ls_strategy.zero.flat.flat_buffer import FlatBuffer
-from ls_strategy.zero.flat.parameters import Absent, Present, unnoticed
+from ls_strategy.zero.flat.parameters import ResidentParameter, ShardedParameter, unnoticed
 
 _FLAT_OF: weakref.WeakValueDictionary[int, FlatBuffer] = weakref.WeakValueDictionary()
 """``id(parameter)`` -> its flat buffer, which keeps the parameter alive."""
@@ -47,9 +47,9 @@ class PlainCopies:
 
     def __init__(self, model: nn.Module, flats: Iterable[FlatBuffer]) -> None:
         """Attach to every module of ``model``, the parameters of which are in ``flats``."""
-        for kind in (nn.Parameter, Present, Absent):
+        for kind in (nn.Parameter, ResidentParameter, ShardedParameter):
             copyreg.pickle(kind, reduce_parameter)  # type: ignore[arg-type]
-        for kind in (Present, Absent):
+        for kind in (ResidentParameter, ShardedParameter):
             ForkingPickler.register(kind, _share_parameter)
         for key in [key for key, reference in _BUFFERS.items() if reference.expired()]:
             del _BUFFERS[key]
@@ -161,7 +161,7 @@ def reduce_parameter(param: nn.Parameter) -> Any:
             return nn.Parameter.__reduce_ex__(param, 2)
     require_here([param])
     reduced = param.__reduce_ex__(2)
-    if isinstance(param, Present):
+    if isinstance(param, ResidentParameter):
         return reduced
     if storage_key(param) not in _BUFFERS:
         return reduced

@@ -30,7 +30,7 @@ _ELEMENTWISE = (*_LINEAR, "clamp_", "clamp_min_", "clamp_max_", "clip_", "nan_to
 _FOREACH = ("mul_", "div_", "neg_", "zero_", "clamp_min_", "clamp_max_")
 
 
-class Source(Protocol):
+class GradientSource(Protocol):
     """Provides the elements of one parameter's averaged gradient."""
 
     def gather(self) -> None:
@@ -50,7 +50,7 @@ class Source(Protocol):
 class ShardedGradient(torch.Tensor):
     """An averaged gradient of which this rank has a shard."""
 
-    source: weakref.ref[Source] | None = None
+    source: weakref.ref[GradientSource] | None = None
     """Provides the elements. Ordinary tensors, as copies and pickles are, have none."""
 
     @classmethod
@@ -77,7 +77,7 @@ class ShardedGradient(torch.Tensor):
                 source.used()
 
 
-def new_gradient(shape: torch.Size, placeholder: Tensor, source: Source) -> Tensor:
+def new_gradient(shape: torch.Size, placeholder: Tensor, source: GradientSource) -> Tensor:
     """Return a sharded gradient of ``shape``; ``placeholder``, of one element, gives dtype and device."""
     with torch.no_grad():
         gradient = torch.empty(0, dtype=placeholder.dtype, device=placeholder.device)
@@ -93,7 +93,7 @@ def give_elements(gradient: Tensor, values: Tensor) -> None:
     vars(gradient).pop("source", None)
 
 
-def take_elements(gradient: Tensor, shape: torch.Size, placeholder: Tensor, source: Source) -> None:
+def take_elements(gradient: Tensor, shape: torch.Size, placeholder: Tensor, source: GradientSource) -> None:
     """Make ``gradient`` sharded: ``source`` provides its elements. Code that bypasses the class reads NaN."""
     with without_torch_function():
         _DATA.__set__(gradient, placeholder.expand(shape))
@@ -116,7 +116,7 @@ def as_plain(value: Tensor) -> Tensor:
     return value
 
 
-def _source_of(gradient: Any) -> Source:
+def _source_of(gradient: Any) -> GradientSource:
     source = None if gradient.source is None else gradient.source()
     if source is None:
         raise StateError(

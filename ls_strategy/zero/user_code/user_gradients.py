@@ -23,7 +23,7 @@ from ls_strategy.zero.flat.writes import bits
 from ls_strategy.zero.user_code import sharded_gradient
 
 
-class Owner(Protocol):
+class GradientOwner(Protocol):
     """Decides which buffers are gathered, and when; see `ls_strategy.zero.user_code.gradients`."""
 
     def average(self, flat: FlatBuffer) -> UserGradients:
@@ -50,7 +50,7 @@ class UserGradients:
 
     # More than 20 public members: `Gradients`, which decides what is gathered, shares half of the attributes.
 
-    def __init__(self, owner: Owner, flat: FlatBuffer) -> None:
+    def __init__(self, owner: GradientOwner, flat: FlatBuffer) -> None:
         self.owner = owner
         self.flat = flat
         self.used = [False] * len(flat.params)
