@@ -27,7 +27,7 @@ from ls_strategy.host.pytorch import pl
 from ls_strategy.lightning.pipeline_log import Logged, unchanged_metrics
 from ls_strategy.parallel.pipeline.counts import Mean
 from ls_strategy.parallel.pipeline.derive import Derivation
-from ls_strategy.parallel.pipeline.record import Record
+from ls_strategy.parallel.pipeline.record import RecordedStep
 from ls_strategy.parallel.pipeline.stage import StageRunner
 
 
@@ -61,7 +61,7 @@ def derive(
     with unchanged_metrics(module, device), redirect_stdout(StringIO()):
         while len(records) < len(batches):
             begin(len(records))
-            record = Record(answer=answer)
+            record = RecordedStep(answer=answer)
             with (logged := Logged(module)).recording(), _watched_draws(stages, record):
                 means.append(stages.record(step, batches[len(records)], record))
             record.logged = logged.values
@@ -74,7 +74,7 @@ def derive(
 
 
 @contextmanager
-def _watched_draws(stages: StageRunner, record: Record) -> Generator[None, None, None]:
+def _watched_draws(stages: StageRunner, record: RecordedStep) -> Generator[None, None, None]:
     """Note whether random numbers are drawn inside, where other numbers come after the blocks."""
     seeded, on_end = _states(stages.device), stages.on_end
 

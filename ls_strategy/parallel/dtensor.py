@@ -50,7 +50,7 @@ class _Global:
         return DTensor.from_local(local, self.mesh, self.placements, run_check=False, **known)
 
 
-class _Forward:
+class _DTensorForward:
     """The hooks of one module: they put DTensors into its ``__dict__`` while its forward runs.
 
     A deep copy of the module (for weight averaging) gets its own hooks.
@@ -77,8 +77,8 @@ class _Forward:
             for name in self._metadata:
                 module.__dict__.pop(name, None)
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> _Forward:
-        return _Forward(self._metadata)  # the device mesh holds process groups, which cannot be copied
+    def __deepcopy__(self, memo: dict[int, Any]) -> _DTensorForward:
+        return _DTensorForward(self._metadata)  # the device mesh holds process groups, which cannot be copied
 
     def __reduce__(self) -> Any:
         raise StateError(
@@ -156,7 +156,7 @@ def localize(model: nn.Module, axis: Axis) -> Localized:
                 localized.parts[id(plain[id(value)])] = part
         module._parameters[key] = plain[id(value)]
     for module, metadata in by_module.values():
-        hooks = _Forward(metadata)
+        hooks = _DTensorForward(metadata)
         localized._modules.append((module, metadata))
         localized._handles += [
             module.register_forward_pre_hook(hooks.enter),

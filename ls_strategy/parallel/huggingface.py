@@ -20,7 +20,7 @@ from ls_strategy.parallel.fused import fused_heads
 from ls_strategy.parallel.heads import Heads, width_out
 from ls_strategy.parallel.plan_from_names import SEPARATE, Found, outside_experts
 from ls_strategy.parallel.resolved_plan import plain_name
-from ls_strategy.parallel.styles import Attributes, Column, Experts, Style, parse
+from ls_strategy.parallel.styles import Attributes, Column, ExpertFeatures, Style, parse
 
 _LAYER_NUMBER = re.compile(r"\.\d+(?=\.|$)")
 _REPLICATE = "replicate"
@@ -52,7 +52,7 @@ def styles_of(prefix: str, model: nn.Module, plan: Mapping[str, str], size: int)
             found[full] = _parse(full, module, style)
         for key, _ in module.named_parameters(recurse=False):
             style = plan.get(_LAYER_NUMBER.sub(".*", f"{name}.{key}"))
-            if style is not None and style != _REPLICATE and not isinstance(found.get(full), Experts):
+            if style is not None and style != _REPLICATE and not isinstance(found.get(full), ExpertFeatures):
                 raise PlanError(
                     f"Hugging Face's tensor-parallel plan shards the parameter {full}.{key} ({type(module).__name__}) "
                     f"as {style!r}, which is not supported. Set the complete plan as parallel.tensor.plan={{...}}."

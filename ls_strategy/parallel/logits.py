@@ -106,13 +106,13 @@ def _wrap(local: Tensor, shard: DimShard) -> Tensor:
 
 
 def _sharded(local: Tensor, shards: tuple[DimShard, ...]) -> ShardedLogits:
-    result = _Wrap.apply(local, shards)
+    result = _WrapShard.apply(local, shards)
     assert isinstance(result, ShardedLogits)
     result.local, result.shards = local, shards
     return result
 
 
-class _Wrap(torch.autograd.Function):
+class _WrapShard(torch.autograd.Function):
     """Wrap a shard, without computing anything. Backward serves code that reaches the tensor below Python."""
 
     @staticmethod
@@ -165,7 +165,7 @@ class ShardedLogits(Tensor):
     def __torch_dispatch__(
         cls, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        """Gather for operations that are called below Python. The gradient comes back through `_Wrap`."""
+        """Gather for operations that are called below Python. The gradient comes back through `_WrapShard`."""
         if func is torch.ops.aten.detach.default:
             return _sharded(args[0].local.detach(), args[0].shards)
         if str(func).split(".")[1].endswith("_"):

@@ -74,7 +74,7 @@ def infer(model: nn.Module, size: int) -> Found:
         )
     found: Found = {}
     for name, module in blocks:
-        found.update(_Block(name, module).styles(size))
+        found.update(_NamedBlock(name, module).styles(size))
     return found
 
 
@@ -154,7 +154,7 @@ class Attention:
 
 
 @dataclass
-class _Block:
+class _NamedBlock:
     """One repeated block, and the roles of its layers."""
 
     name: str

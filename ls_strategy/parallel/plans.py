@@ -24,7 +24,7 @@ from ls_strategy.parallel import huggingface
 from ls_strategy.parallel.heads import starred
 from ls_strategy.parallel.plan_from_names import infer, uniform_blocks
 from ls_strategy.parallel.resolved_plan import Resolved, plain_name, resolve
-from ls_strategy.parallel.styles import Experts, Style, parse_all
+from ls_strategy.parallel.styles import ExpertFeatures, Style, parse_all
 from ls_strategy.parallel.vocabulary import vocabulary
 
 Given: TypeAlias = "Literal['auto'] | Mapping[str, Style | str | Sequence[Style | str] | ParallelStyle]"
@@ -162,7 +162,7 @@ def _rows(resolved: Resolved, size: int) -> list[tuple[str, str, str, str, int]]
         counts[row] = counts.get(row, 0) + 1
 
     for layer in resolved.layers:
-        key = "down_proj" if isinstance(layer.style, Experts) else "weight"
+        key = "down_proj" if isinstance(layer.style, ExpertFeatures) else "weight"
         weight, shard = getattr(layer.module, key, None), layer.shards.get(key)
         shapes = "replicated"
         if isinstance(weight, nn.Parameter) and shard is not None:

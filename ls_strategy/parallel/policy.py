@@ -66,7 +66,7 @@ def styles_of_policy(model: nn.Module, policy: Policy, size: int) -> Found:
             )
         _check_names(cls, names, blocks)
         for name, block in blocks.items():
-            found |= _Block(name, block, names).styles(size)
+            found |= _PolicyBlock(name, block, names).styles(size)
     return found | vocabulary(model, size)
 
 
@@ -101,7 +101,7 @@ def _matches(linear: str, names: Sequence[str]) -> bool:
 
 
 @dataclass
-class _Block:
+class _PolicyBlock:
     """One block, of a class that the policy names."""
 
     name: str

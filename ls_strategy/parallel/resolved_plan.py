@@ -22,7 +22,7 @@ from ls_strategy.parallel.styles import (
     Attributes,
     Column,
     Divide,
-    Experts,
+    ExpertFeatures,
     Features,
     PartialGradient,
     Plan,
@@ -34,7 +34,7 @@ from ls_strategy.parallel.styles import (
     resolve_sections,
 )
 
-LayerStyle: TypeAlias = Column | Row | Vocab | Features | Experts | Replicate | PartialGradient
+LayerStyle: TypeAlias = Column | Row | Vocab | Features | ExpertFeatures | Replicate | PartialGradient
 
 
 @dataclass(frozen=True)
@@ -75,7 +75,7 @@ class Owned:
 
 
 @dataclass(frozen=True)
-class Layer:
+class StyledLayer:
     """A module with a style."""
 
     name: str
@@ -89,7 +89,7 @@ class Layer:
 class Resolved:
     """A plan, resolved for one model."""
 
-    layers: list[Layer] = field(default_factory=list)
+    layers: list[StyledLayer] = field(default_factory=list)
     attributes: dict[tuple[int, str], tuple[nn.Module, str, int]] = field(default_factory=dict)
     """``(module, attribute, value)`` to set, by the module's id and the attribute."""
 
@@ -155,7 +155,7 @@ def _add_style(
     before = given.get(id(module))
     if before is None:
         given[id(module)] = pattern, style
-        result.layers.append(Layer(name, module, style, _check_layer(name, module, style, size)))
+        result.layers.append(StyledLayer(name, module, style, _check_layer(name, module, style, size)))
     elif before[1] != style:
         raise PlanError(
             f"module {name!r} is {before[1]} by pattern {before[0]!r}, but {style} by {pattern!r}. "
@@ -331,7 +331,7 @@ def _features_shard(owned: Owned, style: Features, size: int) -> ParamShard:
     return ParamShard(style.dim, (shape[style.dim],))
 
 
-def _experts(name: str, module: nn.Module, style: Experts, size: int) -> Mapping[str, ParamShard]:
+def _experts(name: str, module: nn.Module, style: ExpertFeatures, size: int) -> Mapping[str, ParamShard]:
     """Shard gate and up by rows, down by columns.
 
     Raises:
@@ -366,7 +366,7 @@ _CHECKS: dict[type, Callable[..., Mapping[str, ParamShard]]] = {
     Row: _row,
     Vocab: _vocab,
     Features: _features,
-    Experts: _experts,
+    ExpertFeatures: _experts,
 }
 
 

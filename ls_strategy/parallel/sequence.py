@@ -24,7 +24,7 @@ from ls_strategy.errors import PlanError
 from ls_strategy.parallel.hooks import Hooks, change_first, change_output
 from ls_strategy.parallel.random import Streams
 from ls_strategy.parallel.regions import copy_to, gather_from, gather_sequence, scatter_to
-from ls_strategy.parallel.resolved_plan import Layer, Owned, Resolved
+from ls_strategy.parallel.resolved_plan import Owned, Resolved, StyledLayer
 from ls_strategy.parallel.styles import Column, Features, Replicate, Row, Vocab
 
 NAMES = ("hidden_states", "input", "x", "src", "tgt")
@@ -206,7 +206,7 @@ def _attach_parent(parent: nn.Module, axis: Axis, hooks: Hooks, streams: Streams
     hooks.after(parent, leave)
 
 
-def _check(layer: Layer) -> None:
+def _check(layer: StyledLayer) -> None:
     style = layer.style
     if (isinstance(style, Column | Features) and style.gather) or (isinstance(style, Row) and style.split):
         raise PlanError(

@@ -138,7 +138,7 @@ class Divide:
 
 
 @dataclass(frozen=True)
-class Experts:
+class ExpertFeatures:
     """Expert module of transformers: every rank holds some inner features of every expert.
 
     Its parameters are ``gate_up_proj``, ``(E, 2 * inner, D)``, and ``down_proj``, ``(E, D, inner)``. Its outputs are
@@ -156,7 +156,7 @@ class PartialGradient:
     """Replicate the module, but sum the gradients of its parameters, since each rank sees some tokens or heads."""
 
 
-Style: TypeAlias = Column | Row | Vocab | Features | Experts | Attributes | Divide | Replicate | PartialGradient
+Style: TypeAlias = Column | Row | Vocab | Features | ExpertFeatures | Attributes | Divide | Replicate | PartialGradient
 Plan: TypeAlias = Mapping[str, "Style | str | Sequence[Style | str]"]
 
 NAMES: dict[str, Style] = {
@@ -168,7 +168,7 @@ NAMES: dict[str, Style] = {
     "features": Features(),
     "replicate": Replicate(),
     "partial_gradient": PartialGradient(),
-    "experts": Experts(),
+    "experts": ExpertFeatures(),
     # Names of Hugging Face transformers (`base_model_tp_plan`) with the same meaning.
     "colwise": Column(),
     "colwise_rep": Column(gather=True),
@@ -181,7 +181,7 @@ NAMES: dict[str, Style] = {
     "embedding_rowwise": Vocab(),
     "embedding_colwise": Features(gather=True),
     "replicated_with_grad_allreduce": PartialGradient(),
-    "moe_tp_experts": Experts(),
+    "moe_tp_experts": ExpertFeatures(),
 }
 """Styles by name."""
 

@@ -39,9 +39,9 @@ from ls_strategy.parallel.regions import (
     scatter_to,
     sum_copies,
 )
-from ls_strategy.parallel.resolved_plan import Layer, Owned, Resolved, resolve
+from ls_strategy.parallel.resolved_plan import Owned, Resolved, StyledLayer, resolve
 from ls_strategy.parallel.sequence import TokenBlocks, fork_streams, owners
-from ls_strategy.parallel.styles import Column, Experts, Features, PartialGradient, Plan, Row, Vocab
+from ls_strategy.parallel.styles import Column, ExpertFeatures, Features, PartialGradient, Plan, Row, Vocab
 
 
 def apply_tensor_parallel(
@@ -139,7 +139,7 @@ class TensorParallel:
 
     # layers ----------------------------------------------------------------------------------------------------------
 
-    def _attach(self, layer: Layer) -> None:
+    def _attach(self, layer: StyledLayer) -> None:
         match layer.style:
             case Column():
                 self._attach_column(layer, layer.style)
@@ -151,7 +151,7 @@ class TensorParallel:
                 self._attach_head(layer.module)
             case Features():
                 self._attach_features(layer.module, layer.style)
-            case Experts():
+            case ExpertFeatures():
                 self._attach_experts(layer.module)
             case PartialGradient():
                 self._attach_partial(layer)
@@ -161,7 +161,7 @@ class TensorParallel:
     def _shards_tokens(self, module: nn.Module) -> bool:
         return self._tokens is not None and self._tokens.holds(module)
 
-    def _attach_column(self, layer: Layer, style: Column) -> None:
+    def _attach_column(self, layer: StyledLayer, style: Column) -> None:
         module = layer.module
         if is_conv1d(module):
             self._set_local(module, "nf", "weight", 1)
@@ -182,7 +182,7 @@ class TensorParallel:
     def _copy_input(self, module: nn.Module) -> None:
         self._hooks.before(module, lambda _m, args, kwargs: change_first(args, kwargs, self._copy))
 
-    def _attach_row(self, layer: Layer, style: Row) -> None:
+    def _attach_row(self, layer: StyledLayer, style: Row) -> None:
         axis, module = self.axis, layer.module
         order = _SectionOrder(layer.shards["weight"].sections, axis)
         shards_tokens = self._shards_tokens(module)
@@ -265,7 +265,7 @@ class TensorParallel:
         self._hooks.before(module, before)
         self._hooks.after(module, lambda _m, _args, y: reduce_from(y, axis))
 
-    def _attach_partial(self, layer: Layer) -> None:
+    def _attach_partial(self, layer: StyledLayer) -> None:
         """Sum gradients of all parameters in the module, and make its dropout draw different numbers on every rank."""
         for name, module in layer.module.named_modules(prefix=layer.name):
             for key, parameter in module.named_parameters(recurse=False):
@@ -345,7 +345,7 @@ def _check_use(resolved: Resolved, trains: bool, sequence: bool) -> None:
                 "key and value head, which all ranks need, by one matrix. Only inference (init_inference) can shard "
                 "it. Train with parallel.tensor=1; stage 3 shards its weights."
             )
-        if sequence and isinstance(layer.style, Experts):
+        if sequence and isinstance(layer.style, ExpertFeatures):
             raise PlanError(
                 f"parallel.tensor.sequence_parallel=True: module {layer.name!r} ({type(layer.module).__name__}) "
                 "shards every expert over ranks that would hold different tokens. Set "

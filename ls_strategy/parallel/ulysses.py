@@ -96,7 +96,7 @@ class SequenceParallel:
             self._hooks.after(block, self._leave)
             if nested:
                 self._hooks.after(block, self._end_stream, always=True)
-            self._hooks.on_remove(_Forward(self, block).remove)
+            self._hooks.on_remove(_BlockForward(self, block).remove)
             for module in block.modules():
                 if module is not block and _may_attend(module):
                     self._inside[id(module)] = module
@@ -293,7 +293,7 @@ def _own_stream(axis: Axis, device: torch.device) -> Generator[None, None, None]
         set_state(generator, after if has_drawn(generator, own) else before)
 
 
-class _Forward:
+class _BlockForward:
     """The replacement of a block's forward."""
 
     def __init__(self, owner: SequenceParallel, block: nn.Module) -> None:

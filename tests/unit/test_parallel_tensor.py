@@ -14,7 +14,7 @@ from torch.nn import functional
 from ls_strategy.distributed.axis import Axis
 from ls_strategy.errors import PlanError
 from ls_strategy.parallel.logits import gather
-from ls_strategy.parallel.styles import Column, Experts, Features, PartialGradient, Plan, Replicate, Row, Vocab
+from ls_strategy.parallel.styles import Column, ExpertFeatures, Features, PartialGradient, Plan, Replicate, Row, Vocab
 from ls_strategy.parallel.tensor import apply_tensor_parallel
 from tests.unit.thread_ranks import ThreadAxis, on_ranks
 
@@ -71,7 +71,7 @@ CASES: dict[str, tuple[Callable[[], nn.Module], Plan, Callable[[], Tensor]]] = {
     "sections": (Mlp, {"up": Column(sections=(2, 6), gather=True), "down": Row(sections=(2, 6), split=True)}, floats),
     "vocabulary": (Language, {"embedding": Vocab(), "head": Vocab()}, tokens),
     "features": (lambda: nn.Sequential(nn.Embedding(ROWS, WIDTH)), {"0": Features(gather=True)}, tokens),
-    "experts": (lambda: nn.Sequential(SharedExperts()), {"0": Experts()}, floats),
+    "experts": (lambda: nn.Sequential(SharedExperts()), {"0": ExpertFeatures()}, floats),
     "replicate": (Mlp, {"up": Replicate(), "down": Replicate()}, floats),
 }
 

@@ -20,7 +20,7 @@ from ls_strategy.errors import PlanError, StateError
 from ls_strategy.extras.plots.pipeline import bars, chrome_trace
 from ls_strategy.parallel.pipeline.p2p import Shapes, TensorShape, make_links
 from ls_strategy.parallel.pipeline.partition import keep_own, make_cut
-from ls_strategy.parallel.pipeline.placeholder import Absent, Placeholder, is_meta, placeholder
+from ls_strategy.parallel.pipeline.placeholder import Placeholder, PlaceholderMode, is_meta, placeholder
 from ls_strategy.parallel.pipeline.runner import PipelineRunner
 from ls_strategy.parallel.pipeline.schedules import (
     SCHEDULES,
@@ -95,7 +95,7 @@ def test_absent_parameters_compute_on_shapes() -> None:
     table = nn.Embedding(10, 4, device="meta")
     free = nn.Parameter(torch.ones(3, 4))
     tokens = torch.zeros(2, 3, dtype=torch.int64)
-    with Absent(CPU) as mode:
+    with PlaceholderMode(CPU) as mode:
         assert isinstance(table(tokens), Placeholder)
         assert table(tokens).shape == (2, 3, 4)
         assert isinstance(free * 2, Placeholder)  # before this rank's blocks every parameter may be absent

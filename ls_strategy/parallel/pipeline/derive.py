@@ -2,10 +2,10 @@
 
 ::
 
-    per_token = cross_entropy(logits, targets, reduction="none")      Rows   1, 1
-    total = (per_token * mask).sum()                                  Part   1, 1
-    tokens = mask.sum()                                               Scale  2, 4 of 6
-    loss = total / tokens                                             Part   2/6, 4/6
+    per_token = cross_entropy(logits, targets, reduction="none")      SampleRows  1, 1
+    total = (per_token * mask).sum()                                  Part        1, 1
+    tokens = mask.sum()                                               Scale       2, 4 of 6
+    loss = total / tokens                                             Part        2/6, 4/6
 
 The step runs on shapes, once for each micro-batch and once for the batch (`record`), and `rules` are applied to the
 functions that it calls.
@@ -22,7 +22,7 @@ from torch import Tensor
 
 from ls_strategy._torch import tree_iter
 from ls_strategy.parallel.pipeline.placeholder import is_meta
-from ls_strategy.parallel.pipeline.record import Operation, Record, Unread
+from ls_strategy.parallel.pipeline.record import RecordedCall, RecordedStep, Unread
 from ls_strategy.parallel.pipeline.rules import SELECTS, Call, Input, result_of
 from ls_strategy.parallel.pipeline.values import Constant, KnownValues, Scale, Unclear, Value
 
@@ -33,7 +33,7 @@ _BINARY = ("add", "sub", "rsub", "mul", "div", "rdiv")
 class Derivation:
     """Derivation of how every value in the records of a step relates the batch to its micro-batches."""
 
-    def __init__(self, parts: Sequence[Record], whole: Record, sizes: Sequence[int]) -> None:
+    def __init__(self, parts: Sequence[RecordedStep], whole: RecordedStep, sizes: Sequence[int]) -> None:
         """Apply the rules.
 
         Args:
@@ -96,14 +96,14 @@ class Derivation:
         random = self._known.random
         return Scale(tuple(parts), sum(parts) if random else whole, random)
 
-    def _note_known(self, operations: Sequence[Operation]) -> None:
+    def _note_known(self, operations: Sequence[RecordedCall]) -> None:
         tokens: list[Any] = [operation.tokens for operation in operations]
         index = self._indices[id(operations[0])] = _index(operations)
         for column in (*_columns(operations), tokens, index):
             if column and all(isinstance(leaf, Tensor) and not is_meta(leaf) for leaf in column):
                 self._known.add(column)
 
-    def _derive(self, operations: Sequence[Operation]) -> None:
+    def _derive(self, operations: Sequence[RecordedCall]) -> None:
         first = operations[0]
         index = self._indices[id(first)]
         if index and isinstance(found := self.of(index), Unclear):
@@ -120,7 +120,7 @@ class Derivation:
             self._values[tuple(map(id, results))] = result_of(call)
 
 
-def _columns(operations: Sequence[Operation]) -> list[list[Any]]:
+def _columns(operations: Sequence[RecordedCall]) -> list[list[Any]]:
     """Return the arguments that a result is computed from: tensors, and numbers of arithmetic."""
     name, args = operations[0].name, operations[0].args
     if name in SELECTS:
@@ -137,11 +137,11 @@ def _columns(operations: Sequence[Operation]) -> list[list[Any]]:
     return [list(column) for column in zip(*rows, strict=True)]
 
 
-def _results(operations: Sequence[Operation]) -> Iterable[tuple[Tensor, ...]]:
+def _results(operations: Sequence[RecordedCall]) -> Iterable[tuple[Tensor, ...]]:
     return zip(*(operation.results for operation in operations), strict=True)
 
 
-def _index(operations: Sequence[Operation]) -> list[Tensor]:
+def _index(operations: Sequence[RecordedCall]) -> list[Tensor]:
     """Return which rows are selected, if that is known: a mask, or the numbers of rows in the batch."""
     if operations[0].name not in ("getitem", "index_select"):
         return []

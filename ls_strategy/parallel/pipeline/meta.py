@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from ls_strategy._torch import tree_flatten, tree_iter, tree_map, without_torch_functions
-from ls_strategy.parallel.pipeline.placeholder import Absent, placeholder
+from ls_strategy.parallel.pipeline.placeholder import PlaceholderMode, placeholder
 
 
 class MetaBlocks:
@@ -23,7 +23,7 @@ class MetaBlocks:
 
         self._device = device
 
-    def run(self, i: int, args: tuple[Any, ...], kwargs: dict[str, Any], mode: Absent) -> Any:
+    def run(self, i: int, args: tuple[Any, ...], kwargs: dict[str, Any], mode: PlaceholderMode) -> Any:
         """Return placeholders for the output of a block. ``mode``: the active one, in whose record it is one call."""
         memory, record = self._outputs[i], mode.record
         with without_torch_functions():  # their overhead would dominate

@@ -8,7 +8,7 @@ arguments of a function                result
 =====================================  ==============================================================================
 real tensors only                      the usual one
 a placeholder, or a tensor on meta     a placeholder: the function ran on meta copies of its arguments
-a parameter (inside `Absent`)          a placeholder: the parameter may be on another rank
+a parameter (in `PlaceholderMode`)     a placeholder: the parameter may be on another rank
 only the shape of a placeholder        the usual one: ``zeros_like``, ``new_ones``, ...
 =====================================  ==============================================================================
 
@@ -29,7 +29,7 @@ from torch.utils.hooks import RemovableHandle
 from ls_strategy._torch import tree_flatten, tree_iter, tree_map, without_torch_functions
 from ls_strategy.errors import LSError, PlanError
 from ls_strategy.parallel.pipeline.counts import Mean, tokens_of
-from ls_strategy.parallel.pipeline.record import Record, Unread
+from ls_strategy.parallel.pipeline.record import RecordedStep, Unread
 
 _META = torch.device("meta")
 _FILLED = ("zeros_like", "ones_like", "full_like", "new_zeros", "new_ones", "new_full", "new_tensor")
@@ -55,11 +55,11 @@ class Placeholder(Tensor):
         return _on_meta(func, args, options, _device_among(args, options))
 
 
-def _no_explanation(_mode: Absent, _name: str) -> None:
+def _no_explanation(_mode: PlaceholderMode, _name: str) -> None:
     """Know no more."""
 
 
-class Absent(TorchFunctionMode):
+class PlaceholderMode(TorchFunctionMode):
     """Runs every function that gets a placeholder, a meta tensor or a parameter on meta.
 
     With ``parameters=False``, after this rank's blocks, a real parameter counts as an ordinary tensor.
@@ -82,13 +82,13 @@ class Absent(TorchFunctionMode):
         self.kept: frozenset[int] = frozenset()
         """``id`` of tensors that functions must not change: these calls are left out."""
 
-        self.record: Record | None = None
+        self.record: RecordedStep | None = None
         """Notes the calls with values of the model, unless it is None."""
 
         self.memory: dict[Any, Any] = {}
         """Placeholders for the results of functions, by the shapes of their arguments. Only with a record."""
 
-        self.explain: Callable[[Absent, str], PlanError | None] = _no_explanation
+        self.explain: Callable[[PlaceholderMode, str], PlanError | None] = _no_explanation
         """Gets this mode and a function's name; returns why the rank does not have what it needs, if more is known."""
 
         self._stale: dict[int, Tensor] = {}
@@ -136,7 +136,7 @@ class Absent(TorchFunctionMode):
         return func(*args, **kwargs)
 
     def _run_recorded(
-        self, record: Record, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+        self, record: RecordedStep, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
         """Go on where a run without a record ends: where values are read, and at changes of real tensors."""
         name, first = _name_of(func), args[0] if args else None

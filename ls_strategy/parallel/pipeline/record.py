@@ -27,7 +27,7 @@ class Unread:
     A step can store it, log it, compute with it and compare it, but not read its value.
     """
 
-    def __init__(self, record: Record, tensor: Tensor | None) -> None:
+    def __init__(self, record: RecordedStep, tensor: Tensor | None) -> None:
         self._record = record
         self.tensor = tensor
         """What was read; None for what was computed from it."""
@@ -51,7 +51,7 @@ class Unread:
 
 
 @dataclass(frozen=True)
-class Operation:
+class RecordedCall:
     """A call of a function with a value of the model."""
 
     name: str
@@ -68,10 +68,10 @@ class Operation:
 
 
 @dataclass
-class Record:
+class RecordedStep:
     """One run of a step on shapes."""
 
-    operations: list[Operation] = field(default_factory=list)
+    operations: list[RecordedCall] = field(default_factory=list)
     result: Any = None
     """What the step returned."""
 
@@ -104,7 +104,7 @@ class Record:
         """Note a call, unless it has no result of the model."""
         if results:
             name = getattr(func, "__name__", "").strip("_")
-            self.operations.append(Operation(_ALIASES.get(name, name), func, args, kwargs, results, tokens))
+            self.operations.append(RecordedCall(_ALIASES.get(name, name), func, args, kwargs, results, tokens))
 
     def answer_to(self, condition: Tensor) -> bool:
         """Return whether a condition holds: that values are finite does, and of others the step gets `answer`."""

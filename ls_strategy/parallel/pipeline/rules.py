@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from inspect import signature
 from typing import Any
 
-from ls_strategy.parallel.pipeline.values import Constant, Factor, Part, Rows, Scale, Unclear, Value, close
+from ls_strategy.parallel.pipeline.values import Constant, Factor, Part, SampleRows, Scale, Unclear, Value, close
 
 
 def _names(text: str) -> frozenset[str]:
@@ -104,10 +104,10 @@ def result_of(call: Call) -> Value:
         return next((each for each in unclear if each.certain), unclear[0])
     if call.inputs_of(Part):
         return _of_sums(call)
-    if call.inputs_of(Rows):
+    if call.inputs_of(SampleRows):
         return _of_rows(call)
     if call.has_rows:
-        return Rows(call.ones)
+        return SampleRows(call.ones)
     return _unknown(call) if call.inputs_of(Scale) else Constant()
 
 
@@ -115,7 +115,7 @@ def result_of(call: Call) -> Value:
 
 
 def _of_sums(call: Call) -> Value:
-    if call.inputs_of(Rows) or call.has_rows:
+    if call.inputs_of(SampleRows) or call.has_rows:
         return Unclear(f"{call.name}() of single samples and of a value over all samples")
     parts: list[Part] = call.inputs_of(Part)
     if call.name in _JOINS:
@@ -170,12 +170,12 @@ def _of_rows(call: Call) -> Value:
     factor = _product(call) if call.name in _PRODUCTS else _common_factor(call)
     if isinstance(factor, Unclear):
         return factor
-    return Rows(factor) if call.has_rows else _reduced(call, factor)
+    return SampleRows(factor) if call.has_rows else _reduced(call, factor)
 
 
 def _mixes(call: Call) -> bool:
     """Return whether rows of the result depend on several samples, or on which place a sample has in the batch."""
-    rows = [each for each in call.inputs if isinstance(each.value, Rows)]
+    rows = [each for each in call.inputs if isinstance(each.value, SampleRows)]
     if call.has_rows and call.name not in _LONGEST:
         # (samples, samples), for example: of a batch these are more than of its micro-batches.
         numels = [math.prod(shape) for shape in call.shapes]
@@ -215,7 +215,7 @@ def _sample_dims(shapes: Sequence[tuple[int, ...]], samples: Sequence[int]) -> l
 
 def _common_factor(call: Call) -> Factor | Unclear:
     """Return the factor of the arguments' rows, which must all have the same one unless they are multiplied."""
-    factors = [rows.factor for rows in call.inputs_of(Rows)]
+    factors = [rows.factor for rows in call.inputs_of(SampleRows)]
     if call.inputs_of(Scale) and call.name != "block":  # blocks pass on the number of tokens, for the loss
         return Unclear(f"{call.name}() of samples and a number that depends on the batch", certain=False)
     if all(close(factor, call.ones) for factor in factors):
@@ -232,7 +232,7 @@ def _product(call: Call) -> Factor | Unclear:
     factor = call.ones
     for place, each in enumerate(call.inputs):
         divides = call.name == "div" and place == 1
-        if isinstance(each.value, Rows):
+        if isinstance(each.value, SampleRows):
             by: Factor | None = each.value.factor
             if divides:
                 by = tuple(1 / one for one in by) if all(by) else None
@@ -269,7 +269,7 @@ def _share(tokens: Value, call: Call) -> Factor:
 
 
 def _mean(call: Call, factor: Factor) -> Value:
-    *numels, numel = next(each.numels for each in call.inputs if isinstance(each.value, Rows))
+    *numels, numel = next(each.numels for each in call.inputs if isinstance(each.value, SampleRows))
     if call.name == "ctc_loss":  # divided by the length of each target first
         *numels, numel = call.samples
     if sum(numels) != numel or not numel:

@@ -56,7 +56,7 @@ class Callbacks:
 
 
 @dataclass(kw_only=True)
-class _Kept:
+class _SavedForward:
     """State of one micro-batch that is saved from its forward to its backward."""
 
     received: StageTransfer | None
@@ -92,7 +92,7 @@ class _Progress:
     p2p: PointToPoint
     training: bool
     factors: Sequence[float | Tensor] = ()
-    kept: dict[tuple[int, int], _Kept] = field(default_factory=dict)
+    kept: dict[tuple[int, int], _SavedForward] = field(default_factory=dict)
     local: dict[Action, Any] = field(default_factory=dict)
     """Results for another stage of the same rank, by the action that needs them."""
 
@@ -287,7 +287,7 @@ class PipelineRunner:
             outputs = list(result.tensors.values()) if shapes else [self._scaled(_loss_of(result), progress.factors[m])]
             roots = [get_gradient_edge(t) for t in outputs if t.requires_grad]
             seed = [] if shapes else [torch.ones_like(t) for t in outputs]
-            progress.kept[s, m] = _Kept(received=received, roots=roots, seed=seed)
+            progress.kept[s, m] = _SavedForward(received=received, roots=roots, seed=seed)
             progress.most_alive = max(progress.most_alive, len(progress.kept))
         return (list(result.tensors.values()), shapes) if shapes else None
 
@@ -324,7 +324,7 @@ class PipelineRunner:
                 kept.weights.run()
 
     def _input_gradients(
-        self, progress: _Progress, action: Action, kept: _Kept, found: Sequence[Tensor | None]
+        self, progress: _Progress, action: Action, kept: _SavedForward, found: Sequence[Tensor | None]
     ) -> _Result:
         if kept.received is None:
             return None

@@ -3,7 +3,7 @@
 ::
 
     step(micro_batch)
-      ├─ before the stage's first block   placeholders (`placeholder.Absent`); on stage 0 real tensors
+      ├─ before the stage's first block   placeholders (`placeholder.PlaceholderMode`); on stage 0 real tensors
       ├─ the stage's blocks               real; the first one gets what the previous stage sent
       └─ the next stage's first block     the call ends here (`_Leave`), and its arguments are sent on;
                                           on the last stage real to the end, with the loss as result
@@ -40,8 +40,8 @@ from ls_strategy.errors import PlanError, StateError
 from ls_strategy.parallel.pipeline.counts import Mean
 from ls_strategy.parallel.pipeline.meta import MetaBlocks, meta_copy
 from ls_strategy.parallel.pipeline.partition import StagePartition, Step, names_above
-from ls_strategy.parallel.pipeline.placeholder import READS, Absent, is_meta
-from ls_strategy.parallel.pipeline.record import Record
+from ls_strategy.parallel.pipeline.placeholder import READS, PlaceholderMode, is_meta
+from ls_strategy.parallel.pipeline.record import RecordedStep
 from ls_strategy.parallel.pipeline.transfer import SIDE, SideLoss, StageTransfer, add_side, alias, side_of
 from ls_strategy.parallel.pipeline.unchanged import unchanged
 
@@ -51,14 +51,14 @@ class _StageEnd(BaseException):
 
 
 @dataclass
-class _Call:
+class _StageCall:
     """A call of the user's function."""
 
     stage: int
     first: int
     stop: int
     received: StageTransfer | None
-    mode: Absent
+    mode: PlaceholderMode
     next: int = 0
     """Index of the block that must be called next."""
 
@@ -112,11 +112,11 @@ class StageRunner:
         """What the last block returned in the last stage's latest forward, see `runner`."""
 
         self._results: dict[Any, Any] = {}
-        """See `placeholder.Absent.memory`."""
+        """See `placeholder.PlaceholderMode.memory`."""
 
         self._model = model
-        self._call: _Call | None = None
-        self._recomputed_call: _Call | None = None
+        self._call: _StageCall | None = None
+        self._recomputed_call: _StageCall | None = None
         self._sent: dict[int, frozenset[int]] = {}
         """Positions of the arguments that each stage sends in training."""
 
@@ -154,12 +154,12 @@ class StageRunner:
             PlanError: The code needs a value that only another rank has.
             StateError: Blocks were not called in order, each once; or see `SideLoss`.
         """
-        mode = Absent(self.device)
+        mode = PlaceholderMode(self.device)
         mode.parameters = stage > 0
         mode.explain = self._why_unknown  # it gets the mode: a reference from the mode to itself would keep tensors
         mode.known = received.known if received is not None else {}
         mode.means = [] if stage == self.last else None
-        call = self._call = _Call(stage, self.cut.bounds[stage], self.cut.bounds[stage + 1], received, mode)
+        call = self._call = _StageCall(stage, self.cut.bounds[stage], self.cut.bounds[stage + 1], received, mode)
         call.side = side_of(received, self.side)
         try:
             with uncompiled_code(), mode:  # compiled code does not support placeholders
@@ -180,7 +180,7 @@ class StageRunner:
         self.means, self.ends = mode.means or [], call.ends
         return result
 
-    def record(self, step: Step, micro_batch: Any, record: Record) -> list[Mean]:
+    def record(self, step: Step, micro_batch: Any, record: RecordedStep) -> list[Mean]:
         """Run the user's function on shapes, and note what it calls. Nothing is trained.
 
         Attributes and buffers that the code sets outside of blocks are restored. Where it fails or reads a value that
@@ -189,12 +189,12 @@ class StageRunner:
         Returns:
             The losses that are means over tokens.
         """
-        mode = Absent(self.device)
+        mode = PlaceholderMode(self.device)
         mode.means, mode.record, mode.memory = [], record, self._results
         outside = [m for name, m in self._model.named_modules() if not name.startswith(self._inside)]
         mode.kept = frozenset(id(b) for m in outside for b in m.buffers(recurse=False))
         end = len(self._blocks)
-        self._call = call = _Call(self.last + 1, end, end, None, mode)
+        self._call = call = _StageCall(self.last + 1, end, end, None, mode)
         with unchanged(outside):
             try:
                 with uncompiled_code(), mode, torch.enable_grad():
@@ -210,7 +210,7 @@ class StageRunner:
     def recomputing(self, stage: int, received: StageTransfer | None) -> Generator[None, None, None]:
         """Give blocks that activation checkpointing runs again the inputs that they got in `run`."""
         first, stop = self.cut.bounds[stage], self.cut.bounds[stage + 1]
-        self._recomputed_call = _Call(stage, first, stop, received, Absent(self.device))
+        self._recomputed_call = _StageCall(stage, first, stop, received, PlaceholderMode(self.device))
         try:
             yield
         finally:
@@ -274,7 +274,7 @@ class StageRunner:
         with without_function_mode(self._call.mode), compiled_code():
             return inner(*args, **kwargs)
 
-    def _advance(self, call: _Call, i: int) -> None:
+    def _advance(self, call: _StageCall, i: int) -> None:
         if i != call.next:
             expected = self.cut.blocks[call.next] if call.next < len(self._blocks) else "none"
             raise StateError(
@@ -283,7 +283,7 @@ class StageRunner:
             )
         call.next += 1
 
-    def _make_transfer(self, call: _Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> StageTransfer:
+    def _make_transfer(self, call: _StageCall, args: tuple[Any, ...], kwargs: dict[str, Any]) -> StageTransfer:
         args, kwargs = self._substitute(call.stop, call, args, kwargs)
         leaves = tree_flatten((args, kwargs))[0]
         name = self.cut.blocks[call.stop]
@@ -303,7 +303,7 @@ class StageRunner:
         return StageTransfer({i: t for i, t in tensors.items() if i in chosen}, len(leaves))
 
     def _substitute(
-        self, i: int, call: _Call, args: tuple[Any, ...], kwargs: dict[str, Any]
+        self, i: int, call: _StageCall, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Replace placeholders among a block's arguments with what was received."""
         received = call.received
@@ -332,17 +332,17 @@ class StageRunner:
             leaves[place] = real
         self.on_received(pairs)
 
-    def _refuse_placeholders(self, value: Any, where: str, mode: Absent) -> None:
+    def _refuse_placeholders(self, value: Any, where: str, mode: PlaceholderMode) -> None:
         if any(isinstance(leaf, Tensor) and is_meta(leaf) for leaf in tree_iter(value)):
             raise self._not_here(where, mode)
 
-    def _why_unknown(self, mode: Absent, name: str) -> PlanError | None:
+    def _why_unknown(self, mode: PlaceholderMode, name: str) -> PlanError | None:
         """Return why a value is not here that code after the first blocks of the stage needs."""
         if mode.parameters or (mode.missing is None and name not in READS):
             return None
         return self._not_here(f"the value that {name}() needs", mode)
 
-    def _not_here(self, where: str, mode: Absent) -> PlanError:
+    def _not_here(self, where: str, mode: PlaceholderMode) -> PlanError:
         absent = self._names.get(id(mode.missing))
         if absent is not None:
             stages = ", ".join(map(str, self.cut.stages_of[absent]))

@@ -15,10 +15,10 @@ from ls_strategy._torch import route_calls, tree_iter, uncompiled_code, unroute_
 from ls_strategy.errors import PlanError, StateError
 from ls_strategy.parallel.pipeline.meta import meta_blocks, meta_copy
 from ls_strategy.parallel.pipeline.partition import Step, Usage
-from ls_strategy.parallel.pipeline.placeholder import Absent
+from ls_strategy.parallel.pipeline.placeholder import PlaceholderMode
 
 
-class _UsageMode(Absent):
+class _UsageMode(PlaceholderMode):
     """Records which parameters are used before the first block and which later."""
 
     def __init__(self, device: torch.device) -> None:

@@ -5,7 +5,7 @@
     value            of the batch, from those v_m of the micro-batches       example
     Constant         v                                                       a weight of the model
     Scale            known numbers, one for each micro-batch and the batch   mask.sum()
-    Rows             the rows of all factor_m * v_m                          a loss per token: factor 1
+    SampleRows       the rows of all factor_m * v_m                          a loss per token: factor 1
     Part             sum of factor_m * v_m                                   a mean: factor tokens_m / tokens
     Unclear          neither                                                 the root of a mean
 """
@@ -49,7 +49,7 @@ class Scale:
 
 
 @dataclass(frozen=True)
-class Rows:
+class SampleRows:
     """A tensor with rows for the samples, each of which depends on its sample only."""
 
     factor: Factor
@@ -75,7 +75,7 @@ class Unclear:
     """Whether it surely does not follow from the micro-batches' values."""
 
 
-Value = Constant | Scale | Rows | Part | Unclear
+Value = Constant | Scale | SampleRows | Part | Unclear
 
 
 def close(left: Factor, right: Factor) -> bool:
@@ -131,11 +131,11 @@ class KnownValues:
         if all(tensor.numel() == 1 for tensor in tensors):
             return None
         if any(tensor.layout != torch.strided for tensor in tensors):
-            return Rows(ones)
+            return SampleRows(ones)
         if _are_views(parts, whole) or self.random:
-            return Rows(ones) if any(part.shape != whole.shape for part in parts) else Constant()
+            return SampleRows(ones) if any(part.shape != whole.shape for part in parts) else Constant()
         if any(part.shape != whole.shape for part in parts) and _row_dim(parts, whole) is None:
-            return Rows(ones)  # cut to the longest of the micro-batch, for example
+            return SampleRows(ones)  # cut to the longest of the micro-batch, for example
         return None
 
     def _number(self, numbers: list[float]) -> Value:
@@ -149,9 +149,9 @@ class KnownValues:
         if all(part.shape == whole.shape for part in parts):
             return Constant() if equal else Unclear("a tensor that depends on all samples of a micro-batch")
         if equal:
-            return Rows((1.0,) * len(parts))
+            return SampleRows((1.0,) * len(parts))
         factor = _proportion(parts, whole)
-        return Unclear("rows that depend on other rows of the micro-batch") if factor is None else Rows(factor)
+        return Unclear("rows that depend on other rows of the micro-batch") if factor is None else SampleRows(factor)
 
 
 def _numbers(tensors: Sequence[Tensor]) -> Tensor:
