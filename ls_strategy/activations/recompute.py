@@ -165,7 +165,7 @@ class RecomputedForward(Transient):
             kwargs["use_cache"] = False
         if torch.compiler.is_compiling():
             return checkpoint(forward, *args, **self._options, **kwargs)
-        call = _Call(forward, args, kwargs, self._buffers)
+        call = _ForwardCall(forward, args, kwargs, self._buffers)
         with self._around_inputs():
             return checkpoint(call, *call.tensors, **self._options, **checkpoint_options())
 
@@ -180,7 +180,7 @@ class _PlainForward:
         return type(self._module).forward(self._module, *args, **kwargs)
 
 
-class _Call:
+class _ForwardCall:
     """One call of a forward. It runs first with the caller's own arguments, then with tensors in their places.
 
     All tensors in the arguments become arguments of ``checkpoint``, which saves them through the saved-tensor hooks.

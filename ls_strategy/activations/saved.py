@@ -76,7 +76,7 @@ def region_of(tensor: Tensor) -> tuple[Tensor, int]:
     return tensor.detach().as_strided((length,), (1,), start), begin - start
 
 
-class _Entry:
+class _KeptRegion:
     """A kept region and the number of its handles."""
 
     def __init__(self, key: tuple[Any, ...], kept: Any, storage: StorageWeakRef) -> None:
@@ -91,7 +91,9 @@ class _Handle:
 
     __slots__ = ("_on_release", "entry", "offset", "size", "stride")
 
-    def __init__(self, entry: _Entry, tensor: Tensor, offset: int, on_release: Callable[[_Entry], None]) -> None:
+    def __init__(
+        self, entry: _KeptRegion, tensor: Tensor, offset: int, on_release: Callable[[_KeptRegion], None]
+    ) -> None:
         self.entry = entry
         self.offset = offset
         self.size, self.stride = tensor.size(), tensor.stride()
@@ -133,8 +135,8 @@ class SavedTensors:
         self._floating_only = floating_only
         self._find_protected = protected
         self._protected: Collection[int] = ()
-        self._entries: dict[tuple[Any, ...], _Entry] = {}
-        self._queue: deque[_Entry] = deque()
+        self._entries: dict[tuple[Any, ...], _KeptRegion] = {}
+        self._queue: deque[_KeptRegion] = deque()
         self._lock = threading.Lock()
 
     @property
@@ -164,7 +166,7 @@ class SavedTensors:
             with self._lock, torch.no_grad():
                 entry = self._entries.get(key)
                 if entry is None:
-                    entry = _Entry(key, self.keeper.keep(region), StorageWeakRef(region.untyped_storage()))
+                    entry = _KeptRegion(key, self.keeper.keep(region), StorageWeakRef(region.untyped_storage()))
                     self._entries[key] = entry
                     self.bytes_packed += region.nbytes
                 entry.handles += 1
@@ -183,7 +185,7 @@ class SavedTensors:
         finally:
             self._drop_released()
 
-    def _released(self, entry: _Entry) -> None:
+    def _released(self, entry: _KeptRegion) -> None:
         """Note a freed handle. Runs on any thread at any moment, even inside `_pack` through the garbage collector."""
         self._queue.append(entry)
         self._drop_released()

@@ -47,12 +47,12 @@ def defer(hidden: Tensor, weight: Tensor, bias: Tensor | None = None, *, chunk_b
     kind = hidden.device.type
     autocast = torch.is_autocast_enabled(kind) and hidden.dtype != torch.float64
     dtype = torch.get_autocast_dtype(kind) if autocast else torch.result_type(hidden, weight)
-    source = Source(hidden, weight, bias, hidden.dim() - 1, Product(dtype, autocast, (), chunk_bytes))
-    return _wrap(source, dtype, _Shared())
+    source = LogitSource(hidden, weight, bias, hidden.dim() - 1, Product(dtype, autocast, (), chunk_bytes))
+    return _wrap(source, dtype, _LogitState())
 
 
 @dataclasses.dataclass
-class _Shared:
+class _LogitState:
     """State that all deferred logits of one call of the layer share."""
 
     expired: bool = False
@@ -63,7 +63,7 @@ class _Shared:
 
 
 @dataclasses.dataclass(frozen=True)
-class Source:
+class LogitSource:
     """Inputs that deferred logits are computed from, and the computation."""
 
     hidden: Tensor
@@ -94,24 +94,24 @@ class Source:
         return token_losses(rows, self.weight, self.bias, target, self.product, loss)
 
 
-def _wrap(source: Source, dtype: torch.dtype, shared: _Shared) -> DeferredLogits:
-    result = _Wrap.apply(source.hidden, source.weight, source.bias, source, dtype)
+def _wrap(source: LogitSource, dtype: torch.dtype, shared: _LogitState) -> DeferredLogits:
+    result = _WrapHidden.apply(source.hidden, source.weight, source.bias, source, dtype)
     assert isinstance(result, DeferredLogits)
     result._source, result._shared, result._full = source, shared, None
     return result
 
 
-class _Wrap(torch.autograd.Function):
+class _WrapHidden(torch.autograd.Function):
     """Wrap hidden states without computing anything. Backward serves code that reaches the tensor below Python."""
 
     @staticmethod
     def forward(
-        ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, source: Source, dtype: torch.dtype
+        ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, source: LogitSource, dtype: torch.dtype
     ) -> Tensor:
         ctx.save_for_backward(hidden, weight, bias)
         ctx.source = dataclasses.replace(source, hidden=hidden.detach(), weight=weight.detach(), bias=None)
         result = make_wrapper(DeferredLogits, hidden.detach().new_empty(0, dtype=dtype), source.shape)
-        result._source, result._shared, result._full = ctx.source, _Shared(), None
+        result._source, result._shared, result._full = ctx.source, _LogitState(), None
         return result
 
     @staticmethod
@@ -128,8 +128,8 @@ class _Wrap(torch.autograd.Function):
 class DeferredLogits(Tensor):
     """A tensor with the metadata of logits that holds the hidden states and the weight."""
 
-    _source: Source
-    _shared: _Shared
+    _source: LogitSource
+    _shared: _LogitState
     _full: Tensor | None
 
     @classmethod
@@ -153,7 +153,7 @@ class DeferredLogits(Tensor):
     def __torch_dispatch__(
         cls, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        """Compute all logits for operations that are called below Python. Their gradient comes back by `_Wrap`."""
+        """Compute all logits for operations called below Python. Their gradient comes back by `_WrapHidden`."""
         if func is torch.ops.aten.detach.default:
             source = args[0]._source
             cut = dataclasses.replace(source, hidden=source.hidden.detach(), weight=source.weight.detach())
@@ -263,7 +263,7 @@ _CHANGES = {"__setitem__", "__set__", "set_data", "__iadd__", "__isub__", "__imu
 # --- operations on the sources ----------------------------------------------------------------------------------------
 
 
-def _derive(logits: DeferredLogits, source: Source, dtype: torch.dtype | None = None) -> DeferredLogits:
+def _derive(logits: DeferredLogits, source: LogitSource, dtype: torch.dtype | None = None) -> DeferredLogits:
     logits._shared.derived = True
     return _wrap(source, dtype or logits.dtype, logits._shared)
 

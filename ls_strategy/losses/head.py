@@ -50,7 +50,7 @@ class _Deferral(TorchFunctionMode):
         return logits
 
 
-class _Forward(Transient):
+class _HeadForward(Transient):
     """The replacement of an output layer's forward. A copy of the layer has its own."""
 
     def __init__(self, head: nn.Module, chunk_bytes: int | None, found: Callable[[Tensor], object]) -> None:
@@ -90,9 +90,9 @@ class ChunkedHeads:
     def __init__(self, model: nn.Module, name: str | None = None, chunk_bytes: int | None = None) -> None:
         self.heads = _find(model, name)
         self._live: weakref.WeakSet[Tensor] = weakref.WeakSet()
-        self._attached: list[tuple[nn.Module, _Forward]] = []
+        self._attached: list[tuple[nn.Module, _HeadForward]] = []
         for head in self.heads:
-            forward = _Forward(head, chunk_bytes, self._live.add)
+            forward = _HeadForward(head, chunk_bytes, self._live.add)
             head.forward = forward
             self._attached.append((head, forward))
         self._hook = register_optimizer_step_post_hook(self._expire)
@@ -204,9 +204,9 @@ def linear_cross_entropy(
 
 def _deferred_output(head: nn.Module, hidden: Tensor) -> Tensor:
     """Call an output layer, and return its logits deferred if its matrix product is that of its weight."""
-    if isinstance(vars(head).get("forward"), _Forward):
+    if isinstance(vars(head).get("forward"), _HeadForward):
         return head(hidden)  # type: ignore[no-any-return]
-    forward = _Forward(head, None, lambda _: None)
+    forward = _HeadForward(head, None, lambda _: None)
     head.forward = forward
     try:
         return head(hidden)  # type: ignore[no-any-return]
@@ -214,7 +214,7 @@ def _deferred_output(head: nn.Module, hidden: Tensor) -> Tensor:
         _restore(head, forward)
 
 
-def _restore(head: nn.Module, forward: _Forward) -> None:
+def _restore(head: nn.Module, forward: _HeadForward) -> None:
     if vars(head).get("forward") is forward:
         del head.forward
         if forward.before is not None:

@@ -20,7 +20,7 @@ from torch.autograd.function import once_differentiable
 from ls_strategy.distributed.axis import Axis, PendingExchange
 
 
-class _Permute(torch.autograd.Function):
+class _PermuteRows(torch.autograd.Function):
     """Permutes rows; ``inverse`` is the inverse of ``index``. Multiplies gradients by ``scale``."""
 
     @staticmethod
@@ -38,7 +38,7 @@ class _Permute(torch.autograd.Function):
 # --- between ranks ---------------------------------------------------------------------------------------------------
 
 
-class Exchange:
+class TokenExchange:
     """An all-to-all of rows with separate start and finish, in forward and in backward.
 
     ::
@@ -70,9 +70,9 @@ class Exchange:
         """Wait for the rows of the other ranks, ``(sum(receives), h)``, ordered by rank. Collective."""
         return _Finish.apply(started, self)  # type: ignore[no-any-return]
 
-    def reversed(self) -> Exchange:
+    def reversed(self) -> TokenExchange:
         """Return the exchange in the opposite direction."""
-        return Exchange(self.axis, self.receives, self.sends)
+        return TokenExchange(self.axis, self.receives, self.sends)
 
     def begin(self, rows: Tensor, sends: list[int], receives: list[int]) -> Tensor:
         """Begin to send. Returns the buffer that is filled by the time `wait` returns."""
@@ -92,7 +92,7 @@ class Exchange:
 
 class _Start(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, rows: Tensor, exchange: Exchange) -> Tensor:
+    def forward(ctx: Any, rows: Tensor, exchange: TokenExchange) -> Tensor:
         ctx.exchange = exchange
         return exchange.begin(rows, exchange.sends, exchange.receives)
 
@@ -104,7 +104,7 @@ class _Start(torch.autograd.Function):
 
 class _Finish(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, started: Tensor, exchange: Exchange) -> Tensor:
+    def forward(ctx: Any, started: Tensor, exchange: TokenExchange) -> Tensor:
         ctx.exchange = exchange
         exchange.wait()
         return started.detach()
@@ -112,7 +112,7 @@ class _Finish(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> Any:  # type: ignore[override]
-        exchange: Exchange = ctx.exchange
+        exchange: TokenExchange = ctx.exchange
         exchange.begin(grad, exchange.receives, exchange.sends)
         return grad, None  # only the shape counts: the backward of start returns the rows that arrive
 
@@ -154,9 +154,9 @@ def by_expert(
     inverse[index] = torch.arange(len(index), device=index.device)
 
     def by_rank(out: Tensor) -> Tensor:
-        return _Permute.apply(out, inverse, index, gradient_scale)  # type: ignore[no-any-return]
+        return _PermuteRows.apply(out, inverse, index, gradient_scale)  # type: ignore[no-any-return]
 
-    return _Permute.apply(rows, index, inverse, 1 / gradient_scale), by_rank  # type: ignore[return-value]
+    return _PermuteRows.apply(rows, index, inverse, 1 / gradient_scale), by_rank  # type: ignore[return-value]
 
 
 class _Shard(torch.autograd.Function):

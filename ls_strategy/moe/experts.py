@@ -15,7 +15,7 @@ from ls_strategy._torch import is_hooked
 from ls_strategy.errors import PlanError
 from ls_strategy.moe.feed_forward import FeedForward, GatedFeedForward
 from ls_strategy.moe.grouped import autocast_dtype, grouped_linear
-from ls_strategy.moe.grouped_feed_forward import Layer, grouped_feed_forward
+from ls_strategy.moe.grouped_feed_forward import StackedLinear, grouped_feed_forward
 
 Expert = nn.Module | Callable[[], nn.Module]
 
@@ -259,8 +259,8 @@ def _run_grouped(expert: nn.Module, stacked: nn.Module, x: Tensor, counts: Seque
     return x
 
 
-def _layer(stacked: nn.Module) -> Layer:
-    return Layer(stacked.get_parameter("weight"), getattr(stacked, "bias", None))
+def _layer(stacked: nn.Module) -> StackedLinear:
+    return StackedLinear(stacked.get_parameter("weight"), getattr(stacked, "bias", None))
 
 
 def _is_plain_feed_forward(expert: nn.Module) -> TypeGuard[FeedForward | GatedFeedForward]:

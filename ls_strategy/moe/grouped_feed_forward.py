@@ -21,7 +21,7 @@ PART_NUMEL = 1 << 19
 """Intermediate elements per portion, if experts are small: 2 MiB in fp32."""
 
 
-class Layer(NamedTuple):
+class StackedLinear(NamedTuple):
     """Stacked linear layers."""
 
     weight: Tensor
@@ -36,7 +36,7 @@ Between = Callable[..., Tensor]
 
 
 def grouped_feed_forward(
-    x: Tensor, first: Sequence[Layer], between: Between, last: Layer, counts: Sequence[int]
+    x: Tensor, first: Sequence[StackedLinear], between: Between, last: StackedLinear, counts: Sequence[int]
 ) -> Tensor:
     """Compute ``last(between(*(layer(x) for layer in first)))`` with the weights of each row's group.
 
@@ -115,16 +115,16 @@ class _FeedForward(torch.autograd.Function):
         return None, None, d_x, *d_flat
 
 
-def _layers(flat: Sequence[Tensor | None]) -> list[Layer]:
-    return [Layer(flat[i], flat[i + 1]) for i in range(0, len(flat), 2)]  # type: ignore[arg-type]
+def _layers(flat: Sequence[Tensor | None]) -> list[StackedLinear]:
+    return [StackedLinear(flat[i], flat[i + 1]) for i in range(0, len(flat), 2)]  # type: ignore[arg-type]
 
 
-def _apply(layer: Layer, rows: Tensor, part: _Part, out: Tensor | None = None) -> Tensor:
+def _apply(layer: StackedLinear, rows: Tensor, part: _Part, out: Tensor | None = None) -> Tensor:
     bias = None if layer.bias is None else layer.bias[part.groups]
     return multiply(rows, layer.weight[part.groups].transpose(1, 2), bias, part.counts, out)
 
 
-def _input_gradient(first: Sequence[Layer], d_inner: Sequence[Tensor], part: _Part, target: Tensor) -> None:
+def _input_gradient(first: Sequence[StackedLinear], d_inner: Sequence[Tensor], part: _Part, target: Tensor) -> None:
     """Write the gradient of the input rows: the sum over the first layers."""
     for index, (layer, d_rows) in enumerate(zip(first, d_inner, strict=True)):
         weight = layer.weight[part.groups]

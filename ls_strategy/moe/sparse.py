@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from ls_strategy.distributed.axis import Axis
-from ls_strategy.moe.dispatch import Exchange, by_expert, exchange_counts, gather_tokens, shard_tokens
+from ls_strategy.moe.dispatch import TokenExchange, by_expert, exchange_counts, gather_tokens, shard_tokens
 from ls_strategy.moe.router import Routing
 from ls_strategy.moe.statistics import Counts, MoEStatistics
 from ls_strategy.ops.permute import combine, permute, sort_by_expert
@@ -115,7 +115,7 @@ class SparseLayer(nn.Module):
             return combine(out if dtype is None else out.to(dtype), order, routing.weights), result
         scale = 1.0 if self.parallel is None else self.parallel.gradient_scale
         send, receive = self.exchanged_counts(order, counts, axis)
-        outgoing = Exchange(axis, [sum(n) for n in send], [sum(n) for n in receive])
+        outgoing = TokenExchange(axis, [sum(n) for n in send], [sum(n) for n in receive])
         started = outgoing.start(rows)
         result = meanwhile()
         rows, by_rank = by_expert(outgoing.finish(started), receive, scale)

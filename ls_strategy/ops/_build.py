@@ -64,7 +64,7 @@ class CompileUnit:
 
 
 @dataclass(frozen=True)
-class Recipe:
+class BuildRecipe:
     """Everything that determines the content of a library."""
 
     name: str
@@ -87,7 +87,7 @@ class Recipe:
 # --- what to compile, and with what ---------------------------------------------------------------------------------
 
 
-def cpu_recipe() -> Recipe:
+def cpu_recipe() -> BuildRecipe:
     """Return the recipe of the CPU operations, with kernels for each instruction set."""
     compiler = _chosen_compiler() or [shutil.which("g++") or shutil.which("c++") or "g++"]
     version = _version(compiler)
@@ -107,7 +107,7 @@ def cpu_recipe() -> Recipe:
         command = (*compiler, *common, *exact, *flags, f"-DLS_KERNELS=k{name}", "-c", str(_SOURCES / "kernels.cpp"))
         units.append(CompileUnit(f"kernels_{name.lower()}", command))
     link = (*compiler, "-shared", f"-L{_torch_folder() / 'lib'}", "-ltorch", "-ltorch_cpu", "-lc10")
-    return Recipe("cpu", tuple(units[::-1]), link, version)
+    return BuildRecipe("cpu", tuple(units[::-1]), link, version)
 
 
 def _chosen_compiler() -> list[str]:
@@ -121,7 +121,7 @@ def _chosen_compiler() -> list[str]:
         ) from None
 
 
-def cuda_recipe(capabilities: tuple[tuple[int, int], ...]) -> Recipe:
+def cuda_recipe(capabilities: tuple[tuple[int, int], ...]) -> BuildRecipe:
     """Return the recipe of the CUDA kernels for GPUs with these compute capabilities."""
     home = os.environ.get("CUDA_HOME") or os.environ.get("CUDA_PATH")
     found = str(Path(home, "bin", "nvcc")) if home else shutil.which("nvcc")
@@ -136,10 +136,12 @@ def cuda_recipe(capabilities: tuple[tuple[int, int], ...]) -> Recipe:
     names = ("update", "norm")
     units = (CompileUnit(f, (*compiler, *common, *exact, *_includes(), "-c", str(_SOURCES / f"{f}.cu"))) for f in names)
     libraries = ("-ltorch", "-ltorch_cpu", "-ltorch_cuda", "-lc10")
-    return Recipe("cuda", tuple(units), (*compiler, "-shared", f"-L{_torch_folder() / 'lib'}", *libraries), version)
+    return BuildRecipe(
+        "cuda", tuple(units), (*compiler, "-shared", f"-L{_torch_folder() / 'lib'}", *libraries), version
+    )
 
 
-def recipe_for(device_type: str) -> Recipe:
+def recipe_for(device_type: str) -> BuildRecipe:
     """Return the recipe of the update kernels for this host's CPU, or for all its GPUs."""
     if device_type == "cpu":
         return cpu_recipe()
@@ -188,7 +190,7 @@ def _temporary() -> tempfile.TemporaryDirectory[str]:
     return tempfile.TemporaryDirectory(prefix="ls_strategy-")
 
 
-def library(recipe: Recipe) -> Path:
+def library(recipe: BuildRecipe) -> Path:
     """Return the library of a recipe, built if necessary.
 
     Raises:
@@ -251,7 +253,7 @@ def _locked(path: Path, deadline: float) -> Iterator[None]:
         yield  # closing the file releases the lock
 
 
-def _build(recipe: Recipe, path: Path, deadline: float) -> None:
+def _build(recipe: BuildRecipe, path: Path, deadline: float) -> None:
     """Compile in a temporary folder, then rename. The caller holds the lock."""
     for leftover in path.parent.glob(f"{path.stem}.build-*"):  # of a builder that was killed
         shutil.rmtree(leftover, ignore_errors=True)

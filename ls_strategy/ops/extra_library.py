@@ -48,7 +48,7 @@ class ExtraLibrary:
                     self._paths[device_type] = self._load(device_type)
         return self._paths[device_type] is not None
 
-    def recipe(self, updates: _build.Recipe) -> _build.Recipe:
+    def recipe(self, updates: _build.BuildRecipe) -> _build.BuildRecipe:
         """Return the recipe: the commands of ``updates``, from `_build.recipe_for`, with this library's files."""
         sources = [(unit, Path(unit.command[-1])) for unit in updates.units]
         units = [

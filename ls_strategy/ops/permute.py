@@ -75,7 +75,7 @@ def permute(x: Tensor, order: Tensor, k: int, weights: Tensor | None = None) -> 
     weights = _weights_for(x, weights)
     if _has_kernel(x):
         return torch.ops.ls_strategy.permute(x, order, weights, k)
-    return _Permute.apply(x, order, weights, k)
+    return _PermuteTokens.apply(x, order, weights, k)
 
 
 def combine(y: Tensor, order: Tensor, weights: Tensor) -> Tensor:
@@ -215,7 +215,7 @@ def pair_dots_reference(x: Tensor, y: Tensor, order: Tensor, k: int) -> Tensor:
 # --- gradients ------------------------------------------------------------------------------------------------------
 
 
-class _Permute(torch.autograd.Function):
+class _PermuteTokens(torch.autograd.Function):
     forward = staticmethod(permute_reference)
 
     @staticmethod
@@ -310,6 +310,6 @@ def _register() -> bool:
     def _(x: Tensor, y: Tensor, order: Tensor, k: int) -> Tensor:
         return x.new_empty(x.shape[0], k, dtype=torch.float32)
 
-    for name, function in {"permute": _Permute, "combine": _Combine, "pair_dots": _PairDots}.items():
+    for name, function in {"permute": _PermuteTokens, "combine": _Combine, "pair_dots": _PairDots}.items():
         torch.library.register_autograd(f"ls_strategy::{name}", function.backward, setup_context=function.setup_context)
     return True

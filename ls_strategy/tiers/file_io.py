@@ -196,7 +196,7 @@ class Transfer:
             self.finished.set()
 
 
-class _Block(NamedTuple):
+class _IOBlock(NamedTuple):
     transfer: Transfer
     view: memoryview
     offset: int
@@ -212,7 +212,7 @@ class IOEngine:
         self.busy_s = 0.0
         """Seconds with at least one block in flight."""
         self._io = io
-        self._queue: deque[_Block] = deque()
+        self._queue: deque[_IOBlock] = deque()
         self._unfinished = 0
         self._active = 0
         self._active_since = 0.0
@@ -249,7 +249,7 @@ class IOEngine:
             transfer.finish()
         for i, start in enumerate(starts):
             try:
-                self._enqueue(_Block(transfer, view[start : start + block], offset + start))
+                self._enqueue(_IOBlock(transfer, view[start : start + block], offset + start))
             except StateError as error:
                 self._drop(transfer, len(starts) - i, error)
                 raise
@@ -297,7 +297,7 @@ class IOEngine:
                 "hangs: see the kernel's messages in dmesg, and use another device, or offload to the CPU."
             )
 
-    def _enqueue(self, block: _Block) -> None:
+    def _enqueue(self, block: _IOBlock) -> None:
         since = time.monotonic()
         with self._lock:
             while self._unfinished >= self._io.queue_depth and not self._closing:
@@ -323,7 +323,7 @@ class IOEngine:
             self._complete(block, self._move(block))
             del block  # free its memory while this thread waits
 
-    def _move(self, block: _Block) -> BaseException | None:
+    def _move(self, block: _IOBlock) -> BaseException | None:
         transfer = block.transfer
         if transfer.error is not None:  # the other blocks of a failed transfer are useless
             return None
@@ -334,7 +334,7 @@ class IOEngine:
             return error
         return None
 
-    def _complete(self, block: _Block, error: BaseException | None) -> None:
+    def _complete(self, block: _IOBlock, error: BaseException | None) -> None:
         with self._lock:
             self._moved_at = time.monotonic()
             self._unfinished -= 1

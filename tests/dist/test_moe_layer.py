@@ -17,7 +17,7 @@ from torch.utils.checkpoint import checkpoint
 from ls_strategy.distributed.axis import Axis
 from ls_strategy.distributed.comm import Comm, make_comm
 from ls_strategy.layout import TensorPart
-from ls_strategy.moe.dispatch import Exchange
+from ls_strategy.moe.dispatch import TokenExchange
 from ls_strategy.moe.feed_forward import FeedForward
 from ls_strategy.moe.layer import MoE
 from ls_strategy.moe.losses import moe_losses
@@ -252,17 +252,17 @@ def order_of_events(rank: int, world: int, residual: bool) -> tuple[list[str], l
     else:
         layer.shared_expert = NotedExpert(log)
     apply_expert_parallel(layer, Axis("expert", make_comm()))
-    begin, wait = Exchange.begin, Exchange.wait
+    begin, wait = TokenExchange.begin, TokenExchange.wait
 
-    def noted_begin(self: Exchange, *args: Any) -> Tensor:
+    def noted_begin(self: TokenExchange, *args: Any) -> Tensor:
         log.append("begin")
         return begin(self, *args)
 
-    def noted_wait(self: Exchange) -> Tensor:
+    def noted_wait(self: TokenExchange) -> Tensor:
         log.append("wait")
         return wait(self)
 
-    with mock.patch.multiple(Exchange, begin=noted_begin, wait=noted_wait):
+    with mock.patch.multiple(TokenExchange, begin=noted_begin, wait=noted_wait):
         x = torch.randn(10, H, requires_grad=True)
         y = layer(x)
         forward = list(log)

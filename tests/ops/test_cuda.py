@@ -14,7 +14,7 @@ from tests.ops.cases import CASES, DTYPES, FORMATS, assert_same_bits, make, run
 SIZES = (0, 1, 15, 16, 17, 255, 256, 257, 4097, 100_003)
 
 
-def recipe(*capabilities: tuple[int, int]) -> _build.Recipe:
+def recipe(*capabilities: tuple[int, int]) -> _build.BuildRecipe:
     try:
         return _build.cuda_recipe(capabilities)
     except _build.BuildError as e:

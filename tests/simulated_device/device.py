@@ -63,7 +63,7 @@ _CALLS = (
 )
 
 
-def recipe() -> _build.Recipe:
+def recipe() -> _build.BuildRecipe:
     """Return how the back end is built.
 
     Raises:
@@ -77,7 +77,9 @@ def recipe() -> _build.Recipe:
     flags = ("-std=c++20", "-O0", "-fPIC", "-w", "-DTORCH_ASSERT_ONLY_METHOD_OPERATORS")
     version = f"-DSOURCE_{hashlib.sha256(_SOURCE.read_bytes()).hexdigest()[:16]}"  # the key knows the package's sources
     command = (compiler, *flags, version, *includes, "-c", str(_SOURCE))
-    return _build.Recipe("simulated_device", (_build.CompileUnit("device", command),), cpu.link, cpu.compiler_version)
+    return _build.BuildRecipe(
+        "simulated_device", (_build.CompileUnit("device", command),), cpu.link, cpu.compiler_version
+    )
 
 
 class SimulatedDevice:

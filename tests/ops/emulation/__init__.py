@@ -30,7 +30,7 @@ class EmulationError(Exception):
     """A kernel did what CUDA leaves undefined."""
 
 
-def recipe() -> _build.Recipe:
+def recipe() -> _build.BuildRecipe:
     """Return how the library is built.
 
     Raises:
@@ -51,7 +51,7 @@ def recipe() -> _build.Recipe:
         of_torch = () if path.parent == FOLDER else ("-include", str(FOLDER / "torch.h"))
         translate = ("sh", "-c", _TRANSLATE, "sh", str(FOLDER / "launches.sed"), str(path))
         units.append(_build.CompileUnit(path.stem, (*translate, *command, *exact, *of_torch, "-x", "c++", "-")))
-    return _build.Recipe("emulated", tuple(units), updates.link, updates.compiler_version)
+    return _build.BuildRecipe("emulated", tuple(units), updates.link, updates.compiler_version)
 
 
 class Emulation:
