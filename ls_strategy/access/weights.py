@@ -20,7 +20,7 @@ from ls_strategy.zero.parts import full_of
 
 
 @dataclass(frozen=True)
-class _Entry:
+class _StateDictTensor:
     """One tensor of the state dict, with all its names; tied parameters have several."""
 
     names: tuple[str, ...]
@@ -51,7 +51,7 @@ def full_weights(engine: Engine, module: nn.Module, dtype: torch.dtype | None = 
         for entry, value in here.stream(None):
             yield from ((name, value) for name in entry.names)
         return
-    stages: list[list[_Entry]] = pipeline.exchange_objects(here.entries())
+    stages: list[list[_StateDictTensor]] = pipeline.exchange_objects(here.entries())
     seen: set[str] = set()
     for stage, entries in enumerate(stages):
         fresh = [entry for entry in entries if seen.isdisjoint(entry.names)]  # tied parameters are on two stages
@@ -88,16 +88,16 @@ class _Weights:
             if name not in places and isinstance(value, Tensor) and not value.is_meta
         }
 
-    def entries(self) -> list[_Entry]:
+    def entries(self) -> list[_StateDictTensor]:
         """Return what `stream` yields, without the tensors. Not collective."""
         found = [
-            _Entry(names, tuple(flat.layout.slots[i].full_shape), self._dtype_of(flat))
+            _StateDictTensor(names, tuple(flat.layout.slots[i].full_shape), self._dtype_of(flat))
             for flat, slots in self._slots
             for i, names in slots.items()
         ]
-        return found + [_Entry((name,), tuple(v.shape), v.dtype) for name, v in self._others.items()]
+        return found + [_StateDictTensor((name,), tuple(v.shape), v.dtype) for name, v in self._others.items()]
 
-    def stream(self, wanted: Collection[tuple[str, ...]] | None) -> Iterator[tuple[_Entry, Tensor]]:
+    def stream(self, wanted: Collection[tuple[str, ...]] | None) -> Iterator[tuple[_StateDictTensor, Tensor]]:
         """Yield the tensors with these names (None: all), as copies. Collective over the ranks with these layers."""
         for flat, slots in self._slots:
             chosen = {i: names for i, names in slots.items() if wanted is None or names in wanted}
@@ -105,15 +105,15 @@ class _Weights:
                 yield from self._of(flat, chosen)
         for name, value in self._others.items():
             if wanted is None or (name,) in wanted:
-                yield _Entry((name,), tuple(value.shape), value.dtype), value.detach().clone()
+                yield _StateDictTensor((name,), tuple(value.shape), value.dtype), value.detach().clone()
 
-    def _of(self, flat: FlatBuffer, chosen: dict[int, tuple[str, ...]]) -> Iterator[tuple[_Entry, Tensor]]:
+    def _of(self, flat: FlatBuffer, chosen: dict[int, tuple[str, ...]]) -> Iterator[tuple[_StateDictTensor, Tensor]]:
         dtype = self._dtype_of(flat)
         buffer, is_copy = _full(flat, dtype)
         for i, names in chosen.items():
             slot = flat.layout.slots[i]
             value = full_of(buffer[slot.offset : slot.end].view(slot.shape), slot.part, flat.axis)
-            yield _Entry(names, tuple(value.shape), dtype), value if is_copy else value.to(dtype, copy=True)
+            yield _StateDictTensor(names, tuple(value.shape), dtype), value if is_copy else value.to(dtype, copy=True)
 
     def _dtype_of(self, flat: FlatBuffer) -> torch.dtype:
         return flat.dtype if self._dtype is None or not flat.dtype.is_floating_point else self._dtype

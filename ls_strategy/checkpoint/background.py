@@ -25,7 +25,7 @@ from typing_extensions import override
 
 from ls_strategy import device as dev
 from ls_strategy._torch import default_store
-from ls_strategy.checkpoint.reshard import Entry, Source
+from ls_strategy.checkpoint.reshard import CheckpointEntry, Source
 from ls_strategy.checkpoint.save import FileSave, Save, run
 from ls_strategy.errors import CheckpointError
 from ls_strategy.tiers.link import host_empty
@@ -163,10 +163,10 @@ class BackgroundSaver:
             if source is None:
                 value = _copied(value)
             elif number in boxes:
-                source = _Kept(source, [(offsets, next(copies)) for offsets, _ in boxes[number]])
+                source = _CopiedSource(source, [(offsets, next(copies)) for offsets, _ in boxes[number]])
             else:
                 source = holds.setdefault(id(source.flat), Hold(source.flat)).add(source)
-            save.entries[number] = Entry(entry.path, value, source)
+            save.entries[number] = CheckpointEntry(entry.path, value, source)
         for hold in holds.values():
             hold.flat.hold = hold
         return list(holds.values())
@@ -199,7 +199,7 @@ def _deep_copied(write: Any) -> Any:
     return type(write)(write.func, write.args[0], copy.deepcopy(write.args[1]), *write.args[2:])
 
 
-class _Kept(Source):
+class _CopiedSource(Source):
     """A source with copied boxes."""
 
     def __init__(self, source: Source, boxes: list[Values]) -> None:

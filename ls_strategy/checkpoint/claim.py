@@ -22,7 +22,7 @@ import os
 import socket
 from pathlib import Path
 
-from ls_strategy.checkpoint.place import Place
+from ls_strategy.checkpoint.place import CheckpointPath
 from ls_strategy.errors import CheckpointError
 
 SUFFIX = ".saving"
@@ -85,7 +85,7 @@ def forget_all() -> None:
 os.register_at_fork(after_in_child=forget_all)
 
 
-def claim(place: Place) -> Claim | None:
+def claim(place: CheckpointPath) -> Claim | None:
     """Claim a name. Return None if another process or thread holds it.
 
     Raises:
@@ -117,7 +117,7 @@ def claim(place: Place) -> Claim | None:
         return Claim(path, descriptor, certain=_take_over(descriptor))
 
 
-def require_claim(place: Place) -> Claim:
+def require_claim(place: CheckpointPath) -> Claim:
     """Claim a name.
 
     Raises:
@@ -134,7 +134,7 @@ def require_claim(place: Place) -> Claim:
     return held
 
 
-def lock_path(place: Place) -> str:
+def lock_path(place: CheckpointPath) -> str:
     """Return the path of the lock file."""
     return place.sibling(f".{place.name}{SUFFIX}").path
 
@@ -174,7 +174,7 @@ def _machine() -> str:
         return socket.gethostname()
 
 
-def _holder(place: Place) -> str:
+def _holder(place: CheckpointPath) -> str:
     try:
         fields = Path(lock_path(place)).read_text(errors="replace").split(maxsplit=2)
     except OSError:

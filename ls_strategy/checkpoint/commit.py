@@ -33,7 +33,7 @@ from ls_strategy.checkpoint.claim import SUFFIX, Claim, claim, is_lock_file, req
 from ls_strategy.checkpoint.history import HISTORY, History, Saved, latest
 from ls_strategy.checkpoint.inert import read_inert
 from ls_strategy.checkpoint.manifest import Manifest, is_committed, read_manifest
-from ls_strategy.checkpoint.place import Place, sync_file
+from ls_strategy.checkpoint.place import CheckpointPath, sync_file
 from ls_strategy.checkpoint.source import OURS
 from ls_strategy.checkpoint.target import MANIFEST, check_replaceable
 from ls_strategy.checkpoint.web import is_web
@@ -45,9 +45,9 @@ _log = logging.getLogger(__name__)
 # --- writing ---------------------------------------------------------------------------------------------------------
 
 
-def staging(path: str | os.PathLike[str], save_id: str) -> Place:
+def staging(path: str | os.PathLike[str], save_id: str) -> CheckpointPath:
     """Return the folder or file that a save to ``path`` writes before it is committed."""
-    place = Place(path)
+    place = CheckpointPath(path)
     return place.sibling(f".{place.name}.{save_id}.partial")
 
 
@@ -64,7 +64,7 @@ def begin(path: str | os.PathLike[str], save_id: str, *, folder: bool = True) ->
     Raises:
         CheckpointError: The name belongs to something other than a checkpoint, or another process is saving to it.
     """
-    place = Place(path)
+    place = CheckpointPath(path)
     _check_name(place)
     check_replaceable(path)
     place.parent.make()
@@ -81,7 +81,7 @@ def begin(path: str | os.PathLike[str], save_id: str, *, folder: bool = True) ->
     return held
 
 
-def _check_name(place: Place) -> None:
+def _check_name(place: CheckpointPath) -> None:
     """Refuse a name that leaves no room for the names of a save in progress.
 
     Raises:
@@ -99,7 +99,7 @@ def _check_name(place: Place) -> None:
         )
 
 
-def clean(place: Place, held: Claim) -> None:
+def clean(place: CheckpointPath, held: Claim) -> None:
     """Remove leftovers of saves to ``place``, except the only copy of a checkpoint."""
     for kind, _, found in _temporaries(place):
         if kind == "old" and not place.taken and _saved_at(found) is not None:
@@ -108,7 +108,7 @@ def clean(place: Place, held: Claim) -> None:
             _try_to_remove(found)
 
 
-def _try_to_remove(place: Place) -> None:
+def _try_to_remove(place: CheckpointPath) -> None:
     try:
         place.remove()
     except OSError as error:  # harmless, and the next save tries again
@@ -127,7 +127,7 @@ _RENAMED_S = 60.0
 """Seconds after which a save that has written its manifest is not between two renames, where no lock tells."""
 
 
-def _sweep(folder: Place) -> None:
+def _sweep(folder: CheckpointPath) -> None:
     """Remove leftovers of interrupted saves and removals under other names in a folder. Local only."""
     for entry in folder.entries() if folder.local else ():
         name = Path(entry).name
@@ -147,9 +147,9 @@ def _sweep(folder: Place) -> None:
                     clean(place, held)
 
 
-def _temporaries(place: Place) -> list[tuple[str, str, Place]]:
+def _temporaries(place: CheckpointPath) -> list[tuple[str, str, CheckpointPath]]:
     """Return the temporary files of saves to ``place`` as ``(kind, save_id, place)``, kinds as in `_KINDS`."""
-    result: list[tuple[str, str, Place]] = []
+    result: list[tuple[str, str, CheckpointPath]] = []
     for entry in place.parent.entries():
         found = _LEFTOVER.fullmatch(posixpath.basename(entry))
         if found is not None and found[1] == place.name:
@@ -163,7 +163,7 @@ def commit(path: str | os.PathLike[str], save_id: str, manifest: Manifest) -> No
     Raises:
         CheckpointError: A rank's file is not visible on this node.
     """
-    place, new = Place(path), staging(path, save_id)
+    place, new = CheckpointPath(path), staging(path, save_id)
     for name, record in manifest.files.items():
         if new.size(name) != record.bytes:
             raise CheckpointError(
@@ -190,9 +190,9 @@ def take_name(path: str | os.PathLike[str], save_id: str) -> None:
         CheckpointError: Something else has taken the name since `begin`.
     """
     check_replaceable(path)
-    place, new = Place(path), staging(path, save_id)
+    place, new = CheckpointPath(path), staging(path, save_id)
     old, gone = (place.sibling(f".{place.name}.{save_id}.{kind}") for kind in ("old", "gone"))
-    left: Place | None = None
+    left: CheckpointPath | None = None
     if not place.taken:
         new.rename(place)
     elif place.local and not Path(new.path).is_dir() and not Path(place.path).is_dir():
@@ -242,7 +242,7 @@ def remove(path: str | os.PathLike[str]) -> None:
     Raises:
         CheckpointError: It is not a checkpoint, or another process is saving to it.
     """
-    place = Place(path)
+    place = CheckpointPath(path)
     check_replaceable(path)
     if not place.taken:
         return
@@ -257,7 +257,7 @@ def remove(path: str | os.PathLike[str]) -> None:
         clean(place, held)
 
 
-def _redirect_links(place: Place) -> None:
+def _redirect_links(place: CheckpointPath) -> None:
     """Point links to a checkpoint that is being removed to the newest other one, so that ``last.ckpt`` stays valid."""
     if not place.local or Path(place.path).is_symlink():
         return
@@ -275,14 +275,14 @@ def link(path: str | os.PathLike[str], name: str | os.PathLike[str]) -> None:
     Raises:
         CheckpointError: ``name`` belongs to something other than a checkpoint, or another process is saving to it.
     """
-    target = Path(Place(name).path)
-    _check_name(Place(target))
+    target = Path(CheckpointPath(name).path)
+    _check_name(CheckpointPath(target))
     check_replaceable(name)
-    with require_claim(Place(target)) as held:
-        clean(Place(target), held)
+    with require_claim(CheckpointPath(target)) as held:
+        clean(CheckpointPath(target), held)
         save_id = new_save_id()
         new, old = (target.parent / f".{target.name}.{save_id}.{kind}" for kind in ("link", "old"))
-        new.symlink_to(os.path.relpath(Place(path).path, target.parent))
+        new.symlink_to(os.path.relpath(CheckpointPath(path).path, target.parent))
         if not target.is_dir() or target.is_symlink():
             new.replace(target)
             return
@@ -291,7 +291,7 @@ def link(path: str | os.PathLike[str], name: str | os.PathLike[str]) -> None:
         else:
             target.rename(old)
             new.rename(target)
-        _try_to_remove(Place(old))
+        _try_to_remove(CheckpointPath(old))
 
 
 # --- reading ---------------------------------------------------------------------------------------------------------
@@ -304,7 +304,7 @@ def recover(path: str | os.PathLike[str]) -> None:
     """
     if is_web(path):  # nothing is saved there
         return
-    place = Place(path)
+    place = CheckpointPath(path)
     if not _lost(place):
         return
     try:
@@ -316,11 +316,11 @@ def recover(path: str | os.PathLike[str]) -> None:
         _log.warning("%s lost its name in an interrupted save, and it could not be restored: %s", place, error)
 
 
-def _lost(place: Place) -> list[Place]:
+def _lost(place: CheckpointPath) -> list[CheckpointPath]:
     """Return the checkpoints of saves that ended between two renames: the new one, or the one it was to replace."""
     if place.taken and (place.local or not place.fs.isdir(place.path) or is_committed(str(place))):
         return []
-    saves: dict[str, list[Place]] = {}
+    saves: dict[str, list[CheckpointPath]] = {}
     for kind, save_id, found in _temporaries(place):
         if kind in ("partial", "link", "old"):
             saves.setdefault(save_id, []).append(found)
@@ -328,7 +328,7 @@ def _lost(place: Place) -> list[Place]:
     return [complete[0] for pair in pairs if (complete := [each for each in pair if _saved_at(each) is not None])]
 
 
-def _restore_name(place: Place, held: Claim) -> None:
+def _restore_name(place: CheckpointPath, held: Claim) -> None:
     """Restore the name to the newest of the checkpoints that lost it."""
     found = latest([saved for each in _lost(place) if (saved := _saved(each, each.path)) is not None])
     if found is None or (not held.certain and abs(time.time() - found.saved_at) < _RENAMED_S):
@@ -352,7 +352,7 @@ def newest_first(folders: Iterable[str | os.PathLike[str]]) -> Iterator[str]:
     """
     found: list[Saved] = []
     for folder in folders:
-        place = Place(folder)
+        place = CheckpointPath(folder)
         for name in {leftover[1] for e in place.entries() if (leftover := _LEFTOVER.fullmatch(posixpath.basename(e)))}:
             recover(f"{place}/{name}")
         for entry in place.entries():
@@ -365,7 +365,7 @@ def newest_first(folders: Iterable[str | os.PathLike[str]]) -> Iterator[str]:
         yield last.path
 
 
-def _saved(place: Place, path: str) -> Saved | None:
+def _saved(place: CheckpointPath, path: str) -> Saved | None:
     """Return when and where in its run a checkpoint was saved, under the name ``path``. None as for `_saved_at`."""
     saved_at = _saved_at(place)
     if saved_at is None:
@@ -387,7 +387,7 @@ def _saved(place: Place, path: str) -> Saved | None:
         return Saved(path, saved_at)  # of another strategy, or something else
 
 
-def _saved_at(place: Place) -> float | None:
+def _saved_at(place: CheckpointPath) -> float | None:
     """Return when a checkpoint was saved. None if it is incomplete, is not a checkpoint, or does not exist any more."""
     try:
         if place.fs.isdir(place.path):
@@ -401,7 +401,7 @@ def _saved_at(place: Place) -> float | None:
         return None
 
 
-def _is_complete_file(place: Place) -> bool:
+def _is_complete_file(place: CheckpointPath) -> bool:
     """Return whether a single file is complete. A full disk leaves truncated files under other strategies."""
     with place.open_itself() as file:
         head = file.read(4)

@@ -16,7 +16,7 @@ import torch
 
 from ls_strategy.checkpoint.commit import newest_first
 from ls_strategy.checkpoint.describe import verify_all
-from ls_strategy.checkpoint.place import Place
+from ls_strategy.checkpoint.place import CheckpointPath
 from ls_strategy.checkpoint.source import read_checkpoint
 from ls_strategy.checkpoint.target import META
 from ls_strategy.errors import CheckpointError
@@ -66,9 +66,9 @@ def newest_readable(folders: Iterable[str | os.PathLike[str]], damage: Callable[
 
 def _damage(path: str) -> str:
     """Return what is damaged in a local checkpoint that is read in a moment, or nothing."""
-    if not Place(path).local:
+    if not CheckpointPath(path).local:
         return ""
-    itself = Path(Place(path).path)
+    itself = Path(CheckpointPath(path).path)
     files = [file for file in itself.iterdir() if file.is_file()] if itself.is_dir() else [itself]
     return " ".join(verify_all(path)) if sum(file.stat().st_size for file in files) <= _CHECKED_BYTES else ""
 
@@ -81,7 +81,7 @@ def _why(path: str, error: Exception) -> str:
 
 def _names_in(path: str) -> str:
     """Name the classes and functions that a checkpoint would import, if they can be listed."""
-    place = Place(path)
+    place = CheckpointPath(path)
     try:
         with place.open(META, "rb") if place.fs.isdir(place.path) else place.open_itself() as file:
             names = sorted(torch.serialization.get_unsafe_globals_in_checkpoint(file))

@@ -24,7 +24,7 @@ from ls_strategy.checkpoint.files import Reader
 from ls_strategy.checkpoint.history import HISTORY
 from ls_strategy.checkpoint.inert import Described, read_inert, tensors_in, wrong_records
 from ls_strategy.checkpoint.manifest import Manifest, read_manifest, verify
-from ls_strategy.checkpoint.place import Place
+from ls_strategy.checkpoint.place import CheckpointPath
 from ls_strategy.checkpoint.source import is_folder, open_folder
 from ls_strategy.checkpoint.target import MANIFEST, META, METADATA
 from ls_strategy.errors import CheckpointError
@@ -35,7 +35,7 @@ FOLDER, DCP, FILE = "folder", "folder of torch.distributed.checkpoint", "file of
 
 
 @dataclass(frozen=True)
-class Entry:
+class DescribedEntry:
     """One tensor or object of a checkpoint."""
 
     name: str
@@ -74,7 +74,7 @@ class Description:
     files: dict[str, int]
     """Bytes of each file."""
 
-    entries: list[Entry]
+    entries: list[DescribedEntry]
     layout: dict[str, Any] = field(default_factory=dict)
     """What saved it: world size, and by their options' names stage, parallel sizes, tiers and precision."""
 
@@ -134,7 +134,7 @@ def human_bytes(nbytes: float) -> str:
     return f"{nbytes:,.4g} TiB"
 
 
-def _table(entries: list[Entry]) -> list[str]:
+def _table(entries: list[DescribedEntry]) -> list[str]:
     cells = [("name", "shape", "dtype", "size", "chunks")]
     for e in entries:
         shape = "object" if e.shape is None else str(list(e.shape))
@@ -162,12 +162,12 @@ def describe(path: str | os.PathLike[str]) -> Description:
         CheckpointError: It is not committed, a file is missing or has the wrong size, or it is no checkpoint.
     """
     if not is_folder(path):
-        return _of_file(Place(path))
+        return _of_file(CheckpointPath(path))
     reader, manifest = _open(path)
     if manifest is None:
         return _of_dcp(reader)
     return Description(
-        path=str(Place(path)),
+        path=str(CheckpointPath(path)),
         format=FOLDER,
         step=manifest.step,
         epoch=manifest.epoch,
@@ -183,7 +183,7 @@ def describe(path: str | os.PathLike[str]) -> Description:
 
 def _open(path: str | os.PathLike[str]) -> tuple[Reader, Manifest | None]:
     """Open a folder; of one without a manifest, name the checkpoints in it."""
-    place = Place(path)
+    place = CheckpointPath(path)
     if not place.exists(MANIFEST) and not place.exists(METADATA):
         inside = [e for e in sorted(place.entries()) if e.endswith(".ckpt") or place.at(f"{e}/{MANIFEST}").exists()]
         if inside:
@@ -223,7 +223,7 @@ def _of_dcp(reader: Reader) -> Description:
     )
 
 
-def _of_file(place: Place) -> Description:
+def _of_file(place: CheckpointPath) -> Description:
     with place.open_itself() as file:
         found = read_inert(file, str(place))
         zipped = zipfile.is_zipfile(file)
@@ -248,7 +248,7 @@ def _progress(found: Any) -> tuple[int | None, int | None]:
     return step, epoch
 
 
-def _written(place: Place) -> float | None:
+def _written(place: CheckpointPath) -> float | None:
     """Return when a file was last written. None if its file system does not say."""
     try:
         return float(place.fs.modified(place.path).timestamp())
@@ -256,9 +256,9 @@ def _written(place: Place) -> float | None:
         return None
 
 
-def of_tensors(tensors: Iterable[tuple[tuple[str, ...], Any]]) -> list[Entry]:
+def of_tensors(tensors: Iterable[tuple[tuple[str, ...], Any]]) -> list[DescribedEntry]:
     """Return an entry for every tensor of a checkpoint that is one dictionary. Tensors are not read."""
-    entries: list[Entry] = []
+    entries: list[DescribedEntry] = []
     first: dict[Any, str] = {}
     for path, tensor in tensors:
         name, shape = ".".join(path), tuple(tensor.shape)
@@ -267,7 +267,7 @@ def of_tensors(tensors: Iterable[tuple[tuple[str, ...], Any]]) -> list[Entry]:
             place = tensor.storage.key, tensor.first, shape
         original = name if place is None else first.setdefault(place, name)
         entries.append(
-            Entry(
+            DescribedEntry(
                 name=name,
                 kind=_kind(path[0]),
                 shape=shape,
@@ -281,18 +281,18 @@ def of_tensors(tensors: Iterable[tuple[tuple[str, ...], Any]]) -> list[Entry]:
 
 
 def _unknown(path: str | os.PathLike[str], manifest: Manifest) -> list[str]:
-    found = (posixpath.basename(entry) for entry in Place(path).entries())
+    found = (posixpath.basename(entry) for entry in CheckpointPath(path).entries())
     return sorted(name for name in found if name != MANIFEST and name not in manifest.files)
 
 
-def _entries(reader: Reader) -> list[Entry]:
+def _entries(reader: Reader) -> list[DescribedEntry]:
     stored: dict[str, list[tuple[Any, ...]]] = {}
     lengths: dict[str, int] = {}
     for index, info in reader.metadata.storage_data.items():
         place = (tuple(index.offset or ()), info.relative_path, info.offset)
         stored.setdefault(index.fqn, []).append(place)
         lengths[index.fqn] = lengths.get(index.fqn, 0) + info.length
-    result: list[Entry] = []
+    result: list[DescribedEntry] = []
     first: dict[Any, str] = {}
     for key in reader.paths.values():  # in file order: a tied parameter's first name comes first
         if key in stored:
@@ -304,7 +304,7 @@ def _entries(reader: Reader) -> list[Entry]:
         shape = None if metadata is None else tuple(metadata.size)
         dtype = None if metadata is None else metadata.properties.dtype
         result.append(
-            Entry(
+            DescribedEntry(
                 name=key,
                 kind=_kind(path[0]),
                 shape=shape,
@@ -343,7 +343,7 @@ def verify_all(path: str | os.PathLike[str], progress: Callable[[str], None] | N
     Raises:
         CheckpointError: The folder is not committed, or a file is missing or has the wrong size.
     """
-    place = Place(path)
+    place = CheckpointPath(path)
     if not is_folder(path):
         return _wrong_records(place, progress)
     if not place.exists(MANIFEST) and place.exists(META) and place.exists(METADATA):
@@ -361,7 +361,7 @@ def verify_all(path: str | os.PathLike[str], progress: Callable[[str], None] | N
     return broken
 
 
-def _wrong_records(place: Place, progress: Callable[[str], None] | None) -> list[str]:
+def _wrong_records(place: CheckpointPath, progress: Callable[[str], None] | None) -> list[str]:
     if progress is not None:
         progress(place.name)
     with place.open_itself() as file:

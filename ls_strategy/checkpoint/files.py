@@ -21,7 +21,7 @@ from torch.distributed.checkpoint.metadata import MetadataIndex, TensorStorageMe
 from ls_strategy._torch import without_crc32
 from ls_strategy.checkpoint.manifest import FileRecord, Manifest, check
 from ls_strategy.checkpoint.metadata import Item, Path, key_of, read_metadata
-from ls_strategy.checkpoint.place import Place, sync_file
+from ls_strategy.checkpoint.place import CheckpointPath, sync_file
 from ls_strategy.errors import CheckpointError
 from ls_strategy.layout import flat_range_to_boxes
 
@@ -32,7 +32,7 @@ _LARGE = 1 << 20
 class RankFile:
     """One rank's file while it is being written. Computes checksums of all bytes."""
 
-    def __init__(self, place: Place, name: str) -> None:
+    def __init__(self, place: CheckpointPath, name: str) -> None:
         """Create the file."""
         self.name = name
         self.items: list[Item] = []
@@ -128,7 +128,7 @@ class Reader:
         Raises:
             CheckpointError: The folder is damaged or cannot be read.
         """
-        self.place = Place(path)
+        self.place = CheckpointPath(path)
         self.manifest = manifest
         self.metadata = read_metadata(self.place, manifest)
         self.paths: dict[Path, str] = {

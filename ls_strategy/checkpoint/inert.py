@@ -148,7 +148,7 @@ _KINDS = {
 }  # fmt: skip
 
 
-class _Unpickler(pickle.Unpickler):
+class _InertUnpickler(pickle.Unpickler):
     @override
     def find_class(self, module: str, name: str) -> Any:
         """Import nothing."""
@@ -201,15 +201,15 @@ def _read_archive(file: IO[bytes]) -> Any:
         if found[0].file_size > _LARGEST_PICKLE:
             raise ValueError(f"its data.pkl has {found[0].file_size} bytes")
         with archive.open(found[0]) as record:
-            return _Unpickler(record).load()
+            return _InertUnpickler(record).load()
 
 
 def _read_legacy(file: IO[bytes]) -> Any:
-    if _Unpickler(file).load() != _LEGACY_MAGIC:
+    if _InertUnpickler(file).load() != _LEGACY_MAGIC:
         raise ValueError("it begins with another number than torch's")
     for _ in ("version of the protocol", "sizes of the system's types"):
-        _Unpickler(file).load()
-    return _Unpickler(file).load()
+        _InertUnpickler(file).load()
+    return _InertUnpickler(file).load()
 
 
 def wrong_records(file: IO[bytes]) -> Iterator[tuple[str, str]]:

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from ls_strategy.checkpoint.place import Place, sync_file
+from ls_strategy.checkpoint.place import CheckpointPath, sync_file
 from ls_strategy.checkpoint.target import MANIFEST
 from ls_strategy.errors import CheckpointError
 
@@ -105,7 +105,7 @@ def _crc_of(fields: dict[str, Any]) -> int:
     return zlib.crc32(json.dumps(fields, sort_keys=True).encode())
 
 
-def record_of(place: Place, name: str) -> FileRecord:
+def record_of(place: CheckpointPath, name: str) -> FileRecord:
     """Sync a small file that another function wrote, and return its record."""
     with place.open(name, "rb") as file:
         data = file.read()
@@ -128,7 +128,7 @@ def read_manifest(path: str | os.PathLike[str]) -> Manifest:
     Raises:
         CheckpointError: It is missing or damaged, or a file is missing or has the wrong size.
     """
-    place = Place(path)
+    place = CheckpointPath(path)
     try:
         with place.open(MANIFEST, "r") as file:
             manifest = Manifest.from_json(file.read())
@@ -160,13 +160,13 @@ def verify(path: str | os.PathLike[str], name: str, record: FileRecord) -> None:
     Raises:
         CheckpointError: A range differs. The message names the file and the range.
     """
-    place = Place(path)
+    place = CheckpointPath(path)
     with place.open(name, "rb") as file:
         for offset, length, expected in record.parts:
             check(place, name, offset, file.read(length), expected)
 
 
-def check(place: Place, name: str, offset: int, data: bytes | memoryview, expected: int) -> None:
+def check(place: CheckpointPath, name: str, offset: int, data: bytes | memoryview, expected: int) -> None:
     """Compare the checksum of bytes that were read.
 
     Raises:

@@ -32,7 +32,7 @@ from torch.distributed.checkpoint.metadata import (
 
 from ls_strategy._torch import StorageInfo
 from ls_strategy.checkpoint.manifest import FileRecord, Manifest, check
-from ls_strategy.checkpoint.place import Place, sync_file
+from ls_strategy.checkpoint.place import CheckpointPath, sync_file
 from ls_strategy.checkpoint.target import INDEX, METADATA
 from ls_strategy.errors import CheckpointError
 
@@ -133,7 +133,7 @@ def _check_box(key: str, shape: tuple[int, ...], offsets: tuple[int, ...], sizes
 
 
 def write_metadata(
-    place: Place,
+    place: CheckpointPath,
     items: Iterable[tuple[str, Item]],
     aliases: Mapping[Path, Path],
     order: Callable[[Path], tuple[int, int]] | None = None,
@@ -152,7 +152,7 @@ def write_metadata(
     }
 
 
-def _write(place: Place, name: str, data: bytes) -> FileRecord:
+def _write(place: CheckpointPath, name: str, data: bytes) -> FileRecord:
     with place.open(name, "wb") as file:
         file.write(data)
         sync_file(file)
@@ -181,7 +181,7 @@ def to_json(metadata: Metadata) -> str:
 # --- reading ---------------------------------------------------------------------------------------------------------
 
 
-def read_metadata(place: Place, manifest: Manifest | None) -> Metadata:
+def read_metadata(place: CheckpointPath, manifest: Manifest | None) -> Metadata:
     """Read the index of a folder without building the objects that it names.
 
     ``manifest`` is None if another program wrote the folder with DCP.
@@ -204,7 +204,7 @@ def read_metadata(place: Place, manifest: Manifest | None) -> Metadata:
     return metadata
 
 
-def _read(place: Place, name: str, manifest: Manifest | None) -> bytes:
+def _read(place: CheckpointPath, name: str, manifest: Manifest | None) -> bytes:
     try:
         with place.open(name, "rb") as file:
             data = file.read()
@@ -300,7 +300,7 @@ _NAMES: dict[str, dict[str, Any]] = {
 """Classes and functions that ``.metadata`` may name. None: a `_Record` takes its place."""
 
 
-class _Unpickler(pickle.Unpickler):
+class _MetadataUnpickler(pickle.Unpickler):
     """Builds records, containers and numbers. Imports nothing and does not resolve dotted names."""
 
     def __init__(self, data: bytes) -> None:
@@ -322,7 +322,7 @@ def from_pickle(data: bytes) -> Metadata:
     Raises:
         Exception: Of any kind, if DCP did not write it.
     """
-    found = _fields(_Unpickler(data).load(), "Metadata")
+    found = _fields(_MetadataUnpickler(data).load(), "Metadata")
     metadata = Metadata({}, {}, {}, version=str(found.get("version")))
     planner = found.get("planner_data") or {}
     for key, state in found["state_dict_metadata"].items():

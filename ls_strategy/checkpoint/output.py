@@ -12,7 +12,7 @@ from pathlib import Path
 
 from ls_strategy.checkpoint import commit
 from ls_strategy.checkpoint.claim import require_claim
-from ls_strategy.checkpoint.place import Place
+from ls_strategy.checkpoint.place import CheckpointPath
 from ls_strategy.errors import CheckpointError, ConfigError
 
 WRITER = "ls_strategy"
@@ -39,7 +39,7 @@ def atomic_output(target: Path, *, nbytes: int, force: bool) -> Iterator[Path]:
         CheckpointError: The file system is full or not writable, or another process writes to ``target``.
     """
     _check_target(target, force)
-    place = Place(target)
+    place = CheckpointPath(target)
     scratch = target.with_name(f".{target.name}.{commit.new_save_id()}.partial")
     try:
         with require_claim(place) as held:
@@ -56,7 +56,7 @@ def atomic_output(target: Path, *, nbytes: int, force: bool) -> Iterator[Path]:
                 _check_target(target, force)
                 _take_name(scratch, target)
             finally:
-                Place(scratch).remove()
+                CheckpointPath(scratch).remove()
     except OSError as error:
         raise CheckpointError(f"{target} could not be written: {error}. Nothing was left behind.") from error
 
@@ -108,7 +108,7 @@ def _take_name(scratch: Path, target: Path) -> None:
     """Rename the output. Folders cannot be replaced atomically, so an existing one is moved away first."""
     new = scratch / target.name
     if new.is_dir():
-        Place(new).sync()
+        CheckpointPath(new).sync()
     if target.is_dir() or (new.is_dir() and os.path.lexists(target)):
         old = scratch / f"{target.name}.old"
         target.rename(old)
@@ -119,4 +119,4 @@ def _take_name(scratch: Path, target: Path) -> None:
             raise
     else:
         new.replace(target)
-    Place(target.parent).sync()
+    CheckpointPath(target.parent).sync()

@@ -17,7 +17,7 @@ from fsspec.implementations.local import LocalFileSystem
 from ls_strategy.errors import CheckpointError
 
 
-class Place:
+class CheckpointPath:
     """A path on some file system: local, or any that fsspec knows by its protocol."""
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
@@ -34,19 +34,19 @@ class Place:
         """The last part of the path."""
         return posixpath.basename(self.path)
 
-    def at(self, path: str) -> Place:
+    def at(self, path: str) -> CheckpointPath:
         """Return another path of the same file system, given without protocol."""
-        place = object.__new__(Place)
+        place = object.__new__(CheckpointPath)
         place.fs, place.local = self.fs, self.local
         place.path = path.rstrip("/") or ("/" if self.local else "")
         return place
 
     @property
-    def parent(self) -> Place:
+    def parent(self) -> CheckpointPath:
         """The parent folder."""
         return self.at(posixpath.dirname(self.path) or ".")
 
-    def sibling(self, name: str) -> Place:
+    def sibling(self, name: str) -> CheckpointPath:
         """Return a path in the same folder."""
         return self.at(posixpath.join(posixpath.dirname(self.path), name))
 
@@ -130,7 +130,7 @@ class Place:
         elif self.fs.exists(self.path):
             self.fs.rm(self.path, recursive=True)
 
-    def rename(self, target: Place) -> None:
+    def rename(self, target: CheckpointPath) -> None:
         """Rename to ``target``, which must be free. Atomic on local file systems only."""
         if self.local:
             Path(self.path).rename(target.path)

@@ -138,7 +138,7 @@ def _slice(values: Tensor, start: int, stop: int) -> Tensor:
 
 
 @dataclass
-class Entry:
+class CheckpointEntry:
     """A value and its path in the checkpoint."""
 
     path: Path
@@ -146,7 +146,7 @@ class Entry:
     source: Source | None
 
 
-def separate(checkpoint: dict[str, Any], contents: Contents) -> tuple[list[Entry], dict[str, Any]]:
+def separate(checkpoint: dict[str, Any], contents: Contents) -> tuple[list[CheckpointEntry], dict[str, Any]]:
     """Split a Lightning checkpoint into entries for the ranks' files and small remaining data.
 
     Raises:
@@ -167,14 +167,14 @@ def separate(checkpoint: dict[str, Any], contents: Contents) -> tuple[list[Entry
     return entries, remaining
 
 
-def _entries(prefix: Path, value: Any, contents: Contents, *, depth: int) -> Iterator[Entry]:
+def _entries(prefix: Path, value: Any, contents: Contents, *, depth: int) -> Iterator[CheckpointEntry]:
     if depth and isinstance(value, dict) and all(isinstance(k, str) for k in value):
         for key, inner in value.items():
             yield from _entries((*prefix, key), inner, contents, depth=depth - 1)
         return
     if isinstance(value, Tensor) and value.is_meta and id(value) not in contents.sources:
         raise _without_elements(".".join(prefix))
-    yield Entry(prefix, value, contents.sources.get(id(value)))
+    yield CheckpointEntry(prefix, value, contents.sources.get(id(value)))
 
 
 def _without_elements(key: str) -> CheckpointError:
@@ -185,7 +185,9 @@ def _without_elements(key: str) -> CheckpointError:
     )
 
 
-def write_entries(file: RankFile, entries: Iterable[Entry], writes: Callable[[Path], bool]) -> dict[Path, Path]:
+def write_entries(
+    file: RankFile, entries: Iterable[CheckpointEntry], writes: Callable[[Path], bool]
+) -> dict[Path, Path]:
     """Append the boxes of sharded values that this rank owns, and the other values for which ``writes`` returns True.
 
     Returns:
@@ -208,14 +210,14 @@ def write_entries(file: RankFile, entries: Iterable[Entry], writes: Callable[[Pa
     return aliases
 
 
-def _by_flat(entries: Iterable[Entry]) -> list[Entry]:
+def _by_flat(entries: Iterable[CheckpointEntry]) -> list[CheckpointEntry]:
     """Sort entries by flat buffer, so that a step that waits for the save waits for one buffer, not for all."""
     numbers: dict[int, int] = {}
     keyed = [(-1 if e.source is None else numbers.setdefault(id(e.source.flat), len(numbers)), e) for e in entries]
     return [entry for _, entry in sorted(keyed, key=lambda pair: pair[0])]
 
 
-def _write_value(file: RankFile, entry: Entry) -> None:
+def _write_value(file: RankFile, entry: CheckpointEntry) -> None:
     value = entry.value
     if isinstance(value, Tensor) and value.layout == torch.strided:
         value = value.detach().to("cpu")

@@ -63,7 +63,7 @@ Rename = Callable[[str, tuple[int, ...]], Sequence[FilePart]]
 
 
 @dataclass(frozen=True)
-class _Entry:
+class _WrittenTensor:
     """One tensor to write."""
 
     name: str
@@ -176,13 +176,13 @@ def split_experts(rename: Rename | None = None) -> Rename:
     return split
 
 
-def _entries(tensors: Mapping[str, Tensor], dtype: torch.dtype | None, rename: Rename | None) -> list[_Entry]:
-    entries: dict[str, _Entry] = {}
+def _entries(tensors: Mapping[str, Tensor], dtype: torch.dtype | None, rename: Rename | None) -> list[_WrittenTensor]:
+    entries: dict[str, _WrittenTensor] = {}
     for name, tensor in tensors.items():
         for part in [FilePart(name)] if rename is None else rename(name, tuple(tensor.shape)):
             taken = tensor if part.rows is None else rows_of(tensor, *part.rows)
             cast = dtype is not None and tensor.is_floating_point()
-            entry = _Entry(part.name, taken, dtype if cast and dtype is not None else tensor.dtype, part.alone)
+            entry = _WrittenTensor(part.name, taken, dtype if cast and dtype is not None else tensor.dtype, part.alone)
             if part.name in entries:
                 raise ConfigError(
                     f"the mapping names two tensors {part.name!r}; the second is {name!r}. Give them different names."
@@ -195,9 +195,9 @@ def _entries(tensors: Mapping[str, Tensor], dtype: torch.dtype | None, rename: R
     return list(entries.values())
 
 
-def _shards(entries: Sequence[_Entry], limit: int) -> list[list[_Entry]]:
+def _shards(entries: Sequence[_WrittenTensor], limit: int) -> list[list[_WrittenTensor]]:
     """Distribute entries to files in order, filling each up to the limit."""
-    shards: list[list[_Entry]] = [[]]
+    shards: list[list[_WrittenTensor]] = [[]]
     size = 0
     for entry in entries:
         if shards[-1] and size + entry.nbytes > limit:
@@ -214,7 +214,7 @@ def _file_names(count: int) -> list[str]:
     return [f"model-{i + 1:05}-of-{count:05}.safetensors" for i in range(count)]
 
 
-def _write(path: Path, entries: Sequence[_Entry], export: list[str]) -> Iterator[int]:
+def _write(path: Path, entries: Sequence[_WrittenTensor], export: list[str]) -> Iterator[int]:
     """Write one of the files named in ``export``. Yield the bytes of each chunk after it is written."""
     # The widest dtypes first, so that each tensor is aligned to its dtype for readers that map the file.
     entries = sorted(entries, key=lambda e: -e.dtype.itemsize)

@@ -18,13 +18,13 @@ from ls_strategy.checkpoint import commit
 from ls_strategy.checkpoint.files import RankFile
 from ls_strategy.checkpoint.manifest import FileRecord, Manifest, record_of
 from ls_strategy.checkpoint.metadata import Item, Path, write_metadata
-from ls_strategy.checkpoint.place import Place
-from ls_strategy.checkpoint.reshard import Entry, write_entries
+from ls_strategy.checkpoint.place import CheckpointPath
+from ls_strategy.checkpoint.reshard import CheckpointEntry, write_entries
 from ls_strategy.checkpoint.target import META
 from ls_strategy.errors import CheckpointError
 
 
-class Exchange(Protocol):
+class ReportExchange(Protocol):
     """Gives every rank's value to all ranks, in rank order. Collective."""
 
     def __call__(self, value: dict[str, Any], /) -> list[dict[str, Any]]:
@@ -32,14 +32,14 @@ class Exchange(Protocol):
         ...
 
 
-class Target:
+class SaveTarget:
     """Destination of a save: here a folder that gets its name when the save is committed, see `commit`."""
 
     def begin(self, path: str, save_id: str) -> AbstractContextManager[object]:
         """Prepare, and return what the save holds until it has ended. Rank 0 only."""
         return commit.begin(path, save_id)
 
-    def folder(self, path: str, save_id: str) -> Place:
+    def folder(self, path: str, save_id: str) -> CheckpointPath:
         """Return the folder that this rank writes to."""
         return commit.staging(path, save_id)
 
@@ -61,7 +61,7 @@ class Save:
     """Contribution of one rank to a save: its entries and random states; rank 0 also writes the small data."""
 
     path: str
-    entries: list[Entry]
+    entries: list[CheckpointEntry]
     random: dict[str, Any]
     """States of this rank's random number generators."""
 
@@ -74,7 +74,7 @@ class Save:
     writes: Callable[[Path], bool] | None = None
     """Which unsharded values this rank writes, by path. Default: rank 0 writes all."""
 
-    target: Target = field(default_factory=Target)
+    target: SaveTarget = field(default_factory=SaveTarget)
 
     names: Sequence[str] = ()
     """Names of the module's state dict in order, with those that only other pipeline stages have."""
@@ -93,7 +93,7 @@ class FileSave:
 
 
 @dataclass
-class _Report:
+class _SaveReport:
     """Report of a rank to the others about its part of a save: the file and its items, or an error."""
 
     error: str | None = None
@@ -117,7 +117,7 @@ class _Report:
         }
 
     @classmethod
-    def from_plain(cls, plain: dict[str, Any]) -> _Report:
+    def from_plain(cls, plain: dict[str, Any]) -> _SaveReport:
         """Parse the result of `to_plain`.
 
         Raises:
@@ -138,11 +138,11 @@ class _Report:
             raise CheckpointError(f"a rank's report about a save cannot be read: {error!r}.") from error
 
 
-def _exchanged(exchange: Exchange, report: _Report) -> list[_Report]:
-    return [_Report.from_plain(plain) for plain in exchange(report.to_plain())]
+def _exchanged(exchange: ReportExchange, report: _SaveReport) -> list[_SaveReport]:
+    return [_SaveReport.from_plain(plain) for plain in exchange(report.to_plain())]
 
 
-def run(save: Save | FileSave, rank: int, exchange: Exchange) -> tuple[int, float]:
+def run(save: Save | FileSave, rank: int, exchange: ReportExchange) -> tuple[int, float]:
     """Write and commit. Collective.
 
     Returns:
@@ -160,16 +160,16 @@ def run(save: Save | FileSave, rank: int, exchange: Exchange) -> tuple[int, floa
     return total, time.perf_counter() - started
 
 
-def _run(save: Save, rank: int, claims: ExitStack, exchange: Exchange) -> int:
-    first = _Report(path=save.path, save_id=commit.new_save_id())
+def _run(save: Save, rank: int, claims: ExitStack, exchange: ReportExchange) -> int:
+    first = _SaveReport(path=save.path, save_id=commit.new_save_id())
     if rank == 0:
         _attempt(first, lambda: claims.enter_context(save.target.begin(first.path, first.save_id)))
     begun = _exchanged(exchange, first)[0]
-    mine = _Report()
+    mine = _SaveReport()
     if begun.error is None:
         _attempt(mine, lambda: _write(mine, save, rank, begun))
     reports = _exchanged(exchange, mine)
-    outcome = _Report(error=_first_error([begun, *reports]))
+    outcome = _SaveReport(error=_first_error([begun, *reports]))
     if rank == 0:
         if outcome.error is None:
             _attempt(outcome, lambda: _commit(save, begun, reports))
@@ -186,7 +186,7 @@ def _run(save: Save, rank: int, claims: ExitStack, exchange: Exchange) -> int:
     return sum(r.record.bytes for r in reports if r.record is not None)
 
 
-def _run_one(save: FileSave, rank: int, exchange: Exchange) -> int:
+def _run_one(save: FileSave, rank: int, exchange: ReportExchange) -> int:
     error: Exception | None = None
     total = 0
     if rank == 0:
@@ -223,7 +223,7 @@ def run_file(path: str, value: Any) -> None:
             raise
 
 
-def _attempt(report: _Report, work: Callable[[], object]) -> None:
+def _attempt(report: _SaveReport, work: Callable[[], object]) -> None:
     try:
         work()
     except Exception as error:
@@ -235,14 +235,14 @@ def described(error: Exception) -> str:
     return str(error).rstrip(".") if isinstance(error, CheckpointError) else f"{type(error).__name__}: {error}"
 
 
-def _first_error(reports: Sequence[_Report]) -> str | None:
+def _first_error(reports: Sequence[_SaveReport]) -> str | None:
     for number, report in enumerate(reports):
         if report.error is not None:
             return f"rank {max(number - 1, 0)}: {report.error}"
     return None
 
 
-def _write(report: _Report, save: Save, rank: int, begun: _Report) -> None:
+def _write(report: _SaveReport, save: Save, rank: int, begun: _SaveReport) -> None:
     place = save.target.folder(begun.path, begun.save_id)
     file = RankFile(place, f"__{rank}_0.distcp")
     try:
@@ -256,7 +256,7 @@ def _write(report: _Report, save: Save, rank: int, begun: _Report) -> None:
     save.target.written(begun.path, begun.save_id, file.name, report.record)
 
 
-def _commit(save: Save, begun: _Report, reports: list[_Report]) -> None:
+def _commit(save: Save, begun: _SaveReport, reports: list[_SaveReport]) -> None:
     place = save.target.folder(begun.path, begun.save_id)
     files: dict[str, FileRecord] = {}
     aliases: dict[Path, Path] = {}

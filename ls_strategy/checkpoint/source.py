@@ -22,7 +22,7 @@ from ls_strategy._torch import tree_map
 from ls_strategy.checkpoint.files import Reader
 from ls_strategy.checkpoint.inert import read_inert
 from ls_strategy.checkpoint.manifest import Manifest, read_manifest, verify
-from ls_strategy.checkpoint.place import Place, open_file
+from ls_strategy.checkpoint.place import CheckpointPath, open_file
 from ls_strategy.checkpoint.reshard import SavedTensor, assemble
 from ls_strategy.checkpoint.target import MANIFEST, META, METADATA
 from ls_strategy.checkpoint.web import is_web, refuse_web_folder
@@ -127,21 +127,21 @@ def _first_chunks(reader: Reader) -> dict[str, Any]:
     return result
 
 
-class Rows(LazyTensor):
+class LazyRows(LazyTensor):
     """Rows of a tensor that is read when it is used."""
 
     base: LazyTensor
     first: int
 
     @staticmethod
-    def __new__(cls: Any, base: LazyTensor, start: int, stop: int) -> Rows:  # noqa: D102 - see the class
+    def __new__(cls: Any, base: LazyTensor, start: int, stop: int) -> LazyRows:  # noqa: D102 - see the class
         shape = (stop - start, *base.shape[1:])
         self = Tensor._make_wrapper_subclass(cls, shape, dtype=base.dtype)  # type: ignore[attr-defined]
         self.base, self.first = base, start * math.prod(base.shape[1:])
         return self
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:
-        return f"Rows({self.base!r}, shape={tuple(self.shape)})"
+        return f"LazyRows({self.base!r}, shape={tuple(self.shape)})"
 
     @override
     def load(self, start: int, stop: int) -> Tensor:
@@ -150,7 +150,7 @@ class Rows(LazyTensor):
 
 def rows_of(tensor: Tensor, start: int, stop: int) -> Tensor:
     """Return ``tensor[start:stop]``. A lazy tensor is not read."""
-    return Rows(tensor, start, stop) if isinstance(tensor, LazyTensor) else tensor[start:stop]
+    return LazyRows(tensor, start, stop) if isinstance(tensor, LazyTensor) else tensor[start:stop]
 
 
 def as_bytes(tensor: Tensor) -> memoryview:
@@ -167,7 +167,7 @@ def is_folder(path: str | os.PathLike[str]) -> bool:
     if is_web(path):
         refuse_web_folder(path)
         return False
-    place = Place(path)
+    place = CheckpointPath(path)
     if not place.exists():
         raise CheckpointError(f"{place} does not exist. Give a checkpoint: a folder, or a .ckpt file.")
     place.refuse_devices()
@@ -180,7 +180,7 @@ def open_folder(path: str | os.PathLike[str]) -> tuple[Reader, Manifest | None]:
     Raises:
         CheckpointError: It is incomplete.
     """
-    place = Place(path)
+    place = CheckpointPath(path)
     foreign = not place.exists(MANIFEST) and place.exists(META) and place.exists(METADATA)
     manifest = None if foreign else read_manifest(path)
     reader = Reader(path, manifest)
@@ -312,7 +312,7 @@ def numbered(state: dict[str, Any], path: str) -> dict[str, Any]:
 
 
 def _load_meta(path: str | os.PathLike[str], manifest: Manifest | None, **arguments: Any) -> dict[str, Any]:
-    place = Place(path)
+    place = CheckpointPath(path)
     if manifest is not None:
         if META not in manifest.files:
             raise CheckpointError(f"{place} has no {META}: it was not saved by a Trainer.")
@@ -322,7 +322,7 @@ def _load_meta(path: str | os.PathLike[str], manifest: Manifest | None, **argume
 
 
 def _load_file(path: str | os.PathLike[str], **arguments: Any) -> dict[str, Any]:
-    place = Place(path)
+    place = CheckpointPath(path)
     with place.open_itself() as file:
         if not place.local:
             return _load(str(place), file, **arguments)

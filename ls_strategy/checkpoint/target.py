@@ -10,7 +10,7 @@ import stat
 from collections.abc import Iterator
 from pathlib import Path
 
-from ls_strategy.checkpoint.place import Place
+from ls_strategy.checkpoint.place import CheckpointPath
 from ls_strategy.errors import CheckpointError
 
 MANIFEST = "manifest.json"
@@ -34,7 +34,7 @@ def check_replaceable(path: str | os.PathLike[str]) -> None:
         CheckpointError: It holds something else, which would be lost.
     """
     text = os.fspath(path)
-    place = Place(text)
+    place = CheckpointPath(text)
     problem = _of_the_name(text, place) or _of_what_is_there(place)
     if problem is not None:
         raise CheckpointError(f"Got the checkpoint path {text!r}, which {problem}")
@@ -42,14 +42,14 @@ def check_replaceable(path: str | os.PathLike[str]) -> None:
 
 def is_ours(path: str | os.PathLike[str]) -> bool:
     """Return whether a path is a folder with a manifest of this package, even a damaged one."""
-    place = Place(path)
+    place = CheckpointPath(path)
     if not place.fs.isdir(place.path):
         return False
     names = {name for name, _ in _names_in(place)}
     return MANIFEST in names and _looks_ours(place, names)
 
 
-def _of_the_name(text: str, place: Place) -> str | None:
+def _of_the_name(text: str, place: CheckpointPath) -> str | None:
     if not text.strip():
         return "is empty. Give a name, such as runs/last.ckpt."
     if place.name in ("", ".", "..") or not (place.local or place.path.count("/")):
@@ -63,7 +63,7 @@ def _of_the_name(text: str, place: Place) -> str | None:
     return None
 
 
-def _of_what_is_there(place: Place) -> str | None:
+def _of_what_is_there(place: CheckpointPath) -> str | None:
     if not place.local:
         of_kind = _of_folder if place.fs.isdir(place.path) else _of_file
         return of_kind(place) if place.exists() else None
@@ -77,7 +77,7 @@ def _of_what_is_there(place: Place) -> str | None:
     return "is a device, a pipe or a socket. A save replaces only checkpoints. Give another name."
 
 
-def _of_link(place: Place) -> str | None:
+def _of_link(place: CheckpointPath) -> str | None:
     """Check the target of a link, although only the link would be replaced."""
     target = place.at(os.path.realpath(place.path))
     if not target.exists() or _of_what_is_there(target) is None:
@@ -88,7 +88,7 @@ def _of_link(place: Place) -> str | None:
     )
 
 
-def _of_folder(place: Place) -> str | None:
+def _of_folder(place: CheckpointPath) -> str | None:
     found: set[str] = set()
     for name, is_file in _names_in(place):
         if not is_file or not (_OURS.fullmatch(name) or _BY_THE_SYSTEM.fullmatch(name)):
@@ -107,7 +107,7 @@ def _of_folder(place: Place) -> str | None:
     )
 
 
-def _names_in(place: Place) -> Iterator[tuple[str, bool]]:
+def _names_in(place: CheckpointPath) -> Iterator[tuple[str, bool]]:
     """Yield names, and whether each is a regular file."""
     if not place.local:
         for entry in place.fs.ls(place.path, detail=True, refresh=True):
@@ -120,7 +120,7 @@ def _names_in(place: Place) -> Iterator[tuple[str, bool]]:
             yield entry.name, entry.is_file(follow_symlinks=False)
 
 
-def _looks_ours(place: Place, names: set[str]) -> bool:
+def _looks_ours(place: CheckpointPath, names: set[str]) -> bool:
     """Return whether the manifest is one of ours, possibly damaged: other tools use the same file name."""
     if METADATA in names or any(name.endswith(".distcp") for name in names):
         return True
@@ -131,7 +131,7 @@ def _looks_ours(place: Place, names: set[str]) -> bool:
         return False
 
 
-def _of_file(place: Place) -> str | None:
+def _of_file(place: CheckpointPath) -> str | None:
     with place.open_itself() as file:
         head = file.read(1024)
     if not head or head.startswith(_OLD_TORCH) or _is_torch_archive(head):

@@ -29,7 +29,7 @@ from ls_strategy.checkpoint.describe import verify_all
 from ls_strategy.checkpoint.files import Reader
 from ls_strategy.checkpoint.history import HISTORY
 from ls_strategy.checkpoint.manifest import Manifest, read_manifest, verify
-from ls_strategy.checkpoint.place import Place
+from ls_strategy.checkpoint.place import CheckpointPath
 from ls_strategy.checkpoint.random import random_states
 from ls_strategy.checkpoint.reshard import Contents, Source, assemble, separate
 from ls_strategy.checkpoint.source import OURS, RANDOM, VERSIONS, refuse_damaged, versions_of, with_versions
@@ -84,7 +84,7 @@ class Background:
     """Settings of a save that runs while training goes on."""
 
     saver: BackgroundSaver
-    target: save.Target = field(default_factory=save.Target)
+    target: save.SaveTarget = field(default_factory=save.SaveTarget)
     failed: Callable[[CheckpointError], None] | None = None
     """Gets the error of a save that must not end the run."""
 
@@ -122,12 +122,14 @@ def write(
         names=collection.contents.names,
         writes=partial(_writes, engine),
         write_meta=partial(_write_meta, plain_checkpoint_io(checkpoint_io), rest, storage_options),
-        target=save.Target() if background is None else background.target,
+        target=save.SaveTarget() if background is None else background.target,
     )
     _run(job, engine.mesh.world.rank, engine.mesh.world.exchange_objects, background)
 
 
-def _run(job: save.Save | save.FileSave, rank: int, exchange: save.Exchange, background: Background | None) -> None:
+def _run(
+    job: save.Save | save.FileSave, rank: int, exchange: save.ReportExchange, background: Background | None
+) -> None:
     """Run a save, or begin it in the background, and report its end. Collective."""
     started = time.perf_counter()
 
@@ -200,7 +202,7 @@ def _alone(value: Any) -> list[Any]:
 
 def _write_one(path: str, checkpoint_io: CheckpointIO, storage_options: Any, checkpoint: dict[str, Any]) -> int:
     """Write one file and return its bytes. One rank only."""
-    place = Place(path)
+    place = CheckpointPath(path)
     if not is_lightnings(checkpoint_io) or storage_options is not None:
         checkpoint_io.save_checkpoint(checkpoint, path, storage_options=storage_options)  # type: ignore[call-arg]
     elif place.local or place.fs.isdir(place.path):  # a folder has this name, which the file must not lie beside
@@ -263,7 +265,7 @@ def is_folder(path: Any) -> bool:
     if is_web(path):
         refuse_web_folder(path)
         return False
-    place = Place(path)
+    place = CheckpointPath(path)
     return bool(place.fs.isdir(place.path))
 
 
@@ -281,7 +283,7 @@ def read_file(
     except LSError:
         raise
     except Exception as error:  # of any kind: a damaged pickle may do anything that a pickle can
-        place = Place(path)
+        place = CheckpointPath(path)
         if is_lightnings(checkpoint_io) and place.local and place.exists():
             refuse_damaged(str(place), place.path, error)
         raise
@@ -293,7 +295,7 @@ def map_file(path: Any, checkpoint_io: CheckpointIO, weights_only: bool | None) 
     Returns:
         None if it cannot be mapped: a remote file, another format, a `CheckpointIO` of the user.
     """
-    place = Place(path)
+    place = CheckpointPath(path)
     if not is_lightnings(checkpoint_io) or not place.local:
         return None
     try:
@@ -312,7 +314,7 @@ def verify_file(path: Any, checkpoint: dict[str, Any]) -> None:
     Raises:
         CheckpointError: it is damaged.
     """
-    if isinstance(checkpoint, dict) and (checkpoint.get(OURS) or {}).get(CHECKSUMS) and Place(path).local:
+    if isinstance(checkpoint, dict) and (checkpoint.get(OURS) or {}).get(CHECKSUMS) and CheckpointPath(path).local:
         broken = verify_all(path)
         if broken:
             raise CheckpointError(broken[0])
@@ -328,7 +330,7 @@ def read(path: Any, checkpoint_io: CheckpointIO, weights_only: bool | None) -> d
         theirs = read_if_theirs(path, weights_only=weights_only)
         if theirs is not None:
             return {**theirs, OURS: {"left_out": []}}
-    place = Place(path)
+    place = CheckpointPath(path)
     manifest = None
     if place.exists(MANIFEST) or not place.exists(META) or not place.exists(METADATA):
         manifest = read_manifest(path)

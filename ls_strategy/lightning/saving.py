@@ -20,7 +20,7 @@ from ls_strategy.checkpoint.commit import link as link_checkpoint
 from ls_strategy.checkpoint.commit import remove as remove_checkpoint
 from ls_strategy.checkpoint.full import full_state_dict, stand_ins
 from ls_strategy.checkpoint.random import random_states
-from ls_strategy.checkpoint.save import Target
+from ls_strategy.checkpoint.save import SaveTarget
 from ls_strategy.checkpoint.source import versions_of, with_versions
 from ls_strategy.checkpoint.target import check_replaceable
 from ls_strategy.errors import CheckpointError
@@ -54,7 +54,7 @@ class Saves:
         """Whether the last checkpoint could not be written and training went on (``checkpoint.on_error``)."""
         self._strategy = strategy
         self._saver: BackgroundSaver | None = None
-        self._snapshot: Target | None = None
+        self._snapshot: SaveTarget | None = None
         """Where the checkpoint that is being collected goes, if that is not a path of the user's."""
         self._kind = Kind(is_file=True, why="")
         """The kind of the checkpoint that is being collected, or was collected last."""
@@ -183,7 +183,7 @@ class Saves:
         """CPU time of the thread that wrote the last checkpoint in the background, in seconds."""
         return 0.0 if self._saver is None else self._saver.busy_s
 
-    def snapshot(self, target: Target, name: str, failed: Callable[[CheckpointError], None]) -> None:
+    def snapshot(self, target: SaveTarget, name: str, failed: Callable[[CheckpointError], None]) -> None:
         """Save a checkpoint to ``target`` in the background, between two batches of a fit. Collective.
 
         Args:

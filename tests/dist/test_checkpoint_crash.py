@@ -33,8 +33,8 @@ from ls_strategy.checkpoint import commit, save
 from ls_strategy.checkpoint.describe import verify_all
 from ls_strategy.checkpoint.files import Reader, read_range
 from ls_strategy.checkpoint.manifest import Manifest, is_committed, read_manifest
-from ls_strategy.checkpoint.place import Place
-from ls_strategy.checkpoint.reshard import Entry
+from ls_strategy.checkpoint.place import CheckpointPath
+from ls_strategy.checkpoint.reshard import CheckpointEntry
 from ls_strategy.config import nested
 from ls_strategy.errors import CheckpointError, RankFailedError
 from ls_strategy.testing import RankDiedError, spawn
@@ -155,7 +155,7 @@ def save_by_threads(path: Path, number: int, death: Death) -> None:
 
     def work(rank: int) -> None:
         _rank.number = rank
-        entries = [Entry(p, torch.empty(SHAPE, device="meta"), HalfOf(rank, number)) for p in PATHS]  # type: ignore[arg-type]
+        entries = [CheckpointEntry(p, torch.empty(SHAPE, device="meta"), HalfOf(rank, number)) for p in PATHS]  # type: ignore[arg-type]
         manifest = Manifest(step=number, epoch=0, layout={}, files={})
         job = save.Save(str(path), entries, {"torch": torch.zeros(9)}, manifest, write_meta)
         save.run(job, rank, talk.of_rank(rank))
@@ -179,16 +179,16 @@ def save_and_die(path: Path, number: int, death: Death, *, exchange: bool) -> bo
         for name in STEPS:
             setattr(os, name, death.before(getattr(os, name)))
         commit._exchange = death.before(commit._exchange if exchange else lambda a, b: False)
-        plain_open = Place.open
+        plain_open = CheckpointPath.open
 
-        def torn_open(self: Place, name: str, mode: str) -> Any:
+        def torn_open(self: CheckpointPath, name: str, mode: str) -> Any:
             if "w" not in mode:
                 return plain_open(self, name, mode)
             if death.due():
                 death.die()
             return TornFile(f"{self.path}/{name}", death)
 
-        Place.open = torn_open  # type: ignore[method-assign]
+        CheckpointPath.open = torn_open  # type: ignore[method-assign]
         threading.excepthook = lambda args: (traceback.print_exception(args.exc_value), os._exit(7))  # type: ignore[arg-type]
         save_by_threads(path, number, death)
         os._exit(0)

@@ -26,7 +26,7 @@ from ls_strategy.checkpoint.consolidate import consolidate
 from ls_strategy.checkpoint.describe import verify_all
 from ls_strategy.checkpoint.files import RankFile
 from ls_strategy.checkpoint.manifest import read_manifest
-from ls_strategy.checkpoint.place import Place
+from ls_strategy.checkpoint.place import CheckpointPath
 from ls_strategy.config import LossScaleConfig, nested
 from ls_strategy.errors import CheckpointError, RankFailedError, StateError
 from ls_strategy.lightning.precision import ZeROPrecision
@@ -859,7 +859,7 @@ def test_a_file_system_in_memory(rank: int, world_size: int) -> None:
     fit(3, whole)
     saves = ModelCheckpoint(root, "{step}", every_n_train_steps=1, save_last=True)
     fit(3, half, callbacks=[saves], enable_checkpointing=True, max_epochs=1)
-    found = sorted(Path(entry).name for entry in Place(root).entries())
+    found = sorted(Path(entry).name for entry in CheckpointPath(root).entries())
     steps = len(half.losses)
     assert found == ["last.ckpt", f"step={steps}.ckpt"]
     assert commit.newest([root]) in (f"{root}/last.ckpt", f"{root}/step={steps}.ckpt")
@@ -869,7 +869,7 @@ def test_a_file_system_in_memory(rank: int, world_size: int) -> None:
         assert_equal(half.losses + rest.losses, whole.losses, name)
         assert_equal(weights(rest), weights(whole), name)
     trainer.strategy.remove_checkpoint(f"{root}/last.ckpt")
-    assert [Path(entry).name for entry in Place(root).entries()] == [f"step={steps}.ckpt"]
+    assert [Path(entry).name for entry in CheckpointPath(root).entries()] == [f"step={steps}.ckpt"]
 
 
 @pytest.mark.wide

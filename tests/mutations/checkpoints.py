@@ -36,8 +36,8 @@ CHECKPOINTS = (
     Mutation(
         "rank 0 commits although another rank has reported a failure",
         "ls_strategy/checkpoint/save.py",
-        "outcome = _Report(error=_first_error([begun, *reports]))",
-        "outcome = _Report(error=_first_error([begun, mine]))",
+        "outcome = _SaveReport(error=_first_error([begun, *reports]))",
+        "outcome = _SaveReport(error=_first_error([begun, mine]))",
         ("tests/unit/test_checkpoint_save.py::test_a_failure_is_raised_on_all_ranks",),
     ),
     Mutation(

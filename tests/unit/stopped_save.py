@@ -39,7 +39,7 @@ def _save(path: Path, stop: str, connection: Connection) -> None:
     """Stop while a file is written, before the name is taken, or while nothing has the name."""
     from ls_strategy.checkpoint import commit
     from ls_strategy.checkpoint.manifest import Manifest, record_of
-    from ls_strategy.checkpoint.place import Place
+    from ls_strategy.checkpoint.place import CheckpointPath
 
     def wait() -> None:
         connection.send("here")
@@ -63,15 +63,15 @@ def _save(path: Path, stop: str, connection: Connection) -> None:
 
         commit.take_name = late  # type: ignore[assignment]
     elif stop == "nameless":
-        rename = Place.rename
+        rename = CheckpointPath.rename
 
-        def stopping(self: Place, target: Place) -> None:
+        def stopping(self: CheckpointPath, target: CheckpointPath) -> None:
             rename(self, target)
             if target.path.endswith(".old"):
                 wait()
 
         commit._exchange = lambda a, b: False  # type: ignore[assignment]
-        Place.rename = stopping  # type: ignore[method-assign]
+        CheckpointPath.rename = stopping  # type: ignore[method-assign]
     commit.commit(path, "0000000a", Manifest(7, 0, {}, records))
     held.release()
 

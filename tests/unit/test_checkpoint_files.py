@@ -12,7 +12,7 @@ from ls_strategy.checkpoint import files
 from ls_strategy.checkpoint.files import RankFile, Reader, read_box, read_range
 from ls_strategy.checkpoint.manifest import FileRecord, read_manifest
 from ls_strategy.checkpoint.metadata import write_metadata
-from ls_strategy.checkpoint.place import Place
+from ls_strategy.checkpoint.place import CheckpointPath
 from ls_strategy.errors import CheckpointError
 from tests.unit.checkpoint_folders import damage, small_folder, small_tensors
 
@@ -27,7 +27,7 @@ def reader(tmp_path: Path) -> Reader:
 
 
 def written(tmp_path: Path, numel: int) -> tuple[bytes, FileRecord]:
-    file = RankFile(Place(tmp_path), "f")
+    file = RankFile(CheckpointPath(tmp_path), "f")
     file.add_tensor(("a",), (numel,), (0,), torch.arange(float(numel)))
     file.add_object(("b",), {"x": 1})
     record = file.close()
@@ -50,13 +50,13 @@ def test_the_record_has_the_checksums_of_the_file(tmp_path: Path, numel: int) ->
 
 
 def test_a_view_is_written_without_the_rest_of_its_storage(tmp_path: Path) -> None:
-    file = RankFile(Place(tmp_path), "f")
+    file = RankFile(CheckpointPath(tmp_path), "f")
     file.add_tensor(("a",), (1 << 20,), (8,), torch.zeros(1 << 20)[8:16])
     assert file.close().bytes < 10_000
 
 
 def test_the_disks_error_is_raised_not_torchs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    file = RankFile(Place(tmp_path), "f")
+    file = RankFile(CheckpointPath(tmp_path), "f")
 
     class Full:
         def write(self, data: object) -> None:
@@ -92,10 +92,10 @@ def test_each_chunk_is_read_once(reader: Reader, monkeypatch: pytest.MonkeyPatch
 
 
 def test_a_missing_chunk_is_an_error(tmp_path: Path) -> None:
-    file = RankFile(Place(tmp_path), "f")
+    file = RankFile(CheckpointPath(tmp_path), "f")
     file.add_tensor(("a",), (6,), (0,), torch.zeros(4))
     file.close()
-    write_metadata(Place(tmp_path), [("f", item) for item in file.items], {})
+    write_metadata(CheckpointPath(tmp_path), [("f", item) for item in file.items], {})
     with pytest.raises(CheckpointError, match="a is incomplete: it has 4 of the 6 elements"):
         read_range(Reader(tmp_path, None), ("a",), 0, 6)
 

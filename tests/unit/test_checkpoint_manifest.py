@@ -18,7 +18,7 @@ from ls_strategy.checkpoint.manifest import (
     record_of,
     verify,
 )
-from ls_strategy.checkpoint.place import Place
+from ls_strategy.checkpoint.place import CheckpointPath
 from ls_strategy.checkpoint.target import MANIFEST
 from ls_strategy.errors import CheckpointError
 
@@ -93,8 +93,8 @@ def test_verify_names_the_damaged_range(folder: Path) -> None:
 
 
 def test_check_accepts_the_right_checksum() -> None:
-    check(Place("x"), "f", 0, DATA, zlib.crc32(DATA))
+    check(CheckpointPath("x"), "f", 0, DATA, zlib.crc32(DATA))
 
 
 def test_the_record_of_a_small_file(folder: Path) -> None:
-    assert record_of(Place(folder), "f") == FileRecord(len(DATA), [(0, len(DATA), zlib.crc32(DATA))])
+    assert record_of(CheckpointPath(folder), "f") == FileRecord(len(DATA), [(0, len(DATA), zlib.crc32(DATA))])

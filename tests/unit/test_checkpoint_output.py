@@ -12,7 +12,7 @@ import torch
 
 from ls_strategy.checkpoint.claim import require_claim
 from ls_strategy.checkpoint.output import WRITER, atomic_output
-from ls_strategy.checkpoint.place import Place
+from ls_strategy.checkpoint.place import CheckpointPath
 from ls_strategy.errors import CheckpointError, ConfigError
 
 
@@ -127,7 +127,7 @@ def test_too_little_space_is_noticed_first(tmp_path: Path, monkeypatch: pytest.M
 
 
 def test_two_processes_cannot_write_one_target(tmp_path: Path) -> None:
-    with require_claim(Place(tmp_path / "x")), pytest.raises(CheckpointError, match="by another process"):
+    with require_claim(CheckpointPath(tmp_path / "x")), pytest.raises(CheckpointError, match="by another process"):
         write(tmp_path / "x")
 
 

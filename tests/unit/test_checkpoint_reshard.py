@@ -11,7 +11,7 @@ from torch import Tensor
 
 from ls_strategy.checkpoint.files import RankFile, Reader
 from ls_strategy.checkpoint.metadata import write_metadata
-from ls_strategy.checkpoint.place import Place
+from ls_strategy.checkpoint.place import CheckpointPath
 from ls_strategy.checkpoint.reshard import Contents, SavedTensor, Source, assemble, separate, write_entries
 from ls_strategy.errors import CheckpointError
 from ls_strategy.layout import FlatLayout, TensorPart
@@ -109,7 +109,7 @@ def test_a_hook_that_computed_with_a_placeholder_is_named(where: str) -> None:
 @pytest.fixture
 def folder(tmp_path: Path) -> Reader:
     """The checkpoint of `collected`, as all ranks write it."""
-    place = Place(tmp_path)
+    place = CheckpointPath(tmp_path)
     items, aliases = [], {}
     for rank, flat in enumerate(fake_flats()):
         file = RankFile(place, f"__{rank}_0.distcp")

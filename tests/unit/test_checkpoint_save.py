@@ -189,7 +189,7 @@ def test_a_single_file_does_not_replace_a_folder_of_the_user(path: Path) -> None
     (path / "notes.txt").touch()
     with pytest.raises(CheckpointError, match=r"notes\.txt"):
         run_file(str(path), {})
-    with commit.require_claim(commit.Place(path)) as held:
+    with commit.require_claim(commit.CheckpointPath(path)) as held:
         assert held.certain, "the refused save must not keep the claim"
 
 

@@ -23,7 +23,7 @@ from hypothesis import strategies as st
 
 from ls_strategy.checkpoint import claim, commit
 from ls_strategy.checkpoint.manifest import FORMAT, FileRecord, Manifest, is_committed, read_manifest, record_of, verify
-from ls_strategy.checkpoint.place import Place, sync_file
+from ls_strategy.checkpoint.place import CheckpointPath, sync_file
 from ls_strategy.checkpoint.target import MANIFEST
 from ls_strategy.errors import CheckpointError
 from ls_strategy.layout import Box, flat_range_to_boxes
@@ -53,7 +53,7 @@ def content_of(path: Any) -> int | None:
     manifest = read_manifest(path)
     for name, record in manifest.files.items():
         verify(path, name, record)
-        with Place(path).open(name, "rb") as file:
+        with CheckpointPath(path).open(name, "rb") as file:
             assert file.read() == f"{name} {manifest.step}".encode()
     return manifest.step
 
@@ -77,7 +77,7 @@ STEPS = ("mkdir", "rename", "replace", "unlink", "rmdir", "symlink", "fsync")
 def ends_before(step: int, *, exchange: bool) -> Iterator[list[str]]:
     """Raise `Ended` instead of the ``step``-th change of the disk; gives what was done."""
     done: list[str] = []
-    plain_open, plain_exchange = Place.open, commit._exchange
+    plain_open, plain_exchange = CheckpointPath.open, commit._exchange
 
     def counted(name: str, plain: Callable[..., Any]) -> Callable[..., Any]:
         def call(*args: Any, **options: Any) -> Any:
@@ -88,13 +88,13 @@ def ends_before(step: int, *, exchange: bool) -> Iterator[list[str]]:
 
         return call
 
-    Place.open = counted("open", plain_open)  # type: ignore[method-assign]
+    CheckpointPath.open = counted("open", plain_open)  # type: ignore[method-assign]
     commit._exchange = counted("exchange", plain_exchange if exchange else lambda a, b: False)
     try:
         with replaced({name: counted(name, getattr(os, name)) for name in STEPS}):
             yield done
     finally:
-        Place.open = plain_open  # type: ignore[method-assign]
+        CheckpointPath.open = plain_open  # type: ignore[method-assign]
         commit._exchange = plain_exchange
         claim.forget_all()
 
@@ -536,10 +536,10 @@ def test_another_file_system(request: Any, monkeypatch: pytest.MonkeyPatch) -> N
         save(path, 2)
         assert content_of(path) == 2
         assert commit.newest([root]) == path
-        place = Place(path)
-        assert [Place(path).at(e).name for e in place.parent.entries()] == ["a.ckpt"]
+        place = CheckpointPath(path)
+        assert [CheckpointPath(path).at(e).name for e in place.parent.entries()] == ["a.ckpt"]
         save(f"{root}/b.ckpt", 1)
-        Place(f"{root}/b.ckpt").rename(place.sibling(".a.ckpt.0000dead.partial"))
+        CheckpointPath(f"{root}/b.ckpt").rename(place.sibling(".a.ckpt.0000dead.partial"))
         place.rename(place.sibling(".a.ckpt.0000dead.old"))
         assert commit.newest([root]) is None, "another process may be between the two renames"
         monkeypatch.setattr(commit, "_RENAMED_S", 0.0)
@@ -547,19 +547,19 @@ def test_another_file_system(request: Any, monkeypatch: pytest.MonkeyPatch) -> N
         assert content_of(path) == 1
         (left,) = (e for e in place.parent.entries() if e.endswith(".old"))
         save(path, 3)
-        assert Place(path).at(left).exists(), "another process may be writing to it"
+        assert CheckpointPath(path).at(left).exists(), "another process may be writing to it"
         monkeypatch.setattr(commit, "_ABANDONED_S", -1.0)
         save(path, 3)
-        assert not Place(path).at(left).exists()
+        assert not CheckpointPath(path).at(left).exists()
         with place.open("meta.pt", "wb") as file:
             file.write(b"?")
         with pytest.raises(CheckpointError, match=r"memory://.*/a\.ckpt/meta\.pt has 1 bytes"):
             read_manifest(path)
         commit.remove(path)
-        assert not Place(path).exists()
+        assert not CheckpointPath(path).exists()
         commit.remove(path)
     finally:
-        Place(root).remove()
+        CheckpointPath(root).remove()
 
 
 def test_a_stream_without_descriptor_is_flushed() -> None:

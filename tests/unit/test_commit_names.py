@@ -16,7 +16,7 @@ import torch
 
 from ls_strategy.checkpoint import commit
 from ls_strategy.checkpoint.manifest import Manifest
-from ls_strategy.checkpoint.place import Place
+from ls_strategy.checkpoint.place import CheckpointPath
 from ls_strategy.checkpoint.target import MANIFEST
 from ls_strategy.errors import CheckpointError
 from tests.processes import fork_of_server
@@ -150,24 +150,25 @@ def test_another_file_system_has_the_same_rules(request: pytest.FixtureRequest) 
     try:
         save(f"{root}/a.ckpt", 1)
         save(f"{root}/b.ckpt", 1)
-        with Place(root).open("b.ckpt/notes.txt", "w") as file:
+        with CheckpointPath(root).open("b.ckpt/notes.txt", "w") as file:
             file.write("mine")
-        with Place(root).open("file.ckpt", "w") as file:
+        with CheckpointPath(root).open("file.ckpt", "w") as file:
             file.write("mine")
         for name, why in (("", r"[ab]\.ckpt"), ("b.ckpt", r"notes\.txt"), ("file.ckpt", "torch.save did not write")):
             with pytest.raises(CheckpointError, match=why):
                 commit.begin(f"{root}/{name}", "0000000a")
             with pytest.raises(CheckpointError, match=why):
                 commit.remove(f"{root}/{name}")
-        Place(f"{root}/a.ckpt").fs.rm(f"{Place(root).path}/a.ckpt/{MANIFEST}")  # a copy that was interrupted
+        copy = CheckpointPath(f"{root}/a.ckpt")
+        copy.fs.rm(f"{copy.path}/{MANIFEST}")  # a copy that was interrupted
         save(f"{root}/a.ckpt", 2)
         assert content_of(f"{root}/a.ckpt") == 2
-        with Place(root).open("one.ckpt", "wb") as file:
+        with CheckpointPath(root).open("one.ckpt", "wb") as file:
             torch.save({}, file)
         save(f"{root}/one.ckpt", 3)
         assert content_of(f"{root}/one.ckpt") == 3
     finally:
-        Place(root).remove()
+        CheckpointPath(root).remove()
 
 
 # --- two processes ----------------------------------------------------------------------------------------------------
@@ -308,23 +309,23 @@ def test_a_checkpoint_that_vanishes_during_the_look(tmp_path: Path, monkeypatch:
     for name in ("a", "b"):
         save(tmp_path / f"{name}.ckpt", 1)
         torch.save({}, tmp_path / f"{name}_file.ckpt")
-    plain = Place.entries
+    plain = CheckpointPath.entries
 
-    def entries(self: Place) -> list[str]:
+    def entries(self: CheckpointPath) -> list[str]:
         found = plain(self)
         shutil.rmtree(tmp_path / "b.ckpt", ignore_errors=True)
         (tmp_path / "b_file.ckpt").unlink(missing_ok=True)
         return found
 
-    monkeypatch.setattr(Place, "entries", entries)
+    monkeypatch.setattr(CheckpointPath, "entries", entries)
     assert commit.newest([tmp_path]) == str(tmp_path / "a_file.ckpt")
 
-    def vanished(self: Place) -> list[str]:
+    def vanished(self: CheckpointPath) -> list[str]:
         found = plain(self)
         shutil.rmtree(tmp_path, ignore_errors=True)
         return found
 
-    monkeypatch.setattr(Place, "entries", vanished)
+    monkeypatch.setattr(CheckpointPath, "entries", vanished)
     assert commit.newest([tmp_path]) is None
     assert commit.newest([tmp_path]) is None
 

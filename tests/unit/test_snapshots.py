@@ -16,7 +16,7 @@ import pytest
 import torch
 
 from ls_strategy.checkpoint.manifest import FileRecord, Manifest, read_manifest
-from ls_strategy.checkpoint.place import Place
+from ls_strategy.checkpoint.place import CheckpointPath
 from ls_strategy.errors import CheckpointError, ConfigError, StateError
 from ls_strategy.extras.callbacks.elastic import ElasticTraining, _run_of
 from ls_strategy.extras.snapshots import memory as memory_module
@@ -401,7 +401,7 @@ def test_a_snapshot_on_several_nodes_is_one_folder(memory: Memory, other: Memory
         found = newest({n.own.id: listing(n.memory) for n in nodes})
         assert found is not None
         for each in nodes:
-            place = Place(open_snapshot("run", found, each))
+            place = CheckpointPath(open_snapshot("run", found, each))
             assert not place.local
             assert sorted(read_manifest(str(place)).files) == sorted(parts)
             for file, data in parts.items():

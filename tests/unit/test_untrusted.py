@@ -327,7 +327,7 @@ def test_reports_come_back_from_the_store_as_they_were(tmp_path: Path, store: TC
     results: list[Any] = [None, None]
 
     def rank(number: int) -> None:
-        entries = [save.Entry(("model", "a.b"), torch.arange(6.0).view(2, 3), None)] if number == 0 else []
+        entries = [save.CheckpointEntry(("model", "a.b"), torch.arange(6.0).view(2, 3), None)] if number == 0 else []
         exchange = background.StoreExchange("q", number, 2, threading.Event())
         job = save.Save(
             str(tmp_path / "é\udcff.ckpt"), entries, {"n": number}, Manifest(3, 1, {}, {}), lambda p: torch.save({}, p)

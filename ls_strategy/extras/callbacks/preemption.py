@@ -20,7 +20,7 @@ from typing_extensions import override
 from ls_strategy import device as dev
 from ls_strategy.checked import at_least, checked
 from ls_strategy.checkpoint.continued import Continued, newest_readable
-from ls_strategy.checkpoint.place import Place
+from ls_strategy.checkpoint.place import CheckpointPath
 from ls_strategy.distributed import slurm_job
 from ls_strategy.errors import CheckpointError, ConfigError
 from ls_strategy.extras._lightning import (
@@ -150,7 +150,7 @@ class PreemptionHandler(Callback):
         if trainer.is_global_zero:
             search = self.resume and fresh
             found = newest_readable([self._folder, *_checkpoint_folders(trainer)]) if search else Continued()
-            mine = ([path for path in _saved_in(self._folder) if str(Place(path)) not in found.skipped], found)
+            mine = ([path for path in _saved_in(self._folder) if str(CheckpointPath(path)) not in found.skipped], found)
         self._older, found = trainer.strategy.broadcast(mine)
         self._resumed_from = found.path
         if self._resumed_from is not None or slurm_job.restarts(os.environ):

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from ls_strategy.extras.cli import arguments
 
 if TYPE_CHECKING:
-    from ls_strategy.checkpoint.describe import Description, Entry
+    from ls_strategy.checkpoint.describe import DescribedEntry, Description
 
 
 def add(subcommands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -75,7 +75,12 @@ def _of_others(path: str) -> Description | None:
 
 
 def _foreign(
-    path: Path, kind: str, files: list[Path], entries: list[Entry], step: int | None = None, epoch: int | None = None
+    path: Path,
+    kind: str,
+    files: list[Path],
+    entries: list[DescribedEntry],
+    step: int | None = None,
+    epoch: int | None = None,
 ) -> Description:
     from ls_strategy.checkpoint.describe import Description
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import posixpath
 from typing import Any
 
-from ls_strategy.checkpoint.place import Place
+from ls_strategy.checkpoint.place import CheckpointPath
 from ls_strategy.errors import ConfigError, StateError
 from ls_strategy.extras.ray.train import Checkpoint, train
 
@@ -90,7 +90,7 @@ class RunStorage:
     def free_name(self, wanted: str) -> str:
         """Return ``wanted``, with a number if a checkpoint has that name: Ray may count on it."""
         names = (wanted, *(f"{wanted}-{i}" for i in range(1, 1_000_000)))
-        return next(name for name in names if not Place(self.path(name)).taken)
+        return next(name for name in names if not CheckpointPath(self.path(name)).taken)
 
     def path(self, name: str) -> str:
         """Return where our checkpoint of Ray's checkpoint ``name`` is saved."""

@@ -18,15 +18,15 @@ from contextlib import AbstractContextManager, nullcontext
 from typing_extensions import override
 
 from ls_strategy.checkpoint.manifest import FileRecord, Manifest
-from ls_strategy.checkpoint.place import Place
-from ls_strategy.checkpoint.save import Target
+from ls_strategy.checkpoint.place import CheckpointPath
+from ls_strategy.checkpoint.save import SaveTarget
 from ls_strategy.checkpoint.target import MANIFEST
 from ls_strategy.extras.snapshots.memory import name_of
 from ls_strategy.extras.snapshots.nodes import Nodes
 from ls_strategy.extras.snapshots.verify import require_written
 
 
-class InMemory(Target):
+class InMemory(SaveTarget):
     """The target of one snapshot."""
 
     def __init__(self, nodes: Nodes, step: int) -> None:
@@ -41,9 +41,9 @@ class InMemory(Target):
         return nullcontext()
 
     @override
-    def folder(self, path: str, save_id: str) -> Place:
+    def folder(self, path: str, save_id: str) -> CheckpointPath:
         self._nodes.memory.begin(self._name(save_id))
-        return Place(self._nodes.memory.path(self._name(save_id)))
+        return CheckpointPath(self._nodes.memory.path(self._name(save_id)))
 
     @override
     def written(self, path: str, save_id: str, file: str, record: FileRecord) -> None:
