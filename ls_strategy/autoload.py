@@ -103,8 +103,8 @@ def install() -> None:
         for name, action in _AFTER.items():
             if name in sys.modules:
                 action(sys.modules[name])
-        if not any(isinstance(finder, _Finder) for finder in sys.meta_path):
-            sys.meta_path.insert(0, _Finder())
+        if not any(isinstance(finder, _LightningFinder) for finder in sys.meta_path):
+            sys.meta_path.insert(0, _LightningFinder())
 
 
 def register(registry: _Registry | None = None) -> None:
@@ -231,7 +231,7 @@ _AFTER: dict[str, Callable[[ModuleType], None]] = {
 """What to do as soon as a module has executed."""
 
 
-class _Finder:
+class _LightningFinder:
     """Finds modules of Lightning through the other finders, and acts after they have executed."""
 
     def find_spec(

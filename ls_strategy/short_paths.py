@@ -32,7 +32,7 @@ def full_path(name: str) -> str | None:
     return f"{package}.extras.{rest}" if package == _PACKAGE and rest.partition(".")[0] in _SHORT else None
 
 
-class _Finder(MetaPathFinder, Loader):
+class _ShortPathFinder(MetaPathFinder, Loader):
     """Finds the module under its full path, and makes the short one a second name of it."""
 
     def find_spec(
@@ -65,5 +65,5 @@ def _spec(name: str) -> ModuleSpec | None:
 
 def install() -> None:
     """Add the finder, once."""
-    if not any(isinstance(finder, _Finder) for finder in sys.meta_path):
-        sys.meta_path.insert(0, _Finder())  # before the one that would load the files a second time
+    if not any(isinstance(finder, _ShortPathFinder) for finder in sys.meta_path):
+        sys.meta_path.insert(0, _ShortPathFinder())  # before the one that would load the files a second time

@@ -29,7 +29,7 @@ _LARGEST = 1 << 63
 
 
 @dataclass(frozen=True)
-class Entry:
+class HeaderEntry:
     """A tensor as the header describes it."""
 
     dtype: torch.dtype
@@ -41,7 +41,7 @@ class Entry:
     """One past the last."""
 
 
-def read_header(path: Path) -> tuple[dict[str, Entry], int]:
+def read_header(path: Path) -> tuple[dict[str, HeaderEntry], int]:
     """Return the tensors of a file by name, in the header's order, and the offset of the data.
 
     Raises:
@@ -116,7 +116,7 @@ def _check_metadata(metadata: Any) -> None:
         raise ValueError("its __metadata__ does not map strings to strings")
 
 
-def _entry(path: Path, name: str, entry: Any) -> Entry:
+def _entry(path: Path, name: str, entry: Any) -> HeaderEntry:
     if not isinstance(entry, dict):
         raise CheckpointError(f"{path} is damaged: its header describes {name} by {shortened(entry)}. Copy it again.")
     dtype, shape, offsets = (entry.get(key) for key in ("dtype", "shape", "data_offsets"))
@@ -130,14 +130,14 @@ def _entry(path: Path, name: str, entry: Any) -> Entry:
             f"{path} is damaged: its header gives {name} the shape {shortened(shape)} and the bytes "
             f"{shortened(offsets)}. Copy it again."
         )
-    return Entry(_BY_NAME[dtype], tuple(shape), *offsets)
+    return HeaderEntry(_BY_NAME[dtype], tuple(shape), *offsets)
 
 
 def _whole_numbers(entry: dict[str, Any]) -> bool:
     return all(type(number) is int for number in (*entry["shape"], *entry["data_offsets"]))  # True is another type
 
 
-def _check_ranges(path: Path, entries: dict[str, Entry], nbytes: int) -> None:
+def _check_ranges(path: Path, entries: dict[str, HeaderEntry], nbytes: int) -> None:
     """Check that the tensors have the sizes of their ranges, and cover the data without gaps or overlaps."""
     at = 0
     for name, entry in sorted(entries.items(), key=lambda item: (item[1].begin, item[1].end)):

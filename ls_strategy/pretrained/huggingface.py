@@ -43,7 +43,7 @@ from ls_strategy.distributed.comm import Comm
 from ls_strategy.errors import PlanError
 from ls_strategy.pretrained.on_meta import DataOnMeta, OnMeta
 from ls_strategy.pretrained.safetensors import read_safetensors
-from ls_strategy.pretrained.together import Target, fill, is_reading_together, reading_together
+from ls_strategy.pretrained.together import LoadTarget, fill, is_reading_together, reading_together
 from ls_strategy.zero.deferred import marking_recorded, note_replaced
 from ls_strategy.zero.lazy import LazyTensor, give_source, note_owner, source_of
 
@@ -111,12 +111,12 @@ def _when_imported(stack: ExitStack, replaced: Callable[[ModuleType], AbstractCo
     if _MODULE in sys.modules:
         replace(sys.modules[_MODULE])
     else:
-        finder = _Finder(replace)
+        finder = _TransformersFinder(replace)
         sys.meta_path.insert(0, finder)
         stack.callback(sys.meta_path.remove, finder)
 
 
-class _Finder:
+class _TransformersFinder:
     """Finds the module through the other finders, and acts when it has executed."""
 
     def __init__(self, action: Callable[[ModuleType], None]) -> None:
@@ -338,7 +338,7 @@ def _is_plain(files: Sequence[str], load_config: Any) -> bool:
 def _noting_targets(module: Any, loader: Any, device_map: Mapping[str, Any]) -> Generator[None, None, None]:
     """Give parameters memory where they are set, and values when all are set."""
     convert, set_param = module.convert_and_load_state_dict_in_model, loader.set_param_for_module
-    targets: list[Target] = []
+    targets: list[LoadTarget] = []
 
     def set_empty(model: Any, target_name: str, param_value: Tensor, *args: Any, **kwargs: Any) -> Any:
         path, _, name = target_name.rpartition(".")
@@ -354,7 +354,7 @@ def _noting_targets(module: Any, loader: Any, device_map: Mapping[str, Any]) -> 
         result = set_param(model, target_name, empty, *args, **kwargs)
         now = held[name]
         if now is not None and now is not before:  # else the shapes differ, which is reported
-            targets.append(Target(target_name, now, param_value))
+            targets.append(LoadTarget(target_name, now, param_value))
         return result
 
     def convert_and_fill(*args: Any, **kwargs: Any) -> Any:

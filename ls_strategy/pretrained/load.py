@@ -13,7 +13,7 @@ from ls_strategy._torch import persistent_buffer_names
 from ls_strategy.checked import checked
 from ls_strategy.errors import CheckpointError
 from ls_strategy.pretrained.safetensors import read_safetensors
-from ls_strategy.pretrained.together import Target, fill
+from ls_strategy.pretrained.together import LoadTarget, fill
 from ls_strategy.zero.lazy import LazyTensor, give_source, note_owner
 
 
@@ -73,13 +73,13 @@ def load_safetensors(
     keys = Keys(missing, [name for name in values if name not in names])
     if mismatched or (strict and any(keys)):
         raise CheckpointError(_difference(files, keys, mismatched))
-    with_memory: list[Target] = []
+    with_memory: list[LoadTarget] = []
     for key, value in chosen.items():
         assert isinstance(value, LazyTensor)
         name, owner, child = places[key][0]
         tensor = getattr(owner, child)
         if not tensor.is_meta:
-            with_memory.append(Target(name, tensor, value))
+            with_memory.append(LoadTarget(name, tensor, value))
             continue
         for _, owner, child in places[key]:
             _load(owner, child, value)

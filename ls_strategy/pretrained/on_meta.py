@@ -27,7 +27,7 @@ from typing_extensions import override
 from ls_strategy._torch import TorchDispatchMode, tree_iter, tree_map
 from ls_strategy.pretrained.peft import refuse_skipped
 from ls_strategy.pretrained.recipe import MOVES
-from ls_strategy.pretrained.recording import Recorder
+from ls_strategy.pretrained.recording import MetaRecorder
 from ls_strategy.zero.lazy import LazyTensor, give_source, source_of_memory
 from ls_strategy.zero.program import is_plain
 
@@ -54,7 +54,7 @@ class OnMeta(TorchDispatchMode):
         """
         super().__init__()
         self.is_paused = False
-        self.recorder = Recorder(device, draws=draws)
+        self.recorder = MetaRecorder(device, draws=draws)
 
     @contextmanager
     def paused(self) -> Generator[None, None, None]:

@@ -42,7 +42,7 @@ _TRIM_BYTES = 32 << 20
 that are kept, so glibc would hold up to all of it (measured: 330 MiB for weights of 384 MiB). A trim takes 2 ms."""
 
 
-class Recorder:
+class MetaRecorder:
     """Notes operations on meta."""
 
     def __init__(self, device: torch.device, *, draws: bool) -> None:

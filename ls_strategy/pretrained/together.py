@@ -40,7 +40,7 @@ _ALIGNMENT = 16
 _log = logging.getLogger("ls_strategy.pretrained")
 
 
-class Target(NamedTuple):
+class LoadTarget(NamedTuple):
     """A tensor with memory, and what it is to be filled with."""
 
     name: str
@@ -51,7 +51,7 @@ class Target(NamedTuple):
 class _Piece(NamedTuple):
     """Elements ``[start, stop)`` of a flattened tensor, at byte ``at`` of a block."""
 
-    target: Target
+    target: LoadTarget
     start: int
     stop: int
     at: int
@@ -75,7 +75,7 @@ class _Reader:
         self._wire = device if comm.native else torch.device("cpu")
         self._error: Exception | None = None
 
-    def fill(self, targets: Sequence[Target]) -> None:
+    def fill(self, targets: Sequence[LoadTarget]) -> None:
         """Fill tensors, the same on all ranks. Collective.
 
         Raises:
@@ -120,7 +120,7 @@ class _Reader:
                 else:
                     buffer[begin:end].copy_(read.contiguous().view(torch.uint8))
 
-    def _send_in_full(self, target: Target, source: int) -> None:
+    def _send_in_full(self, target: LoadTarget, source: int) -> None:
         """Fill a tensor of which no part can be made without the others: one rank makes all of it."""
         tensor, value = target.tensor, target.value
         direct = tensor.is_contiguous() and tensor.dtype == value.dtype and tensor.device.type == self._wire.type
@@ -169,7 +169,7 @@ def is_reading_together() -> bool:
 
 
 @torch.no_grad()
-def fill(targets: Sequence[Target]) -> None:
+def fill(targets: Sequence[LoadTarget]) -> None:
     """Fill tensors with the values of files. Collective if all ranks do it at the same time.
 
     Raises:
@@ -193,7 +193,7 @@ def fill(targets: Sequence[Target]) -> None:
             flat[at : at + part.numel()].copy_(part)
 
 
-def _has_parts(target: Target) -> bool:
+def _has_parts(target: LoadTarget) -> bool:
     return target.tensor.is_contiguous() and not computes(recipe_of(target.value))
 
 
@@ -201,7 +201,7 @@ def _rounded(nbytes: int) -> int:
     return -(-nbytes // _ALIGNMENT) * _ALIGNMENT
 
 
-def _blocks(targets: Sequence[Target]) -> Iterator[list[_Piece]]:
+def _blocks(targets: Sequence[LoadTarget]) -> Iterator[list[_Piece]]:
     """Yield the pieces of one block after the other."""
     pieces: list[_Piece] = []
     at = 0
@@ -228,7 +228,7 @@ def _land(work: PendingGather, pieces: Sequence[_Piece], buffer: Tensor) -> None
         piece.target.tensor.detach().view(-1)[piece.start : piece.stop].copy_(values)
 
 
-def _description(target: Target) -> str:
+def _description(target: LoadTarget) -> str:
     """Return a text that is the same on all ranks if they fill the same tensor with the same values."""
     tensor = target.tensor
     kind = f"{tuple(tensor.shape)} {tensor.dtype} {tensor.device.type} {tensor.is_contiguous()}"
