@@ -26,7 +26,7 @@ from benchmarks import record
 from benchmarks.scaling import Trained
 from ls_strategy import Monitor
 from ls_strategy.lightning.strategy import ZeROStrategy
-from ls_strategy.spans import Record
+from ls_strategy.spans import SpanRecord
 from ls_strategy.testing import spawn
 from recipes.gpt.network import GPTConfig
 from tests.live_bytes import LiveBytes
@@ -66,7 +66,7 @@ class Measured(Monitor):
     def __init__(self, live: LiveBytes) -> None:
         super().__init__()
         self._live = live
-        self.record: Record | None = None
+        self.record: SpanRecord | None = None
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         super().on_train_start(trainer, pl_module)

@@ -78,7 +78,7 @@ class Alternating(pl.Callback):
     def __init__(self, rounds: int, steps: int) -> None:
         """``steps`` to a turn; the first round does not count."""
         from ls_strategy import Monitor
-        from ls_strategy.spans import Recorder
+        from ls_strategy.spans import SpanRecorder
 
         self.monitor = Monitor(peak_tflops=1.0)
         self.inside: dict[str, list[float]] = {WITH: [], IMAGES: []}
@@ -87,7 +87,7 @@ class Alternating(pl.Callback):
         """Seconds of the training thread in each turn."""
         self._account = Inside()
         self._account.watch(self.monitor, "on_train_batch_end", "on_before_optimizer_step")
-        self._account.watch(Recorder, "enter", "leave", "sample", "follow")
+        self._account.watch(SpanRecorder, "enter", "leave", "sample", "follow")
         self.wall: dict[str, list[float]] = {WITH: [], WITHOUT: [], IMAGES: []}
         self.cpu: dict[str, list[float]] = {WITH: [], WITHOUT: [], IMAGES: []}
         self._turns = list(turns([WITHOUT, WITH, IMAGES], rounds, uncounted=1))

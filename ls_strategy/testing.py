@@ -183,7 +183,7 @@ def torchrun_env(rank: int, world_size: int, port: int) -> dict[str, str]:
 
 
 @dataclass
-class _Report:
+class _RankReport:
     """Result that a rank sends when ``fn`` has ended. ``value`` is a pickle, empty if nothing could be pickled."""
 
     at: float
@@ -200,7 +200,7 @@ class _Rank:
     process: ForkServerProcess
     connection: Connection
 
-    def receive(self) -> _Report | None:
+    def receive(self) -> _RankReport | None:
         """Return the report, None if the rank closed its end without one."""
         try:
             return pickle.loads(self.connection.recv_bytes())  # from our own child
@@ -222,7 +222,7 @@ class _Rank:
 def _collect(ranks: list[_Rank], deadline: float, timeout_s: float, scratch: Path) -> list[object]:
     """Wait for every rank's report; raise for the first rank that failed."""
     results: dict[int, object] = {}
-    failed: list[tuple[_Rank, _Report]] = []
+    failed: list[tuple[_Rank, _RankReport]] = []
     waiting = {each.connection: each for each in ranks}
     while waiting:
         left_s = _DEATH_GRACE_S if failed else deadline - clock()
@@ -250,7 +250,7 @@ def _collect(ranks: list[_Rank], deadline: float, timeout_s: float, scratch: Pat
     return [results[rank] for rank in range(len(ranks))]
 
 
-def _raise_failure(each: _Rank, report: _Report) -> None:
+def _raise_failure(each: _Rank, report: _RankReport) -> None:
     cause = RankTraceback(each.rank, report.text)
     try:
         error = pickle.loads(report.value)
@@ -331,7 +331,7 @@ def _rank_main(setup: _Setup, connection: Connection, task: bytes) -> None:
     os._exit(0)  # gloo's threads sometimes abort the process in a regular interpreter exit
 
 
-def _run(setup: _Setup, task: bytes) -> _Report:
+def _run(setup: _Setup, task: bytes) -> _RankReport:
     try:
         import torch
 
@@ -343,7 +343,7 @@ def _run(setup: _Setup, task: bytes) -> _Report:
             _init_gloo(setup)
         fn, args = pickle.loads(task)  # from our own parent
         value = pickle.dumps(fn(setup.rank, setup.world_size, *args))
-        return _Report(at=time.monotonic(), ok=True, value=value, text="")
+        return _RankReport(at=time.monotonic(), ok=True, value=value, text="")
     except BaseException as error:
         at = time.monotonic()
         text = traceback.format_exc()
@@ -351,7 +351,7 @@ def _run(setup: _Setup, task: bytes) -> _Report:
             value = pickle.dumps(error)
         except Exception:
             value = b""
-        return _Report(at=at, ok=False, value=value, text=text)
+        return _RankReport(at=at, ok=False, value=value, text=text)
 
 
 def _init_gloo(setup: _Setup) -> None:

@@ -28,7 +28,7 @@ from ls_strategy._torch import abort_process_groups, connections, open_sockets, 
 from ls_strategy.distributed.buffer_pool import BufferPool
 from ls_strategy.distributed.failures import Failures
 from ls_strategy.distributed.traffic import Traffic
-from ls_strategy.distributed.wait_report import Entry, Journal
+from ls_strategy.distributed.wait_report import CollectiveEntry, Journal
 from ls_strategy.errors import LSError
 
 SUM_CHUNK = 1 << 16
@@ -41,7 +41,7 @@ class Started:
     After an error every later wait raises it again; after an interrupt the next wait continues with what is left.
     """
 
-    def __init__(self, works: Sequence[Any], entry: Entry | None = None) -> None:
+    def __init__(self, works: Sequence[Any], entry: CollectiveEntry | None = None) -> None:
         """``entry``: the collective in the journal, for reports of where this rank waits."""
         self._left = list(works)
         self._error: Exception | None = None
@@ -491,7 +491,7 @@ def _between_ranks(comm: Comm, opened: set[tuple[int, int]]) -> set[tuple[int, i
 
 
 @dataclass
-class _Shared:
+class _GroupState:
     """State shared by the strategies that use one default process group, one after the other."""
 
     failures: Failures
@@ -507,14 +507,14 @@ class _Shared:
                 set_timeout(group, timeout)
 
 
-_shared: weakref.WeakKeyDictionary[dist.ProcessGroup, _Shared] = weakref.WeakKeyDictionary()
+_shared: weakref.WeakKeyDictionary[dist.ProcessGroup, _GroupState] = weakref.WeakKeyDictionary()
 """By default process group. The package's only process-wide state: torch keeps every group, with its threads and
 connections, until the default group ends, so new groups for every fit would accumulate."""
 
 
-def _shared_by(world: dist.ProcessGroup) -> _Shared:
+def _shared_by(world: dist.ProcessGroup) -> _GroupState:
     if world not in _shared:
-        _shared[world] = _Shared(Failures(dist.get_rank(), dist.get_world_size()))
+        _shared[world] = _GroupState(Failures(dist.get_rank(), dist.get_world_size()))
     return _shared[world]
 
 

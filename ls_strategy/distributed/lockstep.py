@@ -54,7 +54,7 @@ _SHARED_NUMBERS = 6
 
 
 @dataclass
-class Round:
+class LoaderPass:
     """One pass over a loader: a training epoch, a validation."""
 
     number: int
@@ -83,7 +83,7 @@ class Lockstep:
             comm: over all ranks.
         """
         self._comm = comm
-        self._rounds: list[Round] = []
+        self._rounds: list[LoaderPass] = []
         self._count = 0
         self._stop = self._requeue = False
         self._due = 1
@@ -131,7 +131,7 @@ class Lockstep:
     def begin(self, what: str, limit: str, is_last: Callable[[], bool]) -> None:
         """Begin a pass over a loader."""
         self._count += 1
-        self._rounds.append(Round(self._count, what, limit, is_last))
+        self._rounds.append(LoaderPass(self._count, what, limit, is_last))
 
     @contextmanager
     def step(self) -> Generator[None, None, None]:
@@ -184,11 +184,11 @@ class Lockstep:
             self._note(now, last=True)
             self._meet(now)
 
-    def _note(self, now: Round, *, last: bool) -> None:
+    def _note(self, now: LoaderPass, *, last: bool) -> None:
         """Tell the other ranks how many batches this one has begun, and whether it has no more."""
         self._store.set(self._keys[self._comm.rank], f"{now.number} {now.started} {int(last)}")
 
-    def _meet(self, now: Round) -> None:
+    def _meet(self, now: LoaderPass) -> None:
         now.met = True
         self.in_flight = True
         values = self._values(now, meeting=True)
@@ -207,7 +207,7 @@ class Lockstep:
         with self._comm.where.wait(entry), self._comm.naming_failures(), spans.waiting(spans.COMMUNICATION, "batches"):
             yield
 
-    def _wait(self, work: dist.Work, now: Round) -> None:
+    def _wait(self, work: dist.Work, now: LoaderPass) -> None:
         """Wait for the other ranks, and raise if one of them has more batches and will not come."""
         begin = time.monotonic()
         pause, (look_every, slowest) = 0.0005, _LOOK_EVERY_S
@@ -225,7 +225,7 @@ class Lockstep:
             look_every = min(2 * look_every, slowest)
             next_look = time.monotonic() + look_every
 
-    def _ahead(self, now: Round, *, of: int) -> dict[int, int]:
+    def _ahead(self, now: LoaderPass, *, of: int) -> dict[int, int]:
         """Return ranks that have a batch after ``of``, with the least number of batches each is known to have."""
         found: dict[int, int] = {}
         for rank, note in enumerate(self._store.multi_get(self._keys)):
@@ -235,7 +235,7 @@ class Lockstep:
                 found[rank] = reach
         return found
 
-    def _check(self, values: torch.Tensor, now: Round) -> None:
+    def _check(self, values: torch.Tensor, now: LoaderPass) -> None:
         """Raise on all ranks if they are not at the same place."""
         met, passing, most, least = values[2:_SHARED_NUMBERS].tolist()
         if not (met and passing) and most == -least:
@@ -302,7 +302,7 @@ class Lockstep:
             self._requeue = False  # served now; a request to stop that came since then stays
         return asked
 
-    def _values(self, now: Round, *, meeting: bool) -> torch.Tensor:
+    def _values(self, now: LoaderPass, *, meeting: bool) -> torch.Tensor:
         """Return what ranks compare by maximum: request, batch time, meeting?, passing?, batch, -batch."""
         batch_us = int(1e6 * (time.perf_counter() - self._since) / max(self._batches, 1))
         place = now.number << 32 | now.started
@@ -316,7 +316,7 @@ _PREDICTION = (
 )
 
 
-def _uneven(now: Round, few: dict[int, int], more: dict[int, int]) -> str:
+def _uneven(now: LoaderPass, few: dict[int, int], more: dict[int, int]) -> str:
     """Return the message: how many batches which rank has, and the cure."""
     fewest = min(few.values())
     others = f"{_counts(more)} or more" if more else "another number on the other ranks"
@@ -329,7 +329,7 @@ def _uneven(now: Round, few: dict[int, int], more: dict[int, int]) -> str:
     )
 
 
-def _left(now: Round, ranks: list[int]) -> str:
+def _left(now: LoaderPass, ranks: list[int]) -> str:
     """Return the message for ranks that have ended a pass while others take their next turn."""
     who = f"rank{'' if len(ranks) == 1 else 's'} {', '.join(map(str, ranks))}"
     return (

@@ -17,7 +17,7 @@ from functools import cached_property
 
 
 @dataclass(frozen=True)
-class Round:
+class VirtualRound:
     """One round of forward and backward passes: every rank computes one leaf, or none."""
 
     leaves: tuple[int | None, ...]
@@ -69,7 +69,7 @@ class Split:
         return sum(self.shares)
 
     @cached_property
-    def rounds(self) -> list[Round]:
+    def rounds(self) -> list[VirtualRound]:
         """Every round of a batch.
 
         >>> [now.leaves for now in Split((2, 3)).rounds]
@@ -86,7 +86,7 @@ class Split:
         first = next(row[0] for row in table if row[0] is not None)
         exchanged = {0: first, first: 0}  # leaf 0 and the first one of rank 0
         table = [[None if each is None else exchanged.get(each, each) for each in row] for row in table]
-        return [Round(tuple(row), leaf, now == number - 1) for now, row in enumerate(table)]
+        return [VirtualRound(tuple(row), leaf, now == number - 1) for now, row in enumerate(table)]
 
     def ranks_of(self, rank: int) -> list[int]:
         """Return the virtual ranks of a rank, in the order of their rounds."""

@@ -10,9 +10,9 @@ r"""Sums over the virtual ranks in one fixed binary tree, on any number of ranks
                        \       /
                            +             what is left at the end is joined from the right
 
-Leaf ``v`` is the gradient of virtual rank ``v``. A `Round` says which rank computes which leaf. Leaves arrive in any
-order, and the owner of a shard keeps only the sums of complete subtrees. The one invariant: the additions depend on the
-number of leaves alone.
+Leaf ``v`` is the gradient of virtual rank ``v``. A `VirtualRound` says which rank computes which leaf. Leaves arrive in
+any order, and the owner of a shard keeps only the sums of complete subtrees. The one invariant: the additions depend on
+the number of leaves alone.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from ls_strategy.distributed.comm import SUM_CHUNK, Comm, PendingReduce, cut
-from ls_strategy.distributed.rounds import Round
+from ls_strategy.distributed.rounds import VirtualRound
 
 Number = TypeVar("Number", float, Tensor)
 Node = tuple[int, int]
@@ -59,7 +59,7 @@ def _join(sums: dict[Node, Number]) -> Number:
 
 
 def exchange_leaves(
-    comm: Comm, full: Tensor | None, now: Round, *, like: Tensor, of: str, sizes: Sequence[int] | None
+    comm: Comm, full: Tensor | None, now: VirtualRound, *, like: Tensor, of: str, sizes: Sequence[int] | None
 ) -> PendingReduce:
     """Start sending this rank's leaf to the owners of its shards, and receiving those of this rank's shard. Collective.
 
@@ -100,7 +100,7 @@ class TreeSum:
         """Begin without a leaf."""
         self._sums: dict[Node, Tensor] = {}
         """Of complete subtrees, ``(shard,)`` each."""
-        self._later: list[tuple[PendingReduce, Round]] = []
+        self._later: list[tuple[PendingReduce, VirtualRound]] = []
         """Rounds without a leaf of this rank: in flight while it computes the next one."""
 
     @property
@@ -115,11 +115,11 @@ class TreeSum:
         self._later.clear()
         return left
 
-    def expect(self, reducing: PendingReduce, now: Round) -> None:
+    def expect(self, reducing: PendingReduce, now: VirtualRound) -> None:
         """Add the leaves of a round before those of the next `add` or `finish`, without waiting for them now."""
         self._later.append((reducing, now))
 
-    def add(self, reducing: PendingReduce, now: Round, dtype: torch.dtype) -> None:
+    def add(self, reducing: PendingReduce, now: VirtualRound, dtype: torch.dtype) -> None:
         """Wait for the leaves of a round that is not the last one, and add them. Sums are of ``dtype``."""
         later, self._later = [*self._later, (reducing, now)], []
         for arriving, of in later:
@@ -134,7 +134,7 @@ class TreeSum:
             self._sums = sums
             arriving.release()
 
-    def finish(self, reducing: PendingReduce, now: Round, out: Tensor, *, accumulate: bool) -> None:
+    def finish(self, reducing: PendingReduce, now: VirtualRound, out: Tensor, *, accumulate: bool) -> None:
         """Add the last round's leaves, and write the average to ``out``, ``(shard,)``, or add it if ``accumulate``."""
         if self._later:
             *before, (last, of) = self._later
@@ -163,7 +163,7 @@ class RoundInFlight:
 
     hops = single = False
 
-    def __init__(self, tree: TreeSum, reducing: PendingReduce, now: Round) -> None:
+    def __init__(self, tree: TreeSum, reducing: PendingReduce, now: VirtualRound) -> None:
         """Record the sum, the leaves in flight, and their round."""
         self._tree, self._reducing, self._now = tree, reducing, now
         self.is_last = now.is_last
@@ -181,7 +181,7 @@ class RoundInFlight:
         self._tree.finish(self._reducing, self._now, out, accumulate=accumulate)
 
 
-def _leaves(reducing: PendingReduce, now: Round) -> dict[int, Tensor]:
+def _leaves(reducing: PendingReduce, now: VirtualRound) -> dict[int, Tensor]:
     """Wait for the leaves of a round, and return them by number."""
     return {leaf: part for leaf, part in zip(now.leaves, reducing.terms(), strict=True) if leaf is not None}
 

@@ -55,7 +55,7 @@ _ANY_QUESTION = 1 << 60
 """Number of the question that a rank answers in advance when it ends a run."""
 
 
-class Entry:
+class CollectiveEntry:
     """One collective that this rank has entered."""
 
     __slots__ = ("batch", "era", "journal", "kind", "needs", "number", "of", "since")
@@ -86,10 +86,10 @@ class Journal:
         self.name = name
         self.ranks = tuple(ranks)
         self.count = 0
-        self.recent: deque[Entry] = deque(maxlen=_RECENT)
+        self.recent: deque[CollectiveEntry] = deque(maxlen=_RECENT)
         """The last entries. Their tags are computed when a report needs them: NCCL needs none to send."""
 
-    def enter(self, kind: str, of: str = "", needs: Sequence[int] | None = None) -> Entry:
+    def enter(self, kind: str, of: str = "", needs: Sequence[int] | None = None) -> CollectiveEntry:
         """Record that this rank enters a collective.
 
         Args:
@@ -99,7 +99,7 @@ class Journal:
         """
         self.count += 1
         self.where.progress += 1
-        entry = self.where.last = Entry(self, kind, of, needs)
+        entry = self.where.last = CollectiveEntry(self, kind, of, needs)
         self.recent.append(entry)
         return entry
 
@@ -109,7 +109,7 @@ class _Waiting:
 
     __slots__ = ("_before", "_entry", "_where")
 
-    def __init__(self, where: Whereabouts, entry: Entry | None) -> None:
+    def __init__(self, where: Whereabouts, entry: CollectiveEntry | None) -> None:
         self._where, self._entry = where, entry
 
     def __enter__(self) -> None:
@@ -137,8 +137,8 @@ class Whereabouts:
         self.batch = _NO_BATCH
         """Number of the pass over the data, number of the batch, and kind of pass; equal on ranks at the same place."""
         self.progress = 0
-        self.last: Entry | None = None
-        self.waiting: Entry | None = None
+        self.last: CollectiveEntry | None = None
+        self.waiting: CollectiveEntry | None = None
         self.left = False
         """Whether this rank has ended the run of this era."""
         self.verdict = ""
@@ -153,7 +153,7 @@ class Whereabouts:
             self.journals[name] = Journal(self, ranks, name)
         return self.journals[name]
 
-    def wait(self, entry: Entry | None) -> _Waiting:
+    def wait(self, entry: CollectiveEntry | None) -> _Waiting:
         """Return a context that records a wait for ``entry``; None records nothing."""
         return _Waiting(self, entry)
 
@@ -434,7 +434,7 @@ def _print(text: str) -> None:
     sys.stderr.flush()
 
 
-def _what(entry: Entry | None, call: str, on_device: Entry | None, seconds: float) -> str:
+def _what(entry: CollectiveEntry | None, call: str, on_device: CollectiveEntry | None, seconds: float) -> str:
     shown = entry or on_device
     if shown is not None:
         of = f" of {shown.of!r}" if shown.of else ""

@@ -23,7 +23,7 @@ from ls_strategy.errors import StateError
 from ls_strategy.host.pytorch import extract_batch_size, pl
 
 
-class _Call:
+class _LoggedName:
     """One name that is logged in a step."""
 
     def __init__(self, options: dict[str, Any]) -> None:
@@ -46,7 +46,7 @@ class VirtualLog:
 
     def __init__(self, module: pl.LightningModule) -> None:
         self._module: Any = module
-        self._calls: dict[str, _Call] = {}
+        self._calls: dict[str, _LoggedName] = {}
         self._by_epoch = not module.trainer.training
         """Whether Lightning logs by epoch unless told otherwise."""
 
@@ -60,7 +60,7 @@ class VirtualLog:
                 return
             if options.get("on_epoch") is None:
                 options["on_epoch"] = self._by_epoch
-            call = self._calls.setdefault(name, _Call(options))
+            call = self._calls.setdefault(name, _LoggedName(options))
             call.values[rank] = value.detach() if isinstance(value, Tensor) else value
             if options.get("sync_dist"):
                 size = options.get("batch_size")
@@ -108,7 +108,9 @@ def _size_of(batch: Any) -> int:
         return 1
 
 
-def _combined(calls: dict[str, _Call], comm: Comm, ranks: Sequence[int], count: int) -> dict[str, tuple[Tensor, int]]:
+def _combined(
+    calls: dict[str, _LoggedName], comm: Comm, ranks: Sequence[int], count: int
+) -> dict[str, tuple[Tensor, int]]:
     """Return value and batch size over all virtual ranks, by name. Collective."""
     names = list(calls)
     mark = float(zlib.crc32("\n".join(names).encode()))

@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from ls_strategy.distributed.rounds import Round, Split
+from ls_strategy.distributed.rounds import Split, VirtualRound
 from ls_strategy.engine import Engine
 from ls_strategy.errors import PlanError
 from ls_strategy.host.pytorch import TrainerFn, is_overridden, pl
@@ -35,7 +35,7 @@ from ls_strategy.lightning.virtual_random import VirtualRandom
 from ls_strategy.lightning.virtual_split import check_ranks, split_of
 from ls_strategy.lightning.virtual_step import Buffers, counting_metrics, loss_of, with_loss
 from ls_strategy.transient import Method
-from ls_strategy.zero.passes.reduction_kinds import VirtualRound
+from ls_strategy.zero.passes.reduction_kinds import InTree
 
 if TYPE_CHECKING:
     from ls_strategy.lightning.strategy import ZeROStrategy
@@ -58,7 +58,7 @@ class VirtualRanks:
         """Buffers by virtual rank, between two synchronizing steps."""
         self._has_hooks = True
         """Whether user code runs while batches are moved."""
-        self._round: Round | None = None
+        self._round: VirtualRound | None = None
         """The round of the next backward."""
         self._after_backward: Callable[[], None] | None = None
         """Ends a batch."""
@@ -282,7 +282,7 @@ class VirtualRanks:
         assert now is not None
         rank = now.leaves[self._rank]
         engine.keeps_gradients = False
-        engine.reducer.round = VirtualRound(now)
+        engine.reducer.round = InTree(now)
         try:
             with self.random.as_rank(rank):
                 yield now.is_last, rank is not None

@@ -7,7 +7,7 @@
     copies          |  ==          ====                       ===                             overlaps the phases
     waits           |              ~               ~~                                         computation is blocked
 
-Off by default, at the cost of reading `Recorder.active`. An active recorder records phases in every step, and
+Off by default, at the cost of reading `SpanRecorder.active`. An active recorder records phases in every step, and
 everything else only while ``detail`` is set. There is one recorder per process, as with ``torch.profiler``, because
 independent objects on several threads record to it.
 
@@ -33,10 +33,10 @@ from ls_strategy.spans.record import (
     OTHER,
     PHASES,
     VALIDATION,
-    Record,
     Span,
+    SpanRecord,
 )
-from ls_strategy.spans.recorder import Note, Recorder, Window
+from ls_strategy.spans.recorder import Note, SpanRecorder, Window
 from ls_strategy.spans.stamps import OWN_THREADS
 
 __all__ = [
@@ -49,9 +49,9 @@ __all__ = [
     "OTHER",
     "PHASES",
     "VALIDATION",
-    "Record",
-    "Recorder",
     "Span",
+    "SpanRecord",
+    "SpanRecorder",
     "Window",
     "at_unit",
     "copying",
@@ -68,15 +68,15 @@ _NOTHING = nullcontext()
 
 
 def enter(name: str) -> None:
-    """See `Recorder.enter`. Call only on the training thread, as for all phases."""
-    if Recorder.active is not None:
-        Recorder.active.enter(name)
+    """See `SpanRecorder.enter`. Call only on the training thread, as for all phases."""
+    if SpanRecorder.active is not None:
+        SpanRecorder.active.enter(name)
 
 
 def leave(name: str) -> None:
-    """See `Recorder.leave`."""
-    if Recorder.active is not None:
-        Recorder.active.leave(name)
+    """See `SpanRecorder.leave`."""
+    if SpanRecorder.active is not None:
+        SpanRecorder.active.leave(name)
 
 
 @contextmanager
@@ -91,15 +91,15 @@ def phase(name: str) -> Generator[None, None, None]:
 
 def at_unit(name: str) -> None:
     """Record that a unit of the model is about to compute, or that backward has computed its gradients."""
-    recorder = Recorder.active
+    recorder = SpanRecorder.active
     if recorder is not None and recorder.each_unit:
         recorder.sample(name)
 
 
 def sent(kind: str, nbytes: int) -> None:
     """Count bytes that leave this rank."""
-    if Recorder.active is not None:
-        Recorder.active.sent[kind] += nbytes
+    if SpanRecorder.active is not None:
+        SpanRecorder.active.sent[kind] += nbytes
 
 
 def followed(works: Sequence[Any], name: str, nbytes: int) -> Sequence[Any]:
@@ -138,8 +138,8 @@ def copying_on(stream: Any, name: str, nbytes: int) -> Generator[None, None, Non
         yield
 
 
-def _detailed() -> Recorder | None:
-    recorder = Recorder.active
+def _detailed() -> SpanRecorder | None:
+    recorder = SpanRecorder.active
     return recorder if recorder is not None and recorder.detail else None
 
 

@@ -34,7 +34,7 @@ class Span:
 
 
 @dataclass(frozen=True)
-class Record:
+class SpanRecord:
     """One step, or several."""
 
     start: float

@@ -13,7 +13,7 @@ from typing import Any, ClassVar
 import torch
 
 from ls_strategy import device as dev
-from ls_strategy.spans.record import COMMUNICATION, OTHER, PHASES, VALIDATION, Record, Span
+from ls_strategy.spans.record import COMMUNICATION, OTHER, PHASES, VALIDATION, Span, SpanRecord
 from ls_strategy.spans.stamps import Stamper
 
 _FOLD_AT = 1024
@@ -82,7 +82,7 @@ class Window:
     samples: list[tuple[float, str, dict[str, int]]]
     sent: dict[str, int]
 
-    def resolve(self) -> Record:
+    def resolve(self) -> SpanRecord:
         """Return the record in seconds. Waits for the device."""
         begins = [note.start for note in self.notes]
         ends = [self.end if note.end is None else note.end for note in self.notes]
@@ -101,13 +101,13 @@ class Window:
             for n, begin, until in zip(self.notes, times[:count], times[count : 2 * count], strict=True)
             if begin < end and until > start
         ]
-        return Record(start, end, phases, spans, self.samples, self.sent)
+        return SpanRecord(start, end, phases, spans, self.samples, self.sent)
 
 
-class Recorder:
+class SpanRecorder:
     """Records what this process does between `start` and `stop`."""
 
-    active: ClassVar[Recorder | None] = None
+    active: ClassVar[SpanRecorder | None] = None
     """The recorder that currently records."""
 
     def __init__(self, device: torch.device) -> None:
@@ -139,12 +139,12 @@ class Recorder:
         self._stack = [OTHER]
         self._changes = [(self.clock.now(), OTHER)]
         self._totals.clear()
-        Recorder.active = self
+        SpanRecorder.active = self
 
     def stop(self) -> None:
         """Stop recording. Idempotent."""
-        if Recorder.active is self:
-            Recorder.active = None
+        if SpanRecorder.active is self:
+            SpanRecorder.active = None
         self.detail = False
         self.window_start = None
         self.measure = None

@@ -21,7 +21,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from ls_strategy import ConfigError, Monitor, PlanError, ZeROStrategy, spans
 from ls_strategy.config import nested
-from ls_strategy.spans import COMMUNICATION, PHASES, Recorder
+from ls_strategy.spans import COMMUNICATION, PHASES, SpanRecorder
 from tests.dist.parallel_runs import Module as GPTModule
 from tests.dist.parallel_runs import Run
 from tests.dist.ranks import Net, batches, fit, on_ranks, quiet, samples, trainer_of
@@ -109,7 +109,7 @@ def test_what_is_slow_shows_in_its_bin_and_bytes_are_the_meters(rank: int, world
         2, SlowNet(), DataLoader(SlowData(), batch_size=2), max_epochs=1, logger=logger_of(tmp_path, rank),
         log_every_n_steps=1, callbacks=[meter, Monitor()],
     )  # fmt: skip
-    assert Recorder.active is None
+    assert SpanRecorder.active is None
     if rank:
         return
     rows = rows_of(tmp_path)
@@ -357,7 +357,7 @@ def test_nothing_is_noted_after_a_fit_that_failed() -> None:
     quiet()
     with pytest.raises(ArithmeticError):
         fit(1, Breaks(), callbacks=[Monitor()])
-    assert Recorder.active is None
+    assert SpanRecorder.active is None
     with spans.phase("forward"):
         pass
 

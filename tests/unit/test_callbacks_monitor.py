@@ -22,7 +22,7 @@ from ls_strategy.extras.callbacks.bytes_in_use import bytes_in_use
 from ls_strategy.extras.callbacks.monitor import Monitor, _tokens
 from ls_strategy.extras.callbacks.step_trace import RankTrace
 from ls_strategy.lightning.strategy import ZeROStrategy
-from ls_strategy.spans import BACKWARD, DATA, FORWARD, Recorder
+from ls_strategy.spans import BACKWARD, DATA, FORWARD, SpanRecorder
 from ls_strategy.spans import recorder as recorder_file
 
 MIB = 1 << 20
@@ -141,8 +141,8 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Iterator[Clock]:
     monkeypatch.setattr(monitor_file, "time", made)
     monkeypatch.setattr(recorder_file, "time", made)
     yield made
-    if Recorder.active is not None:
-        Recorder.active.stop()
+    if SpanRecorder.active is not None:
+        SpanRecorder.active.stop()
 
 
 # --- when -------------------------------------------------------------------------------------------------------------
@@ -467,9 +467,9 @@ def test_steps_after_the_last_interval_are_in_the_table(clock: Clock, caplog: py
 @pytest.mark.parametrize("hook", [("on_train_end",), ("on_exception", ValueError("mine")), ("teardown", "fit")])
 def test_the_recording_ends_with_the_fit(clock: Clock, fetches: list[str], hook: tuple[Any, ...]) -> None:
     run = Run(clock, Monitor()).start()
-    assert Recorder.active is not None
+    assert SpanRecorder.active is not None
     run.call(*hook)
-    assert Recorder.active is None
+    assert SpanRecorder.active is None
     assert fetches == ["begin", "end"]
     run.call("teardown", "fit")
     run.call("on_validation_start")

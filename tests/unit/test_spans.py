@@ -29,9 +29,9 @@ from ls_strategy.spans import (
     OPTIMIZER,
     OTHER,
     VALIDATION,
-    Record,
-    Recorder,
     Span,
+    SpanRecord,
+    SpanRecorder,
 )
 from ls_strategy.spans.record import intersection, length, union
 
@@ -60,8 +60,8 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
 
 
 @pytest.fixture
-def recorder() -> Iterator[Recorder]:
-    recorder = Recorder(torch.device("cpu"))
+def recorder() -> Iterator[SpanRecorder]:
+    recorder = SpanRecorder(torch.device("cpu"))
     recorder.start()
     yield recorder
     recorder.stop()
@@ -83,7 +83,7 @@ class Work:
 # --- phases -----------------------------------------------------------------------------------------------------------
 
 
-def test_phases_are_exclusive_and_add_up(clock: Clock, recorder: Recorder) -> None:
+def test_phases_are_exclusive_and_add_up(clock: Clock, recorder: SpanRecorder) -> None:
     recorder.take_phases()
     with spans.phase(DATA):
         clock.sleep(1)
@@ -100,7 +100,7 @@ def test_phases_are_exclusive_and_add_up(clock: Clock, recorder: Recorder) -> No
     assert sum(recorder.take_phases().values()) == 0
 
 
-def test_the_same_phase_twice_is_left_once(clock: Clock, recorder: Recorder) -> None:
+def test_the_same_phase_twice_is_left_once(clock: Clock, recorder: SpanRecorder) -> None:
     spans.enter(BACKWARD)
     spans.enter(BACKWARD)  # a pipeline begins the pass that completes gradients twice
     clock.sleep(1)
@@ -110,7 +110,7 @@ def test_the_same_phase_twice_is_left_once(clock: Clock, recorder: Recorder) -> 
     assert (seconds[BACKWARD], seconds[OTHER]) == (1, 2)
 
 
-def test_an_exception_ends_what_was_open_inside(clock: Clock, recorder: Recorder) -> None:
+def test_an_exception_ends_what_was_open_inside(clock: Clock, recorder: SpanRecorder) -> None:
     def fail() -> None:
         with spans.phase(FORWARD):
             spans.enter(BACKWARD)
@@ -122,7 +122,7 @@ def test_an_exception_ends_what_was_open_inside(clock: Clock, recorder: Recorder
     assert recorder.take_phases()[OTHER] == 1
 
 
-def test_validation_keeps_its_data_to_itself(clock: Clock, recorder: Recorder) -> None:
+def test_validation_keeps_its_data_to_itself(clock: Clock, recorder: SpanRecorder) -> None:
     with spans.phase(VALIDATION), spans.phase(DATA):
         clock.sleep(3)
     seconds = recorder.take_phases()
@@ -130,7 +130,7 @@ def test_validation_keeps_its_data_to_itself(clock: Clock, recorder: Recorder) -
     assert Interval(1, seconds, None).step_s == 0
 
 
-def test_many_changes_are_folded_without_loss(clock: Clock, recorder: Recorder) -> None:
+def test_many_changes_are_folded_without_loss(clock: Clock, recorder: SpanRecorder) -> None:
     for _ in range(5000):
         with spans.phase(FORWARD):
             clock.sleep(0.25)
@@ -144,7 +144,7 @@ def test_many_changes_are_folded_without_loss(clock: Clock, recorder: Recorder) 
 
 def test_nothing_is_done_when_off() -> None:
     works = (Work(),)
-    assert Recorder.active is None
+    assert SpanRecorder.active is None
     assert spans.followed(works, "all_gather", 8) is works
     assert isinstance(spans.waiting(COMMUNICATION), nullcontext)
     assert isinstance(spans.copying("to host", 8), nullcontext)
@@ -153,13 +153,13 @@ def test_nothing_is_done_when_off() -> None:
         spans.at_unit("block")
 
 
-def test_without_detail_only_phases_are_noted(recorder: Recorder) -> None:
+def test_without_detail_only_phases_are_noted(recorder: SpanRecorder) -> None:
     works = (Work(),)
     assert spans.followed(works, "all_gather", 8) is works
     assert isinstance(spans.waiting(COMMUNICATION), nullcontext)
 
 
-def record_of(recorder: Recorder) -> Record:
+def record_of(recorder: SpanRecorder) -> SpanRecord:
     return recorder.end_window().resolve()
 
 
@@ -169,7 +169,7 @@ def wait_for(works: Any) -> None:
             work.wait()
 
 
-def test_a_collective_is_hidden_until_it_is_waited_for(recorder: Recorder) -> None:
+def test_a_collective_is_hidden_until_it_is_waited_for(recorder: SpanRecorder) -> None:
     work = Work()
     recorder.prepare_window()
     recorder.begin_window()
@@ -187,7 +187,7 @@ def test_a_collective_is_hidden_until_it_is_waited_for(recorder: Recorder) -> No
     assert record.nbytes(COMMUNICATION) == 1000
 
 
-def test_a_collective_that_ended_in_time_costs_nothing(recorder: Recorder) -> None:
+def test_a_collective_that_ended_in_time_costs_nothing(recorder: SpanRecorder) -> None:
     work = Work()
     work.over.set()
     recorder.prepare_window()
@@ -200,7 +200,7 @@ def test_a_collective_that_ended_in_time_costs_nothing(recorder: Recorder) -> No
     assert record.exposed_s(COMMUNICATION) < 100 * MS
 
 
-def test_what_began_before_the_window_counts_in_it(recorder: Recorder) -> None:
+def test_what_began_before_the_window_counts_in_it(recorder: SpanRecorder) -> None:
     early, late = Work(), Work()
     recorder.prepare_window()
     works = spans.followed((early,), "all_gather", 1000)
@@ -217,7 +217,7 @@ def test_what_began_before_the_window_counts_in_it(recorder: Recorder) -> None:
     assert record.nbytes(COMMUNICATION) == 10  # those of the first one were sent before
 
 
-def test_what_is_needed_first_does_not_wait_for_what_was_started_first(recorder: Recorder) -> None:
+def test_what_is_needed_first_does_not_wait_for_what_was_started_first(recorder: SpanRecorder) -> None:
     first, second = Work(), Work()
     recorder.prepare_window()
     recorder.begin_window()
@@ -230,7 +230,7 @@ def test_what_is_needed_first_does_not_wait_for_what_was_started_first(recorder:
     assert record_of(recorder).nbytes(COMMUNICATION) == 2
 
 
-def test_the_error_of_a_collective_reaches_who_waits(recorder: Recorder) -> None:
+def test_the_error_of_a_collective_reaches_who_waits(recorder: SpanRecorder) -> None:
     work = Work(RuntimeError("Connection closed by peer"))
     recorder.prepare_window()
     works = spans.followed((work,), "all_gather", 1)
@@ -239,7 +239,7 @@ def test_the_error_of_a_collective_reaches_who_waits(recorder: Recorder) -> None
         wait_for(works)
 
 
-def test_bytes_that_are_sent_are_counted_from_the_beginning_of_the_window(recorder: Recorder) -> None:
+def test_bytes_that_are_sent_are_counted_from_the_beginning_of_the_window(recorder: SpanRecorder) -> None:
     spans.sent("all_gather", 5)
     recorder.prepare_window()
     recorder.begin_window()
@@ -254,7 +254,7 @@ def beside(body: Any) -> threading.Thread:
     return thread
 
 
-def test_copies_on_other_threads_are_hidden_and_those_of_this_one_exposed(recorder: Recorder) -> None:
+def test_copies_on_other_threads_are_hidden_and_those_of_this_one_exposed(recorder: SpanRecorder) -> None:
     recorder.prepare_window()
     recorder.begin_window()
 
@@ -274,7 +274,7 @@ def test_copies_on_other_threads_are_hidden_and_those_of_this_one_exposed(record
     assert (hidden.nbytes(COPY), exposed.nbytes(COPY)) == (100, 100)
 
 
-def test_waiting_for_an_update_exposes_only_the_copies_in_it(recorder: Recorder) -> None:
+def test_waiting_for_an_update_exposes_only_the_copies_in_it(recorder: SpanRecorder) -> None:
     recorder.prepare_window()
     recorder.begin_window()
 
@@ -316,7 +316,7 @@ def test_unions_and_intersections_are_those_of_sets(one: Any, other: Any) -> Non
 # --- memory and traces ------------------------------------------------------------------------------------------------
 
 
-def test_memory_is_sampled_after_phases_of_a_window_and_before_units_if_asked(recorder: Recorder) -> None:
+def test_memory_is_sampled_after_phases_of_a_window_and_before_units_if_asked(recorder: SpanRecorder) -> None:
     held = {"gradients": 0}
     recorder.measure = lambda: held
     with spans.phase(FORWARD):
@@ -335,11 +335,11 @@ def test_memory_is_sampled_after_phases_of_a_window_and_before_units_if_asked(re
     assert Sample(record, 1).memory() == {FORWARD: {"gradients": 0}, BACKWARD: {"gradients": 8}}
 
 
-def record(shift: float = 0.0) -> Record:
+def record(shift: float = 0.0) -> SpanRecord:
     def at(category: str, name: str, start: float, end: float, nbytes: int = 0, **flags: bool) -> Span:
         return Span(category, name, start + shift, end + shift, nbytes, **flags)
 
-    return Record(
+    return SpanRecord(
         shift,
         10 + shift,
         [at("phase", FORWARD, 0, 4), at("phase", BACKWARD, 4, 10)],
@@ -436,20 +436,20 @@ class Event:
 
 
 @pytest.fixture
-def device_recorder(clock: Clock, monkeypatch: pytest.MonkeyPatch) -> Iterator[Recorder]:
+def device_recorder(clock: Clock, monkeypatch: pytest.MonkeyPatch) -> Iterator[SpanRecorder]:
     """On a device that is played by the clock: what asks the device for what."""
     monkeypatch.setattr(torch, "Event", lambda device, enable_timing: Event(clock))
     monkeypatch.setattr(torch, "Stream", lambda device: "side")
     monkeypatch.setattr(dev, "on", lambda stream: nullcontext())
     monkeypatch.setattr(torch.accelerator, "current_stream", lambda device: "current")
     monkeypatch.setattr(torch.accelerator, "synchronize", lambda device: clock.sleep(1000))
-    recorder = Recorder(torch.device("cuda"))
+    recorder = SpanRecorder(torch.device("cuda"))
     recorder.start()
     yield recorder
     recorder.stop()
 
 
-def test_events_become_seconds_of_the_hosts_clock(clock: Clock, device_recorder: Recorder) -> None:
+def test_events_become_seconds_of_the_hosts_clock(clock: Clock, device_recorder: SpanRecorder) -> None:
     recorder, work = device_recorder, Work()
     work.over.set()
     recorder.prepare_window()
@@ -485,7 +485,7 @@ def test_events_become_seconds_of_the_hosts_clock(clock: Clock, device_recorder:
 @pytest.mark.gpu
 def test_on_cuda_times_are_those_of_the_device() -> None:
     device = torch.device("cuda")
-    recorder = Recorder(device)
+    recorder = SpanRecorder(device)
     matrix = torch.randn(4096, 4096, device=device)
 
     def compute(times: int) -> None:

@@ -18,7 +18,7 @@ from ls_strategy.extras.callbacks.step_figures import (
     draw_time,
 )
 from ls_strategy.extras.callbacks.step_trace import RankTrace
-from ls_strategy.spans import BACKWARD, COMMUNICATION, COPY, DATA, FORWARD, OPTIMIZER, Record, Span
+from ls_strategy.spans import BACKWARD, COMMUNICATION, COPY, DATA, FORWARD, OPTIMIZER, Span, SpanRecord
 
 ImageDraw: Any = pytest.importorskip("PIL.ImageDraw")
 
@@ -39,7 +39,7 @@ def written(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return texts
 
 
-def record(*, start: float = 0.0, copies: bool = False, gib: float = 1.0) -> Record:
+def record(*, start: float = 0.0, copies: bool = False, gib: float = 1.0) -> SpanRecord:
     """A step of 100 ms: 10 data, 30 forward, 40 backward, 20 update; a message from 50 to 90, waited for from 80."""
     marks = [(DATA, 0.0, 0.01), (FORWARD, 0.01, 0.04), (BACKWARD, 0.04, 0.08), (OPTIMIZER, 0.08, 0.1)]
     phases = [Span("phase", name, start + begin, start + end) for name, begin, end in marks]
@@ -55,7 +55,7 @@ def record(*, start: float = 0.0, copies: bool = False, gib: float = 1.0) -> Rec
         (start + 0.04, FORWARD, {"parameters": one, "optimizer": 2 * one, "activations": 3 * one, "process": 8 * one}),
         (start + 0.1, OPTIMIZER, {"parameters": one, "optimizer": 2 * one, "process": 8 * one}),
     ]
-    return Record(start, start + 0.1, phases, spans, memory, {})
+    return SpanRecord(start, start + 0.1, phases, spans, memory, {})
 
 
 def two_ranks(**options: Any) -> list[RankStep]:
@@ -133,6 +133,6 @@ def test_without_activations_the_note_says_why(written: list[str]) -> None:
 
 
 def test_an_empty_step_is_drawn() -> None:
-    empty = StepFigures.of_rank(Record(1.0, 1.0, [], [], [], {}), 0)
+    empty = StepFigures.of_rank(SpanRecord(1.0, 1.0, [], [], [], {}), 0)
     assert draw_time([empty], 1).dtype == torch.uint8
     assert draw_memory([empty], 1).dtype == torch.uint8

@@ -19,7 +19,7 @@ from ls_strategy.distributed.tree_sum import TreeSum
 from ls_strategy.distributed.wire_format import FORMATS
 from ls_strategy.ops.quantized import TILE
 from ls_strategy.testing import spawn
-from ls_strategy.zero.passes.reduction_kinds import Encoded, InRankOrder, VirtualRound
+from ls_strategy.zero.passes.reduction_kinds import Encoded, InRankOrder, InTree
 from tests.models import Case, PrivateNet, bare_trainer, loader, quiet
 from tests.unit.test_zero_wire import AllBits, HalfTheBits
 
@@ -62,7 +62,7 @@ KINDS: dict[str, tuple[Any, float]] = {
     "int8": (Encoded(FORMATS["int8"], Rounding()), 2e-2),
     "bf16": (Encoded(HalfTheBits(), Rounding()), 1e-2),
     "bytes": (Encoded(AllBits(), Rounding()), 1e-6),
-    "one round of virtual ranks": (VirtualRound(Split((1, 1)).rounds[0]), 1e-6),
+    "one round of virtual ranks": (InTree(Split((1, 1)).rounds[0]), 1e-6),
     "fp64": (InFloat64(), 1e-6),
 }
 """Kind, and how far an average may be off relative to the largest term."""
@@ -121,7 +121,7 @@ def collect_each(rank: int, world_size: int) -> Tensor:
     comm, split = make_comm(), Split((1, 2))
     buffer, out = buffer_of(comm), torch.full((SHARD,), float("nan"))
     for now in split.rounds:
-        kind, leaf = VirtualRound(now), now.leaves[rank]
+        kind, leaf = InTree(now), now.leaves[rank]
         assert kind.expect(buffer) == (leaf is None)
         if leaf is None:
             continue

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from ls_strategy.extras.plots.charts import ByteUnit, unit_for
-from ls_strategy.spans import COMMUNICATION, COPY, PHASES, Record
+from ls_strategy.spans import COMMUNICATION, COPY, PHASES, SpanRecord
 
 MIB = 1 << 20
 
@@ -22,7 +22,7 @@ SAMPLED_AFTER = ("forward", "backward", "optimizer")
 class Sample:
     """A full recording of one step, or of several steps that one batch took."""
 
-    record: Record
+    record: SpanRecord
     steps: int
 
     def metrics(self) -> dict[str, float]:

@@ -35,7 +35,7 @@ from ls_strategy.host.pytorch import (
     rank_zero_info,
 )
 from ls_strategy.lightning.strategy import ZeROStrategy
-from ls_strategy.spans import DATA, VALIDATION, Record, Recorder, Window
+from ls_strategy.spans import DATA, VALIDATION, SpanRecord, SpanRecorder, Window
 
 _WITHOUT_LOGGING = 50
 """Steps per interval if nothing is logged."""
@@ -118,7 +118,7 @@ class Monitor(Callback):
         self._draws = False
         """Whether the step of the current window is drawn."""
         self._run_file = RunFile()
-        self._recorder: Recorder | None = None
+        self._recorder: SpanRecorder | None = None
         self._undo: Callable[[], None] | None = None
         self._table = FitTable()
         self._samples = 0
@@ -149,7 +149,7 @@ class Monitor(Callback):
             raise PlanError(f"Got {len(monitors)} Monitors in callbacks, but a run can have only one. Keep one.")
         self._figures.start(trainer)
         self._run_file.start(trainer, strategy)
-        self._recorder = Recorder(strategy.root_device)
+        self._recorder = SpanRecorder(strategy.root_device)
         self._undo = around_fetches(
             trainer, partial(self._recorder.enter, DATA), partial(self._recorder.leave, DATA)
         )  # fmt: skip
@@ -375,7 +375,7 @@ class Monitor(Callback):
             if self._draws:
                 self._draw(trainer, record)
 
-    def _draw(self, trainer: pl.Trainer, record: Record) -> None:
+    def _draw(self, trainer: pl.Trainer, record: SpanRecord) -> None:
         """Draw the step on all ranks. Collective."""
         self._draws = False
         self._figures.taken(self._window_from)
@@ -384,7 +384,7 @@ class Monitor(Callback):
         if trainer.is_global_zero:
             self._figures.show(trainer, ranks, trainer.global_step)
 
-    def _write_trace(self, trainer: pl.Trainer, record: Record) -> None:
+    def _write_trace(self, trainer: pl.Trainer, record: SpanRecord) -> None:
         """Write the trace of all ranks. Collective."""
         strategy = zero_strategy(trainer, self)
         ranks = strategy.require_engine().mesh.world.exchange_objects(RankTrace.of(record))

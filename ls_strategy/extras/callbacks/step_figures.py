@@ -20,7 +20,7 @@ from ls_strategy.extras.callbacks.step_trace import RankTrace
 from ls_strategy.extras.plots.charts import unit_for
 from ls_strategy.extras.plots.figure import ROW_GAP, Colour, Frame, framed, ticks
 from ls_strategy.host.pytorch import pl, rank_zero_info
-from ls_strategy.spans import BACKWARD, COMMUNICATION, COPY, DATA, FORWARD, OPTIMIZER, OTHER, Record, Span
+from ls_strategy.spans import BACKWARD, COMMUNICATION, COPY, DATA, FORWARD, OPTIMIZER, OTHER, Span, SpanRecord
 
 SHOWN_RANKS = 8
 """Ranks of the step's figure."""
@@ -92,7 +92,7 @@ class StepFigures:
         self._last = step
 
     @staticmethod
-    def of_rank(record: Record, rank: int) -> RankStep:
+    def of_rank(record: SpanRecord, rank: int) -> RankStep:
         """Return what rank 0 needs of this rank."""
         peak = max((sum(states(held).values()) for _, _, held in record.memory), default=0)
         kept = record if rank < SHOWN_RANKS else replace(record, spans=[], phases=[])

@@ -6,7 +6,7 @@ import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from ls_strategy.spans import COMMUNICATION, COPY, Record, Span
+from ls_strategy.spans import COMMUNICATION, COPY, Span, SpanRecord
 from ls_strategy.spans.chrome_trace import ChromeTrace
 
 _TRAINING, _WAITS = 0, 1
@@ -21,12 +21,12 @@ _PROCESS = "process"
 class RankTrace:
     """A rank's step and its offset to the system clock, which must be synchronised between hosts."""
 
-    record: Record
+    record: SpanRecord
     shift_s: float
     """From ``time.perf_counter`` to ``time.time``."""
 
     @classmethod
-    def of(cls, record: Record) -> RankTrace:
+    def of(cls, record: SpanRecord) -> RankTrace:
         """Return the trace of this process."""
         return cls(record, time.time() - time.perf_counter())
 
@@ -40,7 +40,7 @@ def merged(ranks: Sequence[RankTrace]) -> str:
     return trace.json()
 
 
-def _add(trace: ChromeTrace, rank: int, record: Record, shift: float) -> None:
+def _add(trace: ChromeTrace, rank: int, record: SpanRecord, shift: float) -> None:
     trace.name_row((rank, _TRAINING), "training")
     for span in record.phases:
         trace.slice((rank, _TRAINING), span.name, "phase", span.start + shift, span.end + shift)

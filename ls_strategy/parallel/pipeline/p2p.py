@@ -24,7 +24,7 @@ from torch import Tensor
 
 from ls_strategy import device as dev
 from ls_strategy.distributed.comm import Comm, Started, process_group
-from ls_strategy.distributed.wait_report import Entry
+from ls_strategy.distributed.wait_report import CollectiveEntry
 from ls_strategy.errors import LSError, PlanError, StateError
 from ls_strategy.parallel.pipeline.schedules import Action, Table
 from ls_strategy.parallel.pipeline.transfer import StageTransfer
@@ -209,7 +209,7 @@ class Links:
             return Started([operation(tensor, group=group, group_dst=group_rank)], entry)
         return Started([operation(tensor, group=group, group_src=group_rank)], entry)
 
-    def _enter(self, what: str, source: int, to: int) -> Entry:
+    def _enter(self, what: str, source: int, to: int) -> CollectiveEntry:
         """Note a message for reports on where this rank waits. Both ends give it the same number."""
         ranks = self.comm.journal.ranks[source], self.comm.journal.ranks[to]
         name = f"transfer of {what} from rank {ranks[0]} to {ranks[1]}"

@@ -32,7 +32,7 @@ from ls_strategy.zero.flat.flat_buffer import FlatBuffer
 from ls_strategy.zero.flat.parameters import grad_of, set_grad, unnoticed
 from ls_strategy.zero.flat.states import EARLY
 from ls_strategy.zero.flat.units import Unit
-from ls_strategy.zero.passes.reduction_kinds import Encoded, InRankOrder, ReductionKind, VirtualRound
+from ls_strategy.zero.passes.reduction_kinds import Encoded, InRankOrder, InTree, ReductionKind
 from ls_strategy.zero_stages import StagePolicy
 
 IN_FLIGHT_BYTES = 64 << 20
@@ -68,7 +68,7 @@ class Reducer:
         """Factor in the next gradients. It is 1 between passes: a direct call of ``loss.backward()`` has no scale."""
         self.private = False
         """Whether only the step reads averaged gradients, so that they may stay in 16 bit where that is exact."""
-        self.round: VirtualRound | None = None
+        self.round: InTree | None = None
         """With virtual ranks: the round of the current backward pass. It takes the place of the buffers' own kind."""
         self.on_complete: Callable[[FlatBuffer], None] | None = None
         """Called with every buffer as soon as its averages are complete, before backward is over."""

@@ -5,7 +5,7 @@ kind                how
 ==================  ================================================================================================
 `InRankOrder`       one reduce-scatter, of the transport or in the order of the ranks; also over groups of ranks
 `Encoded`           in another `WireFormat`, hop by hop: inside the nodes, between them, between replicas
-`VirtualRound`      this round's terms of a sum over virtual ranks, in one fixed tree on any number of ranks
+`InTree`            this round's terms of a sum over virtual ranks, in one fixed tree on any number of ranks
 ==================  ================================================================================================
 
 A further kind is an entry of `Reducer.kinds`. `tests.unit.test_zero_reduction` has what every kind has to hold.
@@ -21,7 +21,7 @@ from torch import Tensor
 from ls_strategy.distributed.comm import PendingReduce
 from ls_strategy.distributed.quantized_reduce import Rounding, reduce_quantized
 from ls_strategy.distributed.reduction import Reduction
-from ls_strategy.distributed.rounds import Round
+from ls_strategy.distributed.rounds import VirtualRound
 from ls_strategy.distributed.tree_sum import RoundInFlight, exchange_leaves
 from ls_strategy.distributed.wire_format import WireFormat
 from ls_strategy.zero.flat.flat_buffer import FlatBuffer
@@ -64,10 +64,10 @@ class Encoded:
         return reduce_quantized(flat.comm, full, self._form, of=flat.name, sizes=flat.layout.sizes, meter=meter)
 
 
-class VirtualRound:
+class InTree:
     """One round of a sum over virtual ranks, see `ls_strategy.distributed.tree_sum`."""
 
-    def __init__(self, now: Round) -> None:
+    def __init__(self, now: VirtualRound) -> None:
         """Record which rank computes which virtual rank now."""
         self._now = now
 
