@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from ls_strategy.zero.flat.flat_buffer import FlatBuffer
-from ls_strategy.zero.flat.parameters import Absent, Present
+from ls_strategy.zero.flat.parameters import ResidentParameter, ShardedParameter
 from ls_strategy.zero.flat.states import UpdateState
 from tests.unit.flat_buffers import Sharded, sharded
 

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from ls_strategy.errors import StateError
 from ls_strategy.zero.flat.flat_buffer import FlatBuffer
-from ls_strategy.zero.flat.parameters import Absent, Present, unnoticed, values_of
+from ls_strategy.zero.flat.parameters import ResidentParameter, ShardedParameter, unnoticed, values_of
 from ls_strategy.zero.flat.states import UpdateState
 from ls_strategy.zero.flat.units import places_of
 from tests.unit.flat_buffers import flat_of, sharded

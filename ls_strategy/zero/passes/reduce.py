@@ -108,7 +108,9 @@ class Reducer:
     def reset(self) -> None:
         """Expect a gradient of every parameter."""
         self._next = 0
-        with unnoticed():  # else each look at a released parameter would pass through `Absent.__torch_function__`
+        with (
+            unnoticed()
+        ):  # else each look at a released parameter would pass through `ShardedParameter.__torch_function__`
             for unit in self.order:
                 unit.launched = False
                 unit.waiting_for = sum(p.requires_grad for f in unit.trainable_flats for p in f.nonempty_params)
