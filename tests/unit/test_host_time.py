@@ -27,7 +27,7 @@ LINES = {0: 1190, 1: 1040, 2: 850, 3: 1330}
 """At most so many per unit and step, by stage: some more than there are, since versions of Python count differently."""
 
 FILES = {0: 25, 1: 25, 2: 25, 3: 25}
-FUNCTIONS = {0: 198, 1: 208, 2: 209, 3: 236}
+FUNCTIONS = {0: 198, 1: 207, 2: 208, 3: 230}
 """A plain step may enter so many, by stage. They only ever fall: a feature that is off is not entered."""
 
 CALLS_OF_A_GATHER = 6

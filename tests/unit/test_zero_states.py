@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 from torch import nn
 
-from ls_strategy.zero.flat.states import EARLY, FOLLOWS, ParameterState, UpdateState, moved
+from ls_strategy.zero.flat.states import EARLY, FOLLOWS, ParameterState, UpdateState
 from tests.unit.flat_buffers import flat_of
 
 
@@ -25,12 +27,15 @@ def test_every_state_is_reached_and_left() -> None:
 
 
 def test_what_does_not_follow_is_a_mistake_of_the_engine() -> None:
-    assert moved(UpdateState.NONE, UpdateState.DELAYED, "w") is UpdateState.DELAYED
-    for early in EARLY:
-        with pytest.raises(RuntimeError, match=f"of 'w' cannot go from {early.value!r} to 'delayed'"):
-            moved(early, UpdateState.DELAYED, "w")
+    ticket: Any = None  # of an update in flight
+    for early in ("begin_early_directions", "begin_early_update"):
+        flat = flat_of(nn.Linear(2, 3), "layer", 1)
+        getattr(flat, early)(*([ticket] if early == "begin_early_update" else []))
+        with pytest.raises(RuntimeError, match=f"of 'layer.weight' cannot go from {flat.update.value!r} to 'delayed'"):
+            flat.begin_delayed_update(ticket)
+    released = flat_of(nn.Linear(2, 3), "layer", 3)
     with pytest.raises(RuntimeError, match="cannot go from 'released' to 'awaited'"):
-        moved(ParameterState.RELEASED, ParameterState.AWAITED, "w")
+        released.hide()
 
 
 @pytest.mark.parametrize("stage", [1, 3])

@@ -164,7 +164,7 @@ class Averages:
     @property
     def on_nvme(self) -> bool:
         """Return whether the averages are on the NVMe tier."""
-        return not self._flat.storage.is_resident("grad") and self.values is None
+        return self.values is None and not (self.in_place or self._flat.storage.is_resident("grad"))
 
     def land(self, reducing: Reduction, *, exact_16_bit: bool, stay_in_memory: bool = False) -> None:
         """Add the result of a reduce-scatter to the averages on their tier. Their scale becomes that of ``local``.
@@ -257,7 +257,7 @@ class Averages:
 
     def spill(self) -> None:
         """Write averages that `land` left in memory to the NVMe tier."""
-        if not self._flat.storage.is_resident("grad") and self.values is not None:
+        if self.values is not None and not self._flat.storage.is_resident("grad"):
             self.wait()
             mine, self.values = self.values, None
             self._to_nvme(mine)

@@ -56,7 +56,7 @@ from ls_strategy.zero.flat.parameters import (
     unnoticed,
 )
 from ls_strategy.zero.flat.released import Released
-from ls_strategy.zero.flat.states import EARLY, ParameterState, UpdateState, moved
+from ls_strategy.zero.flat.states import EARLY, FOLLOWS, ParameterState, UpdateState, not_next
 from ls_strategy.zero.flat.storage import StateStorage
 from ls_strategy.zero.flat.writes import UserWrites
 from ls_strategy.zero.wire import Wire
@@ -564,7 +564,9 @@ class FlatBuffer:
         self.publish_due = False
 
     def _move_update(self, to: UpdateState) -> None:
-        self.update = moved(self.update, to, self.name)
+        if to not in FOLLOWS[self.update]:
+            raise not_next(self.update, to, self.name)
+        self.update = to
 
     # parameters ------------------------------------------------------------------------------------------------------
 
@@ -578,7 +580,9 @@ class FlatBuffer:
         self.writes.record()
 
     def _move(self, to: ParameterState) -> None:
-        self.state = moved(self.state, to, self.name)
+        if to not in FOLLOWS[self.state]:
+            raise not_next(self.state, to, self.name)
+        self.state = to
         self.is_gathered = to is not ParameterState.RELEASED
         self.gathered_on_demand = to is ParameterState.ON_DEMAND
         self.hidden = to is ParameterState.AWAITED

@@ -14,7 +14,6 @@ may run in any state of the parameters. Only `FlatBuffer` moves from one state t
 from __future__ import annotations
 
 from enum import Enum
-from typing import TypeVar
 
 
 class ParameterState(Enum):
@@ -66,15 +65,7 @@ FOLLOWS: dict[Enum, frozenset[Enum]] = {
 }
 """The states that may follow each state."""
 
-State = TypeVar("State", ParameterState, UpdateState)
 
-
-def moved(now: State, to: State, name: str) -> State:
-    """Return ``to``.
-
-    Raises:
-        RuntimeError: ``to`` does not follow ``now``: a mistake of the engine.
-    """
-    if to not in FOLLOWS[now]:
-        raise RuntimeError(f"the buffer of {name!r} cannot go from {now.value!r} to {to.value!r}")
-    return to
+def not_next(now: Enum, to: Enum, name: str) -> RuntimeError:
+    """Return the error of a move that `FOLLOWS` does not have: a mistake of the engine."""
+    return RuntimeError(f"the buffer of {name!r} cannot go from {now.value!r} to {to.value!r}")

@@ -153,7 +153,8 @@ class Gatherer:
     def release_all(self, *, stepped: bool = False) -> None:
         """Release all units that are gathered or in flight. ``stepped``: as in `release`."""
         for unit in self.units:
-            unit.unpin()
+            if unit.pinned:
+                unit.unpin()
             self.release(unit, stepped=stepped, kept=True)
             for flat in unit.flats:
                 flat.outdate_secondary()
