@@ -1,5 +1,8 @@
 """Run the tests marked slow in pieces, record the result: ``python -m tests.slow [PIECE...]`` (see ``.ci/slow``).
 
+A run that was ended goes on where it was when it is called again on the same commit: what has passed by then stands in
+``tests/records/slow.passed`` (not in git) and is left out.
+
 ``python -m tests.slow --failed`` runs once more what failed in the record. What passes by now is counted as passed, and
 the record says in ``mended`` with which commit.
 """
@@ -22,7 +25,9 @@ from benchmarks.record import environment
 ROOT = Path(__file__).parents[1]
 RECORD = ROOT / "tests" / "records" / "slow.json"
 SELECTION = "slow and not gpu and not slurm"
-LIMIT_S = 80 * 60
+PASSED = ROOT / "tests" / "records" / "slow.passed"
+"""The commit, then the names of what has passed on it so far, a line each. `tests.slow_passed` writes it."""
+
 LIMIT_COMMITS = 200
 """How many commits a record may lie back."""
 
@@ -85,19 +90,38 @@ def figures_of(report: Path) -> dict[str, Any]:
     return counts
 
 
+def passed_before() -> list[str]:
+    """Names of the tests that have passed on this commit; those of another commit are forgotten."""
+    commit = tested_commit()
+    lines = PASSED.read_text().splitlines() if PASSED.is_file() else []
+    if lines[:1] != [commit] or commit.endswith("+"):
+        PASSED.parent.mkdir(exist_ok=True)
+        PASSED.write_text(f"{commit}\n")
+        return []
+    return lines[1:]
+
+
 def run(piece: str, workers: int) -> dict[str, Any]:
-    """Run one piece; the figures of it."""
+    """Run what has not passed of one piece; the figures of it. Every test has a limit of its own."""
     with tempfile.TemporaryDirectory() as folder:
-        report = Path(folder) / "report.xml"
+        report, before = Path(folder) / "report.xml", Path(folder) / "passed"
+        before.write_text("\n".join(passed_before()))
         command = [sys.executable, "-m", "pytest", "-q", "-m", SELECTION, "-p", "no:cacheprovider", "--durations=10"]
+        command += ["-p", "tests.slow_passed", f"--passed-before={before}", f"--passed-now={PASSED}"]
         command += ["-n", str(workers), "--dist", "loadfile", f"--junitxml={report}", *paths_of(piece)]
         begin = time.monotonic()
-        try:
-            status = subprocess.run(command, cwd=ROOT, timeout=LIMIT_S, check=False).returncode
-        except subprocess.TimeoutExpired:
-            status = -1
+        status = subprocess.run(command, cwd=ROOT, check=False).returncode
         figures: dict[str, Any] = {"exit_status": status, "seconds": round(time.monotonic() - begin)}
-        return figures | (figures_of(report) if report.is_file() else {"passed": 0, "failed": ["no report"]})
+        counts = figures_of(report) if report.is_file() else {"passed": 0, "failed": ["no report"]}
+        known = [name for name in before.read_text().splitlines() if _is_in(name, piece)]
+        return figures | counts | {"passed": counts["passed"] + len(known)}
+
+
+def _is_in(name: str, piece: str) -> bool:
+    """Return whether a test, by pytest's name of it, is in a piece."""
+    path = ROOT / name.partition("::")[0]
+    inside = {each: any(path.is_relative_to(ROOT / p) for p in paths_of(each)) for each in PIECES if each != "rest"}
+    return not any(inside.values()) if piece == "rest" else inside[piece]
 
 
 def save(piece: str, figures: dict[str, Any]) -> dict[str, Any]:

@@ -68,6 +68,30 @@ def test_a_record_is_complete_when_all_pieces_ran_on_one_commit(
     assert not after["complete"]
 
 
+def test_a_run_goes_on_with_what_has_not_passed_on_its_commit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "tests").mkdir()
+    (tmp_path / "tests" / "test_sample.py").write_text(SAMPLE)
+    monkeypatch.setattr(slow, "ROOT", tmp_path)
+    monkeypatch.setattr(slow, "PASSED", tmp_path / "records" / "slow.passed")
+    monkeypatch.setattr(slow, "PIECES", {"rest": ()})
+    monkeypatch.setenv("PYTHONPATH", str(Path(slow.__file__).parents[1]))
+    monkeypatch.setattr(slow, "tested_commit", lambda: "one")
+    good = [f"tests/test_sample.py::{name}" for name in ("test_mended[1]", "test_mended[2]", "TestClass::test_mended")]
+    slow.passed_before()
+    with slow.PASSED.open("a") as file:
+        file.write(f"{good[0]}\n")
+    for _ in range(2):
+        found = slow.run("rest", 1)
+        assert found["passed"] == 3
+        assert found["failed"] == [f"tests.test_sample::{name}" for name in ("test_broken", "test_ends")]
+        assert sorted(slow.passed_before()) == sorted(good)
+    monkeypatch.setattr(slow, "tested_commit", lambda: "two")
+    assert slow.passed_before() == []
+    monkeypatch.setattr(slow, "tested_commit", lambda: "two+")
+    slow.PASSED.write_text(f"two+\n{good[0]}\n")
+    assert slow.passed_before() == [], "the checkout may have changed since"
+
+
 def test_what_failed_runs_again_and_the_record_says_with_which_commit_it_passed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
