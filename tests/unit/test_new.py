@@ -17,7 +17,7 @@ import pytest
 from ls_strategy.errors import ConfigError
 from ls_strategy.extras import cli
 from ls_strategy.extras.cli import new
-from ls_strategy.extras.cli.submit import infer_module
+from ls_strategy.extras.cli.job_program import infer_module
 
 ROOT = Path(__file__).parents[2]
 LAUNCHER = ("WORLD_SIZE", "RANK", "LOCAL_RANK", "NODE_RANK", "MASTER_ADDR", "MASTER_PORT")

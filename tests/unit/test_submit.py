@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from ls_strategy.errors import ConfigError, StateError
-from ls_strategy.extras.cli import submit
+from ls_strategy.extras.cli import job_program, submit
 from ls_strategy.extras.slurm.script import Job, render
 
 CONFIG = """
@@ -159,7 +159,7 @@ def test_the_handler_is_added_once(program, capsys):
 )
 def test_the_log_folder_is_named_by_the_job_where_the_logger_can(program, config, extra, expected):
     Path(BASE).write_text(config)
-    assert bool(submit.version_option(submit.trainer_options([Path(BASE)]), extra)) is expected
+    assert bool(job_program.version_option(job_program.trainer_options([Path(BASE)]), extra)) is expected
 
 
 def test_variables_and_setup_lines(program, capsys):
@@ -239,7 +239,7 @@ def test_an_elastic_job_starts_agents_that_may_lose_nodes(program, capsys):
     words = shlex.split(text[text.index("srun --no-kill") :].replace("\\\n", " ").split("|| status")[0])
     for word in ("--nnodes=1:2", "--nproc-per-node=2", "--rdzv-id=$job", "--trainer.devices=2", VIRTUAL):
         assert word in words
-    assert f"--trainer.callbacks+={submit.ELASTIC}" in words
+    assert f"--trainer.callbacks+={job_program.ELASTIC}" in words
     assert "TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 OMP_NUM_THREADS=3" in text
 
 
@@ -314,7 +314,7 @@ def test_a_module_that_cannot_be_inferred_has_to_be_named(program, capsys):
         cli("alone.yaml", "--dry-run")
     assert cli("alone.yaml", "--module=some.thing", "--dry-run") == 0
     assert "-m some.thing fit" in capsys.readouterr().out
-    assert submit.infer_module(Path(BASE).absolute()) == "recipes.toy"
+    assert job_program.infer_module(Path(BASE).absolute()) == "recipes.toy"
 
 
 def test_a_config_that_is_no_yaml(program):

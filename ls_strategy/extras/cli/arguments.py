@@ -151,3 +151,17 @@ def read_section(file: Path, name: str) -> dict[str, Any]:
             f"{name}: {{...}}."
         )
     return section or {}
+
+
+def keep_what_follows_two_dashes(parser: argparse.ArgumentParser) -> None:
+    """Parse the words after ``--``, options for the program, into ``extra``; argparse would take them for configs."""
+    parse = parser.parse_known_args
+
+    def parse_known_args(args: Any = None, namespace: Any = None) -> tuple[argparse.Namespace, list[str]]:
+        argv = list(args)
+        cut = argv.index("--") if "--" in argv else len(argv)
+        namespace, unknown = parse(argv[:cut], namespace)
+        namespace.extra = argv[cut + 1 :]
+        return namespace, unknown
+
+    parser.parse_known_args = parse_known_args  # type: ignore[method-assign]

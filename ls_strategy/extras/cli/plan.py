@@ -16,9 +16,10 @@ from typing import Any
 from ls_strategy.checked import accept, at_least
 from ls_strategy.errors import ConfigError, LSError, PlanError
 from ls_strategy.extras.cli import arguments
+from ls_strategy.extras.cli.arguments import keep_what_follows_two_dashes
+from ls_strategy.extras.cli.job_program import infer_module
 from ls_strategy.extras.cli.plan_longest import Reached
 from ls_strategy.extras.cli.plan_search import add_search, check_search, found_json, found_lines, run_search
-from ls_strategy.extras.cli.submit import infer_module, keep_what_follows_two_dashes
 
 
 def add(subcommands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:

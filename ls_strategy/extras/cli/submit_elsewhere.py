@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from ls_strategy.errors import ConfigError
-from ls_strategy.extras.cli import arguments, submit
+from ls_strategy.extras.cli import arguments, job_program
 
 TARGETS = ("slurm", "kubeflow", "skypilot", "torchrun")
 
@@ -78,14 +78,14 @@ def check_target(args: argparse.Namespace) -> None:
 def run(args: argparse.Namespace) -> int:
     """Write the file of the job and print how to start it."""
     configs = arguments.yaml_files(args.config)
-    module = args.module or submit.infer_module(configs[0])
+    module = args.module or job_program.infer_module(configs[0])
     name = args.name or _default_name(module, configs, args.to)
     path = Path(args.to) / f"{name}-{time.strftime('%Y%m%d-%H%M%S')}.{'sh' if args.to == 'torchrun' else 'yaml'}"
     text = _render(args, configs, module, name, str(path))
     if args.dry_run:
         print(text, end="")
         return 0
-    submit.write_new(path, text)
+    job_program.write_new(path, text)
     print(f"wrote {path}\n")
     for what, command in _next_steps(args, name, shlex.quote(str(path))).items():
         print(f"  {what:<11} {command}")
@@ -103,11 +103,11 @@ def _render(args: argparse.Namespace, configs: Sequence[Path], module: str, name
 
     if args.to != "torchrun":
         _check_paths(configs, args.to)
-    trainer = submit.trainer_options(configs)
+    trainer = job_program.trainer_options(configs)
     ranks = args.tasks_per_node or args.gpus_per_node or 1
-    follow = submit.accelerator_option(trainer, args.extra, args.gpus_per_node)
-    submit.check_geometry(trainer, args.extra, nodes=args.nodes, tasks=ranks)
-    submit.check_elastic(args.elastic, configs, args.extra, nodes=args.nodes, tasks=ranks)
+    follow = job_program.accelerator_option(trainer, args.extra, args.gpus_per_node)
+    job_program.check_geometry(trainer, args.extra, nodes=args.nodes, tasks=ranks)
+    job_program.check_elastic(args.elastic, configs, args.extra, nodes=args.nodes, tasks=ranks)
     storage = None if args.storage is None else Storage.parse(args.storage)
     root = _root_option(args, trainer, name, storage)
     job = Run(
@@ -116,20 +116,20 @@ def _render(args: argparse.Namespace, configs: Sequence[Path], module: str, name
         arguments=[
             "fit",
             *(f"--config={config}" for config in configs),
-            *submit.handler_option(configs, args.extra, submit.HANDLER),
-            *(submit.handler_option(configs, args.extra, submit.ELASTIC) if args.elastic else []),
+            *job_program.handler_option(configs, args.extra, job_program.HANDLER),
+            *(job_program.handler_option(configs, args.extra, job_program.ELASTIC) if args.elastic else []),
             *args.extra,
             *follow,
             f"--trainer.num_nodes={args.nodes}",
             f"--trainer.devices={ranks}",
             *root,
-            *(option.replace('"job_$job"', name) for option in submit.version_option(trainer, args.extra)),
+            *(option.replace('"job_$job"', name) for option in job_program.version_option(trainer, args.extra)),
         ],
         nodes=args.nodes,
         ranks_per_node=ranks,
         gpus_per_node=args.gpus_per_node,
         cpus_per_rank=args.cpus_per_task,
-        env=[submit.variable(text) for text in args.env],
+        env=[job_program.variable(text) for text in args.env],
         setup=args.setup,
         seconds_to_save=args.signal_lead_s,
         storage=storage,
@@ -153,7 +153,7 @@ def _check_paths(configs: Sequence[Path], to: str) -> None:
 
 def _root_option(args: argparse.Namespace, trainer: dict[str, Any], name: str, storage: Any) -> list[str]:
     """Return the option that puts checkpoints and logs where they outlive the machines."""
-    value, _ = submit.given("default_root_dir", trainer, args.extra)
+    value, _ = job_program.given("default_root_dir", trainer, args.extra)
     if storage is None:
         if value is None and args.to != "torchrun":
             print(
