@@ -7,7 +7,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
-from typing import Any
+from typing import NamedTuple
 
 import torch
 
@@ -93,53 +93,130 @@ def resolve_plan(  # noqa: PLR0913  (sizes of groups, one by one)
     """
     config = config or ZeROConfig()
     weights = tuple(weights) if len(set(weights)) > 1 else ()
-    # A block of an 8-bit moment belongs to one parameter, so that two updates never share a scale.
-    align = MOMENT_BLOCK if config.precision.moments == "int8" else ALIGN
-    exact_norm = config.parallel.virtual_ranks is not None
-    if exact_norm:
-        align = max(align, BLOCK)  # both are powers of two
+    setting = _Setting(
+        policy=policy,
+        config=config,
+        world_size=world_size,
+        expert_world_size=expert_world_size,
+        tensor_size=tensor_size,
+        master_dtype=master_dtype,
+        compute_dtype=compute_dtype,
+        weights=weights,
+        rank=rank,
+        replicas=group[1],
+        node=node,
+    )
     plans: list[UnitPlan] = []
     for name, is_root, params in units:
-        classes: defaultdict[tuple[Any, ...], list[ParamFacts]] = defaultdict(list)
+        together: defaultdict[_Together, list[ParamFacts]] = defaultdict(list)
         for p in params:
-            copies = tensor_size if p.part is None else p.part.copies
-            expert = p.part is not None and p.part.axis == "expert"
-            replicated = p.replicated and p.optimizer == FROZEN and policy.parameters
-            frozen = (p.frozen, p.frozen and p.adapter)
-            classes[p.optimizer, p.dtype, copies, p.tied, p.replica, expert, replicated, p.quantized, frozen].append(p)
-        flats: list[FlatPlan] = []
-        for (optimizer, dtype, copies, tied, replica, expert, replicated, quantized, _), members in classes.items():
-            # Sort by group, so that decay and no-decay are two runs per unit instead of one per parameter.
-            members.sort(key=lambda p: p.group)
-            parts = {p.name: p.part for p in members if p.part is not None}
-            ranks = expert_world_size if expert else world_size
-            packed = config.sharding.quantized_gathers if policy.parameters and not replicated else None
-            sends = quantized is None and dtype in QUANTIZABLE and ranks > 1
-            packed = packed if sends else None
-            reduced = config.sharding.quantized_gradients if policy.optimizer and optimizer != FROZEN else None
-            reduced = reduced if dtype in QUANTIZABLE and ranks * group[1] > 1 else None
-            in_tiles = packed is not None or reduced is not None
-            unit_of_cuts = math.lcm(align, TILE) if in_tiles else align if quantized is None else TILE
-            layout = FlatLayout.pack(
-                ((p.name, p.shape) for p in members),
-                ranks,
-                align=unit_of_cuts,
-                parts=parts,
-                weights=weights,
-                rank=rank,
-                replicas=group[1],
-            )
-            own = optimizer == FROZEN or dtype != compute_dtype
-            kept = dtype if own else master_dtype
-            flat = FlatPlan(layout, dtype, kept, optimizer, copies=copies, tied=tied, replica=replica)
-            copied = policy.parameters and not is_root and not replicated  # root units are gathered once per step
-            flat = replace(flat, exact_norm=exact_norm, node=node if copied else 0)
-            flat = replace(flat, gathered_as=packed, reduced_as=reduced)
-            shared_by = members[0].shared_by
-            flat = replace(flat, shared_by=shared_by, replicated=replicated, quantized=quantized)
-            flats.append(replace(flat, master_dtype=dtype, unfrozen=flat) if members[0].frozen else flat)
-        plans.append(UnitPlan(name, is_root, tuple(flats)))
+            together[setting.together(p)].append(p)
+        flats = tuple(setting.flat(what, members, is_root=is_root) for what, members in together.items())
+        plans.append(UnitPlan(name, is_root, flats))
     return Plan(policy, world_size, _assign_tiers(plans, config), config.precision.moments, weights, rank, group)
+
+
+class _Together(NamedTuple):
+    """What the parameters of one buffer have in common."""
+
+    optimizer: int
+    dtype: torch.dtype
+    copies: int
+    tied: bool
+    replica: bool
+    expert: bool
+    replicated: bool
+    quantized: FrozenFormat | None
+    frozen: tuple[bool, bool]
+    """Whether they are frozen, and then whether they are an adapter's."""
+
+
+@dataclass(frozen=True)
+class _Setting:
+    """What all buffers of a plan have in common."""
+
+    policy: StagePolicy
+    config: ZeROConfig
+    world_size: int
+    expert_world_size: int
+    tensor_size: int
+    master_dtype: torch.dtype
+    compute_dtype: torch.dtype
+    weights: tuple[Fraction, ...]
+    rank: int
+    replicas: int
+    node: int
+
+    @property
+    def exact_norm(self) -> bool:
+        """Whether norms are the same on any number of ranks."""
+        return self.config.parallel.virtual_ranks is not None
+
+    def together(self, p: ParamFacts) -> _Together:
+        """Return what decides into which buffer of its unit a parameter comes."""
+        return _Together(
+            p.optimizer,
+            p.dtype,
+            copies=self.tensor_size if p.part is None else p.part.copies,
+            tied=p.tied,
+            replica=p.replica,
+            expert=p.part is not None and p.part.axis == "expert",
+            replicated=p.replicated and p.optimizer == FROZEN and self.policy.parameters,
+            quantized=p.quantized,
+            frozen=(p.frozen, p.frozen and p.adapter),
+        )
+
+    def flat(self, what: _Together, members: list[ParamFacts], *, is_root: bool) -> FlatPlan:
+        """Lay out one buffer."""
+        # Sort by group, so that decay and no-decay are two runs per unit instead of one per parameter.
+        members.sort(key=lambda p: p.group)
+        ranks = self.expert_world_size if what.expert else self.world_size
+        gathered, reduced = self._sent_as(what, ranks)
+        layout = FlatLayout.pack(
+            ((p.name, p.shape) for p in members),
+            ranks,
+            align=self._align(what, in_tiles=gathered is not None or reduced is not None),
+            parts={p.name: p.part for p in members if p.part is not None},
+            weights=self.weights,
+            rank=self.rank,
+            replicas=self.replicas,
+        )
+        own = what.optimizer == FROZEN or what.dtype != self.compute_dtype
+        copied = self.policy.parameters and not is_root and not what.replicated  # roots are gathered once per step
+        flat = FlatPlan(
+            layout,
+            what.dtype,
+            what.dtype if own else self.master_dtype,
+            what.optimizer,
+            copies=what.copies,
+            tied=what.tied,
+            replica=what.replica,
+            exact_norm=self.exact_norm,
+            node=self.node if copied else 0,
+            gathered_as=gathered,
+            reduced_as=reduced,
+            shared_by=members[0].shared_by,
+            replicated=what.replicated,
+            quantized=what.quantized,
+        )
+        return replace(flat, master_dtype=what.dtype, unfrozen=flat) if members[0].frozen else flat
+
+    def _sent_as(self, what: _Together, ranks: int) -> tuple[FrozenFormat | None, FrozenFormat | None]:
+        """Return the formats in which parameters and gradients are sent; None: as they are."""
+        sharding, policy = self.config.sharding, self.policy
+        if what.dtype not in QUANTIZABLE:
+            return None, None
+        gathers = policy.parameters and not what.replicated and what.quantized is None and ranks > 1
+        reduces = policy.optimizer and what.optimizer != FROZEN and ranks * self.replicas > 1
+        return sharding.quantized_gathers if gathers else None, sharding.quantized_gradients if reduces else None
+
+    def _align(self, what: _Together, *, in_tiles: bool) -> int:
+        """Return the elements at whose multiples parameters and shards begin."""
+        # A block of an 8-bit moment belongs to one parameter, so that two updates never share a scale.
+        align = MOMENT_BLOCK if self.config.precision.moments == "int8" else ALIGN
+        if self.exact_norm:
+            align = max(align, BLOCK)  # both are powers of two
+        return math.lcm(align, TILE) if in_tiles else align if what.quantized is None else TILE
 
 
 def _assign_tiers(units: list[UnitPlan], config: ZeROConfig) -> tuple[UnitPlan, ...]:
