@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from ls_strategy.config import NVMeIOConfig
 from ls_strategy.extras import cli
+from ls_strategy.extras.cli import arguments
 from ls_strategy.tiers.tuning import Measured, best
 
 SMALL = ["--gib", "0.004", "--seconds", "0", "--block-mib", "0.25", "0.5", "--parallelism", "1", "2"]
@@ -34,6 +37,27 @@ def test_tune_io_prints_a_table_and_the_setting_and_leaves_nothing(tmp_path):
     assert "      nvme_io: {block_bytes: " in done.stdout
     assert "round 1, 4/4" in done.stderr
     assert not list(tmp_path.iterdir())
+
+
+def test_json_is_all_that_stands_on_standard_output(capsys, monkeypatch):
+    def add(subcommands):
+        parser = subcommands.add_parser("talk")
+        parser.add_argument("--json", action="store_true")
+        parser.set_defaults(run=run)
+
+    def run(args):
+        print("another package is imported")
+        if args.json:
+            arguments.print_json(args, {"a": 1})
+        return 0
+
+    monkeypatch.setattr(cli, "SUBCOMMANDS", (SimpleNamespace(add=add),))
+    assert cli.main(["talk", "--json"]) == 0
+    printed = capsys.readouterr()
+    assert json.loads(printed.out) == {"a": 1}
+    assert printed.err == "another package is imported\n"
+    assert cli.main(["talk"]) == 0
+    assert capsys.readouterr().out == "another package is imported\n"
 
 
 def test_the_snippet_is_yaml_that_the_options_accept(tmp_path, capsys):

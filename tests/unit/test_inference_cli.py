@@ -60,6 +60,7 @@ def test_models_of_transformers(tmp_path: Path, capsys: pytest.CaptureFixture[st
     assert main(["bench-inference", str(tmp_path / "config.json"), *SHORT, "--dtype", "bf16"]) == 0
     assert "fraction of that limit" in capsys.readouterr().out
     transformers.LlamaForCausalLM(config).save_pretrained(tmp_path)  # now block by block, never whole
+    capsys.readouterr()  # transformers imports DeepSpeed where it is installed, which prints
     options = ["--offload", "nvme", "--nvme-path", str(tmp_path), "--quantize", "int8", "--json"]
     assert main(["bench-inference", str(tmp_path), *SHORT, *options]) == 0
     result = json.loads(capsys.readouterr().out)

@@ -10,6 +10,7 @@ import io
 import os
 import sys
 from collections.abc import Sequence
+from contextlib import nullcontext, redirect_stdout
 
 from ls_strategy.errors import LSError
 from ls_strategy.extras.cli import (
@@ -49,8 +50,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         if word.startswith("--") and word.endswith("=--"):
             parser.error(f"argument {word[:-3]}: expected a value")  # argparse would accept "--" unchecked
     args = parser.parse_args(arguments)
+    args.out = sys.stdout
+    only_json = redirect_stdout(sys.stderr) if getattr(args, "json", False) else nullcontext()
     try:
-        return args.run(args)
+        with only_json:  # what programs and other packages print must not stand before it
+            return args.run(args)
     except LSError as error:
         print(f"ls-strategy {args.subcommand}: error: {error}", file=sys.stderr)
         return 1

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import json
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
@@ -165,3 +166,8 @@ def keep_what_follows_two_dashes(parser: argparse.ArgumentParser) -> None:
         return namespace, unknown
 
     parser.parse_known_args = parse_known_args  # type: ignore[method-assign]
+
+
+def print_json(args: argparse.Namespace, result: Any) -> None:
+    """Print a result where `ls_strategy.extras.cli.main` keeps standard output free for it."""
+    print(json.dumps(result, indent=2), file=getattr(args, "out", None))

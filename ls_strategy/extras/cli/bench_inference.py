@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import importlib
-import json
 import os
 import resource
 import sys
@@ -103,7 +102,7 @@ def run(args: argparse.Namespace) -> int:
         result["perplexity_before"] = before
         result["perplexity_change"] = result["perplexity"] / before - 1
     if rank == 0:
-        print(json.dumps(result, indent=2) if args.json else _table(result))
+        arguments.print_json(args, result) if args.json else print(_table(result))
     if torch.distributed.is_available() and torch.distributed.is_initialized():
         torch.distributed.barrier()
         torch.distributed.destroy_process_group()

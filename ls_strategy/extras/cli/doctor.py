@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 
 from ls_strategy.checked import above
@@ -51,7 +50,7 @@ def run(args: argparse.Namespace) -> int:
     notes = sum(finding.state == "note" for _, finding in findings)
     if args.json:
         listed = [{"topic": topic, **vars(finding)} for topic, finding in findings]
-        print(json.dumps({"ok": not problems, "findings": listed}, indent=2))
+        arguments.print_json(args, {"ok": not problems, "findings": listed})
     else:
         verdict = f"problems: {len(problems)}" if problems else "This machine can train"
         print(f"\n{verdict}; notes: {notes}")

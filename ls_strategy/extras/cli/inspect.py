@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -45,7 +44,7 @@ def run(args: argparse.Namespace) -> int:
     description = description or describe(args.path)
     verified = args.verify and description.has_checksums
     if args.json:
-        print(json.dumps({**description.to_dict(), "verified": verified}, indent=2))
+        arguments.print_json(args, {**description.to_dict(), "verified": verified})
     else:
         print(description.to_text(tensors=args.tensors))
         print(f"{'integrity':<18}{_integrity(description, verified)}")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import json
 import runpy
 import sys
 import traceback
@@ -119,7 +118,7 @@ def run(args: argparse.Namespace) -> int:
             "longest": None if reach is None else reach.to_json(),
             "search": None if found is None else found_json(found),
         }
-        print(json.dumps(result, indent=2))
+        arguments.print_json(args, result)
         return 0 if chosen is not None or (found is not None and found.options) else 1
     print(f"{module}: {numel:,} parameters in {question.precision.name}, batch of one rank: {_shapes(question.batch)}")
     print(table(forecasts, hardware))
