@@ -46,6 +46,8 @@ def pytest_configure() -> None:
     limits.install()
     import ls_strategy.testing
 
+    if "tests.frozen" not in ls_strategy.testing._PRELOAD:
+        ls_strategy.testing._PRELOAD += ["tests.rank_pool", "tests.frozen"]
     if os.environ.get(NATIVE) == "1":
         from tests.native_ranks import spawn_natively
 

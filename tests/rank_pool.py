@@ -49,6 +49,9 @@ T = TypeVar("T")
 MOST_CASES = 100
 """A rank is replaced after so many cases, so that memory which torch and Python keep does not add up."""
 
+THREADS_S = 2.0
+"""So long a rank waits for the end of threads of a case."""
+
 _CLEAN_S = 20.0
 
 _WATCHED = ("ls_strategy", "lightning.pytorch", "lightning.fabric", "torch.distributed", "torch.optim", "torch.utils")
@@ -167,7 +170,7 @@ class _Pool:
 
     def _start(self) -> testing._Rank:
         context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload([*testing._PRELOAD, __name__])  # no effect on a server that already runs
+        context.set_forkserver_preload(testing._PRELOAD)  # no effect on a server that already runs
         parent_end, child_end = context.Pipe()
         process = context.Process(target=_serve, args=(child_end,), name="reused_rank")
         process.start()
@@ -199,7 +202,7 @@ def _serve(connection: Connection) -> None:
     threading.Thread(target=testing._end_with_parent, name="parent-watch", daemon=True).start()
     gc.collect()
     gc.freeze()  # what was imported is not looked at again by every collection
-    before = _Process.now()
+    before = _Process()
     while True:
         try:
             case: _Case = pickle.loads(connection.recv_bytes())  # from our own parent
@@ -224,7 +227,7 @@ def _serve(connection: Connection) -> None:
         for stream in (sys.stdout, sys.stderr):
             with contextlib.suppress(Exception):
                 stream.flush()
-        left = _clean_up() or before.left_behind(_Process.now())
+        left = _clean_up() or before.left_behind()
         connection.send_bytes(pickle.dumps(left))
 
 
@@ -237,7 +240,7 @@ def _clean_up() -> list[str]:
     if dist.is_initialized():
         dist.destroy_process_group()
     gc.collect()
-    deadline = time.monotonic() + limits.wall(2)
+    deadline = time.monotonic() + limits.wall(THREADS_S)
     while threads := [t.name for t in threading.enumerate() if t is not threading.main_thread() and _must_end(t)]:
         if time.monotonic() > deadline:
             return [f"threads {threads}"]
@@ -262,12 +265,8 @@ class _Process:
         self.attention = torch.nn.functional.scaled_dot_product_attention
         self.warnings = list(warnings.filters)
         self.settings = _settings()
-        self.attributes = _attributes()
-
-    @classmethod
-    def now(cls) -> _Process:
-        """Look at this process."""
-        return cls()
+        self.owners: dict[str, _Owner] = {}
+        self.look_for_new()
 
     def restore(self) -> None:
         """Put back the random state, the filters of warnings and attention without sequence parallelism."""
@@ -281,26 +280,72 @@ class _Process:
         warnings.filters[:] = self.warnings  # type: ignore[index]
         warnings._filters_mutated()  # type: ignore[attr-defined]
 
-    def left_behind(self, now: _Process) -> list[str]:
-        """Return what differs ``now``, and take over what has been imported since."""
+    def left_behind(self) -> list[str]:
+        """Return what differs now, and take over what has been imported since."""
+        settings = _settings()
         left = [
-            f"{name} is {now.settings[name]!r}, was {value!r}"
+            f"{name} is {settings[name]!r}, was {value!r}"
             for name, value in self.settings.items()
-            if now.settings[name] != value
+            if settings[name] != value
         ]
-        for owner, attributes in now.attributes.items():
-            known = self.attributes.setdefault(owner, attributes)
-            changed = [name for name, value in attributes.items() if known.get(name, value) is not value]
-            left += [
-                f"{owner}.{name} is another"
-                for name in changed
-                if f"{owner}.{name}" not in _EXPECTED
-                and not getattr(attributes[name], "hooked", False)  # torch wraps `step` with the first optimizer
-            ]
-            left += [f"{owner}.{name} is gone" for name in known if name not in attributes]
-            for name, value in attributes.items():
-                known[name] = value
+        for name, owner in self.owners.items():
+            left += [f"{name}.{what}" for what in owner.changes(name)]
+        self.look_for_new()
         return left
+
+    def look_for_new(self) -> None:
+        """Look at modules, classes and attributes that are not known yet. There are few of them after a case."""
+        for name, module in list(sys.modules.items()):
+            if module is None or not (name.startswith(_WATCHED) or name in _WATCHED_TOO):
+                continue
+            for value in self._owner(name, module).new_attributes():
+                if _is_class(value) and value.__module__ == name:
+                    self._owner(f"{name}.{value.__qualname__}", value).new_attributes()
+
+    def _owner(self, name: str, owner: Any) -> _Owner:
+        if name not in self.owners:
+            self.owners[name] = _Owner(owner)
+        return self.owners[name]
+
+
+class _Owner:
+    """A module or a class, and its functions and classes in whose place a case may have put others."""
+
+    def __init__(self, owner: Any) -> None:
+        self.owner = owner
+        self.size = -1
+        """Of the namespace when it was looked at."""
+        self.known: dict[str, Any] = {}
+
+    def changes(self, name: str) -> list[str]:
+        """Return what is another or gone, and take it over."""
+        namespace, changes = vars(self.owner), []
+        if isinstance(self.owner, types.ModuleType) and sys.modules.get(name, self.owner) is not self.owner:
+            changes.append("* is another: the module was imported again")
+        for each in [each for each, value in self.known.items() if namespace.get(each) is not value]:
+            if each not in namespace:
+                changes.append(f"{each} is gone")
+                del self.known[each]
+                continue
+            value = self.known[each] = namespace[each]
+            # torch wraps `step` with the first optimizer
+            if f"{name}.{each}" not in _EXPECTED and not getattr(value, "hooked", False):
+                changes.append(f"{each} is another")
+        return changes
+
+    def new_attributes(self) -> list[Any]:
+        """Return functions and classes that have come since the last call, if the namespace has grown."""
+        namespace = vars(self.owner)
+        if len(namespace) == self.size:
+            return []
+        self.size, is_module = len(namespace), isinstance(self.owner, types.ModuleType)
+        new = {
+            k: v
+            for k, v in list(namespace.items())
+            if k not in self.known and (type(v) in _CODE or (is_module and (_is_class(v) or k.isupper())))
+        }
+        self.known |= new
+        return list(new.values())
 
 
 def _settings() -> dict[str, Any]:
@@ -327,21 +372,6 @@ def _settings() -> dict[str, Any]:
         "trace": (sys.gettrace(), threading.gettrace()),
         "garbage collection": gc.isenabled(),
     }
-
-
-def _attributes() -> dict[str, dict[str, Any]]:
-    """Return functions and classes by owner, a module or a class, where a case may have put another in their place."""
-    found: dict[str, dict[str, Any]] = {}
-    for name, module in list(sys.modules.items()):
-        if module is None or not (name in _WATCHED_TOO or name.startswith(_WATCHED)):
-            continue
-        values = {k: v for k, v in list(vars(module).items()) if type(v) in _CODE or _is_class(v) or k.isupper()}
-        found[name] = values
-        for value in values.values():
-            if _is_class(value) and value.__module__ == name:
-                attributes = {k: v for k, v in list(vars(value).items()) if type(v) in _CODE}
-                found[f"{name}.{value.__qualname__}"] = attributes
-    return found
 
 
 def _is_class(value: Any) -> bool:

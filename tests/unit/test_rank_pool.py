@@ -115,6 +115,7 @@ def leaves_constant(rank: int, world_size: int) -> None:
 
 
 def leaves_thread(rank: int, world_size: int) -> None:
+    rank_pool.THREADS_S = 0.1  # this one never ends
     threading.Thread(target=time.sleep, args=(600,), daemon=True, name="left").start()
 
 
@@ -142,21 +143,32 @@ LEFT: dict[Callable[..., None], str] = {
 }
 
 
-@pytest.mark.parametrize("leaves", LEFT, ids=lambda fn: fn.__name__)
-def test_what_a_case_leaves_behind_is_named_and_ends_its_ranks(leaves: Callable[..., None]) -> None:
-    before = set(rank_pool.spawn(pid, 2))
-    rank_pool.spawn(leaves, 2)
-    assert not before & set(rank_pool.spawn(pid, 2))
+def leaves_one_each(rank: int, world_size: int) -> None:
+    list(LEFT)[rank](rank, world_size)
+
+
+def test_what_a_case_leaves_behind_is_named_and_ends_its_ranks() -> None:
+    before = rank_pool.spawn(pid, len(LEFT))
+    rank_pool.spawn(leaves_one_each, len(LEFT))
+    assert not set(before) & set(rank_pool.spawn(pid, 1))
     case = os.environ["PYTEST_CURRENT_TEST"].split(" ")[0]
-    for rank in range(2):
-        assert any(line.startswith(f"{case}, rank {rank}: ") and LEFT[leaves] in line for line in rank_pool.left_behind)
+    for rank, (leaves, what) in enumerate(LEFT.items()):
+        found = [line for line in rank_pool.left_behind if line.startswith(f"{case}, rank {rank}: ")]
+        assert any(what in line for line in found), (leaves, found)
+    for each in before:
+        with pytest.raises(ProcessLookupError):
+            os.kill(each, 0)
 
 
-@pytest.mark.parametrize(("fails", "error"), [(raises, KeyError), (dies, RankDiedError), (hangs, RankTimeoutError)])
-def test_ranks_of_a_case_that_fails_are_ended(fails: Callable[..., None], error: type[Exception]) -> None:
+@pytest.mark.parametrize(
+    ("fails", "error", "timeout_s"), [(raises, KeyError, 20), (dies, RankDiedError, 20), (hangs, RankTimeoutError, 0.5)]
+)
+def test_ranks_of_a_case_that_fails_are_ended(
+    fails: Callable[..., None], error: type[Exception], timeout_s: float
+) -> None:
     before = rank_pool.spawn(pid, 2)
     with pytest.raises(error):
-        rank_pool.spawn(fails, 2, timeout_s=5)
+        rank_pool.spawn(fails, 2, timeout_s=timeout_s)
     assert not set(before) & set(rank_pool.spawn(pid, 2))
     for each in before:
         with pytest.raises(ProcessLookupError):
