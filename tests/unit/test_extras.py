@@ -12,7 +12,7 @@ import pytest
 import ls_strategy
 from ls_strategy import extensions
 from ls_strategy.errors import CheckpointError, ConfigError
-from tests.marks import wide
+from tests.processes import Program
 
 PACKAGE = Path(ls_strategy.__file__).parent
 FOLDERS = sorted(path.parent.name for path in (PACKAGE / "extras").glob("*/__init__.py"))
@@ -32,25 +32,49 @@ class Model(L.LightningModule):
     def configure_optimizers(self):
         return torch.optim.AdamW(self.parameters())
 
-model, data = Model(), torch.utils.data.DataLoader(torch.ones(8, 4), batch_size=2)
-before = model.layer.weight.detach().clone()
 def trainer(strategy):
     return L.Trainer(strategy=strategy, accelerator="cpu", devices=1, max_steps=2, logger=False,
         enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False)
-trainer("zero2").fit(model, data)
-assert not torch.equal(before, model.layer.weight)
-loaded = {name.split(".")[2] for name in sys.modules if name.startswith("ls_strategy.extras.")} - {"_lightning"}
-assert loaded <= {"planner"}, loaded  # which explains steps that do not fit into memory
-for strategy, folder in (("zero_auto", "planner"), (dict(deepspeed_config={}), "deepspeed")):
-    absent = not __import__("pathlib").Path(ls_strategy.__file__).parent.joinpath("extras", folder).exists()
-    try:
-        trainer(strategy if isinstance(strategy, str) else ls_strategy.ZeROStrategy(**strategy)).fit(model, data)
-    except ls_strategy.ConfigError as error:
-        assert absent and f"needs ls_strategy.extras.{folder}" in str(error), error
-    else:
-        assert not absent
+
+def fit(absent):
+    model, data = Model(), torch.utils.data.DataLoader(torch.ones(8, 4), batch_size=2)
+    before = model.layer.weight.detach().clone()
+    trainer("zero2").fit(model, data)
+    assert not torch.equal(before, model.layer.weight)
+    loaded = {name.split(".")[2] for name in sys.modules if name.startswith("ls_strategy.extras.")} - {"_lightning"}
+    assert loaded <= {"planner"} - absent, loaded  # which explains steps that do not fit into memory
+    for strategy, folder in (("zero_auto", "planner"), (dict(deepspeed_config={}), "deepspeed")):
+        try:
+            trainer(strategy if isinstance(strategy, str) else ls_strategy.ZeROStrategy(**strategy)).fit(model, data)
+        except ls_strategy.ConfigError as error:
+            assert folder in absent and f"needs ls_strategy.extras.{folder}" in str(error), error
+        else:
+            assert folder not in absent
+"""
+
+ONCE = """
+import pathlib
+extras = pathlib.Path(ls_strategy.__file__).parent / "extras"
+fit({"planner", "deepspeed"} - {path.parent.name for path in extras.glob("*/__init__.py")})
 print("fitted")
 """
+
+BLOCKED = """
+class Absent:
+    def find_spec(self, name, path=None, target=None):
+        if name.startswith("ls_strategy.extras.") and name.split(".")[2] in absent:
+            raise ModuleNotFoundError(f"No module named {name!r}", name=name)
+
+assert not [name for name in sys.modules if name.startswith("ls_strategy.extras.") and "_lightning" not in name]
+absent = set(sys.argv[1:])
+sys.meta_path.insert(0, Absent())
+fit(absent)
+print("fitted without all")
+absent = {"planner"}
+fit(absent)
+print("fitted without one")
+"""
+"""In a process that has imported the strategy, and so what the strategy imports of the extras: nothing."""
 
 
 def without(folders: list[str], parent: Path) -> Path:
@@ -69,13 +93,20 @@ def run(code: str, path: Path) -> str:
     return done.stdout
 
 
-@pytest.mark.parametrize("folder", [*(wide(name) for name in FOLDERS if name != "planner"), "planner"])
+@pytest.mark.wide
+@pytest.mark.parametrize("folder", FOLDERS)
 def test_the_core_trains_without_one_of_its_extras(folder: str, tmp_path: Path) -> None:
-    assert "fitted" in run(FIT, without([folder], tmp_path))
+    assert "fitted" in run(FIT + ONCE, without([folder], tmp_path))
 
 
+@pytest.mark.wide
 def test_the_core_trains_without_all_of_its_extras(tmp_path: Path) -> None:
-    assert "fitted" in run(FIT, without(FOLDERS, tmp_path))
+    assert "fitted" in run(FIT + ONCE, without(FOLDERS, tmp_path))
+
+
+def test_the_core_trains_where_extras_cannot_be_imported() -> None:
+    with Program(FIT + BLOCKED, *FOLDERS) as process:
+        assert process.output().splitlines()[-1] == "fitted without one"
 
 
 @pytest.fixture
@@ -90,7 +121,8 @@ def test_every_offer_of_the_package_can_be_loaded() -> None:
         "    print(name, *(each.__name__ for each in extensions.find_all(name)))"
     )
     expected = ["checkpoint_reader read_if_deepspeed", "deepspeed_config with_config", "planner FitPlanner"]
-    assert sorted(run(code, PACKAGE.parent).splitlines()) == expected
+    with Program(code) as process:
+        assert sorted(process.output().splitlines()) == expected
 
 
 @pytest.mark.usefixtures("offers")
