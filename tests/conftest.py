@@ -17,7 +17,7 @@ import pytest
 import pytest_timeout
 from hypothesis import settings
 
-from tests import limits, rank_pool
+from tests import entry_points, limits, rank_pool
 from tests.marks import DEFAULT, LEFT_OUT
 
 if TYPE_CHECKING:
@@ -128,6 +128,8 @@ def pytest_collection() -> Generator[None, Any, Any]:
     try:
         return (yield)
     finally:
+        if "lightning.fabric" in sys.modules:
+            entry_points.install()
         gc.freeze()
         gc.enable()
 
@@ -135,18 +137,22 @@ def pytest_collection() -> Generator[None, Any, Any]:
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Tests under ``tests/<marker>/`` carry that marker; GPU tests are skipped where there is no GPU."""
-    _mark_all_but_samples(items)
+    names = {item: {mark.name for mark in item.iter_markers()} for item in items}
+    _mark_all_but_samples(items, names)
+    folders: dict[Path, str] = {}
     for item in items:
-        if ROOT not in item.path.parents:
-            continue
-        folder = item.path.relative_to(ROOT).parts[0]
+        if item.path not in folders:
+            inside = ROOT in item.path.parents
+            folders[item.path] = item.path.relative_to(ROOT).parts[0] if inside else ""
+        folder = folders[item.path]
         if folder in FOLDER_MARKERS:
             item.add_marker(folder)
+            names[item].add(folder)
         if folder in OTHER_DEVICES:
             item.add_marker("own_ranks")
-        if item.get_closest_marker("gpu") and not _has_gpu():
+        if folder and "gpu" in names[item] and not _has_gpu():
             item.add_marker(pytest.mark.skip(reason="no CUDA device"))
-    config.stash[DEFAULT] = {item.nodeid: not any(map(item.get_closest_marker, LEFT_OUT)) for item in items}
+    config.stash[DEFAULT] = {item.nodeid: names[item].isdisjoint(LEFT_OUT) for item in items}
     _leave_other_parts(config, items)
 
 
@@ -161,18 +167,26 @@ def _leave_other_parts(config: pytest.Config, items: list[pytest.Item]) -> None:
         config.hook.pytest_deselected(items=others)
 
 
-def _mark_all_but_samples(items: list[pytest.Item]) -> None:
-    """Mark ``sample(n)``: of a test's parameters, ``n`` at equal distances are in the default run, the rest is wide."""
+def _mark_all_but_samples(items: list[pytest.Item], names: dict[pytest.Item, set[str]]) -> None:
+    """Mark ``sample(n)``: of a test's parameters, ``n`` at equal distances are in the default run, the rest is wide.
+
+    Args:
+        items: what was collected.
+        names: of every item's marks; of those that become wide, this is added.
+    """
     parameters = defaultdict(list)
     for item in items:
-        if item.get_closest_marker("sample") and not item.get_closest_marker("slow"):
+        if "sample" in names[item] and "slow" not in names[item]:
             parameters[item.nodeid.split("[")[0]].append(item)
     for same in parameters.values():
-        (count,) = same[0].get_closest_marker("sample").args
+        mark = same[0].get_closest_marker("sample")
+        assert mark is not None
+        (count,) = mark.args
         chosen = {i * len(same) // count for i in range(count)}
         for i, item in enumerate(same):
             if i not in chosen:
                 item.add_marker("wide")
+                names[item].add("wide")
 
 
 def _has_gpu() -> bool:

@@ -6,5 +6,8 @@ the server.
 
 import gc
 
+from tests import entry_points
+
+entry_points.install()
 gc.collect()
 gc.freeze()

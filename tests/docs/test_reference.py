@@ -168,6 +168,7 @@ def test_every_message_is_one_of_the_source() -> None:
         assert found, f"no message of the source begins with {heading!r}"
 
 
+@pytest.mark.wide
 def test_a_message_that_is_gone_is_noticed() -> None:
     """The test above can fail."""
     assert not any(begins("Got nvme_path=..., which is on a tier that does not exist").match(m) for m in messages())

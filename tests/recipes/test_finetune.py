@@ -29,6 +29,7 @@ from recipes.finetune.main import FinetuneCLI, main
 from recipes.finetune.model import AdapterConfig, FinetuneModule, TeacherConfig
 from recipes.finetune.packing import IGNORED, Document, PackedRows, pack
 from recipes.gpt.model import OptimConfig
+from tests.marks import wide
 from tests.recipes import programs
 from tests.trainers import bare_trainer
 
@@ -242,7 +243,7 @@ def test_a_trained_model_is_exported(base: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.usefixtures("lines")
-@pytest.mark.parametrize("options", [{}, {"dora": True}, {"modules_to_save": ["lm_head"]}], ids=str)
+@pytest.mark.parametrize("options", [wide({}, id="{}"), {"dora": True}, {"modules_to_save": ["lm_head"]}], ids=str)
 def test_an_adapter_is_exported_and_merged(base: Path, tmp_path: Path, options: dict[str, Any]) -> None:
     from peft import PeftModel
     from transformers import AutoModelForCausalLM

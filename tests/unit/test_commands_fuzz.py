@@ -61,7 +61,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     (tmp_path / "bad.yaml").write_bytes(b"trainer: \xff\xfe")
     (tmp_path / "five.yaml").write_text("trainer: 5\n")
     (tmp_path / "list.yaml").write_text("- 1\n")
-    (tmp_path / "deep.yaml").write_text("[" * 5000)
+    (tmp_path / "deep.yaml").write_text("[" * 600)
     (tmp_path / "bytes.bin").write_bytes(bytes(range(256)))
     (tmp_path / "utf8.txt").write_text("some text")
     (tmp_path / "empty").write_text("")

@@ -193,6 +193,11 @@ def test_yaml_alone_takes_the_file(tmp_path: Any, ds_config: str) -> None:
     partly = {"stage": 2, "offload": {"step_on": "cpu"}, "parallel": {"expert": 1}}
     config = build(["--config", yaml_file(tmp_path, deepspeed_config=ds_config, **partly)]).config
     assert (config.stage, config.offload) == (2, OffloadConfig(optimizer="cpu", step_on="cpu"))
+    # And the signature is as before.
+    assert pl.strategies.Strategy in ZeROStrategy.__mro__
+    assert ZeROStrategy().config.stage == 3
+    words = ["--trainer.strategy=ls_strategy.ZeROStrategy", "--trainer.strategy.checkpoint.frozen=false"]
+    assert build(words).config.stage == 3
 
 
 @pytest.mark.sample(1)
@@ -208,15 +213,3 @@ def test_a_command_line_that_contradicts_the_file(tmp_path: Any, ds_config: str)
     with pytest.raises(ValueError, match=r"Got stage=3.*zero_optimization\.stage=2"):
         build(["--config", config, "--trainer.strategy.init_args.stage", "3"])
     assert build(["--config", config, "--trainer.strategy.init_args.checkpoint.background", "true"]).config.stage == 2
-
-
-def test_the_signature_is_as_before(tmp_path: Any, ds_config: str) -> None:
-    build(["--config", yaml_file(tmp_path, deepspeed_config=ds_config)])
-    assert pl.strategies.Strategy in ZeROStrategy.__mro__
-    assert ZeROStrategy().config.stage == 3
-    assert (
-        build(
-            ["--trainer.strategy=ls_strategy.ZeROStrategy", "--trainer.strategy.checkpoint.frozen=false"]
-        ).config.stage
-        == 3
-    )

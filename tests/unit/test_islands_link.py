@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import signal
 import socket
-import subprocess
-import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -20,6 +19,7 @@ from ls_strategy.extras.islands import client as client_module
 from ls_strategy.extras.islands import link
 from ls_strategy.extras.islands.client import HubClient
 from ls_strategy.extras.islands.link import HubSilentError
+from tests.processes import Program
 
 PROGRAM = """
 import sys
@@ -35,15 +35,9 @@ EXCHANGE = {"run": None, "round": 0, "ends": False, "steps": 1, "fingerprint": {
 
 
 @contextlib.contextmanager
-def hub(islands: int) -> Iterator[tuple[subprocess.Popen[str], int]]:
-    process = subprocess.Popen([sys.executable, "-c", PROGRAM, str(islands)], stdout=subprocess.PIPE, text=True)
-    assert process.stdout is not None
-    try:
+def hub(islands: int) -> Iterator[tuple[Program, int]]:
+    with Program(PROGRAM, str(islands)) as process:
         yield process, int(process.stdout.readline())
-    finally:
-        process.kill()
-        process.wait()
-        process.stdout.close()
 
 
 @pytest.fixture(autouse=True)
@@ -68,7 +62,7 @@ class Rank:
 
 
 @contextlib.contextmanager
-def two(patience_s: float) -> Iterator[tuple[subprocess.Popen[str], int, list[Rank], ThreadPoolExecutor]]:
+def two(patience_s: float) -> Iterator[tuple[Program, int, list[Rank], ThreadPoolExecutor]]:
     """A hub and two islands that are in."""
     with hub(2) as (process, port), ThreadPoolExecutor(2) as pool:
         ranks = [Rank(port, island, patience_s) for island in (0, 1)]
@@ -84,7 +78,7 @@ def test_a_hub_that_is_stopped_is_reported_by_its_address_and_then_lost() -> Non
     with two(2.0) as (process, port, (first, _), pool):
         asked = pool.submit(first.client.ask, "exchange", EXCHANGE, b"x")
         time.sleep(0.5)
-        process.send_signal(signal.SIGSTOP)
+        os.kill(process.pid, signal.SIGSTOP)
         began = time.monotonic()
         with pytest.raises(HubSilentError, match="it has said nothing for"):
             asked.result(timeout=20)
@@ -93,17 +87,17 @@ def test_a_hub_that_is_stopped_is_reported_by_its_address_and_then_lost() -> Non
         assert f"the hub at 127.0.0.1:{port} has said nothing for" in first.said[0]
         with pytest.raises(StateError, match=f"the hub at 127.0.0.1:{port} does not answer.*Continue or end"):
             first.client.connect()  # the kernel still accepts
-        process.send_signal(signal.SIGCONT)
+        os.kill(process.pid, signal.SIGCONT)
 
 
 def test_a_hub_that_goes_on_in_time_loses_nothing() -> None:
     with two(30.0) as (process, _, (first, second), pool):
         asked = pool.submit(first.client.ask, "exchange", EXCHANGE, b"x")
         time.sleep(0.5)
-        process.send_signal(signal.SIGSTOP)
+        os.kill(process.pid, signal.SIGSTOP)
         while not first.said:
             time.sleep(0.05)
-        process.send_signal(signal.SIGCONT)
+        os.kill(process.pid, signal.SIGCONT)
         assert second.client.ask("exchange", EXCHANGE, b"y")[1] == [b"x"]
         assert asked.result(timeout=20)[1] == [b"y"]
 
@@ -121,11 +115,11 @@ def test_a_hub_that_waits_for_an_island_is_not_silent(monkeypatch: pytest.Monkey
 
 def test_a_hub_that_is_stopped_while_it_receives_is_noticed() -> None:
     with two(2.0) as (process, _, (first, _), pool):
-        process.send_signal(signal.SIGSTOP)
+        os.kill(process.pid, signal.SIGSTOP)
         with pytest.raises(HubSilentError):
             pool.submit(first.client.ask, "exchange", EXCHANGE, bytes(1 << 26)).result(timeout=20)
         assert len(first.said) == 1
-        process.send_signal(signal.SIGCONT)
+        os.kill(process.pid, signal.SIGCONT)
 
 
 @pytest.mark.wide

@@ -31,7 +31,7 @@ def test_an_edit_applies_and_leaves_a_program(mutation: Mutation) -> None:
     before = (ROOT / mutation.file).read_text()
     assert before.count(mutation.old) == 1
     after = before.replace(mutation.old, mutation.new)
-    assert ast.dump(_parsed(after)) != _dumped(mutation.file), "only comments or layout change"
+    assert _differ(before, _tree(mutation.file), after, _parsed(after)), "only comments or layout change"
 
 
 @pytest.mark.parametrize("mutation", MUTATIONS, ids=lambda m: m.name)
@@ -106,9 +106,30 @@ def _tree(file: str) -> ast.Module:
     return _parsed((ROOT / file).read_text())
 
 
-@cache
-def _dumped(file: str) -> str:
-    return ast.dump(_tree(file))
+def _differ(before: str, old: ast.Module, after: str, new: ast.Module) -> bool:
+    """Whether two texts are different programs. Statements of the same text need no look at their trees."""
+    if len(old.body) != len(new.body):
+        return True
+    pairs = zip(_statements(before, old), _statements(after, new), strict=True)
+    return any(x != y and ast.dump(a) != ast.dump(b) for (x, a), (y, b) in pairs)
+
+
+def _statements(text: str, tree: ast.Module) -> list[tuple[list[str], ast.stmt]]:
+    """Statements of a module, with the lines of each."""
+    lines = text.splitlines()
+    starts = [min([node.lineno, *(each.lineno for each in getattr(node, "decorator_list", ()))]) for node in tree.body]
+    return [(lines[start - 1 : node.end_lineno], node) for start, node in zip(starts, tree.body, strict=True)]
+
+
+def test_comments_and_layout_are_no_edit() -> None:
+    def differ(before: str, after: str) -> bool:
+        return _differ(before, _parsed(before), after, _parsed(after))
+
+    text = "x = 1\n@f\ndef g():\n    return 2\n"
+    assert not differ(text, "x = 1  # one\n\n@f\ndef g():\n    # two\n    return (2)\n")
+    assert differ(text, text.replace("@f", "@h"))
+    assert differ(text, text.replace("2", "3"))
+    assert differ(text, text + "y = 1\n")
 
 
 def _marks_of_module(tree: ast.Module) -> Iterator[str]:

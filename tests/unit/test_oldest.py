@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import re
+from collections.abc import Iterator
 from functools import cache
 from itertools import chain
 from pathlib import Path
@@ -47,8 +48,18 @@ def file_of(module: str) -> Path | None:
 @cache
 def imported(file: Path) -> frozenset[tuple[str, str]]:
     """Module and name of each ``from module import name``, at the top of a file or in its functions."""
-    found = ast.walk(ast.parse(file.read_text()))
+    found = statements(ast.parse(file.read_text()))
     return frozenset((n.module, a.name) for n in found if isinstance(n, ast.ImportFrom) and n.module for a in n.names)
+
+
+def statements(tree: ast.Module) -> Iterator[ast.AST]:
+    """All statements and what holds some; in expressions, most of a tree, there are none."""
+    ahead: list[ast.AST] = [tree]
+    while ahead:
+        node = ahead.pop()
+        yield node
+        for part in ("body", "orelse", "finalbody", "handlers", "cases"):
+            ahead += getattr(node, part, ())
 
 
 @cache
@@ -60,7 +71,9 @@ def public() -> dict[str, str]:
 def private_names(file: Path) -> set[str]:
     """Names of torch and Lightning without a promise that a file takes from where they are kept."""
     own = {f"{module}.py" for module in (name.rsplit(".", 1)[-1] for name in PRIVATE)}
-    return set() if file.name in own else {name for module, name in imported(file) if module in PRIVATE}
+    if file.name in own or not any(f"from {module} import" in file.read_text() for module in PRIVATE):
+        return set()
+    return {name for module, name in imported(file) if module in PRIVATE}
 
 
 def modules_of(file: Path) -> set[Path]:

@@ -102,7 +102,9 @@ def config(tmp_path, monkeypatch):
 
 
 def test_a_plan_in_json(config, capsys):
-    assert run(config, "--gpus", 8, "--gpu-memory", "2GB", "--json") == 0
+    """It has one amount of states and of traffic, in both of its tables."""
+    more = ("--scaling", "--", "--trainer.accumulate_grad_batches=2")
+    assert run(config, "--gpus", 8, "--gpu-memory", "2GB", "--json", *more) == 0
     told = json.loads(capsys.readouterr().out)
     assert told["parameters"] == 8 * 128 + 128 + 3 * (128 * 128 + 128)
     assert told["ranks"] == 8
@@ -113,6 +115,13 @@ def test_a_plan_in_json(config, capsys):
     first = told["strategies"][0]
     assert first["fits"]
     assert first["states"]["device"]["optimizer"] >= 8 * told["parameters"]
+    table = {row["name"]: row for row in told["strategies"]}
+    rows = [row for row in told["scaling"] if row["ranks"] == 8]
+    assert len(rows) == 4
+    for row in rows:
+        same = table[f"zero{row['stage']}"]
+        assert row["sent_bytes"] == same["sent_bytes_per_step"]
+        assert row["state_bytes"] == sum(sum(kinds.values()) for kinds in same["states"].values())
 
 
 @pytest.mark.wide
@@ -225,18 +234,6 @@ def test_a_program_that_cannot_begin_says_so_and_how_to_change_it(config):
     with pytest.raises(ConfigError, match=r"prog ended with OSError .* cannot download there.* after --"):
         run(config, "--", "--data.source=there")
     assert run(config, "--json", "--", "--data.source=here") == 0
-
-
-def test_one_output_has_one_amount_of_states_and_traffic(config, capsys):
-    run(config, "--gpus", 64, "--scaling", "--json", "--", "--trainer.accumulate_grad_batches=2")
-    told = json.loads(capsys.readouterr().out)
-    table = {row["name"]: row for row in told["strategies"]}
-    rows = [row for row in told["scaling"] if row["ranks"] == 64]
-    assert len(rows) == 4
-    for row in rows:
-        same = table[f"zero{row['stage']}"]
-        assert row["sent_bytes"] == same["sent_bytes_per_step"]
-        assert row["state_bytes"] == sum(sum(kinds.values()) for kinds in same["states"].values())
 
 
 def test_what_is_no_program(config, tmp_path):
