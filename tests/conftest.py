@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import logging
 import os
 import sys
 import threading
@@ -15,6 +16,7 @@ from zlib import crc32
 
 import pytest
 import pytest_timeout
+from _pytest.logging import catching_logs
 from hypothesis import settings
 
 from tests import entry_points, limits, rank_pool
@@ -44,6 +46,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def pytest_configure() -> None:
     """Let limits know how busy the machine is, and replace `spawn` before a module of tests imports it."""
     limits.install()
+    if "attached_loggers" in catching_logs.__slots__:
+        catching_logs.__enter__ = _catch_at_the_root  # type: ignore[method-assign]
     import ls_strategy.testing
 
     if "tests.frozen" not in ls_strategy.testing._PRELOAD:
@@ -54,6 +58,18 @@ def pytest_configure() -> None:
         ls_strategy.testing.spawn = spawn_natively
     else:
         ls_strategy.testing.spawn = rank_pool.spawn
+
+
+def _catch_at_the_root(self: Any) -> Any:
+    """As in versions of pytest that do not go through all loggers of the process, thousands, six times a test."""
+    root = logging.getLogger()
+    if self.level is not None:
+        self.handler.setLevel(self.level)
+        self.orig_level = root.level
+        root.setLevel(min(self.orig_level, self.level))
+    root.addHandler(self.handler)
+    self.attached_loggers.append(root)
+    return self.handler
 
 
 @pytest.hookimpl(tryfirst=True)
@@ -90,7 +106,7 @@ def pytest_timeout_set_timer(item: Any, settings: Any) -> bool | None:
     if settings.method != "thread":
         return None
     act = partial(pytest_timeout.timeout_timer, item, settings)
-    item.cancel_timeout = limits.after(settings.timeout, act, f"pytest_timeout {item.nodeid}")
+    item.cancel_timeout = limits.after(settings.timeout, act)
     return True
 
 

@@ -12,6 +12,7 @@ import subprocess
 import threading
 import time
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 _SLOWEST = 10.0
@@ -57,21 +58,45 @@ def install() -> None:
     ls_strategy.testing.clock = clock
 
 
-def after(seconds: float, act: Callable[[], Any], name: str) -> Callable[[], None]:
-    """Call ``act`` on a thread when the clock has gone on by ``seconds``. Returns what cancels it."""
-    end, cancelled = clock() + seconds, threading.Event()
+class _Alarms:
+    """One thread that waits for the ends of all limits: starting and joining one takes as long as many a test."""
 
-    def wait() -> None:
-        while not cancelled.wait(max(min(end - clock(), 1.0), 0.01)):
-            if clock() >= end:
+    def __init__(self) -> None:
+        self._changed = threading.Condition()
+        self._due: dict[object, tuple[float, Callable[[], Any]]] = {}
+        self._thread = threading.Thread()
+
+    def add(self, end: float, act: Callable[[], Any]) -> Callable[[], None]:
+        key = object()
+        with self._changed:
+            self._due[key] = end, act
+            if not self._thread.is_alive():  # nor in a fork of the process that started it
+                self._thread = threading.Thread(target=self._wait, name="limits", daemon=True)
+                self._thread.start()
+            elif end - clock() < _POLL_S:
+                self._changed.notify()
+        return partial(self._cancel, key)
+
+    def _cancel(self, key: object) -> None:
+        with self._changed:
+            self._due.pop(key, None)
+
+    def _wait(self) -> None:
+        while True:
+            with self._changed:
+                now = clock()
+                over = [self._due.pop(key)[1] for key, (end, _) in list(self._due.items()) if end <= now]
+                if not over:
+                    first = min((end for end, _ in self._due.values()), default=now + _POLL_S)
+                    self._changed.wait(min(max(first - now, 0.01), _POLL_S))
+            for act in over:
                 act()
-                return
 
-    thread = threading.Thread(target=wait, name=name, daemon=True)
-    thread.start()
 
-    def cancel() -> None:
-        cancelled.set()
-        thread.join()
+_POLL_S = 1.0
+_alarms = _Alarms()
 
-    return cancel
+
+def after(seconds: float, act: Callable[[], Any]) -> Callable[[], None]:
+    """Call ``act`` on a thread when the clock has gone on by ``seconds``. Returns what cancels it."""
+    return _alarms.add(clock() + seconds, act)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import threading
 import time
 
 import pytest
@@ -55,6 +56,17 @@ def test_ranks(busy: bool) -> None:
         return
     with pytest.raises(RankTimeoutError, match=r"(?s)no report within 1 s.*test_limits\.py.* in sleep|still starting"):
         spawn(sleep, 2, 60.0, timeout_s=1, init_process_group=False)
+
+
+def test_alarms() -> None:
+    """The later one is set first, and one is cancelled."""
+    rang, last = [], threading.Event()
+    limits.after(0.3, lambda: (rang.append("later"), last.set()))
+    cancel = limits.after(0.1, lambda: rang.append("cancelled"))
+    limits.after(0.05, lambda: rang.append("soon"))
+    cancel()
+    assert last.wait(limits.wall(20))
+    assert rang == ["soon", "later"]
 
 
 @pytest.mark.timeout(1)

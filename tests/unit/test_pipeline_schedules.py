@@ -20,6 +20,7 @@ from ls_strategy.parallel.pipeline.schedules import (
 )
 from ls_strategy.parallel.pipeline.simulate import Costs, simulate
 from tests import papers
+from tests.marks import few_or_all
 
 RANKS = (1, 2, 4, 8)
 
@@ -28,8 +29,13 @@ def sizes() -> list[tuple[int, int]]:
     return [(p, m) for p in RANKS for m in range(p, 17)]
 
 
+COSTS = (Costs(), Costs(forward=1, inputs=1.3, weights=0.6, message=0.2), Costs(message=5))
+
+
 @pytest.mark.parametrize("schedule", SCHEDULES)
-def test_every_table_is_complete_and_ends(schedule: str) -> None:
+@pytest.mark.parametrize("at_a_time", few_or_all(1, len(COSTS)))
+def test_every_table_is_complete_and_ends(at_a_time: int, schedule: str) -> None:
+    """With a few, tables get the costs in turn."""
     numbers = {"interleaved_1f1b": (2, 3, 4), "zero_bubble": (1, 2, 3)}.get(schedule, (None,))
     for ranks, count in sizes():
         for per_rank in numbers:
@@ -38,8 +44,8 @@ def test_every_table_is_complete_and_ends(schedule: str) -> None:
                     make_table(schedule, ranks, count)
                 continue
             table = make_table(schedule, ranks, count, per_rank)
-            for costs in (Costs(), Costs(forward=1, inputs=1.3, weights=0.6, message=0.2), Costs(message=5)):
-                simulate(table, costs)
+            for turn in range(at_a_time):
+                simulate(table, COSTS[(ranks + count + (per_rank or 0) + turn) % len(COSTS)])
 
 
 def test_forward_tables_end_and_wait_little() -> None:
