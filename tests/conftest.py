@@ -47,7 +47,7 @@ def pytest_configure() -> None:
     """Let limits know how busy the machine is, and replace `spawn` before a module of tests imports it."""
     limits.install()
     if "attached_loggers" in catching_logs.__slots__:
-        catching_logs.__enter__ = _catch_at_the_root  # type: ignore[method-assign]
+        catching_logs.__enter__ = _catch_logs  # type: ignore[method-assign]
     import ls_strategy.testing
 
     if "tests.frozen" not in ls_strategy.testing._PRELOAD:
@@ -60,15 +60,20 @@ def pytest_configure() -> None:
         ls_strategy.testing.spawn = rank_pool.spawn
 
 
-def _catch_at_the_root(self: Any) -> Any:
-    """As in versions of pytest that do not go through all loggers of the process, thousands, six times a test."""
+def _catch_logs(self: Any) -> Any:
+    """Catch logs at the root, and those of Lightning, which do not get there.
+
+    Pytest itself goes through all loggers of the process, thousands, six times a test.
+    """
     root = logging.getLogger()
     if self.level is not None:
         self.handler.setLevel(self.level)
         self.orig_level = root.level
         root.setLevel(min(self.orig_level, self.level))
-    root.addHandler(self.handler)
-    self.attached_loggers.append(root)
+    for logger in (root, *map(logging.getLogger, ("lightning.pytorch", "lightning.fabric"))):
+        if logger is root or not logger.propagate:
+            logger.addHandler(self.handler)
+            self.attached_loggers.append(logger)
     return self.handler
 
 
