@@ -29,6 +29,7 @@ from ls_strategy.tiers.nvme import NVMeTier
 from tests.dist.parallel_runs import Module, Run
 from tests.dist.ranks import quiet
 from tests.live_bytes import LiveBytes
+from tests.marks import wide
 from tests.trainers import bare_trainer
 
 FULL = RecomputeConfig(policy="full")
@@ -248,7 +249,7 @@ def question_of(planned: Planned) -> Question:
 @pytest.mark.parametrize(
     ("names", "short"),
     [
-        ((), True),
+        wide((), True),
         (("blocks.*.attention_norm",), True),
         (("blocks.7.attention_norm",), False),
         (tuple(f"blocks.{i}.attention_norm" for i in range(8)), False),
