@@ -93,7 +93,7 @@ def resolve_plan(  # noqa: PLR0913  (sizes of groups, one by one)
     """
     config = config or ZeROConfig()
     weights = tuple(weights) if len(set(weights)) > 1 else ()
-    setting = _Setting(
+    setting = _PlanSetting(
         policy=policy,
         config=config,
         world_size=world_size,
@@ -132,7 +132,7 @@ class _Together(NamedTuple):
 
 
 @dataclass(frozen=True)
-class _Setting:
+class _PlanSetting:
     """What all buffers of a plan have in common."""
 
     policy: StagePolicy
