@@ -203,10 +203,14 @@ class _Hops:
         lengths = [numel for numel, _ in self._arriving]
         sums = self._borrow(sum(lengths), torch.float32).split(lengths)
         for out, arriving in zip(sums, self._arriving, strict=True):
-            for lo, hi, part in self._added(arriving):
-                out[lo:hi].copy_(part)
+            self._add_into(out, arriving)
         self._comm.pool.give(before)
         return sums
+
+    def _add_into(self, out: Tensor, arriving: Sum) -> None:
+        """Write a sum to ``out``. A function, so that the memory of one sum's parts is free before the next sum's."""
+        for lo, hi, part in self._added(arriving):
+            out[lo:hi].copy_(part)
 
     def _added(self, arriving: Sum) -> Iterator[tuple[int, int, Tensor]]:
         """Yield a sum part by part: where it begins and ends, and its values, which the next one overwrites."""
