@@ -206,10 +206,11 @@ class Saves(pl.Callback):
         trainer.save_checkpoint(f"{self.folder}/{trainer.global_step}")
 
 
-def saved(device: torch.device, stage: int, **offload: str) -> list[Any]:
+def saved(device: torch.device, stage: int, format: str = "sharded", **offload: str) -> list[Any]:
     """Train and save in the background, then resume from each save; return what the runs ended with."""
     with tempfile.TemporaryDirectory(prefix="ls_strategy_") as folder:
-        options = {"stage": stage, "checkpoint": {"background": True}, **({"offload": offload} if offload else {})}
+        options = {"stage": stage, "checkpoint": {"background": True, "format": format}}
+        options |= {"offload": offload} if offload else {}
         ends = [fit(device, options, {"callbacks": [Saves(folder)]})]
         ends += [fit(device, options, resume=f"{folder}/{step}") for step in (1, 3)]
         return [end["weights"] for end in ends]

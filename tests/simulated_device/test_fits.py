@@ -53,7 +53,7 @@ def test_streamed_inference_is_that_of_the_cpu(tier: str) -> None:
 
 
 @pytest.mark.sample(1)
-@pytest.mark.parametrize("program", [(saved, 2), (saved, 3), (saved_through_device,)])
+@pytest.mark.parametrize("program", [(saved, 2), (saved, 3), (saved, 2, "file"), (saved_through_device,)])
 def test_a_save_in_the_background_is_that_of_its_step(program: tuple[Any, ...]) -> None:
     on_device = run(*program)
     assert on_device.hazards == []

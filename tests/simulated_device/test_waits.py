@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from tests.simulated_device.device import run
-from tests.simulated_device.waits import WAITS, Wait, WaitNotFoundError, program_of, without
+from tests.simulated_device.waits import WAITS, Wait, WaitNotFoundError, place_of, program_of, without
 
 
 def same(one: Any, other: Any) -> bool:
@@ -18,6 +18,13 @@ def same(one: Any, other: Any) -> bool:
     if isinstance(one, dict):
         return all(same(one[key], other[key]) for key in one)
     return all(map(same, one, other)) if isinstance(one, list) else one == other
+
+
+def test_every_wait_stands_where_it_is_taken_out() -> None:
+    """A wait that has moved would be looked at by the slow run only."""
+    for wait in WAITS:
+        _, source = place_of(wait)
+        assert wait.line in source
 
 
 @pytest.mark.slow

@@ -59,13 +59,13 @@ WAITS = (
     Wait("activations.storage", "self._wait(region.copying.wait_on_host)", "pass", "activations on cpu"),
     Wait("activations.storage", "region.copying.wait_on_host()", "pass", "activations on nvme", "finish"),
     Wait("activations.storage", "busy.wait_on_host()  # I/O", "pass  # I/O", "activations on nvme"),
-    Wait("distributed.buffer_pool", "copy.wait_on_host()", "pass", "crowded"),
+    Wait("distributed.buffer_pool", "copy.wait_on_host()", "pass", "crowded", "_take_back"),
     Wait("extras.inference.storage", "arrival.wait_on_host()", "pass", "streamed cpu"),
     Wait("extras.inference.storage", "self._buffers.link.mark()", "None", "streamed cpu"),
     Wait("zero.flat.averages", "arrival.wait_on_host()", "pass", "stage 3, all on cpu"),
     Wait("zero.flat.averages", "to_device(mine, out).wait_on_device()", "to_device(mine, out)", GRADIENTS_ADDED),
     Wait("zero.flat.flat_buffer", "self.arriving.wait_on_device()", "pass", "stage 2, cpu, step on cpu"),
-    Wait("zero.flat.averages", "self.wait()", "pass", "stage 3, all on nvme, clipping", "sums"),
+    Wait("zero.flat.averages", "self.wait()", "pass", "stage 3, all on nvme, clipping", "_recorded"),
     Wait("zero.flat.storage", "pending.result()", "pass", "stage 3, all on nvme, clipping"),
     Wait("zero.flat.storage", "arrival.wait_on_host()", "pass", "stage 3, all on nvme"),
     Wait("zero.flat.flat_buffer", "arrival.wait_on_device()", "pass", "stage 3, all on cpu"),
@@ -80,23 +80,31 @@ def without(device: torch.device, wait: Wait, program: Callable[..., Any], *args
 
 
 def remove(wait: Wait) -> None:
-    """Replace the line in every function of its module, in this process."""
+    """Take the wait out of the function that it is in, in this process."""
+    function, source = place_of(wait)
+    _replace(function, source.replace(wait.line, wait.without))
+
+
+def place_of(wait: Wait) -> tuple[types.FunctionType, str]:
+    """Return the function that the wait is in, and its source.
+
+    Raises:
+        WaitNotFoundError: it is in none, or in several.
+    """
     module = importlib.import_module(f"ls_strategy.{wait.module}")
-    changed = 0
-    for owner in [
-        module,
-        *(c for c in vars(module).values() if inspect.isclass(c) and c.__module__ == module.__name__),
-    ]:
+    classes = [c for c in vars(module).values() if inspect.isclass(c) and c.__module__ == module.__name__]
+    places: list[tuple[types.FunctionType, str]] = []
+    for owner in (module, *classes):
         for name, value in list(vars(owner).items()):
             found = inspect.unwrap(value) if callable(value) else value
-            if not isinstance(found, types.FunctionType) or found.__module__ != module.__name__:
-                continue
+            if not isinstance(found, types.FunctionType) or found.__code__.co_filename != module.__file__:
+                continue  # imported, or generated as those of dataclasses are
             source = textwrap.dedent(inspect.getsource(found))
             if source.count(wait.line) == 1 and wait.function in ("", name):
-                changed += 1
-                _replace(found, source.replace(wait.line, wait.without))
-    if changed != 1:
-        raise WaitNotFoundError(f"{wait}: stands {changed} times")
+                places.append((found, source))
+    if len(places) != 1:
+        raise WaitNotFoundError(f"{wait}: stands {len(places)} times")
+    return places[0]
 
 
 def _replace(function: types.FunctionType, source: str) -> None:
