@@ -19,7 +19,7 @@ from ls_strategy.extras.callbacks import Monitor
 from ls_strategy.moe.feed_forward import FeedForward
 from ls_strategy.moe.layer import MoE
 from ls_strategy.moe.losses import moe_losses
-from ls_strategy.zero.step import optimizer as step_optimizer
+from ls_strategy.zero.step import fused_updater
 from tests import models
 from tests.gpu.communicator import through_communicator
 from tests.gpu.watch import LATE, HostWaits
@@ -79,7 +79,7 @@ def fitted(
     """Train with our updates everywhere, since torch's round differently. ``late``: a key of `LATE`."""
     with ExitStack() as stack:
         if device.type == NAME:  # where they are not compiled, but have a reference
-            stack.enter_context(mock.patch.object(step_optimizer, "native_available", return_value=True))
+            stack.enter_context(mock.patch.object(fused_updater, "native_available", return_value=True))
         if late is not None:
             stack.enter_context(LATE[late](*(() if sleep is None else (sleep,))))
         found = fit(device, options, trainer, habit, fused=None)

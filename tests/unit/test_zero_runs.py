@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from torch import nn
 
 from ls_strategy.zero.step.optimizer_state import ELEMENTWISE, OptimizerStates
-from ls_strategy.zero.step.runs import Runs
+from ls_strategy.zero.step.runs import Run, compose
+from ls_strategy.zero.step.torch_updater import TorchUpdater
 from tests.unit.one_rank import engine_on, steps
 
 NAMES = "abcde"
@@ -26,7 +29,7 @@ class Five(nn.Module):
         return self.linear(x) + sum(self.get_parameter(name).sum() for name in "abde")
 
 
-def runs_of(*, cuts: bool = True) -> tuple[Runs, OptimizerStates, nn.Module]:
+def states_of(*, cuts: bool = True) -> tuple[OptimizerStates, TorchUpdater, nn.Module]:
     model = Five()
     vectors = [getattr(model, name) for name in NAMES]
     groups = [{"params": vectors[:4]}, {"params": vectors[4:]}]
@@ -35,79 +38,85 @@ def runs_of(*, cuts: bool = True) -> tuple[Runs, OptimizerStates, nn.Module]:
     for hook in engine.optimizers[0].hooks:
         hook.remove()
     states = engine.optimizers[0].sharded.states
-    return Runs(optimizer, states, None, [False], cuts=cuts), states, model
+    return states, TorchUpdater(optimizer, states, cuts=cuts), model
 
 
-def spans(runs: Runs) -> list[tuple[int, int]]:
+def runs_of(
+    states: OptimizerStates, updater: TorchUpdater, used: list[bool] | None = None, *, cuts: bool = True
+) -> list[Run]:
+    composed = compose(states, used or [True] * 5, [updater] * 5, cuts=cuts)
+    assert all(by is updater for by, _ in composed)
+    return [run for _, run in composed]
+
+
+def spans(runs: list[Run]) -> list[tuple[int, int]]:
     return [(r.start // 16, r.stop // 16) for r in runs]
 
 
 def test_parameters_of_one_group_are_one_run() -> None:
-    runs, _, _model = runs_of()
-    runs.compose([True] * 5, frozenset())
+    states, updater, _model = states_of()
+    runs = runs_of(states, updater)
     assert spans(runs) == [(0, 4), (4, 5)]
     assert [r.group for r in runs] == [0, 1]
 
 
 def test_an_unused_parameter_parts_two_runs() -> None:
-    runs, _, _model = runs_of()
-    runs.compose([True, True, False, True, True], frozenset())
-    assert spans(runs) == [(0, 2), (3, 4), (4, 5)]
-
-
-def test_a_dropped_parameter_is_in_no_run() -> None:
-    runs, _, _model = runs_of()
-    runs.compose([True] * 5, frozenset({0}))
-    assert spans(runs) == [(1, 4), (4, 5)]
+    states, updater, _model = states_of()
+    assert spans(runs_of(states, updater, [True, True, False, True, True])) == [(0, 2), (3, 4), (4, 5)]
 
 
 def test_parameters_with_other_states_are_in_another_run() -> None:
-    runs, states, _model = runs_of()
+    states, updater, _model = states_of()
     states.entries[1] = {"step": torch.tensor(3.0)}
-    runs.compose([True] * 5, frozenset())
-    assert spans(runs) == [(0, 1), (1, 2), (2, 4), (4, 5)]
+    assert spans(runs_of(states, updater)) == [(0, 1), (1, 2), (2, 4), (4, 5)]
 
 
-def test_without_cuts_each_parameter_is_a_run_in_its_shape() -> None:
-    runs, _, _model = runs_of(cuts=False)
-    runs.compose([True] * 5, frozenset())
-    assert spans(runs) == [(n, n + 1) for n in range(5)]
+def test_without_cuts_each_parameter_is_a_run() -> None:
+    states, updater, _model = states_of(cuts=False)
+    assert spans(runs_of(states, updater, cuts=False)) == [(n, n + 1) for n in range(5)]
 
 
-def test_the_same_arguments_keep_the_runs() -> None:
-    runs, _, _model = runs_of()
-    runs.compose([True] * 5, frozenset())
-    before = list(runs)
-    runs.compose([True] * 5, frozenset())
-    assert all(a is b for a, b in zip(before, runs, strict=True))
+def test_a_parameter_that_is_not_stepped_in_runs_parts_two() -> None:
+    states, updater, _model = states_of()
+    full = SimpleNamespace(in_runs=False)
+    composed = compose(states, [True] * 5, [updater, full, updater, updater, updater], cuts=True)
+    assert spans([run for _, run in composed]) == [(0, 1), (2, 4), (4, 5)]
+
+
+def test_each_run_is_of_one_updater() -> None:
+    states, updater, _model = states_of()
+    other = SimpleNamespace(in_runs=True)
+    composed = compose(states, [True] * 5, [updater, other, other, other, other], cuts=True)
+    assert [by is updater for by, _ in composed] == [True, False, False]
 
 
 def test_groups_hold_runs_inside_and_parameters_outside() -> None:
-    runs, _, _model = runs_of()
-    runs.compose([True] * 5, frozenset())
-    optimizer = runs._optimizer
+    states, updater, _model = states_of()
+    updater.prepare(runs_of(states, updater))
+    optimizer = updater._optimizer
     outside = [id(p) for g in optimizer.param_groups for p in g["params"]]
-    with runs.shown():
+    with updater.stepping():
         assert [[p.numel() for p in g["params"]] for g in optimizer.param_groups] == [[64], [16]]
         assert all(p.grad is not None for g in optimizer.param_groups for p in g["params"])
     assert [id(p) for g in optimizer.param_groups for p in g["params"]] == outside
 
 
 def test_groups_hold_parameters_again_after_an_error() -> None:
-    runs, _, _model = runs_of()
-    runs.compose([True] * 5, frozenset())
-    with pytest.raises(ArithmeticError), runs.shown():
+    states, updater, _model = states_of()
+    updater.prepare(runs_of(states, updater))
+    with pytest.raises(ArithmeticError), updater.stepping():
         raise ArithmeticError
-    assert [len(g["params"]) for g in runs._optimizer.param_groups] == [4, 1]
+    assert [len(g["params"]) for g in updater._optimizer.param_groups] == [4, 1]
 
 
-def test_dissolved_states_are_those_of_the_parameters() -> None:
-    runs, states, _model = runs_of()
-    runs.compose([True, True, False, True, True], frozenset())
-    with runs.shown():
-        runs._optimizer.step()
-    runs.dissolve()
-    assert list(runs) == []
+def test_collected_states_are_those_of_the_parameters() -> None:
+    states, updater, _model = states_of()
+    updater.prepare(runs_of(states, updater, [True, True, False, True, True]))
+    with updater.stepping():
+        updater._optimizer.step()
+    assert len(updater.tensors()) > 0
+    updater.collect()
+    assert updater.tensors() == []
     assert sorted(states.entries) == [0, 1, 3, 4]
     assert states.entries[3]["square_avg"] is ELEMENTWISE
     assert states.entries[3]["step"].item() == 1.0

@@ -44,8 +44,8 @@ def update_of(engine: Engine) -> Update:
     backward(engine, 0)
     engine.finish(0)
     sharded = engine.optimizers[0].sharded
-    sharded.compose([True] * len(sharded.pieces), shown=False)
-    return sharded.fused_updates(None)[0]
+    sharded.prepare([True] * len(sharded.pieces), shown=False)
+    return sharded.fused.updates(None)[0]
 
 
 @pytest.mark.parametrize("moments", ["fp32", "bf16", "int8"])

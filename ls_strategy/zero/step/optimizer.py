@@ -6,16 +6,16 @@ view per parameter, the range of it that this rank steps. While ``step`` runs, t
 (`runs.py`), so that the optimizer steps a few long tensors instead of many short ones. For an element-wise optimizer
 the result is the same; `elementwise.py` tests that.
 
-Runs are stepped by the optimizer's own ``step``, or by a fused update (`fused_optimizers.py`) for classes that have
-one. States on the NVMe tier need a fused update, since ``step`` needs all states in memory at once.
+Several updaters step the parameters (`updater.py`): the optimizer's own ``step``, a fused operation for classes that
+have one, and the owner of a tensor that needs to be full. This is a list of them, and what is common to all.
 """
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
+from functools import partial
 from operator import is_
 from types import TracebackType
 from typing import Any
@@ -27,23 +27,19 @@ from torch.optim import Optimizer
 from ls_strategy.config import MomentFormat
 from ls_strategy.distributed.mesh import Mesh
 from ls_strategy.errors import PlanError
-from ls_strategy.layout import round_up
 from ls_strategy.ops.update import native_available
-from ls_strategy.plan import MOMENT_BYTES
-from ls_strategy.tiers import TIERS
-from ls_strategy.tiers.stream import Stream
 from ls_strategy.zero.flat.flat_buffer import FlatBuffer
-from ls_strategy.zero.flat.states import UpdateState
 from ls_strategy.zero.step.elementwise import is_elementwise, takes_closure
-from ls_strategy.zero.step.fused_optimizers import kernel_for, kernels_of
+from ls_strategy.zero.step.fused_optimizers import kernel_for
+from ls_strategy.zero.step.fused_updater import FusedUpdater
 from ls_strategy.zero.step.logit_clip import clip_logits, may_clip_logits
 from ls_strategy.zero.step.optimizer_state import OptimizerStates
-from ls_strategy.zero.step.runs import Run, Runs
-from ls_strategy.zero.step.split_step import streamed_states
-from ls_strategy.zero.step.states import FlatStates
-from ls_strategy.zero.step.update import Update, UpdatePart
+from ls_strategy.zero.step.runs import compose
+from ls_strategy.zero.step.torch_updater import TorchUpdater
+from ls_strategy.zero.step.update import Update
+from ls_strategy.zero.step.updater import UPDATERS, StepArguments, Updater
 from ls_strategy.zero.step.whole_groups import steps_one_by_one, whole_groups
-from ls_strategy.zero.step.whole_tensors import WholeTensors, splits_tensors_of
+from ls_strategy.zero.step.whole_tensors import FullTensorUpdater, splits_tensors_of
 from ls_strategy.zero.user_code.optimizer_state import ShardedState, replaced_states, sharded_state
 
 
@@ -64,24 +60,21 @@ class ShardedOptimizer:
         self.shows_pieces = bool(mesh.shape.kinds)
         """Whether the groups hold pieces between two steps, instead of the model's parameters."""
         self.takes_closure = takes_closure(optimizer)
-        self._kernels = kernels_of(optimizer)
-        """The fused update of every group."""
-        self.is_mixed = len(set(map(bool, self._kernels))) > 1
-        """Whether fused updates step some groups only. Then masters are published after both have stepped."""
-        self._group_of = {id(p): g for g, group in enumerate(optimizer.param_groups) for p in group["params"]}
-        self._moment_format: MomentFormat = moment_format
-        self._fused_flats = [self._takes_fused_update(flat) for flat in flats]
-        for flat, fused in zip(flats, self._fused_flats, strict=True):
-            flat.averages.folds_factors = fused and not self.is_mixed
         by_rows = any(flat.local.rows for flat in flats)
         self._cuts = not by_rows and (any(map(splits_tensors_of, flats)) or is_elementwise(optimizer))
         """Whether parameters may be split and joined. Otherwise (stage 0) the optimizer gets each one unchanged."""
-        store = [self._states_of(n, flat) for n, flat in enumerate(flats)]
-        self.states = OptimizerStates(optimizer, store, mesh, group_names)
-        self.whole = self._whole_tensors()
-        self._steps_whole = bool(self.whole)
-        self._runs = Runs(optimizer, self.states, self._kernels, self._fused_flats, cuts=self._cuts)
+        self.fused = FusedUpdater(optimizer, flats, moment_format)
+        self.states = OptimizerStates(
+            optimizer, [self.fused.states_of(n) for n in range(len(flats))], mesh, group_names
+        )
+        self.fused.bind(self.states)
         self.states.collect = self._collect
+        self.full_tensors = self._full_tensors()
+        self._torch = TorchUpdater(optimizer, self.states, cuts=self._cuts)
+        self._others = [make(optimizer, self.states) for make in UPDATERS]
+        self._choose_updaters()
+        self._prepared_for: tuple[tuple[bool, ...], frozenset[int]] | None = None
+        """The used and the dropped parameters that the updaters are prepared for; None: they have no states."""
         self._grad_views: dict[int, tuple[Tensor, list[Tensor]]] = {}
         self._clips = may_clip_logits(optimizer)
         self._clip_due = False
@@ -137,60 +130,43 @@ class ShardedOptimizer:
         self.reset()
         self.replace(states)
 
-    # tiers and kernels -----------------------------------------------------------------------------------------------
+    # what steps which parameter ---------------------------------------------------------------------------------------
 
-    def _takes_fused_update(self, flat: FlatBuffer) -> bool:
-        """Return whether a fused update steps this buffer: it is faster, or a tier or a format needs it."""
-        if not any(self._kernels) or flat.master_dtype != torch.float32 or flat.plan.shared_by:
-            return False
-        if flat.optimizer_tier != "device" or self._moment_format != "fp32":
-            return True
-        if any(group.get("fused") for group in self.optimizer.param_groups):
-            return False  # the user selected torch's kernel
-        device = flat.full.device.type
-        return device == "cpu" or native_available(device)
+    def _full_tensors(self) -> FullTensorUpdater:
+        """Return what steps the parameters that need to be full, and all that has no operation on the NVMe tier."""
+        split = any(map(splits_tensors_of, self.flats))
+        needed = whole_groups(self.optimizer) if split and kernel_for(self.optimizer) is None else ()
+        fused = self.fused.kernels if all(self.fused.steps_flat) else [None for _ in needed]
+        one_by_one = steps_one_by_one(self.optimizer)
+        has_fused = [kernel is not None for kernel in fused]
+        return FullTensorUpdater(self.optimizer, self.states, needed, has_fused, one_by_one=one_by_one)
+
+    def _choose_updaters(self) -> None:
+        """Give every parameter to the first updater that takes it."""
+        updaters = [*self._others, self.full_tensors, self.fused, self._torch]
+        numbers = range(self.states.offsets[-1])
+        self._updater_of: list[Updater] = [next(u for u in updaters if u.takes(number)) for number in numbers]
+        chosen = {id(u) for u in self._updater_of}
+        self._updaters = [u for u in updaters if id(u) in chosen or u is self._torch]
+        for n, flat in enumerate(self.flats):
+            own = self._updater_of[self.states.offsets[n] : self.states.offsets[n + 1]]
+            flat.averages.folds_factors = not self.is_mixed and all(updater is self.fused for updater in own)
+
+    @property
+    def is_mixed(self) -> bool:
+        """Return whether fused updates step some groups only. Then masters are published after all have stepped."""
+        return self.fused.is_mixed
 
     @property
     def bytes_per_element(self) -> float | None:
         """Return the bytes of state per element; None if the optimizer's own step creates them."""
-        if not all(self._kernels) or not all(self._fused_flats):
-            return None
-        groups = zip(self.optimizer.param_groups, self._kernels, strict=True)
-        names = {name for group, kernel in groups if kernel is not None for name in kernel.moments(group)}
-        return MOMENT_BYTES[self._moment_format] * len(names)
-
-    def _states_of(self, n: int, flat: FlatBuffer) -> FlatStates:
-        moments: dict[str, bool] = {}
-        spans: dict[str, list[tuple[int, int]]] = {}
-        for g, (group, kernel) in enumerate(zip(self.optimizer.param_groups, self._kernels, strict=True)):
-            if not self._fused_flats[n] or kernel is None:
-                continue
-            moments |= kernel.moments(group)
-            for name in kernel.moments(group):
-                spans.setdefault(name, []).extend(self._spans_of(flat, g))
-        resident = TIERS[flat.optimizer_tier].resident
-        if not resident and flat.master_dtype == torch.float32:
-            moments |= streamed_states(self.optimizer)
-        return FlatStates(flat, moments, self._moment_format, spans if self.is_mixed and resident else None)
-
-    def _spans_of(self, flat: FlatBuffer, group: int) -> Iterator[tuple[int, int]]:
-        """Yield this rank's ranges of a group's parameters, with what a run takes of the padding behind them."""
-        for param, piece in zip(flat.params, flat.pieces, strict=True):
-            if piece.numel and self._group_of.get(id(param)) == group:
-                yield piece.start, round_up(piece.stop, flat.layout.align)
-
-    def _whole_tensors(self) -> WholeTensors:
-        """Return the parameters that need to be stepped whole, and all that this optimizer has on the NVMe tier."""
-        split = any(map(splits_tensors_of, self.flats))
-        needed = whole_groups(self.optimizer) if split and kernel_for(self.optimizer) is None else ()
-        one_by_one = steps_one_by_one(self.optimizer)
-        fused = [kernel is not None for kernel in self._kernels] if all(self._fused_flats) else [False] * len(needed)
-        return WholeTensors(self.optimizer, self.states, needed, fused, one_by_one=one_by_one)
+        return self.fused.bytes_per_element
 
     def _collect(self) -> None:
         self.take_replaced_state()
-        self._runs.dissolve()
-        self.whole.states.collect()
+        self._prepared_for = None
+        for updater in reversed(self._updaters):
+            updater.collect()
 
     def _make_piece(self, number: int, param: nn.Parameter) -> None:
         n, i = self.states.locate(number)
@@ -204,9 +180,9 @@ class ShardedOptimizer:
     def follow(self, flat: FlatBuffer) -> None:
         """Step a buffer that was frozen from now on; it has got other masters. Not collective."""
         n = self.flats.index(flat)
-        self._fused_flats[n] = self._takes_fused_update(flat)
-        flat.averages.folds_factors = self._fused_flats[n] and not self.is_mixed
-        self.states.store[n] = self._states_of(n, flat)
+        self.fused.follow(n)
+        self.states.store[n] = self.fused.states_of(n)
+        self._choose_updaters()
         self._grad_views.pop(n, None)
         numbers = range(self.states.offsets[n], self.states.offsets[n + 1])
         number_of = {id(self.pieces[number]): number for number in numbers}
@@ -219,7 +195,7 @@ class ShardedOptimizer:
 
     # step ------------------------------------------------------------------------------------------------------------
 
-    def bind_grads(self, used: list[bool]) -> None:
+    def bind_grads(self, used: Sequence[bool]) -> None:
         """Set the averaged gradients as ``.grad`` of pieces in the groups, where hooks may change them."""
         for n, flat in enumerate(self.flats):
             if flat.averages.on_nvme or not self.shows_pieces or not flat.trainable:
@@ -239,7 +215,7 @@ class ShardedOptimizer:
             self._grad_views[flat_number] = (grads, views)
         return self._grad_views[flat_number][1]
 
-    def take_edits(self, used: list[bool]) -> None:
+    def take_edits(self, used: Sequence[bool]) -> None:
         """Load the changes of user code to gradients that it sees directly into the averages.
 
         Those are ``p.grad`` at stage 0 and ``.grad`` of pieces. Replaced gradients are copied. Gradients that were set
@@ -282,23 +258,8 @@ class ShardedOptimizer:
                 if shown is not None:
                     shown.copy_(view)
 
-    def own_step(
-        self,
-        used: list[bool],
-        *,
-        clip: Tensor | None = None,
-        shown: bool = True,
-        submit: Callable[[list[Update]], None] | None = None,
-        stream: Stream | None = None,
-    ) -> OwnStep:
-        """Prepare one call of ``optimizer.step``, which steps the parameters in ``used``.
-
-        Args:
-            used: one flag per parameter of the flats, in their order.
-            clip: factor for the gradients that was not applied yet.
-            shown: the gradients were bound to the pieces, and changes there count.
-            submit: receives the fused updates, in order of the flats. Default: run them at once.
-            stream: may still be at work on the master weights afterwards. None: they are complete.
+    def own_step(self, step: StepArguments) -> OwnStep:
+        """Prepare one call of ``optimizer.step``.
 
         Raises:
             PlanError: the optimizer's groups have changed.
@@ -309,7 +270,7 @@ class ShardedOptimizer:
                 "step (add_param_group, or a replaced group), after its forward had begun. Change them in "
                 "on_train_epoch_start, in on_train_batch_start or at the end of the previous step."
             )
-        return OwnStep(self, used, clip=clip, shown=shown, submit=submit or _run_all, stream=stream)
+        return OwnStep(self, step)
 
     @property
     def is_current(self) -> bool:
@@ -320,56 +281,54 @@ class ShardedOptimizer:
             for group, known in zip(groups, self._members, strict=True)
         )
 
-    def compose(
-        self,
-        used: list[bool],
-        *,
-        shown: bool,
-        fused: Callable[[], None] = lambda: None,
-        stream: Stream | None = None,
-    ) -> None:
-        """Compose the runs to step, and step what is stepped whole.
+    def prepare(self, used: Sequence[bool], *, shown: bool) -> frozenset[int]:
+        """Give the updaters the runs of the parameters to step, if these are others than in the last step.
 
         Args:
             used: one flag per parameter of the flats.
             shown: leave out parameters that `take_edits` found dropped.
-            fused: begins the fused updates of the composed runs.
-            stream: see `WholeTensors.begin`.
+
+        Returns:
+            The numbers of the parameters that are left out, the same on all ranks.
         """
         self.take_replaced_state()
         self.states.begun = True
         dropped = frozenset(self._dropped if shown else ())
-        if self._steps_whole and shown and self.shows_pieces:
-            dropped = self.whole.agree(dropped)
+        if shown and self.shows_pieces:
+            for updater in self._updaters:
+                dropped = updater.agree(dropped)
+        if self._prepared_for != (tuple(used), dropped):
+            self._compose_runs(tuple(used), dropped)
+        return dropped
+
+    def _compose_runs(self, used: tuple[bool, ...], dropped: frozenset[int]) -> None:
+        in_runs = [updater for updater in self._updaters if updater.in_runs]
+        for updater in in_runs:
+            updater.collect()
+        stepped = [flag and number not in dropped for number, flag in enumerate(used)]
+        runs = compose(self.states, stepped, self._updater_of, cuts=self._cuts)
+        for updater in in_runs:
+            updater.prepare([run for by, run in runs if by is updater])
+        self._prepared_for = (used, dropped)
+
+    def begin(self, step: StepArguments) -> None:
+        """Begin the updates of one step. Collective, if an updater sends."""
+        dropped = self.prepare(step.used, shown=step.shown)
+        self.states.steps_taken += 1
         self._clip_due = self._clips
-        self._runs.compose(used, dropped)
-        if self._steps_whole:
-            self.whole.begin(used, dropped, fused, stream)
-        else:
-            fused()
-        for r in self._runs:
-            if not r.fused:
-                r.flat.before_change()
+        begin: Callable[[], None] = _nothing_left
+        for updater in reversed(self._updaters):
+            begin = partial(updater.begin, step, dropped, begin)
+        begin()
 
     @contextmanager
-    def showing_runs(self) -> Iterator[None]:
-        """Let the optimizer's groups hold the tensors that its own ``step`` updates, inside the context."""
-        with self._runs.shown():
-            if not self._steps_whole:
-                yield
-                return
-            for g, group in enumerate(self.optimizer.param_groups):
-                group["params"] += self.whole.shown(g)
-            self.whole.lend(self.optimizer.state)
-            try:
-                yield
-            finally:
-                self.whole.take_back(self.optimizer.state)
-
-    def end_whole(self) -> None:
-        """Send what the optimizer's own ``step`` has made of whole tensors to their shards. Collective."""
-        if self._steps_whole:
-            self.whole.end()
+    def stepping(self) -> Iterator[None]:
+        """Wrap the optimizer's own ``step``, whose groups hold the tensors that it updates; see `Updater.stepping`."""
+        with ExitStack() as around:
+            for updater in reversed(self._updaters):
+                if updater.wraps_step:
+                    around.enter_context(updater.stepping())
+            yield
         if self._clip_due:
             self._clip_due = False
             clip_logits(self.optimizer, self.flats)
@@ -377,13 +336,13 @@ class ShardedOptimizer:
     def describe(self) -> str:
         """Return one line that says what steps the parameters."""
         name = type(self.optimizer).__name__
-        if self.whole:
-            members = self.whole.members
+        members = self.full_tensors.members
+        if members:
             ranks = members[0].comm.world_size
             rest = "" if len(members) == self.states.offsets[-1] else "; the others in shards, by its own step()"
-            sent = f"{self.whole.bytes_sent:,} bytes sent for it per step by all of them"
+            sent = f"{self.full_tensors.bytes_sent:,} bytes sent for it per step by all of them"
             return f"{name}: {len(members)} parameters are stepped whole, each by one of {ranks} ranks, {sent}{rest}"
-        if not any(self._fused_flats):
+        if not any(self.fused.steps_flat):
             return f"{name}: stepped by its own step()"
         device = "cpu" if any(f.optimizer_tier != "device" for f in self.flats) else self.flats[0].full.device.type
         path = "compiled" if native_available(device) else "plain torch: no compiled operation, see the log above"
@@ -396,58 +355,13 @@ class ShardedOptimizer:
         It has to wait in the first step, and if the set of parameters with gradients differs from the previous step:
         then the runs differ too.
         """
+        if self._prepared_for is None:
+            return None
+        used, dropped = self._prepared_for
         n = self.flats.index(flat)
-        fused = self._fused_flats[n] and not self.is_mixed
-        if not fused or flat.optimizer_tier == "device" or self._runs.composed_for is None:
+        if dropped or list(used[self.states.offsets[n] : self.states.offsets[n + 1]]) != flat.local.mask:
             return None
-        used, dropped = self._runs.composed_for
-        numbers = range(self.states.offsets[n], self.states.offsets[n + 1])
-        if dropped or [used[i] for i in numbers] != flat.local.mask:
-            return None
-        parts = [self._part_of(r, self.states.steps_taken + 1) for r in self._runs if r.flat_number == n]
-        update = self._update_of(n, parts, None)
-        sums: list[Sequence[float]] | None = None
-        if update.grads is not None:
-            flat.averages.recorded_sums = sums = []
-        return replace(update, publish=flat.policy.parameters, sums=sums)
-
-    def fused_updates(self, clip: Tensor | None) -> list[Update]:
-        """Return the fused updates of this step, except those that began while backward ran. Count the step."""
-        by_flat: defaultdict[int, list[UpdatePart]] = defaultdict(list)
-        self.states.steps_taken += 1
-        for r in self._runs:
-            if r.fused and r.flat.update is not UpdateState.UPDATED_EARLY:
-                by_flat[r.flat_number].append(self._part_of(r, self.states.steps_taken))
-        return [self._update_of(n, parts, clip) for n, parts in by_flat.items()]
-
-    def _part_of(self, r: Run, taken: int) -> UpdatePart:
-        """Return the part for one run. ``taken`` is the number of this step, for states that do not count steps."""
-        group, kernel = self.optimizer.param_groups[r.group], self._kernels[r.group]
-        assert kernel is not None
-        names = tuple(kernel.moments(group))
-        for name in names:
-            self.states.store[r.flat_number].ensure(name, torch.float32)
-        r.steps += 1
-        seed_step = r.steps if kernel.counts_steps else taken
-        return UpdatePart(r.start, r.stop, r.steps, names, kernel.settings(group), seed_step)
-
-    def _update_of(self, n: int, parts: list[UpdatePart], clip: Tensor | None) -> Update:
-        kernel = next(kernel for kernel in self._kernels if kernel is not None)  # the same for all groups with one
-        flat = self.flats[n]
-        averages = flat.averages
-        offloaded = flat.optimizer_tier != "device"
-        return Update(
-            flat=flat,
-            states=self.states.store[n],
-            kernel=kernel,
-            parts=tuple(parts),
-            clip=clip,
-            unscale=averages.unscale,
-            grads=None if averages.on_nvme else averages.in_memory(),
-            landing=averages.landing,
-            publish=offloaded and not self.is_mixed,
-            in_parts=self.is_mixed,
-        )
+        return self.fused.early_update(flat)
 
     def refuse_state(self, what: str) -> Any:
         """Refuse a request for the state of the bare optimizer, which has none between steps.
@@ -460,22 +374,22 @@ class ShardedOptimizer:
     def state_tensors(self) -> list[Tensor]:
         """Return the optimizer's states in memory, without masters."""
         stored = [t for each in self.states.store for t in each.tensors()]
-        return [*stored, *self._runs.tensors(), *self.whole.states.tensors()]
+        return [*stored, *self._tensors()]
+
+    def _tensors(self) -> list[Tensor]:
+        """Return the states in memory that the updaters have outside of the stores."""
+        return [tensor for updater in self._updaters for tensor in updater.tensors()]
 
     def state_bytes(self) -> int:
         """Return the bytes of optimizer state that this rank has in memory, without masters."""
         store = self.states.store
         held = {t.untyped_storage().data_ptr() for each in store for t in each.tensors()}
-        own = {
-            t.untyped_storage().data_ptr(): t.untyped_storage().nbytes()
-            for t in (*self._runs.tensors(), *self.whole.states.tensors())
-        }
+        own = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in self._tensors()}
         return sum(each.nbytes() for each in store) + sum(n for address, n in own.items() if address not in held)
 
 
-def _run_all(updates: list[Update]) -> None:
-    for update in updates:
-        update.run()
+def _nothing_left() -> None:
+    """Do nothing: the last updater has begun."""
 
 
 class OwnStep:
@@ -492,39 +406,26 @@ class OwnStep:
     Leaving the ``with`` block ends the step too, after an error or if an optimizer skips its hooks.
     """
 
-    def __init__(
-        self,
-        sharded: ShardedOptimizer,
-        used: list[bool],
-        *,
-        clip: Tensor | None,
-        shown: bool,
-        submit: Callable[[list[Update]], None],
-        stream: Stream | None = None,
-    ) -> None:
-        """Record the arguments, which `ShardedOptimizer.own_step` documents."""
+    def __init__(self, sharded: ShardedOptimizer, step: StepArguments) -> None:
+        """Record the arguments."""
         self.sharded = sharded
-        self._used = used
-        self._clip = clip
-        self._shown = shown
-        self._submit = submit
-        self._stream = stream
+        self._step = step
         self._while_stepping = ExitStack()
         self._depth = 0
         """Calls of ``step`` that are running: torch runs the hooks for each class that overrides it."""
 
     def begin(self, used: list[bool] | None = None) -> None:
-        """Let the groups hold the runs that the optimizer steps, and submit the fused updates.
+        """Begin the updates, and let the groups hold the runs that the optimizer steps.
 
         Args:
             used: the parameters to step, if the user's pre-hooks may have changed them.
         """
         self._depth += 1
-        sharded, used = self.sharded, self._used if used is None else used
-        if self._shown:
-            sharded.take_edits(used)
-        sharded.compose(used, shown=self._shown, fused=self._begin_fused, stream=self._stream)
-        self._while_stepping.enter_context(sharded.showing_runs())
+        step = self._step if used is None else replace(self._step, used=used)
+        if step.shown:
+            self.sharded.take_edits(step.used)
+        self.sharded.begin(step)
+        self._while_stepping.enter_context(self.sharded.stepping())
 
     def nests(self) -> bool:
         """Return whether a running ``step`` has called this one, as a subclass does, and if so only count the call."""
@@ -533,18 +434,12 @@ class OwnStep:
         self._depth += 1
         return True
 
-    def _begin_fused(self) -> None:
-        updates = self.sharded.fused_updates(self._clip)
-        if updates:
-            self._submit(updates)
-
     def end(self) -> None:
-        """Restore the groups, and send whole tensors back to their shards. Collective if there are any."""
+        """Restore the groups, and end the updates. Collective, if an updater sends."""
         self._depth -= 1
         if self._depth > 0:
             return
         self._while_stepping.close()
-        self.sharded.end_whole()
 
     def __enter__(self) -> OwnStep:
         """Return itself."""
@@ -555,5 +450,3 @@ class OwnStep:
     ) -> None:
         """End the step."""
         self._while_stepping.__exit__(kind, error, trace)
-        if kind is None:
-            self.sharded.end_whole()

@@ -6,12 +6,13 @@ others (step counts) are stored per parameter::
     store[n]     | exp_avg of a | exp_avg of b | ...           one tensor per state and flat buffer, sharded
     entries[a]   {"step": 3, "exp_avg": ELEMENTWISE}           per parameter, on the ranks that step a range of it
 
-Between two steps, the states may be in runs (`runs.py`); `OptimizerStates.collect` moves them here.
+Between two steps, the updaters may have them (`updater.py`); `OptimizerStates.collect` moves them here.
 """
 
 from __future__ import annotations
 
 import copy
+from bisect import bisect_right
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -76,12 +77,13 @@ class OptimizerStates:
         number_of = {id(p): self.offsets[n] + i for n, flat in enumerate(self.flats) for i, p in enumerate(flat.params)}
         self.order = [number_of[id(p)] for group in optimizer.param_groups for p in group["params"]]
         """Numbers of the parameters, in the optimizer's order: positions in the parameters of all flats."""
+        order = iter(self.order)
+        self.group_of = {next(order): g for g, group in enumerate(optimizer.param_groups) for _ in group["params"]}
+        """Parameter group by parameter number."""
         self.entries: dict[int, dict[str, Any]] = {}
         """States by parameter number, with torch's names."""
         self.owners: dict[int, StateRole] = {}
         """What this rank does with parameters whose states are whole too, by number; no entry for those in shards."""
-        self.whole: frozenset[int] = frozenset()
-        """Numbers of the parameters that no run contains, since they are stepped whole."""
         self.steps_taken = 0
         """Number of steps so far, for states that do not count steps."""
         self.unfreeze: Callable[[list[FlatBuffer]], None] = _nothing_to_unfreeze
@@ -92,11 +94,11 @@ class OptimizerStates:
         self.begun = False
         """Whether there may be any state, equal on every rank."""
         self.collect: Callable[[], None] = _nothing_to_collect
-        """Moves states that are in runs into `store` and `entries`."""
+        """Moves states that the updaters have into `store` and `entries`."""
 
     def locate(self, number: int) -> tuple[int, int]:
         """Return the number of a parameter's flat buffer, and the parameter's position in it."""
-        n = next(k for k in range(len(self.flats)) if number < self.offsets[k + 1])
+        n = bisect_right(self.offsets, number) - 1
         return n, number - self.offsets[n]
 
     def full_state_dict(self) -> dict[str, Any]:
@@ -382,7 +384,7 @@ def _full_value(buffer: Tensor | None, slot: Slot, value: Any, axis: Axis) -> An
 
 
 def _nothing_to_collect() -> None:
-    """Do nothing: there are no runs yet."""
+    """Do nothing: there are no updaters yet."""
 
 
 def _nothing_to_unfreeze(_: list[FlatBuffer]) -> None:

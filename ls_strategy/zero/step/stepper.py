@@ -43,6 +43,7 @@ from ls_strategy.zero.step import global_norm
 from ls_strategy.zero.step.optimizer import OwnStep, ShardedOptimizer
 from ls_strategy.zero.step.schedule import UpdateSchedule
 from ls_strategy.zero.step.unfreezing import Unfreezing
+from ls_strategy.zero.step.updater import StepArguments
 from ls_strategy.zero.user_code.gradients import Gradients
 
 if TYPE_CHECKING:
@@ -523,9 +524,9 @@ class Stepper:
         put_step_hooks_inside(state.sharded.optimizer, *state.hooks)
         submit, stream = partial(self.schedule.submit, index), self.schedule.stream_of(index)
         shown = not self.is_private(state)
-        own = state.sharded.own_step(state.used, clip=state.clip, shown=shown, submit=submit, stream=stream)
+        step = StepArguments(state.used, state.clip, shown=shown, submit=submit, stream=stream)
         try:
-            with own as self._own_step:
+            with state.sharded.own_step(step) as self._own_step:
                 return run()
         finally:
             self._own_step = None

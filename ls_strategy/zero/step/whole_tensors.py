@@ -15,12 +15,14 @@ from __future__ import annotations
 
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
+from typing_extensions import override
 
 from ls_strategy._torch import copy_of_optimizer, forget_step_hooks
 from ls_strategy.distributed.comm import Comm
@@ -31,6 +33,7 @@ from ls_strategy.zero.step.optimizer_state import OptimizerStates, StateRole
 from ls_strategy.zero.step.split_jobs import Applications, Directions, EarlyDirections
 from ls_strategy.zero.step.split_step import split_step_of
 from ls_strategy.zero.step.split_tensors import SplitTensors
+from ls_strategy.zero.step.updater import StepArguments, Updater
 from ls_strategy.zero.step.whole_exchange import (
     FullTensorExchange,
     PartsOf,
@@ -49,8 +52,11 @@ _SENT = 2
 """Values per element that the owner gets: the gradient and the master weight. It sends one back."""
 
 
-class WholeTensors:
-    """The parameters of one optimizer that are stepped whole."""
+class FullTensorUpdater(Updater):
+    """Steps the parameters of one optimizer that need to be full, each at the rank that owns it."""
+
+    in_runs = False
+    wraps_step = True
 
     def __init__(
         self,
@@ -73,16 +79,14 @@ class WholeTensors:
         self._optimizer = optimizer
         self._states = states
         self._fused = fused or [False for _ in needed]
-        order = iter(states.order)
-        self._groups = {next(order): g for g, group in enumerate(optimizer.param_groups) for _ in group["params"]}
-        """Parameter group by number."""
+        self._groups = states.group_of
         self.one_by_one = one_by_one
         self.members = self._assigned([n for n in sorted(self._groups) if any(needed) and self._is_whole(n, needed)])
         split = split_step_of(optimizer)
         self._split = None if split is None else SplitTensors(optimizer, states, split, self._groups)
         self._in_shards = frozenset(m.number for m in self.members if split and needed[self._groups[m.number]])
         """Numbers of the parameters whose states are in shards, since their step is split."""
-        states.whole = frozenset(m.number for m in self.members)
+        self._numbers = frozenset(m.number for m in self.members)
         states.owners = {m.number: self._owner(m) for m in self.members if m.number not in self._in_shards}
         self.states = WholeStates(states, self.members, self._split, self._in_shards)
         self._early = EarlyDirections(m for m in self.members if self._splitter(m) and self._is_on_host(m))
@@ -132,9 +136,9 @@ class WholeTensors:
     def _cost(self, number: int, shape: tuple[int, ...]) -> float:
         return tensor_cost(self._optimizer, self._optimizer.param_groups[self._groups[number]], shape)
 
-    def __bool__(self) -> bool:
-        """Return whether there are any tensors to step in full."""
-        return bool(self.members)
+    @override
+    def takes(self, number: int) -> bool:
+        return number in self._numbers
 
     @property
     def elements_sent(self) -> int:
@@ -171,21 +175,13 @@ class WholeTensors:
 
     # step ------------------------------------------------------------------------------------------------------------
 
-    def begin(
-        self,
-        used: Sequence[bool],
-        dropped: frozenset[int],
-        others: Callable[[], None] = lambda: None,
-        stream: Stream | None = None,
-    ) -> None:
+    @override
+    def begin(self, step: StepArguments, dropped: frozenset[int], others: Callable[[], None]) -> None:
         """Gather the tensors to step, and step them if the optimizer steps them one by one. Collective.
 
-        Args:
-            used: one flag per parameter of the flats, the same on all ranks.
-            dropped: numbers of used parameters that are not stepped, the same on all ranks.
-            others: begins the updates of the other parameters. Called once.
-            stream: runs what is element-wise in a split step, on states in host memory. It may still do so afterwards.
+        The stream runs what is element-wise in a split step, on states in host memory.
         """
+        used, stream = step.used, step.stream
         self._early.require_none(m for m in self.members if not used[m.number] or m.number in dropped)
         self.states.restore()
         members = [m for m in self.members if used[m.number] and m.number not in dropped]
@@ -211,6 +207,7 @@ class WholeTensors:
             others()
         self._stepped = [] if self.one_by_one else [m for m in members if not self._splitter(m)]
 
+    @override
     def agree(self, dropped: frozenset[int]) -> frozenset[int]:
         """Return the parameters that any rank has dropped. Collective."""
         result = set(dropped)
@@ -263,26 +260,32 @@ class WholeTensors:
         if len(leaving) > 1:
             self._write(leaving.pop(0), stream)
 
-    def end(self) -> None:
-        """Return to the shards what the optimizer's own call of ``step`` has made. Collective."""
+    @override
+    @contextmanager
+    def stepping(self) -> Iterator[None]:
+        """Show the tensors that wait for the optimizer's own call, and return them to their shards after it."""
+        groups, state = self._optimizer.param_groups, self._optimizer.state
+        for number, tensor in self._shown.items():
+            groups[self._groups[number]]["params"].append(tensor)
+            state[tensor] = self.states.held.pop(number, {})
+        try:
+            yield
+        finally:
+            for number, tensor in self._shown.items():
+                self.states.held[number] = self._optimizer.state.pop(tensor, {})
+                tensor.grad = None
         members, self._stepped = self._stepped, []
         for bucket in self._buckets(members):
             self._write(self._exchange(bucket).start_scatter(bucket, lambda m: self._shown[m.number]))
         self._shown = {}
 
-    def shown(self, group: int) -> list[Tensor]:
-        """Return the tensors that this rank's call of ``step`` has to see in a parameter group."""
-        return [tensor for number, tensor in self._shown.items() if self._groups[number] == group]
+    @override
+    def collect(self) -> None:
+        self.states.collect()
 
-    def lend(self, state: dict[Tensor, Any]) -> None:
-        """Add the states of the tensors that are shown to ``optimizer.state``."""
-        state.update({tensor: self.states.held.pop(number, {}) for number, tensor in self._shown.items()})
-
-    def take_back(self, state: dict[Tensor, Any]) -> None:
-        """Take the states of the tensors that are shown out of ``optimizer.state``."""
-        for number, tensor in self._shown.items():
-            self.states.held[number] = state.pop(tensor, {})
-            tensor.grad = None
+    @override
+    def tensors(self) -> list[Tensor]:
+        return self.states.tensors()
 
     def _buckets(self, members: Sequence[WholeTensor]) -> Iterator[list[WholeTensor]]:
         """Split tensors into those that are exchanged together: of one communicator and device, in one way."""
