@@ -47,8 +47,9 @@ from ls_strategy.config import nested
 from ls_strategy.lightning.strategy import ZeROStrategy
 from ls_strategy.tiers import link
 from ls_strategy.zero.flat import averages, units
-from ls_strategy.zero.step import offload, update, whole_tensors
-from ls_strategy.zero.step.split_tensors import SplitTensors
+from ls_strategy.zero.step import offload, update
+from ls_strategy.zero.step.owner import owner_updater
+from ls_strategy.zero.step.owner.split_tensors import SplitTensors
 from recipes.gpt.model import GPTModule, OptimConfig, SampleConfig
 from recipes.gpt.network import GPTConfig
 
@@ -220,7 +221,7 @@ def simulated(setting: str, flops: float) -> Iterator[None]:
     """Put a `Bus` in, and a clock."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(units.FlatBuffer, "_load_shard", timed_load)
-        patch.setattr(whole_tensors, "BUCKET", 12 * NETWORK["width"] ** 2)  # a block: large models have many buckets
+        patch.setattr(owner_updater, "BUCKET", 12 * NETWORK["width"] ** 2)  # a block: large models have many buckets
         if setting == "here":
             yield
             return

@@ -89,8 +89,8 @@ def run_rank(rank: int, ranks: int, args: dict[str, Any]) -> Any:
             seconds = statistics.median(clock.seconds)
             if name == "muon":
                 sharded = [state.sharded for state in strategy.require_engine().optimizers]
-                shapes = [m.shape for each in sharded for m in each.full_tensors.members]
-                sent = sum(each.full_tensors.bytes_sent for each in sharded)
+                shapes = [m.shape for each in sharded for m in each.owner.members]
+                sent = sum(each.owner.bytes_sent for each in sharded)
             del trainer, module, strategy
             gc.collect()
         if counts:

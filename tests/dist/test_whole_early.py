@@ -13,8 +13,8 @@ from torch.utils.checkpoint import checkpoint
 
 from ls_strategy.errors import StateError
 from ls_strategy.lightning.precision import ZeROPrecision
-from ls_strategy.zero.step.split_jobs import Application, EarlyDirections
-from ls_strategy.zero.step.split_tensors import SplitTensors
+from ls_strategy.zero.step.owner.split_jobs import Application, EarlyDirections
+from ls_strategy.zero.step.owner.split_tensors import SplitTensors
 from tests.dist.ranks import assert_equal, batches, fit, on_ranks, saved
 from tests.dist.test_early_update import strategy, updates_begun_in_backward
 from tests.dist.test_whole_overlap import STEPS, Watched, slowly_applied, trained

@@ -16,8 +16,8 @@ from torch import Tensor
 import ls_strategy
 from ls_strategy.config import nested
 from ls_strategy.lightning.strategy import ZeROStrategy
-from ls_strategy.zero.step import whole_tensors
-from ls_strategy.zero.step.split_tensors import SplitTensors
+from ls_strategy.zero.step.owner import owner_updater
+from ls_strategy.zero.step.owner.split_tensors import SplitTensors
 from tests.dist.ranks import Net, assert_equal, fit, global_batches, on_ranks, saved, weights
 from tests.dist.test_whole_steps import WithMuon, total
 from tests.dist.whole_optimizers import matrices
@@ -75,12 +75,12 @@ def held_back(module: Watched) -> Iterator[None]:
 
         def write(self: SplitTensors, member: Any, *args: Any) -> None:
             strategy: Any = module.trainer.strategy
-            if member.number == strategy.require_engine().optimizers[0].sharded.whole.members[-1].number:
+            if member.number == strategy.require_engine().optimizers[0].sharded.owner.members[-1].number:
                 assert module.seen_in_flight.wait(30)
             plain(self, member, *args)
 
         patch.setattr(SplitTensors, "write", write)
-        patch.setattr(whole_tensors, "BUCKET", 1)
+        patch.setattr(owner_updater, "BUCKET", 1)
         yield
 
 
@@ -102,7 +102,7 @@ def slowly_applied() -> Iterator[None]:
             plain(self, *args)
 
         patch.setattr(SplitTensors, "write", write)
-        patch.setattr(whole_tensors, "BUCKET", 1)
+        patch.setattr(owner_updater, "BUCKET", 1)
         yield
 
 

@@ -18,8 +18,8 @@ from ls_strategy.config import nested
 from ls_strategy.errors import PlanError
 from ls_strategy.lightning.strategy import ZeROStrategy
 from ls_strategy.testing import spawn
-from ls_strategy.zero.step import split_jobs
-from ls_strategy.zero.step.split_jobs import Directions
+from ls_strategy.zero.step.owner import split_jobs
+from ls_strategy.zero.step.owner.split_jobs import Directions
 from tests.dist.parallel_runs import (
     Module,
     Outcome,
@@ -154,8 +154,8 @@ class CountsFlops(WithMuon):
         self.outcome.notes["flops"] = counter.get_total_flops()
         self.outcome.notes["sent"] = sent
         if traffic:
-            members = strategy.require_engine().optimizers[0].sharded.whole.members
-            self.outcome.notes["formula"] = strategy.require_engine().optimizers[0].sharded.whole.elements_sent
+            members = strategy.require_engine().optimizers[0].sharded.owner.members
+            self.outcome.notes["formula"] = strategy.require_engine().optimizers[0].sharded.owner.elements_sent
             self.outcome.notes["steps"] = sorted(m.number for m in members if m.is_mine)
 
 

@@ -82,7 +82,7 @@ class WithMuon(Scheduled):
     def on_train_end(self) -> None:
         super().on_train_end()
         sharded = self.trainer.strategy.require_engine().optimizers[0].sharded
-        self.seen += [{len(m.shape) for m in sharded.full_tensors.members}, sharded.state_bytes()]
+        self.seen += [{len(m.shape) for m in sharded.owner.members}, sharded.state_bytes()]
 
 
 @pytest.mark.wide
@@ -195,7 +195,7 @@ def test_every_tensor_is_stepped_once_and_what_is_sent_is_the_formula(rank: int,
         assert min(module.flops) > 0
         sharded = trainer.strategy.require_engine().optimizers[0].sharded
         away = 0
-        for member in sharded.full_tensors.members:
+        for member in sharded.owner.members:
             slot = member.flat.layout.slots[member.index]
             start, stop = member.flat.layout.shard_range(member.owner)
             assert len(slot.shape) == 2
@@ -230,7 +230,7 @@ def test_bytes_of_other_optimizers_are_the_formula(rank: int, world_size: int) -
         module = kind()
         data = global_batches(rank, world_size, 3)
         trainer = fit(2, module, data, use_distributed_sampler=False, max_epochs=1)
-        whole = trainer.strategy.require_engine().optimizers[0].sharded.full_tensors
+        whole = trainer.strategy.require_engine().optimizers[0].sharded.owner
         away = sum(m.gathered_numel for m in whole.members)
         assert [total(n) for n in module.sent] == [nbytes * away] * 3
         assert whole.bytes_sent == nbytes * away > 0

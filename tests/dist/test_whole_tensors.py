@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader, Subset
 from ls_strategy.config import nested
 from ls_strategy.lightning.strategy import ZeROStrategy
 from ls_strategy.testing import spawn
-from ls_strategy.zero.step import whole_tensors
+from ls_strategy.zero.step.owner import owner_updater
 from tests.dist.ranks import assert_close, fit, global_batches, quiet, weights
 from tests.dist.whole_optimizers import MAKE, STEPS, Trained, one_process
 from tests.marks import wide
@@ -46,8 +46,8 @@ def as_in_one_process(
     for case, stage, tier in cases:
         module = Trained(case)
         data = global_batches(rank, world_size, steps)
-        bucket = whole_tensors.BUCKET if stage == 1 else 150  # several tensors, or one
-        with mock.patch.object(whole_tensors, "BUCKET", bucket):
+        bucket = owner_updater.BUCKET if stage == 1 else 150  # several tensors, or one
+        with mock.patch.object(owner_updater, "BUCKET", bucket):
             fit(strategy(stage, tier, folder), module, data, use_distributed_sampler=False, max_epochs=1)
         assert_close(weights(module), expected[case], f"{case}, stage {stage}, {tier}", LIMIT)
 

@@ -77,7 +77,7 @@ STEPS = (
     ),
     Mutation(
         "the rank after the owner of a whole matrix steps it too",
-        "ls_strategy/zero/step/whole_exchange.py",
+        "ls_strategy/zero/step/owner/full_tensors.py",
         "return self.owner == self.comm.rank",
         "return self.comm.rank in (self.owner, (self.owner + 1) % self.comm.world_size)",
         ("tests/dist/test_whole_steps.py::test_every_tensor_is_stepped_once_and_what_is_sent_is_the_formula",),

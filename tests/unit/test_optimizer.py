@@ -22,7 +22,11 @@ from ls_strategy.plan import FlatPlan
 from ls_strategy.zero.flat.flat_buffer import FlatBuffer
 from ls_strategy.zero.step.elementwise import is_elementwise
 from ls_strategy.zero.step.optimizer import OwnStep, ShardedOptimizer
-from ls_strategy.zero.step.whole_groups import check_whole_groups, steps_one_by_one, whole_groups
+from ls_strategy.zero.step.owner.full_tensor_groups import (
+    check_full_tensor_groups,
+    full_tensor_groups,
+    steps_one_by_one,
+)
 from ls_strategy.zero_stages import POLICIES
 
 SHAPES = ((5, 7), (3,), (), (16, 16), (0,), (1, 1), (2, 3, 4), (33,))
@@ -373,7 +377,7 @@ def test_elementwise_optimizers_are_accepted_and_not_touched(name) -> None:
     optimizer = build(name, params)
     state, weights = repr(optimizer.state_dict()), [p.detach().clone() for p in params]
     assert is_elementwise(optimizer)
-    assert whole_groups(optimizer) == (False, False)
+    assert full_tensor_groups(optimizer) == (False, False)
     assert repr(optimizer.state_dict()) == state
     assert all(map(torch.equal, params, weights))
 
@@ -434,16 +438,16 @@ WHOLE = {"LAMB": Lamb, "Adafactor": torch.optim.Adafactor, "Muon": torch.optim.M
 def test_optimizers_that_look_at_whole_parameters_are_found(name) -> None:
     optimizer = WHOLE[name](matrices())
     before = repr(optimizer.state_dict())
-    check_whole_groups(optimizer, {}, {})
-    assert whole_groups(optimizer) == (True,)
+    check_full_tensor_groups(optimizer, {}, {})
+    assert full_tensor_groups(optimizer) == (True,)
     assert steps_one_by_one(optimizer) == (name != "LAMB")  # which may count its calls, for all that is known
     assert repr(optimizer.state_dict()) == before
 
 
 def test_groups_are_found_one_by_one() -> None:
     optimizer = ByDimension([{"params": matrices()}, {"params": [nn.Parameter(torch.ones(5))]}])
-    assert whole_groups(optimizer) == (True, False)
-    assert whole_groups(Lamb([{"params": matrices()}, {"params": [nn.Parameter(torch.ones(5))]}])) == (True, True)
+    assert full_tensor_groups(optimizer) == (True, False)
+    assert full_tensor_groups(Lamb([{"params": matrices()}, {"params": [nn.Parameter(torch.ones(5))]}])) == (True, True)
 
 
 @pytest.mark.parametrize(
@@ -457,13 +461,13 @@ def test_groups_are_found_one_by_one() -> None:
 )
 def test_optimizers_that_look_at_all_parameters_are_refused(make, words) -> None:
     with pytest.raises(PlanError, match=words):
-        check_whole_groups(make(matrices()), {}, {})
+        check_full_tensor_groups(make(matrices()), {}, {})
 
 
 def test_a_stack_that_expert_parallelism_splits_needs_an_optimizer_of_stacks() -> None:
     stack = nn.Parameter(torch.ones(4, 3, 3))
     part = {id(stack): TensorPart.cut((8, 3, 3), 0, 0, 2)}
     part = {k: replace(v, axis="expert") for k, v in part.items()}
-    check_whole_groups(Muon([stack]), part, {})
+    check_full_tensor_groups(Muon([stack]), part, {})
     with pytest.raises(PlanError, match=r"expert parallelism splits 'up'.*parallel\.expert to 1"):
-        check_whole_groups(Lamb([stack]), part, {id(stack): "up"})
+        check_full_tensor_groups(Lamb([stack]), part, {id(stack): "up"})

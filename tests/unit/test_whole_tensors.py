@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 
 import ls_strategy
 from ls_strategy.layout import FlatLayout
-from ls_strategy.zero.step.whole_exchange import balanced
-from ls_strategy.zero.step.whole_tensors import tensor_cost
+from ls_strategy.zero.step.owner.full_tensors import balanced
+from ls_strategy.zero.step.owner.owner_updater import tensor_cost
 from recipes.gpt.network import GPT, GPTConfig
 
 

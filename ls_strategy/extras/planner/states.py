@@ -25,8 +25,8 @@ from ls_strategy.zero.setup.assembly import Draft
 from ls_strategy.zero.setup.share import Share
 from ls_strategy.zero.step.elementwise import copy_of
 from ls_strategy.zero.step.fused_optimizers import kernel_for
-from ls_strategy.zero.step.whole_groups import whole_groups
-from ls_strategy.zero.step.whole_tensors import tensor_cost
+from ls_strategy.zero.step.owner.full_tensor_groups import full_tensor_groups
+from ls_strategy.zero.step.owner.owner_updater import tensor_cost
 from ls_strategy.zero_stages import policy_of
 
 _PROBED = 64
@@ -138,7 +138,7 @@ def moment_bytes(optimizer: Optimizer, config: ZeROConfig) -> float:
         names = {name for group in optimizer.param_groups for name in kernel.moments(group)}
         return MOMENT_BYTES[config.precision.moments] * len(names)
     most = 0.0
-    for group, whole in zip(optimizer.param_groups, whole_groups(optimizer), strict=True):
+    for group, whole in zip(optimizer.param_groups, full_tensor_groups(optimizer), strict=True):
         settings = {k: v for k, v in group.items() if k != "params"}
         state = _state_after_a_step(optimizer, settings, (8, _PROBED // 8) if whole else (_PROBED,))
         kept = [v for v in state.values() if isinstance(v, Tensor) and v.numel() == _PROBED]

@@ -32,8 +32,8 @@ from ls_strategy.zero.setup.partition import UnitSpec, partition
 from ls_strategy.zero.setup.share import Share
 from ls_strategy.zero.step.elementwise import is_elementwise, refuse_wrapper, require_one_pass
 from ls_strategy.zero.step.offload import Offload
+from ls_strategy.zero.step.owner.full_tensor_groups import check_full_tensor_groups
 from ls_strategy.zero.step.sparse import SparseGradients
-from ls_strategy.zero.step.whole_groups import check_whole_groups
 from ls_strategy.zero_stages import StagePolicy
 
 
@@ -96,7 +96,7 @@ class Draft:
                 require_one_pass(optimizer)
                 if policy.optimizer or parts:
                     names = {id(p): n for n, p in model.named_parameters()}
-                    check_whole_groups(optimizer, parts, names)
+                    check_full_tensor_groups(optimizer, parts, names)
                 else:
                     is_elementwise(optimizer)
         except PlanError as error:

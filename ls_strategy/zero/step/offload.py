@@ -25,10 +25,10 @@ from ls_strategy.tiers.nvme_folder import nvme_wear
 from ls_strategy.tiers.stream import Stream
 from ls_strategy.zero.flat.storage import StateStorage, gradient_buffers
 from ls_strategy.zero.step.fused_optimizers import FUSED_NAMES, kernel_for, kernels_of
+from ls_strategy.zero.step.owner.full_tensor_groups import full_tensor_groups
 from ls_strategy.zero.step.split_step import streamed_states
 from ls_strategy.zero.step.states import moment_sizes
 from ls_strategy.zero.step.where_to_step import measure
-from ls_strategy.zero.step.whole_groups import whole_groups
 from ls_strategy.zero_stages import StagePolicy
 
 
@@ -74,7 +74,7 @@ def _moments(
     stepped = flat.unfrozen or flat
     kernel, tier = kernel_for(optimizer), stepped.optimizer_tier
     fp32, offloaded = stepped.master_dtype == torch.float32, flat.trainable and flat.optimizer_tier != "device"
-    if kernel is None and not TIERS[tier].resident and any(whole_groups(optimizer)):
+    if kernel is None and not TIERS[tier].resident and any(full_tensor_groups(optimizer)):
         _refuse_without_kernel(optimizer, "cpu", config, fp32=True)  # other states are in host memory
         return moment_sizes(number, numel, _streamed(optimizer), "fp32") if fp32 and offloaded else {}
     if kernel is None or not fp32:

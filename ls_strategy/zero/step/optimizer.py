@@ -34,12 +34,12 @@ from ls_strategy.zero.step.fused_optimizers import kernel_for
 from ls_strategy.zero.step.fused_updater import FusedUpdater
 from ls_strategy.zero.step.logit_clip import clip_logits, may_clip_logits
 from ls_strategy.zero.step.optimizer_state import OptimizerStates
+from ls_strategy.zero.step.owner.full_tensor_groups import full_tensor_groups, steps_one_by_one
+from ls_strategy.zero.step.owner.owner_updater import OwnerUpdater, splits_tensors_of
 from ls_strategy.zero.step.runs import compose
 from ls_strategy.zero.step.torch_updater import TorchUpdater
 from ls_strategy.zero.step.update import Update
 from ls_strategy.zero.step.updater import UPDATERS, StepArguments, Updater
-from ls_strategy.zero.step.whole_groups import steps_one_by_one, whole_groups
-from ls_strategy.zero.step.whole_tensors import FullTensorUpdater, splits_tensors_of
 from ls_strategy.zero.user_code.optimizer_state import ShardedState, replaced_states, sharded_state
 
 
@@ -69,7 +69,7 @@ class ShardedOptimizer:
         )
         self.fused.bind(self.states)
         self.states.collect = self._collect
-        self.full_tensors = self._full_tensors()
+        self.owner = self._make_owner()
         self._torch = TorchUpdater(optimizer, self.states, cuts=self._cuts)
         self._others = [make(optimizer, self.states) for make in UPDATERS]
         self._choose_updaters()
@@ -132,18 +132,18 @@ class ShardedOptimizer:
 
     # what steps which parameter ---------------------------------------------------------------------------------------
 
-    def _full_tensors(self) -> FullTensorUpdater:
+    def _make_owner(self) -> OwnerUpdater:
         """Return what steps the parameters that need to be full, and all that has no operation on the NVMe tier."""
         split = any(map(splits_tensors_of, self.flats))
-        needed = whole_groups(self.optimizer) if split and kernel_for(self.optimizer) is None else ()
+        needed = full_tensor_groups(self.optimizer) if split and kernel_for(self.optimizer) is None else ()
         fused = self.fused.kernels if all(self.fused.steps_flat) else [None for _ in needed]
         one_by_one = steps_one_by_one(self.optimizer)
         has_fused = [kernel is not None for kernel in fused]
-        return FullTensorUpdater(self.optimizer, self.states, needed, has_fused, one_by_one=one_by_one)
+        return OwnerUpdater(self.optimizer, self.states, needed, has_fused, one_by_one=one_by_one)
 
     def _choose_updaters(self) -> None:
         """Give every parameter to the first updater that takes it."""
-        updaters = [*self._others, self.full_tensors, self.fused, self._torch]
+        updaters = [*self._others, self.owner, self.fused, self._torch]
         numbers = range(self.states.offsets[-1])
         self._updater_of: list[Updater] = [next(u for u in updaters if u.takes(number)) for number in numbers]
         chosen = {id(u) for u in self._updater_of}
@@ -336,11 +336,11 @@ class ShardedOptimizer:
     def describe(self) -> str:
         """Return one line that says what steps the parameters."""
         name = type(self.optimizer).__name__
-        members = self.full_tensors.members
+        members = self.owner.members
         if members:
             ranks = members[0].comm.world_size
             rest = "" if len(members) == self.states.offsets[-1] else "; the others in shards, by its own step()"
-            sent = f"{self.full_tensors.bytes_sent:,} bytes sent for it per step by all of them"
+            sent = f"{self.owner.bytes_sent:,} bytes sent for it per step by all of them"
             return f"{name}: {len(members)} parameters are stepped whole, each by one of {ranks} ranks, {sent}{rest}"
         if not any(self.fused.steps_flat):
             return f"{name}: stepped by its own step()"

@@ -72,7 +72,7 @@ class UpdateSchedule:
         """Begin the update of a buffer with complete averages while backward still runs. Not collective."""
         update = self._optimizers[0].early_update(flat)
         if update is None:
-            self._optimizers[0].full_tensors.begin_early(flat, self._offload.stream)
+            self._optimizers[0].owner.begin_early(flat, self._offload.stream)
             self.postpone(flat)
             return
         if self._offload.streamed:
@@ -92,7 +92,7 @@ class UpdateSchedule:
         """Forget the early updates, after an exception has ended the backward pass."""
         self._early.clear()
         for optimizer in self._optimizers:
-            optimizer.full_tensors.forget_early()
+            optimizer.owner.forget_early()
 
     # the step --------------------------------------------------------------------------------------------------------
 

@@ -3,7 +3,7 @@
 ====================  ==================================================  ============================================
 updater               takes                                               states while it steps
 ====================  ==================================================  ============================================
-`FullTensorUpdater`   parameters that need to be stepped as full tensors  at the rank that owns the tensor, full
+`OwnerUpdater`   parameters that need to be stepped as full tensors  at the rank that owns the tensor, full
 `FusedUpdater`        buffers and groups that have a fused update         in the flat store, on any tier
 `TorchUpdater`        everything else, by the optimizer's own ``step``    views of the store in ``optimizer.state``
 ====================  ==================================================  ============================================

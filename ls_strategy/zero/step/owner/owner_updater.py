@@ -8,7 +8,7 @@
 
 If an optimizer's step is split (`split_step.py`), less is sent, and states stay in shards.
 
-Otherwise the owner keeps the states between steps, on the tier of the flat buffer (`whole_states.py`).
+Otherwise the owner keeps the states between steps, on the tier of the flat buffer (`owner_states.py`).
 """
 
 from __future__ import annotations
@@ -30,20 +30,20 @@ from ls_strategy.tiers import TIERS
 from ls_strategy.tiers.stream import Stream
 from ls_strategy.zero.flat.flat_buffer import FlatBuffer
 from ls_strategy.zero.step.optimizer_state import OptimizerStates, StateRole
-from ls_strategy.zero.step.split_jobs import Applications, Directions, EarlyDirections
-from ls_strategy.zero.step.split_step import split_step_of
-from ls_strategy.zero.step.split_tensors import SplitTensors
-from ls_strategy.zero.step.updater import StepArguments, Updater
-from ls_strategy.zero.step.whole_exchange import (
+from ls_strategy.zero.step.owner.full_tensors import (
+    FullTensor,
     FullTensorExchange,
     PartsOf,
+    PendingFullTensors,
     PendingParts,
-    PendingWholes,
     ShardOwners,
-    WholeTensor,
     balanced,
 )
-from ls_strategy.zero.step.whole_states import WholeStates
+from ls_strategy.zero.step.owner.owner_states import OwnerStates
+from ls_strategy.zero.step.owner.split_jobs import Applications, Directions, EarlyDirections
+from ls_strategy.zero.step.owner.split_tensors import SplitTensors
+from ls_strategy.zero.step.split_step import split_step_of
+from ls_strategy.zero.step.updater import StepArguments, Updater
 
 BUCKET = 1 << 24
 """Elements of parameters that are exchanged together: 64 MiB of gradients and as much of master weights in fp32."""
@@ -52,7 +52,7 @@ _SENT = 2
 """Values per element that the owner gets: the gradient and the master weight. It sends one back."""
 
 
-class FullTensorUpdater(Updater):
+class OwnerUpdater(Updater):
     """Steps the parameters of one optimizer that need to be full, each at the rank that owns it."""
 
     in_runs = False
@@ -88,11 +88,11 @@ class FullTensorUpdater(Updater):
         """Numbers of the parameters whose states are in shards, since their step is split."""
         self._numbers = frozenset(m.number for m in self.members)
         states.owners = {m.number: self._owner(m) for m in self.members if m.number not in self._in_shards}
-        self.states = WholeStates(states, self.members, self._split, self._in_shards)
+        self.states = OwnerStates(states, self.members, self._split, self._in_shards)
         self._early = EarlyDirections(m for m in self.members if self._splitter(m) and self._is_on_host(m))
         self._applications = Applications()
         self._shown: dict[int, Tensor] = {}
-        self._stepped: list[WholeTensor] = []
+        self._stepped: list[FullTensor] = []
 
     def _is_whole(self, number: int, needed: Sequence[bool]) -> bool:
         """Return whether a parameter is stepped as a full tensor.
@@ -103,7 +103,7 @@ class FullTensorUpdater(Updater):
         group = self._groups[number]
         return needed[group] or (not self._fused[group] and not TIERS[flat.optimizer_tier].resident)
 
-    def _assigned(self, numbers: Sequence[int]) -> list[WholeTensor]:
+    def _assigned(self, numbers: Sequence[int]) -> list[FullTensor]:
         """Give every tensor to one of the ranks that hold parts of it, balanced by cost. Collective."""
         holders = ShardOwners(self._states.mesh)
         by_comm: defaultdict[Comm, list[int]] = defaultdict(list)
@@ -111,17 +111,17 @@ class FullTensorUpdater(Updater):
             flat, index = self._place(number)
             if all(flat.layout.slots[index].full_shape):
                 by_comm[holders.comm_of(flat)].append(number)
-        result: list[WholeTensor] = []
+        result: list[FullTensor] = []
         for comm, members in by_comm.items():
             places = [self._place(n) for n in members]
             held = holders.of(comm, places)
-            new = [WholeTensor(n, *p, comm, 0, h) for n, p, h in zip(members, places, held, strict=True)]
+            new = [FullTensor(n, *p, comm, 0, h) for n, p, h in zip(members, places, held, strict=True)]
             owners = balanced([self._cost(m.number, m.shape) for m in new], comm.world_size)
             result += [replace(m, owner=owner) for m, owner in zip(new, owners, strict=True)]
         return sorted(result, key=lambda m: m.number)
 
     @staticmethod
-    def _owner(member: WholeTensor) -> StateRole:
+    def _owner(member: FullTensor) -> StateRole:
         """Return what this rank does with the states of a tensor. One rank of all that have copies saves them."""
         flat = member.flat
         first = flat.policy.optimizer or flat.comm.rank == 0  # without sharding, all of them step it
@@ -151,14 +151,14 @@ class FullTensorUpdater(Updater):
         numels = ((m, self._width(m) * m.gathered_numel + m.scattered_numel) for m in self.members)
         return sum(numel * self._sent(m).itemsize for m, numel in numels)
 
-    def _splitter(self, member: WholeTensor) -> SplitTensors | None:
+    def _splitter(self, member: FullTensor) -> SplitTensors | None:
         """Return what runs the element-wise parts of a tensor's step, if it is split."""
         return self._split if member.number in self._in_shards else None
 
-    def _width(self, member: WholeTensor) -> int:
+    def _width(self, member: FullTensor) -> int:
         return 1 if self._splitter(member) else _SENT
 
-    def _sent(self, member: WholeTensor) -> torch.dtype:
+    def _sent(self, member: FullTensor) -> torch.dtype:
         splitter = self._splitter(member)
         return member.flat.master_dtype if splitter is None else splitter.dtype(member)
 
@@ -188,7 +188,7 @@ class FullTensorUpdater(Updater):
         for flat in {id(m.flat): m.flat for m in members}.values():
             flat.wait_updated()
             flat.before_change()
-        arriving: list[tuple[list[WholeTensor], PendingWholes]] = []
+        arriving: list[tuple[list[FullTensor], PendingFullTensors]] = []
         leaving: list[PendingParts] = []
         for bucket, parts in self._with_parts(members, stream):
             gather = self._exchange(bucket).start_gather(bucket, parts, self._width(bucket[0]))
@@ -219,17 +219,17 @@ class FullTensorUpdater(Updater):
         return frozenset(result)
 
     def _with_parts(
-        self, members: Sequence[WholeTensor], stream: Stream | None
-    ) -> Iterator[tuple[list[WholeTensor], PartsOf]]:
+        self, members: Sequence[FullTensor], stream: Stream | None
+    ) -> Iterator[tuple[list[FullTensor], PartsOf]]:
         """Yield the buckets, each with what returns their parts. The stream is one bucket ahead."""
-        ahead: deque[tuple[list[WholeTensor], PartsOf]] = deque()
+        ahead: deque[tuple[list[FullTensor], PartsOf]] = deque()
         for bucket in self._buckets(members):
             ahead.append((bucket, self._parts_on(stream, bucket)))
             if len(ahead) > 1:
                 yield ahead.popleft()
         yield from ahead
 
-    def _parts_on(self, stream: Stream | None, bucket: Sequence[WholeTensor]) -> PartsOf:
+    def _parts_on(self, stream: Stream | None, bucket: Sequence[FullTensor]) -> PartsOf:
         """Begin the parts of a bucket on the stream, but for what backward has begun; return what returns them."""
         splitter = self._splitter(bucket[0])
         if splitter is None or not self._is_on_host(bucket[0]):
@@ -244,13 +244,13 @@ class FullTensorUpdater(Updater):
         return lambda m: begun.get(m.number, self._parts)(m)
 
     @staticmethod
-    def _is_on_host(member: WholeTensor) -> bool:
+    def _is_on_host(member: FullTensor) -> bool:
         """Return whether the states of a tensor are in host memory, away from the device."""
         tier = member.flat.optimizer_tier
         return tier != "device" and TIERS[tier].resident
 
     def _take(
-        self, bucket: list[WholeTensor], pending: PendingWholes, leaving: list[PendingParts], stream: Stream | None
+        self, bucket: list[FullTensor], pending: PendingFullTensors, leaving: list[PendingParts], stream: Stream | None
     ) -> None:
         """Step a bucket that has arrived, or keep its tensors for the optimizer's own call."""
         if not self.one_by_one and not self._splitter(bucket[0]):
@@ -287,16 +287,16 @@ class FullTensorUpdater(Updater):
     def tensors(self) -> list[Tensor]:
         return self.states.tensors()
 
-    def _buckets(self, members: Sequence[WholeTensor]) -> Iterator[list[WholeTensor]]:
+    def _buckets(self, members: Sequence[FullTensor]) -> Iterator[list[FullTensor]]:
         """Split tensors into those that are exchanged together: of one communicator and device, in one way."""
-        kinds: defaultdict[tuple[Any, ...], list[WholeTensor]] = defaultdict(list)
+        kinds: defaultdict[tuple[Any, ...], list[FullTensor]] = defaultdict(list)
         for member in members:
             flat = member.flat
             how = (self._splitter(member) is None, self._is_on_host(member))
             kind = (id(member.comm), self._sent(member), how, flat.master.device)
             kinds[kind].append(member)
         for same in kinds.values():
-            bucket: list[WholeTensor] = []
+            bucket: list[FullTensor] = []
             for member in same:
                 if bucket and sum(m.numel for m in bucket) + member.numel > BUCKET:
                     yield bucket
@@ -304,10 +304,10 @@ class FullTensorUpdater(Updater):
                 bucket.append(member)
             yield bucket
 
-    def _exchange(self, bucket: Sequence[WholeTensor]) -> FullTensorExchange:
+    def _exchange(self, bucket: Sequence[FullTensor]) -> FullTensorExchange:
         return FullTensorExchange(bucket[0].comm, self._sent(bucket[0]), bucket[0].flat.full.device)
 
-    def _parts(self, member: WholeTensor) -> list[Tensor]:
+    def _parts(self, member: FullTensor) -> list[Tensor]:
         """Return this rank's parts of gradient and master weights, or of the direction if the step is split."""
         start, stop = member.mine
         splitter, grad = self._splitter(member), _gradient(member.flat, start, stop)
@@ -315,7 +315,7 @@ class FullTensorUpdater(Updater):
             return [splitter.direction(member, grad.to(member.flat.master.device, member.flat.master_dtype))]
         return [grad, member.flat.master_range(start, stop)]
 
-    def _tensors(self, pending: PendingWholes, device: torch.device) -> dict[int, Tensor]:
+    def _tensors(self, pending: PendingFullTensors, device: torch.device) -> dict[int, Tensor]:
         """Return this rank's tensors with their gradients, by number, on ``device``."""
         result: dict[int, Tensor] = {}
         for number, (grad, master) in pending.wait(device).items():
@@ -323,7 +323,7 @@ class FullTensorUpdater(Updater):
             result[number] = master
         return result
 
-    def _step(self, bucket: list[WholeTensor], pending: PendingWholes) -> PendingParts:
+    def _step(self, bucket: list[FullTensor], pending: PendingFullTensors) -> PendingParts:
         """Step this rank's tensors of one bucket with a copy of the optimizer, and start returning them.
 
         This runs on the model's device, wherever the states are stored: products of matrices are what it is for.

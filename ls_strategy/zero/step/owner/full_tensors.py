@@ -58,7 +58,7 @@ class ShardRange:
 
 
 @dataclass(frozen=True)
-class WholeTensor:
+class FullTensor:
     """One parameter that is stepped whole, by one of the ranks that hold parts of it."""
 
     number: int
@@ -171,7 +171,7 @@ class ShardOwners:
         return result
 
 
-PartsOf = Callable[[WholeTensor], Sequence[Tensor]]
+PartsOf = Callable[[FullTensor], Sequence[Tensor]]
 """Returns this rank's parts of one tensor, 1-d: of its gradient and its master weights, for example."""
 
 
@@ -195,7 +195,7 @@ class FullTensorExchange:
         device = self._device if self._comm.native else device
         return [torch.empty(n, dtype=self._dtype, device=device) for n in sizes]
 
-    def start_gather(self, members: Sequence[WholeTensor], parts: PartsOf, width: int) -> PendingWholes:
+    def start_gather(self, members: Sequence[FullTensor], parts: PartsOf, width: int) -> PendingFullTensors:
         """Start sending this rank's parts of every tensor to its owner. Collective.
 
         Args:
@@ -204,7 +204,7 @@ class FullTensorExchange:
             width: how many values per element are sent.
 
         Traffic:
-            On all ranks together, ``width`` times the `WholeTensor.gathered_numel` of the members.
+            On all ranks together, ``width`` times the `FullTensor.gathered_numel` of the members.
         """
         ranks, rank = self._comm.world_size, self._comm.rank
         home = _home(members)
@@ -215,9 +215,9 @@ class FullTensorExchange:
         sends = [self._wire(tensors, home) for tensors in outgoing]
         mine = [m for m in members if m.is_mine]
         received = self._received([width * sum(m.sent_by(r) for m in mine) for r in range(ranks)], home)
-        return PendingWholes(self._axis.start_all_to_all(sends, received), mine, received, width)
+        return PendingFullTensors(self._axis.start_all_to_all(sends, received), mine, received, width)
 
-    def start_scatter(self, members: Sequence[WholeTensor], values: Callable[[WholeTensor], Tensor]) -> PendingParts:
+    def start_scatter(self, members: Sequence[FullTensor], values: Callable[[FullTensor], Tensor]) -> PendingParts:
         """Start sending every rank its part of the tensors that this rank owns. Collective.
 
         Args:
@@ -225,7 +225,7 @@ class FullTensorExchange:
             values: returns the full value of a tensor of this rank.
 
         Traffic:
-            On all ranks together, the `WholeTensor.scattered_numel` of the members.
+            On all ranks together, the `FullTensor.scattered_numel` of the members.
         """
         ranks, rank = self._comm.world_size, self._comm.rank
         home = _home(members)
@@ -242,16 +242,16 @@ class FullTensorExchange:
         return PendingParts(self._axis.start_all_to_all(sends, received), here, received)
 
 
-def _home(members: Sequence[WholeTensor]) -> torch.device:
+def _home(members: Sequence[FullTensor]) -> torch.device:
     """Return the device of the master weights."""
     return members[0].flat.master.device
 
 
-class PendingWholes:
+class PendingFullTensors:
     """Whole tensors on their way to this rank."""
 
     def __init__(
-        self, exchange: PendingExchange, mine: Sequence[WholeTensor], received: list[Tensor], width: int
+        self, exchange: PendingExchange, mine: Sequence[FullTensor], received: list[Tensor], width: int
     ) -> None:
         self._exchange = exchange
         self._mine = mine
@@ -281,16 +281,16 @@ class PendingWholes:
 class PendingParts:
     """This rank's parts of tensors on their way from the owners."""
 
-    def __init__(self, exchange: PendingExchange, here: Sequence[WholeTensor], received: list[Tensor]) -> None:
+    def __init__(self, exchange: PendingExchange, here: Sequence[FullTensor], received: list[Tensor]) -> None:
         self._exchange = exchange
         self._here = here
         self._received = received
 
-    def wait(self) -> list[tuple[WholeTensor, Tensor]]:
+    def wait(self) -> list[tuple[FullTensor, Tensor]]:
         """Return this rank's part, 1-d, of every tensor of which it has one."""
         self._exchange.wait()
         at = [0] * len(self._received)
-        result: list[tuple[WholeTensor, Tensor]] = []
+        result: list[tuple[FullTensor, Tensor]] = []
         for member in self._here:
             numel = member.holdings[member.comm.rank].numel
             start = at[member.owner]

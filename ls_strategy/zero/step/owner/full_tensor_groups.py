@@ -37,7 +37,7 @@ def steps_one_by_one(optimizer: Optimizer) -> bool:
     return bool(getattr(optimizer, "whole_tensors", False)) or type(optimizer) in _ONE_BY_ONE
 
 
-def whole_groups(optimizer: Optimizer) -> tuple[bool, ...]:
+def full_tensor_groups(optimizer: Optimizer) -> tuple[bool, ...]:
     """Return for every group whether its parameters have to be stepped whole.
 
     An optimizer may have an attribute ``whole_tensors``: True, or a function of the group. Otherwise groups are tested.
@@ -53,7 +53,7 @@ def whole_groups(optimizer: Optimizer) -> tuple[bool, ...]:
     return tuple(not splits_tensors(optimizer, group) for group in optimizer.param_groups)
 
 
-def check_whole_groups(optimizer: Optimizer, parts: Mapping[int, TensorPart], names: Mapping[int, str]) -> None:
+def check_full_tensor_groups(optimizer: Optimizer, parts: Mapping[int, TensorPart], names: Mapping[int, str]) -> None:
     """Refuse what cannot be stepped in shards, and not in whole tensors either.
 
     Args:
@@ -65,7 +65,7 @@ def check_whole_groups(optimizer: Optimizer, parts: Mapping[int, TensorPart], na
         PlanError: the optimizer computes over several tensors, is random, or steps a stack of experts as one tensor.
     """
     name = type(optimizer).__name__
-    whole = whole_groups(optimizer)
+    whole = full_tensor_groups(optimizer)
     for group in (g for g, needed in zip(optimizer.param_groups, whole, strict=True) if needed):
         _check_alone(optimizer, group)
         for p in group["params"]:

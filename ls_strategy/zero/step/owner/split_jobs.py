@@ -33,8 +33,8 @@ from torch import Tensor
 from ls_strategy.errors import StateError
 from ls_strategy.tiers.stream import Job, Stream, Ticket
 from ls_strategy.zero.flat.flat_buffer import FlatBuffer
-from ls_strategy.zero.step.split_tensors import SplitTensors
-from ls_strategy.zero.step.whole_exchange import WholeTensor
+from ls_strategy.zero.step.owner.full_tensors import FullTensor
+from ls_strategy.zero.step.owner.split_tensors import SplitTensors
 
 
 class Directions(Job):
@@ -43,8 +43,8 @@ class Directions(Job):
     def __init__(
         self,
         splitter: SplitTensors,
-        members: Sequence[WholeTensor],
-        gradient: Callable[[WholeTensor], Tensor],
+        members: Sequence[FullTensor],
+        gradient: Callable[[FullTensor], Tensor],
         stream: Stream,
     ) -> None:
         """Start computing.
@@ -57,7 +57,7 @@ class Directions(Job):
         """
         self._splitter = splitter
         self._members = members
-        self._gradient: Callable[[WholeTensor], Tensor] | None = gradient
+        self._gradient: Callable[[FullTensor], Tensor] | None = gradient
         self._found: dict[int, Tensor] = {}
         self._ticket = stream.submit([self])
 
@@ -78,7 +78,7 @@ class Directions(Job):
     def write(self) -> None:
         """Do nothing: the states were changed in place."""
 
-    def take(self, member: WholeTensor) -> list[Tensor]:
+    def take(self, member: FullTensor) -> list[Tensor]:
         """Wait for the directions, and return that of one member."""
         started = time.perf_counter()
         self._ticket.wait()
@@ -95,9 +95,9 @@ class Directions(Job):
 class EarlyDirections:
     """The directions that are computed while backward still runs, buffer by buffer."""
 
-    def __init__(self, members: Iterable[WholeTensor]) -> None:
+    def __init__(self, members: Iterable[FullTensor]) -> None:
         """``members``: all tensors whose steps are split and whose states are in host memory."""
-        self._members: defaultdict[int, list[WholeTensor]] = defaultdict(list)
+        self._members: defaultdict[int, list[FullTensor]] = defaultdict(list)
         """By ``id`` of their buffer."""
         for member in members:
             if member.sent_by(member.comm.rank):
@@ -113,7 +113,7 @@ class EarlyDirections:
             return
         grads, landing, unscale = averages.in_memory(), averages.landing, averages.unscale
 
-        def gradient(member: WholeTensor) -> Tensor:
+        def gradient(member: FullTensor) -> Tensor:
             if landing is not None:
                 landing.result()
             part = grads[slice(*member.mine)]
@@ -124,7 +124,7 @@ class EarlyDirections:
         for member in members:
             self._begun[member.number] = (directions, averages.generation)
 
-    def pop(self, member: WholeTensor) -> Directions | None:
+    def pop(self, member: FullTensor) -> Directions | None:
         """Return what computes the direction of a tensor; None if it was not begun.
 
         Raises:
@@ -136,7 +136,7 @@ class EarlyDirections:
             self._refuse(member)
         return directions
 
-    def require_none(self, members: Iterable[WholeTensor]) -> None:
+    def require_none(self, members: Iterable[FullTensor]) -> None:
         """Check that nothing has begun for tensors that are not stepped.
 
         Raises:
@@ -147,7 +147,7 @@ class EarlyDirections:
                 self._refuse(member)
 
     @staticmethod
-    def _refuse(member: WholeTensor) -> None:
+    def _refuse(member: FullTensor) -> None:
         raise StateError(
             f"the gradient of {member.flat.layout.slots[member.index].name!r} was changed after its step had begun, "
             "while backward ran. Change gradients in on_before_optimizer_step, or set sharding.overlap_step=False on "
@@ -172,7 +172,7 @@ class Applications:
         """Begin with none."""
         self._tickets: deque[Ticket] = deque()
 
-    def submit(self, splitter: SplitTensors, parts: Sequence[tuple[WholeTensor, Tensor]], stream: Stream) -> None:
+    def submit(self, splitter: SplitTensors, parts: Sequence[tuple[FullTensor, Tensor]], stream: Stream) -> None:
         """Start applying the updates of a bucket."""
         started = time.perf_counter()
         while len(self._tickets) >= _WAITING:
@@ -184,7 +184,7 @@ class Applications:
 class Application(Job):
     """Changes the master weights by the updates of a bucket."""
 
-    def __init__(self, splitter: SplitTensors, parts: Sequence[tuple[WholeTensor, Tensor]]) -> None:
+    def __init__(self, splitter: SplitTensors, parts: Sequence[tuple[FullTensor, Tensor]]) -> None:
         """``parts``: the updates of this rank's ranges, which nobody else changes."""
         self._splitter = splitter
         self._parts = parts

@@ -15,9 +15,9 @@ from ls_strategy.tiers.buffers import PAGE
 from ls_strategy.zero.flat.flat_buffer import FlatBuffer
 from ls_strategy.zero.flat.storage import chunks
 from ls_strategy.zero.step.optimizer_state import ELEMENTWISE, OptimizerStates
+from ls_strategy.zero.step.owner.full_tensors import FullTensor
 from ls_strategy.zero.step.split_step import SplitStep
 from ls_strategy.zero.step.states import FlatStates
-from ls_strategy.zero.step.whole_exchange import WholeTensor
 
 
 class SplitTensors:
@@ -32,29 +32,29 @@ class SplitTensors:
         self._state: dict[int, dict[str, Any]] = {}
         """States of this rank's ranges by number, while they are here."""
 
-    def _group(self, member: WholeTensor) -> dict[str, Any]:
+    def _group(self, member: FullTensor) -> dict[str, Any]:
         return self._optimizer.param_groups[self._groups[member.number]]
 
-    def dtype(self, member: WholeTensor) -> torch.dtype:
+    def dtype(self, member: FullTensor) -> torch.dtype:
         """Return the dtype of what is sent of a tensor."""
         return self._step.dtype(self._group(member))
 
-    def direction(self, member: WholeTensor, grad: Tensor) -> Tensor:
+    def direction(self, member: FullTensor, grad: Tensor) -> Tensor:
         """Return what the owner needs of this rank's range, and change its states."""
         if self._streams(member):
             return self._streamed_direction(member, grad)
         state = self._state.setdefault(member.number, {})
         return self._step.direction(self._group(member), grad, state)
 
-    def _store(self, member: WholeTensor) -> FlatStates:
+    def _store(self, member: FullTensor) -> FlatStates:
         return self._states.store[self._states.locate(member.number)[0]]
 
-    def _streams(self, member: WholeTensor) -> bool:
+    def _streams(self, member: FullTensor) -> bool:
         """Return whether the states of a tensor are out of memory, so that the step streams them in chunks."""
         store = self._store(member)
         return bool(self._step.states) and not store.resident and all(n in store.moments for n in self._step.states)
 
-    def _streamed_direction(self, member: WholeTensor, grad: Tensor) -> Tensor:
+    def _streamed_direction(self, member: FullTensor, grad: Tensor) -> Tensor:
         """Return the direction, reading and writing the states in chunks."""
         (start, stop), storage, store = member.mine, member.flat.storage, self._store(member)
         for name in self._step.states:
@@ -71,12 +71,12 @@ class SplitTensors:
                 storage.put(name, lease, lo)
         return out
 
-    def update(self, member: WholeTensor, direction: Tensor) -> Tensor:
+    def update(self, member: FullTensor, direction: Tensor) -> Tensor:
         """Return the update of a tensor that this rank owns."""
         with torch.no_grad():
             return self._step.update(self._group(member), direction)
 
-    def settings(self, members: Iterable[WholeTensor]) -> list[dict[str, Any]]:
+    def settings(self, members: Iterable[FullTensor]) -> list[dict[str, Any]]:
         """Return the settings of each tensor's parameter group as they are now, for `write`."""
         groups = [self._groups[member.number] for member in members]
         copies = {
@@ -85,7 +85,7 @@ class SplitTensors:
         }
         return [copies[g] for g in groups]
 
-    def write(self, member: WholeTensor, update: Tensor, settings: dict[str, Any] | None = None) -> None:
+    def write(self, member: FullTensor, update: Tensor, settings: dict[str, Any] | None = None) -> None:
         """Change this rank's range of the master weights. ``settings``: by default, those of the group."""
         flat, (start, stop) = member.flat, member.mine
         master = flat.master_range(start, stop)
@@ -96,7 +96,7 @@ class SplitTensors:
 
     # states ----------------------------------------------------------------------------------------------------------
 
-    def collect(self, members: Iterable[WholeTensor]) -> None:
+    def collect(self, members: Iterable[FullTensor]) -> None:
         """Move the states to where all other states are. Not collective."""
         for member in members:
             state = self._state.pop(member.number, None)
@@ -111,7 +111,7 @@ class SplitTensors:
                     store.write(name, start, value)
                 kept[name] = ELEMENTWISE if elementwise else value
 
-    def restore(self, members: Iterable[WholeTensor]) -> None:
+    def restore(self, members: Iterable[FullTensor]) -> None:
         """Take the states from there. Not collective."""
         for member in members:
             if self._streams(member):

@@ -1,6 +1,6 @@
 """Keep the states of tensors that are stepped in full: at their owner in training, in the flat store for checkpoints.
 
-`WholeStates.collect` moves them to where all other states are stored: element-wise ones to the flat store, in shards,
+`OwnerStates.collect` moves them to where all other states are stored: element-wise ones to the flat store, in shards,
 others to the owner's entries. The next step moves them to the owner again.
 """
 
@@ -15,17 +15,17 @@ from torch import Tensor
 
 from ls_strategy.distributed.comm import Comm
 from ls_strategy.zero.step.optimizer_state import ELEMENTWISE, OptimizerStates
-from ls_strategy.zero.step.split_tensors import SplitTensors
-from ls_strategy.zero.step.whole_exchange import FullTensorExchange, WholeTensor
+from ls_strategy.zero.step.owner.full_tensors import FullTensor, FullTensorExchange
+from ls_strategy.zero.step.owner.split_tensors import SplitTensors
 
 
-class WholeStates:
+class OwnerStates:
     """The states of the tensors of one optimizer that are stepped whole."""
 
     def __init__(
         self,
         states: OptimizerStates,
-        members: Sequence[WholeTensor],
+        members: Sequence[FullTensor],
         split: SplitTensors | None,
         in_shards: frozenset[int],
     ) -> None:
@@ -66,12 +66,12 @@ class WholeStates:
             if m.is_mine and self.held.get(m.number)
         }
 
-    def _named(self, mine: dict[int, dict[str, torch.dtype]]) -> Iterator[tuple[str, torch.dtype, list[WholeTensor]]]:
+    def _named(self, mine: dict[int, dict[str, torch.dtype]]) -> Iterator[tuple[str, torch.dtype, list[FullTensor]]]:
         """Agree on the element-wise states, and yield the tensors that have each of them. Collective.
 
         Every rank marks them in the entries of the tensors of which it has a part, or which it owns.
         """
-        by_comm: dict[Comm, list[WholeTensor]] = {}
+        by_comm: dict[Comm, list[FullTensor]] = {}
         for member in self._members:
             if member.number not in self._in_shards:
                 by_comm.setdefault(member.comm, []).append(member)
@@ -80,7 +80,7 @@ class WholeStates:
             agreed: dict[int, dict[str, torch.dtype]] = {}
             for each in comm.exchange_objects(own):
                 agreed.update(each)
-            found: defaultdict[tuple[str, torch.dtype], list[WholeTensor]] = defaultdict(list)
+            found: defaultdict[tuple[str, torch.dtype], list[FullTensor]] = defaultdict(list)
             for member in members:
                 names = agreed.get(member.number, {})
                 if names and (member.is_mine or member.flat.pieces[member.index].numel):
@@ -108,7 +108,7 @@ class WholeStates:
                 self._store(member).flat.before_change()
             exchange = FullTensorExchange(members[0].comm, dtype, members[0].flat.full.device)
 
-            def parts(member: WholeTensor, name: str = name) -> list[Tensor]:
+            def parts(member: FullTensor, name: str = name) -> list[Tensor]:
                 return [self._store(member).range(name, *member.mine)]
 
             home = members[0].flat.master.device
@@ -133,7 +133,7 @@ class WholeStates:
             if any(m.flat is store.flat for m in self._members):
                 store.forget(kept)
 
-    def _store(self, member: WholeTensor) -> Any:
+    def _store(self, member: FullTensor) -> Any:
         return self._states.store[self._states.locate(member.number)[0]]
 
     def tensors(self) -> list[Tensor]:
