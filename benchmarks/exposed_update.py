@@ -164,7 +164,7 @@ class Bus:
         """`Averages.land`."""
         self._land(to, *args, **options)
         if to._flat.gradient_tier != "device" and to.values is not None:
-            to.landing = to._flat.storage.in_background(self.down.take(to.values.numel()).wait_on_host)
+            to.landing = to._flat.store.in_background(self.down.take(to.values.numel()).wait_on_host)
 
     def update(self, portion: Any) -> None:
         """`_ChunkUpdate.update`."""

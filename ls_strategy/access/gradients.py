@@ -15,7 +15,6 @@ from torch import Tensor
 
 from ls_strategy.engine import Engine
 from ls_strategy.errors import ConfigError
-from ls_strategy.zero.flat.flat_buffer import FlatBuffer
 from ls_strategy.zero.parts import full_of
 from ls_strategy.zero.step.current import CurrentGradients, current_gradients
 
@@ -91,15 +90,7 @@ def _power_of_shard(current: CurrentGradients, i: int, norm_type: float) -> Tens
     piece = flat.layout.pieces(*flat.owned)[i]
     if not piece.numel or not flat.averages.hold_values:
         return torch.zeros((), dtype=torch.float64)
-    values = _range(flat, piece.start, piece.stop).double()
+    values = flat.averages.owned(piece.start, piece.stop).double()
     values = values * current.factor_on(values.device)
     norm = torch.linalg.vector_norm(values, norm_type)
     return norm if math.isinf(norm_type) else norm.pow(norm_type)
-
-
-def _range(flat: FlatBuffer, start: int, stop: int) -> Tensor:
-    if not flat.averages.on_nvme:
-        return flat.averages.owned()[start:stop]
-    out = torch.empty(stop - start, dtype=flat.average_dtype)
-    flat.storage.read_into("grad", out, start)
-    return out

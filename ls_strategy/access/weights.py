@@ -127,8 +127,8 @@ def _full(flat: FlatBuffer, dtype: torch.dtype) -> tuple[Tensor, bool]:
         return flat.read_master().detach(), False
     flat.refresh_if_due()
     name = "param" if dtype == flat.dtype and flat.has_own_shard else "master"
-    if not flat.storage.is_resident(name):
+    if not flat.store.is_resident(name):
         flat.wait_updated()
-        return flat.gather_shards(dtype, partial(flat.storage.read_into, name)), True
+        return flat.gather_shards(dtype, partial(flat.store.read_into, name)), True
     mine = flat.shard if name == "param" and flat.shard is not None else flat.read_master()
     return flat.gather_shards(dtype, mine.detach()), True

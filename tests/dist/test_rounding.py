@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from ls_strategy.config import nested
 from ls_strategy.lightning.strategy import ZeROStrategy
 from ls_strategy.testing import spawn
-from ls_strategy.zero.flat import storage as rest
+from ls_strategy.zero.flat import state_store as rest
 from tests.dist.ranks import WIDTH, Net, fit, quiet
 
 pytestmark = pytest.mark.wide

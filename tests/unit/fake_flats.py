@@ -27,7 +27,7 @@ class FakeFlat:
     counted: bool = True
 
     @property
-    def storage(self) -> FakeFlat:
+    def store(self) -> FakeFlat:
         """Where its states are stored."""
         return self
 

@@ -12,8 +12,8 @@ from torch import Tensor, nn
 from ls_strategy.config import OffloadConfig, PrecisionConfig
 from ls_strategy.engine import Engine
 from ls_strategy.ops.norm import sum_of_squares, sum_over_chunks
-from ls_strategy.zero.flat import averages, storage
-from ls_strategy.zero.flat.storage import StateStorage
+from ls_strategy.zero.flat import averages, state_store
+from ls_strategy.zero.flat.state_store import StateStore
 from ls_strategy.zero.step.update import CopyOut, Update, UpdatePart
 from tests.unit.one_rank import ShelfTier, adamw, backward, engine_on, network, steps
 
@@ -54,7 +54,7 @@ def test_chunks_give_the_bits_of_one_pass(
     stage: int, moments: str, shelves: list[ShelfTier], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Also with a parameter in the middle that is not stepped."""
-    monkeypatch.setattr(storage, "NVME_CHUNK", 256)
+    monkeypatch.setattr(state_store, "NVME_CHUNK", 256)
     model, other = PartlyUsed(), PartlyUsed()
     other.load_state_dict(model.state_dict())
     kinds = OffloadConfig(optimizer="nvme", parameters="nvme" if stage == 3 else None)
@@ -72,7 +72,7 @@ def test_an_update_of_resident_states_is_one_job() -> None:
 def test_an_update_of_other_states_is_a_job_per_chunk(
     shelves: list[ShelfTier], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(storage, "NVME_CHUNK", 256)
+    monkeypatch.setattr(state_store, "NVME_CHUNK", 256)
     model = network()
     update = update_of(engine_with(model, "nvme"))
     assert len(update.jobs()) == -(-update.flat.stepped_numel // 256)
@@ -86,7 +86,7 @@ def test_averages_in_memory_are_summed_in_one_pass(monkeypatch: pytest.MonkeyPat
         calls.append(grad.numel())
         return sum_of_squares(grad, unscale=unscale)
 
-    monkeypatch.setattr(storage, "NVME_CHUNK", 256)
+    monkeypatch.setattr(state_store, "NVME_CHUNK", 256)
     model = network()
     flat = update_of(engine_with(model, "cpu")).flat
     monkeypatch.setattr(averages, "sum_of_squares", counting)
@@ -135,13 +135,13 @@ def test_a_read_ahead_that_is_over_holds_no_parameters(
 ) -> None:
     """The thread that ran it may be late to forget it, and what it held would count as a view of the user's."""
     remembered: list[Any] = []
-    run = StateStorage.in_background
+    run = StateStore.in_background
 
-    def remembering(storage: StateStorage, work: Any) -> Any:
+    def remembering(store: StateStore, work: Any) -> Any:
         remembered.append(work)
-        return run(storage, work)
+        return run(store, work)
 
-    monkeypatch.setattr(StateStorage, "in_background", remembering)
+    monkeypatch.setattr(StateStore, "in_background", remembering)
     model = network()
     engine = engine_with(model, OffloadConfig(optimizer="nvme", parameters="nvme"))
     steps(engine, count=1)

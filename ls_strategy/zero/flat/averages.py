@@ -23,8 +23,8 @@ from ls_strategy.distributed.tree_sum import TreeSum
 from ls_strategy.errors import StateError
 from ls_strategy.ops import exact_norm
 from ls_strategy.ops.norm import sum_of_squares, sum_over_chunks
+from ls_strategy.zero.flat.state_store import chunks
 from ls_strategy.zero.flat.states import UpdateState
-from ls_strategy.zero.flat.storage import chunks
 
 if TYPE_CHECKING:
     from ls_strategy.zero.flat.flat_buffer import FlatBuffer
@@ -72,6 +72,9 @@ class Averages:
 
         self.tree: TreeSum | None = None
         """With virtual ranks: the sums of the rounds before the last one."""
+
+        self._sums_due = False
+        """NVMe tier: whether `recorded_sums` are outdated."""
 
         self._in_update: Tensor | None = None
         self._scale = 1.0
@@ -138,33 +141,84 @@ class Averages:
             self.values = self._new(self._flat.average_dtype)
         return self.values
 
-    def in_memory(self) -> Tensor:
-        """Return the averages as `tensor` does, without waiting for `landing`."""
+    def in_memory(self) -> Tensor | None:
+        """Return the averages as `tensor` does, without waiting for `landing`; None on the NVMe tier."""
+        if self.on_nvme:
+            return None
         return self.tensor() if self.values is None else self.values
 
     def _new(self, dtype: torch.dtype) -> Tensor:
         numel = self._flat.stepped_numel
         if self._flat.gradient_tier != "device":
-            return self._flat.storage.ring.take(numel, dtype, torch.device("cpu"))
+            return self._flat.store.ring.take(numel, dtype, torch.device("cpu"))
         return torch.zeros(numel, dtype=dtype, device=self._flat.full.device)
 
-    def owned(self) -> Tensor:
-        """Return the averages of this rank's shard, ``(shard,)``, at every stage. Norms are sums over it."""
-        reduced = self.tensor()
-        return reduced[slice(*self._flat.owned)] if self.in_place else reduced
+    def owned(self, start: int = 0, stop: int | None = None) -> Tensor:
+        """Return the averages of this rank's shard, or of a range of it, ``(shard,)``. Norms are sums over it.
+
+        On the NVMe tier it is a copy, in full precision.
+        """
+        lo, hi = self._flat.owned
+        stop = hi - lo if stop is None else stop
+        first = lo if self.in_place else 0
+        return self.stepped(first + start, first + stop)
+
+    def stepped(self, start: int, stop: int) -> Tensor:
+        """Return elements ``[start, stop)`` of the range that this rank steps: a view, or a copy from the NVMe tier."""
+        if not self.on_nvme:
+            return self.tensor()[start:stop]
+        self.wait()
+        out = torch.empty(stop - start, dtype=self._flat.average_dtype)
+        self._flat.store.read_into("grad", out, start)
+        return out
+
+    def edit(self, start: int, stop: int, change: Callable[[Tensor], Any]) -> None:
+        """Let ``change`` change elements ``[start, stop)`` in place, on any tier. `renew_sums` has to follow."""
+        if self.on_nvme:
+            values = self.stepped(start, stop)
+            change(values)
+            self._flat.store.write("grad", start, values)
+            self._sums_due = True
+            return
+        self.widen()
+        change(self.tensor()[start:stop])
+
+    def put(self, start: int, values: Tensor, where: Tensor | None = None) -> None:
+        """Replace elements from ``start`` on, those selected by ``where``. Others are zero if there were no averages.
+
+        `renew_sums` has to follow.
+        """
+        if not self.hold_values:  # set by user code without a backward: on every rank, also one without elements
+            self.note_values()
+            if self.on_nvme:
+                self._flat.store.write("grad", 0, torch.zeros(self._flat.stepped_numel, dtype=self._flat.average_dtype))
+            else:
+                self.tensor().zero_()
+
+        def replace(out: Tensor) -> None:
+            new = values.to(out.device)
+            out.copy_(new if where is None else torch.where(where.to(out.device), new, out))
+
+        self.edit(start, start + values.numel(), replace)
+
+    def renew_sums(self) -> None:
+        """Sum again what `edit` and `put` have changed on the NVMe tier."""
+        if self._sums_due:
+            self.change(lambda _: None)
+            self._sums_due = False
 
     def gather(self, out: Tensor | None = None) -> Tensor:
         """Gather the averages of all ranks, times their loss scale, ``(numel,)``. Collective."""
         flat = self._flat
         if not self.hold_values:
             return torch.zeros_like(flat.full, dtype=flat.average_dtype) if out is None else out.zero_()
-        mine = partial(flat.storage.read_into, "grad") if self.on_nvme else self.owned()
+        mine = partial(flat.store.read_into, "grad") if self.on_nvme else self.owned()
         return flat.gather_shards(flat.average_dtype, mine, out)
 
     @property
     def on_nvme(self) -> bool:
         """Return whether the averages are on the NVMe tier."""
-        return self.values is None and not (self.in_place or self._flat.storage.is_resident("grad"))
+        return self.values is None and not (self.in_place or self._flat.store.is_resident("grad"))
 
     def land(self, reducing: Reduction, *, exact_16_bit: bool, stay_in_memory: bool = False) -> None:
         """Add the result of a reduce-scatter to the averages on their tier. Their scale becomes that of ``local``.
@@ -208,7 +262,7 @@ class Averages:
         mine = flat.comm.pool.take(flat.stepped_numel, flat.average_dtype, flat.full.device)
         if accumulate:
             with self._waiting():
-                flat.storage.read_into("grad", mine)
+                flat.store.read_into("grad", mine)
             _multiply_(mine, factor)
         reducing.finish(mine, accumulate=accumulate)
         if dev.is_host(mine.device):
@@ -219,17 +273,17 @@ class Averages:
 
     def _to_nvme_in_background(self, mine: Tensor) -> None:
         """Copy to the host beside the work of the device, and write; then ``mine`` is free. `wait` waits for it."""
-        flat, unscale, after = self._flat, self.unscale, self._flat.storage.link.mark()
+        flat, unscale, after = self._flat, self.unscale, self._flat.store.link.mark()
         self.recorded_sums = sums = []
 
         def write(put: Callable[[Tensor, int], None]) -> None:
-            with flat.storage.link.aside(after, work="gradients to NVMe", down=True):
+            with flat.store.link.aside(after, work="gradients to NVMe", down=True):
                 sums.append(self._measure(mine, unscale).tolist())
                 for start, stop in chunks(0, mine.numel()):
                     put(mine[start:stop].float(), start)
             flat.comm.pool.give([mine])
 
-        self.landing = flat.storage.write_behind("grad", write)
+        self.landing = flat.store.write_behind("grad", write)
 
     def widen(self) -> None:
         """Convert averages in 16 bit to full precision."""
@@ -243,25 +297,25 @@ class Averages:
         if keep:
             self.values.copy_(before)
         if self._flat.gradient_tier != "device":
-            self._flat.storage.ring.give([before])
+            self._flat.store.ring.give([before])
 
     def _land_on_host(self, reducing: Reduction, out: Tensor, *, accumulate: bool) -> None:
         """Sum on the device, in the order and precision of a run without offload, then copy in the background."""
         mine = self._flat.comm.pool.take(out.numel(), out.dtype, self._flat.full.device)
         if accumulate:
-            self._flat.storage.link.to_device(mine, out).wait_on_device()
+            self._flat.store.link.to_device(mine, out).wait_on_device()
         reducing.finish(mine, accumulate=accumulate)
-        arrival = self._flat.storage.link.to_host(out, mine)
+        arrival = self._flat.store.link.to_host(out, mine)
         self._flat.comm.pool.give_late(mine, arrival)  # and not in the background, where updates may come first
-        self.landing = self._flat.storage.in_background(lambda: arrival.wait_on_host())
+        self.landing = self._flat.store.in_background(lambda: arrival.wait_on_host())
 
     def spill(self) -> None:
         """Write averages that `land` left in memory to the NVMe tier."""
-        if self.values is not None and not self._flat.storage.is_resident("grad"):
+        if self.values is not None and not self._flat.store.is_resident("grad"):
             self.wait()
             mine, self.values = self.values, None
             self._to_nvme(mine)
-            self._flat.storage.ring.give([mine])
+            self._flat.store.ring.give([mine])
 
     def _to_nvme(self, mine: Tensor) -> None:
         """Compute the sum of squares, and write to the NVMe tier."""
@@ -269,7 +323,7 @@ class Averages:
         for start, stop in chunks(0, mine.numel()):
             part = mine[start:stop]
             with self._waiting():
-                self._flat.storage.put("grad", part.float(), start)
+                self._flat.store.put("grad", part.float(), start)
 
     def require_here(self) -> None:
         """Raise a StateError if an update has taken the averages."""
@@ -284,6 +338,14 @@ class Averages:
         """Divide by the scale, in place."""
         if self.scale != 1.0:
             self.change_unscaled(lambda _: None)
+
+    def settle_scale(self, *, folded: bool) -> None:
+        """Divide by the scale before the step, unless the update does it as it reads the averages.
+
+        ``folded``: a fused update is to. From the NVMe tier every update does.
+        """
+        if not (self.on_nvme or (folded and self.folds_factors)):
+            self.undo_scale()
 
     def change_unscaled(self, edit: Callable[[Tensor], Any]) -> None:
         """Divide by the scale, then call `change`."""
@@ -306,11 +368,11 @@ class Averages:
             return
         self.recorded_sums = []
         for lo, hi in chunks(0, self._flat.stepped_numel):
-            lease = self._flat.storage.get("grad", lo, hi)
+            lease = self._flat.store.get("grad", lo, hi)
             part = lease.wait()
             edit(part)
             self.recorded_sums.append(self._measure(part, self.unscale).tolist())
-            self._flat.storage.put("grad", lease, lo)
+            self._flat.store.put("grad", lease, lo)
 
     def sums(self) -> Tensor:
         """Return sum of squares and number of non-finite elements of this rank's averages, ``(2,)`` fp64.
@@ -364,7 +426,7 @@ class Averages:
             self.values[start:stop].zero_()
         elif self.on_nvme and self.hold_values:
             stop = self._flat.stepped_numel if stop is None else stop
-            self._flat.storage.write("grad", start, torch.zeros(stop - start))
+            self._flat.store.write("grad", start, torch.zeros(stop - start))
             self.change(lambda _: None)  # recomputes the sums
 
     def wait(self) -> None:
@@ -392,7 +454,7 @@ class Averages:
     def reclaim(self) -> None:
         """Return the buffer of a finished update to its pool."""
         if self._in_update is not None:
-            self._flat.storage.ring.give([self._in_update])
+            self._flat.store.ring.give([self._in_update])
             self._in_update = None
 
 

@@ -38,6 +38,7 @@ from ls_strategy.errors import StateError
 from ls_strategy.layout import Piece
 from ls_strategy.plan import FlatPlan
 from ls_strategy.precision import at_least_fp32
+from ls_strategy.tiers import TIERS
 from ls_strategy.tiers.arrival import Arrival
 from ls_strategy.tiers.stream import Ticket
 from ls_strategy.zero.flat.averages import Averages
@@ -56,8 +57,8 @@ from ls_strategy.zero.flat.parameters import (
     unnoticed,
 )
 from ls_strategy.zero.flat.released import Released
+from ls_strategy.zero.flat.state_store import StateStore
 from ls_strategy.zero.flat.states import EARLY, FOLLOWS, ParameterState, UpdateState, not_next
-from ls_strategy.zero.flat.storage import StateStorage
 from ls_strategy.zero.flat.writes import UserWrites
 from ls_strategy.zero.wire import Wire
 from ls_strategy.zero_stages import StagePolicy
@@ -178,7 +179,7 @@ class FlatBuffer:
         *,
         policy: StagePolicy,
         comm: Comm,
-        storage: StateStorage | None = None,
+        store: StateStore | None = None,
         axis: Axis | None = None,
         node: Comm | None = None,
     ) -> None:
@@ -189,7 +190,7 @@ class FlatBuffer:
             params: parameters in the order of the layout's slots.
             policy: which states are sharded.
             comm: ranks over which they are sharded.
-            storage: the states' storage on the tiers; without it everything is on the device.
+            store: of the states on their tiers; without it everything is on the device.
             axis: tensor- or expert-parallel ranks, which hold other parts or copies of the parameters.
             node: ranks that share a second copy of sharded parameters, see `Secondary`. None: there is none.
         """
@@ -198,7 +199,7 @@ class FlatBuffer:
         """Name of the first parameter."""
         self.policy = policy
         """Which states of this buffer are sharded."""
-        self.storage = storage or StateStorage()
+        self.store = store or StateStore()
         self.follow(plan)
         self.has_optimizer = bool(plan.owners)
         """Whether the parameters are in an optimizer, also if they are frozen."""
@@ -238,6 +239,10 @@ class FlatBuffer:
         """Stage 3: tier of this rank's shard of the parameters."""
         self.gradient_tier: TierName = plan.gradient_tier
         """Tier of averaged gradients between backward and step."""
+        self.steps_in_background = plan.optimizer_tier != "device"
+        """Whether updates of the masters run beside other work, as their states are not on the device."""
+        self.states_in_memory = TIERS[plan.optimizer_tier].resident
+        """Whether masters and optimizer states are tensors. Otherwise `store` has them in chunks."""
         self.has_own_shard = plan.has_own_shard(self.policy)
         """Stage 3: whether that shard is stored in addition to the masters."""
         self.master_dtype = plan.master_dtype
@@ -312,7 +317,7 @@ class FlatBuffer:
         """Return this rank's master weights, ``(stepped,)``: the tensor itself, or a copy from the NVMe tier."""
         self.require_here("masters")
         self.wait_updated()
-        return self.master if self.storage.is_resident("master") else self.storage.read("master")
+        return self.store.read("master")
 
     def master_range(self, start: int, stop: int) -> Tensor:
         """Return elements ``[start, stop)`` of this rank's master weights: a view, or a copy from the NVMe tier.
@@ -320,11 +325,7 @@ class FlatBuffer:
         Any thread may call this while no update is in flight.
         """
         self.require_here("masters")
-        if self.storage.is_resident("master"):
-            return self.master.detach()[start:stop]
-        out = torch.empty(stop - start, dtype=self.master_dtype)
-        self.storage.read_into("master", out, start)
-        return out
+        return self.store.view("master", start, stop)
 
     def before_change(self) -> None:
         """Let a save in flight copy masters and optimizer states that are about to change."""
@@ -337,10 +338,7 @@ class FlatBuffer:
         self.require_here("masters")
         self.wait_updated()
         self.before_change()
-        if self.storage.is_resident("master"):
-            self.master.detach()[start : start + values.numel()].copy_(values)
-        else:
-            self.storage.write("master", start, values.to(self.master_dtype))
+        self.store.write("master", start, values.to(self.master_dtype))
 
     def full_master(self) -> Tensor:
         """Return the master weights of all ranks, ``(numel,)``; read-only at stage 0. Collective."""
@@ -379,7 +377,7 @@ class FlatBuffer:
     def replace_master(self, values: Tensor) -> None:
         """Replace the master shard by ``values``, of the same shape. Publishing updates the parameters."""
         self.write_master(0, values)
-        self.require_refresh(self.optimizer_tier != "device" or self.has_own_shard)
+        self.require_refresh(self.steps_in_background or self.has_own_shard)
 
     def gathered_shard(self, master: Tensor) -> Tensor:
         """Return what a gather has put into this rank's range of ``full``; ``master`` has this rank's masters."""
@@ -424,7 +422,7 @@ class FlatBuffer:
         if self.shard is not None:
             self.shard.copy_(mine)
         elif self.policy.parameters:
-            self.storage.write("param", 0, mine.to(self.dtype))
+            self.store.write("param", 0, mine.to(self.dtype))
         else:
             self.full[slice(*self.stepped)].copy_(mine)
 
@@ -496,21 +494,12 @@ class FlatBuffer:
 
     def place(self, mine: Tensor) -> None:
         """Store this rank's initial values on the tiers of masters and parameters."""
-        policy, storage, tier = self.policy, self.storage, self.optimizer_tier
-        one_copy = policy.parameters or self.dtype == self.master_dtype or not policy.optimizer
-        if tier == "device":
-            self.master = mine if one_copy else mine.clone()
-        elif storage.is_resident("master"):
-            self.master = storage.resident(tier, "master", mine.numel(), self.master_dtype).copy_(mine)
-        else:
-            storage.write("master", 0, mine)
-            placeholder = float("nan") if mine.dtype.is_floating_point else 0
-            self.master = torch.full((1,), placeholder, dtype=self.master_dtype).expand(mine.numel())
+        one_copy = self.policy.parameters or self.dtype == self.master_dtype or not self.policy.optimizer
+        first = mine if self.steps_in_background or one_copy else mine.clone()
+        self.master = self.store.create("master", self.optimizer_tier, first, self.master_dtype)
         if self.has_own_shard:
-            if storage.is_resident("param"):
-                self.shard = storage.resident(self.param_tier, "param", mine.numel(), self.dtype).copy_(mine)
-            else:
-                storage.write("param", 0, mine.to(self.dtype))
+            self.store.create("param", self.param_tier, mine, self.dtype)
+            self.shard = self.store.in_memory("param")
 
     # updates in flight -----------------------------------------------------------------------------------------------
 
@@ -558,7 +547,7 @@ class FlatBuffer:
 
     def give_up(self) -> None:
         """Forget the operations in flight, which have failed."""
-        self.storage.give_up()
+        self.store.give_up()
         self.gathering = self.updating = self.arriving = self.reading = self.averages.landing = None
         self._move_update(UpdateState.NONE)
         self.publish_due = False
@@ -699,7 +688,7 @@ class FlatBuffer:
         if self.policy.parameters:
             self._gather_shards()
             return
-        if self.optimizer_tier == "device" and not self.master_is_slice:
+        if not self.steps_in_background and not self.master_is_slice:
             self.full[slice(*self.stepped)].copy_(self.master)
         if self.policy.optimizer:
             self.gathering = self.comm.all_gather(self.full, self.name, self._sizes)
@@ -742,7 +731,7 @@ class FlatBuffer:
         if self.has_secondary:
             return
         self.refresh_if_due()
-        updating, after = self.updating, self.storage.link.mark()
+        updating, after = self.updating, self.store.link.mark()
         outs = [self._own_part()]
 
         def read() -> Arrival:
@@ -751,15 +740,9 @@ class FlatBuffer:
             out = outs.pop()
             if updating is not None:
                 updating.wait()
-            name = "param" if self.has_own_shard else "master"
-            if not self.storage.is_resident(name):
-                return self.storage.read_to_device(name, out, after)
-            source = self.master if self.shard is None else self.shard
-            if source.dtype != out.dtype:  # cast on the host, so that half the bytes cross the bus
-                return self.storage.link.staged_to_device(out, lambda host: host.copy_(source), after)
-            return self.storage.link.to_device(out, source, after)
+            return self.store.read_to_device("param" if self.has_own_shard else "master", out, after)
 
-        self.reading = self.storage.in_background(read)
+        self.reading = self.store.in_background(read)
 
     def _own_part(self) -> Tensor:
         """Return where this rank's shard goes before a gather."""
@@ -845,8 +828,8 @@ class FlatBuffer:
             if self.on_demand is not None:
                 self.on_demand.note_memory(self)
         self.full.untyped_storage().resize_(0)
-        if self.optimizer_tier != "device":  # who keeps the states there wants the memory
-            self.storage.link.freed(self.layout.numel * self.dtype.itemsize)
+        if self.steps_in_background:  # who keeps the states there wants the memory
+            self.store.link.freed(self.layout.numel * self.dtype.itemsize)
 
     def free_if_not_viewed(self) -> None:
         """Free a released buffer that kept its memory for views which do not exist any more (stage 3)."""

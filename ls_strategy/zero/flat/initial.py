@@ -57,7 +57,7 @@ def shard_values(flat: FlatBuffer, values: Sequence[Tensor], device: torch.devic
     lo, hi = flat.stepped
     if not any(isinstance(v, LazyTensor) for v in values):
         return full_values(flat, values, device)[lo:hi].clone()
-    shard = _zeros(flat, hi - lo, device if flat.optimizer_tier == "device" else _HOST)
+    shard = _zeros(flat, hi - lo, _HOST if flat.steps_in_background else device)
     _read(flat, values, lo, shard)
     pieces = flat.layout.pieces(lo, hi)
     for value, piece in zip(values, pieces, strict=True):
@@ -79,6 +79,6 @@ def _read(flat: FlatBuffer, values: Sequence[Tensor], start: int, out: Tensor) -
 
 
 def _zeros(flat: FlatBuffer, numel: int, device: torch.device) -> Tensor:
-    if dev.is_host(device) and flat.storage.tiers:
+    if dev.is_host(device) and flat.store.tiers:
         return host_empty(numel, flat.master_dtype, device).zero_()
     return torch.zeros(numel, dtype=flat.master_dtype, device=device)

@@ -56,14 +56,7 @@ class QuantizedFlat(FlatBuffer):
 
     @override
     def place(self, mine: Tensor) -> None:
-        storage = self.storage
-        if self.optimizer_tier == "device":
-            self.master = mine
-        elif storage.is_resident("master"):
-            self.master = storage.resident(self.optimizer_tier, "master", mine.numel(), torch.uint8).copy_(mine)
-        else:
-            storage.write("master", 0, mine)
-            self.master = torch.zeros(1, dtype=torch.uint8).expand(mine.numel())
+        self.master = self.store.create("master", self.optimizer_tier, mine, torch.uint8)
 
     # masters ---------------------------------------------------------------------------------------------------------
 
@@ -75,11 +68,7 @@ class QuantizedFlat(FlatBuffer):
         """Return the tiles of elements ``[start, stop)`` of this rank's range, which begin and end at tiles."""
         self.require_here("masters")
         place = self._stored_at(start, stop)
-        if self.storage.is_resident("master"):
-            return self.master[place]
-        out = torch.empty(place.stop - place.start, dtype=torch.uint8)
-        self.storage.read_into("master", out, place.start)
-        return out
+        return self.store.view("master", place.start, place.stop)
 
     @override
     def read_master(self) -> Tensor:
@@ -105,10 +94,7 @@ class QuantizedFlat(FlatBuffer):
             new = self.master_range(lo, hi)
             new[start - lo : stop - lo].copy_(values)
         packed, place = quantize(new, self.form), self._stored_at(lo, hi)
-        if self.storage.is_resident("master"):
-            self.master[place].copy_(packed)
-        else:
-            self.storage.write("master", place.start, packed)
+        self.store.write("master", place.start, packed)
 
     @override
     def full_master(self) -> Tensor:

@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 from ls_strategy.zero.flat.flat_buffer import FlatBuffer
-from ls_strategy.zero.flat.storage import StateStorage
+from ls_strategy.zero.flat.state_store import StateStore
 
 
-def unfreeze(flat: FlatBuffer, storage: StateStorage) -> None:
-    """Give a buffer the states that ``flat.plan.unfrozen`` plans, in ``storage``. Not collective.
+def unfreeze(flat: FlatBuffer, store: StateStore) -> None:
+    """Give a buffer the states that ``flat.plan.unfrozen`` plans, in ``store``. Not collective.
 
     Raises:
         StateError: the states are offloaded between two steps.
     """
-    plan, old = flat.plan.unfrozen, flat.storage
+    plan, old = flat.plan.unfrozen, flat.store
     assert plan is not None
     if flat.reading is not None:
         flat.reading.result()  # it reads the masters of before
@@ -20,9 +20,10 @@ def unfreeze(flat: FlatBuffer, storage: StateStorage) -> None:
     mine = flat.read_master()
     before = (flat.master_dtype, flat.optimizer_tier, flat.has_own_shard)
     flat.follow(plan)
-    flat.storage = storage
+    flat.store = store
+    store.keep(old)
     if before == (flat.master_dtype, flat.optimizer_tier, flat.has_own_shard) == (flat.dtype, "device", False):
         return
-    device = flat.full.device if flat.optimizer_tier == "device" else mine.device
+    device = mine.device if flat.steps_in_background else flat.full.device
     flat.place(mine.detach().to(device, flat.master_dtype))
     old.drop("master")

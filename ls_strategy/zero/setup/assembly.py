@@ -226,8 +226,8 @@ class Draft:
                 make = FlatBuffer if flat_plan.quantized is None else QuantizedFlat
                 which = flat_plan.policy(self.policy)
                 node = mesh.node if flat_plan.node else None
-                storage = offload.storage(number)
-                flat = make(flat_plan, members, policy=which, comm=comm, storage=storage, axis=axis, node=node)
+                store = offload.store(number)
+                flat = make(flat_plan, members, policy=which, comm=comm, store=store, axis=axis, node=node)
                 number += 1
                 flat.load([values[id(p)] for p in members], device)
                 flats.append(flat)

@@ -16,14 +16,13 @@ from ls_strategy.config import MomentFormat
 from ls_strategy.layout import round_up
 from ls_strategy.ops.update import native_available
 from ls_strategy.plan import MOMENT_BYTES
-from ls_strategy.tiers import TIERS
 from ls_strategy.zero.flat.flat_buffer import FlatBuffer
 from ls_strategy.zero.flat.states import UpdateState
+from ls_strategy.zero.step.elementwise_states import ElementwiseStates
 from ls_strategy.zero.step.fused_optimizers import kernels_of
 from ls_strategy.zero.step.optimizer_state import ELEMENTWISE, OptimizerStates
 from ls_strategy.zero.step.runs import Run
 from ls_strategy.zero.step.split_step import streamed_states
-from ls_strategy.zero.step.states import FlatStates
 from ls_strategy.zero.step.update import Update, UpdatePart
 from ls_strategy.zero.step.updater import StepArguments, Updater
 
@@ -69,7 +68,7 @@ class FusedUpdater(Updater):
         """Return whether a fused update steps this buffer: it is faster, or a tier or a format needs it."""
         if not any(self.kernels) or flat.master_dtype != torch.float32 or flat.plan.shared_by:
             return False
-        if flat.optimizer_tier != "device" or self._moment_format != "fp32":
+        if flat.steps_in_background or self._moment_format != "fp32":
             return True
         if any(group.get("fused") for group in self._optimizer.param_groups):
             return False  # the user selected torch's kernel
@@ -78,7 +77,7 @@ class FusedUpdater(Updater):
 
     # states ----------------------------------------------------------------------------------------------------------
 
-    def states_of(self, flat_number: int) -> FlatStates:
+    def states_of(self, flat_number: int) -> ElementwiseStates:
         """Return the store of a buffer's element-wise states, with those of the fused update and of split steps."""
         flat = self._flats[flat_number]
         moments: dict[str, bool] = {}
@@ -89,10 +88,10 @@ class FusedUpdater(Updater):
             moments |= kernel.moments(group)
             for name in kernel.moments(group):
                 spans.setdefault(name, []).extend(self._spans_of(flat, g))
-        resident = TIERS[flat.optimizer_tier].resident
+        resident = flat.states_in_memory
         if not resident and flat.master_dtype == torch.float32:
             moments |= streamed_states(self._optimizer)
-        return FlatStates(flat, moments, self._moment_format, spans if self.is_mixed and resident else None)
+        return ElementwiseStates(flat, moments, self._moment_format, spans if self.is_mixed and resident else None)
 
     def _spans_of(self, flat: FlatBuffer, group: int) -> Iterator[tuple[int, int]]:
         """Yield this rank's ranges of a group's parameters, with what a run takes of the padding behind them."""
@@ -150,7 +149,7 @@ class FusedUpdater(Updater):
         The runs have to be those of the coming step.
         """
         n = self._flats.index(flat)
-        if not self.steps_flat[n] or self.is_mixed or flat.optimizer_tier == "device":
+        if not self.steps_flat[n] or self.is_mixed or not flat.steps_in_background:
             return None
         parts = [self._part_of(c, self._states.steps_taken + 1) for c in self._runs if c.run.flat_number == n]
         update = self._update_of(n, parts, None)
@@ -175,7 +174,6 @@ class FusedUpdater(Updater):
         kernel = next(kernel for kernel in self.kernels if kernel is not None)  # the same for all groups with one
         flat = self._flats[n]
         averages = flat.averages
-        offloaded = flat.optimizer_tier != "device"
         return Update(
             flat=flat,
             states=self._states.store[n],
@@ -183,9 +181,9 @@ class FusedUpdater(Updater):
             parts=tuple(parts),
             clip=clip,
             unscale=averages.unscale,
-            grads=None if averages.on_nvme else averages.in_memory(),
+            grads=averages.in_memory(),
             landing=averages.landing,
-            publish=offloaded and not self.is_mixed,
+            publish=flat.steps_in_background and not self.is_mixed,
             in_parts=self.is_mixed,
         )
 

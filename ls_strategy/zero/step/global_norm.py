@@ -75,8 +75,7 @@ def _at_hand(flat: FlatBuffer) -> Tensor:
     if not flat.averages.hold_values:
         return torch.zeros(1, dtype=flat.average_dtype, device=flat.full.device)
     flat.averages.require_here()
-    grads = flat.storage.read("grad") if flat.averages.on_nvme else flat.averages.owned()
-    return grads.to(flat.average_dtype) * flat.averages.unscale
+    return flat.averages.owned().to(flat.average_dtype) * flat.averages.unscale
 
 
 def clip_factor(norm: Tensor, max_norm: float) -> Tensor | None:

@@ -56,5 +56,4 @@ def _scale(flat: FlatBuffer, index: int, scaling: Scaling) -> None:
     flat.before_change()
     values = flat.master_range(at, at + stop - start)
     values.mul_(factors.to(values.device, values.dtype))
-    if not flat.storage.is_resident("master"):
-        flat.write_master(at, values)
+    flat.store.write("master", at, values)

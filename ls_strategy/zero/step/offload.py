@@ -23,11 +23,11 @@ from ls_strategy.tiers.base import Key, Tier
 from ls_strategy.tiers.link import Link
 from ls_strategy.tiers.nvme_folder import nvme_wear
 from ls_strategy.tiers.stream import Stream
-from ls_strategy.zero.flat.storage import StateStorage, gradient_buffers
+from ls_strategy.zero.flat.state_store import StateStore, gradient_buffers
+from ls_strategy.zero.step.elementwise_states import moment_sizes
 from ls_strategy.zero.step.fused_optimizers import FUSED_NAMES, kernel_for, kernels_of
 from ls_strategy.zero.step.owner.full_tensor_groups import full_tensor_groups
 from ls_strategy.zero.step.split_step import streamed_states
-from ls_strategy.zero.step.states import moment_sizes
 from ls_strategy.zero.step.where_to_step import measure
 from ls_strategy.zero_stages import StagePolicy
 
@@ -195,14 +195,14 @@ class Offload:
             )
         return "\n".join(lines)
 
-    def storage(self, number: int) -> StateStorage:
-        """Return the storage of flat buffer ``number``."""
-        return StateStorage(number, self.tiers, self.link, self.ring, self.worker, self.writes)
+    def store(self, number: int) -> StateStore:
+        """Return the store of flat buffer ``number``."""
+        return StateStore(number, self.tiers, self.link, self.ring, self.worker, self.writes)
 
-    def storages_of_unfrozen(
+    def stores_of_unfrozen(
         self, plans: Mapping[int, FlatPlan], policy: StagePolicy, optimizers: Sequence[Optimizer]
-    ) -> dict[int, StateStorage]:
-        """Reserve space for buffers that begin to train, by number; return their storages. Not collective.
+    ) -> dict[int, StateStore]:
+        """Reserve space for buffers that begin to train, by number; return their stores. Not collective.
 
         Raises:
             LSError: the states do not fit on a tier.
@@ -213,7 +213,7 @@ class Offload:
             if kind.open is not None and sizes[name]:
                 tiers[name] = kind.open(sizes[name], self.config.offload, self.link.device, self.rank)
                 self.more_tiers.append(tiers[name])
-        return {number: StateStorage(number, tiers, self.link, self.ring, self.worker, self.writes) for number in plans}
+        return {number: StateStore(number, tiers, self.link, self.ring, self.worker, self.writes) for number in plans}
 
     def rest(self) -> None:
         """End the thread of updates, which the next update starts again. States stay where they are."""

@@ -197,14 +197,18 @@ class ShardedOptimizer:
 
     def bind_grads(self, used: Sequence[bool]) -> None:
         """Set the averaged gradients as ``.grad`` of pieces in the groups, where hooks may change them."""
-        for n, flat in enumerate(self.flats):
-            if flat.averages.on_nvme or not self.shows_pieces or not flat.trainable:
-                continue
+        for n, flat in self._flats_with_gradients() if self.shows_pieces else ():
             views = self._views_of(n, flat)
             for i, piece in enumerate(flat.pieces):
                 number = self.states.offsets[n] + i
                 shown = used[number] and piece.numel > 0
                 self.pieces[number].grad = views[i].to(self.pieces[number].dtype) if shown else None
+
+    def _flats_with_gradients(self) -> Iterator[tuple[int, FlatBuffer]]:
+        """Yield the buffers, with their numbers, whose averaged gradients are in memory, where user code sees them."""
+        for n, flat in enumerate(self.flats):
+            if flat.trainable and not flat.averages.on_nvme:
+                yield n, flat
 
     def _views_of(self, flat_number: int, flat: FlatBuffer) -> list[Tensor]:
         """Return the averaged gradients as views per piece, cached per buffer."""
@@ -222,9 +226,8 @@ class ShardedOptimizer:
         to None become zero, so that they do not count in a norm, and their parameters are not stepped.
         """
         self._dropped.clear()
-        for n, flat in enumerate(self.flats):
-            seen = flat.trainable and (self.shows_pieces or flat.averages.in_place)
-            if flat.averages.on_nvme or not seen:
+        for n, flat in self._flats_with_gradients():
+            if not (self.shows_pieces or flat.averages.in_place):
                 continue
             for i, view in enumerate(self._views_of(n, flat)):
                 number = self.states.offsets[n] + i
@@ -249,9 +252,8 @@ class ShardedOptimizer:
 
     def show_again(self) -> None:
         """Copy changed averages to ``.grad`` of pieces with another dtype, which are copies and not views."""
-        for n, flat in enumerate(self.flats):
-            copied = flat.trainable and flat.master_dtype != flat.average_dtype
-            if not self.shows_pieces or flat.averages.on_nvme or not copied:
+        for n, flat in self._flats_with_gradients() if self.shows_pieces else ():
+            if flat.master_dtype == flat.average_dtype:
                 continue
             for i, view in enumerate(self._views_of(n, flat)):
                 shown = self.pieces[self.states.offsets[n] + i].grad
@@ -344,7 +346,7 @@ class ShardedOptimizer:
             return f"{name}: {len(members)} parameters are stepped whole, each by one of {ranks} ranks, {sent}{rest}"
         if not any(self.fused.steps_flat):
             return f"{name}: stepped by its own step()"
-        device = "cpu" if any(f.optimizer_tier != "device" for f in self.flats) else self.flats[0].full.device.type
+        device = "cpu" if any(flat.steps_in_background for flat in self.flats) else self.flats[0].full.device.type
         path = "compiled" if native_available(device) else "plain torch: no compiled operation, see the log above"
         moments = self.states.store[0].moment_format
         return f"{name}: stepped by the fused update ({path}), moments in {moments}"

@@ -1,7 +1,7 @@
 """The states of one optimizer by parameter: sharded during training, full or by name in checkpoints.
 
-Element-wise states (moments) are in one flat store per buffer (`FlatStates`), at the offsets of their parameters. All
-others (step counts) are stored per parameter::
+Element-wise states (moments) are in one `ElementwiseStates` per buffer, at the offsets of their parameters. All others
+(step counts) are stored per parameter::
 
     store[n]     | exp_avg of a | exp_avg of b | ...           one tensor per state and flat buffer, sharded
     entries[a]   {"step": 3, "exp_avg": ELEMENTWISE}           per parameter, on the ranks that step a range of it
@@ -29,10 +29,10 @@ from ls_strategy.distributed.mesh import Mesh
 from ls_strategy.errors import StateError
 from ls_strategy.layout import Slot
 from ls_strategy.zero.flat.flat_buffer import FlatBuffer
-from ls_strategy.zero.flat.storage import chunks
+from ls_strategy.zero.flat.state_store import chunks
 from ls_strategy.zero.lazy import parts_of
 from ls_strategy.zero.parts import full_of, part_of
-from ls_strategy.zero.step.states import FlatStates
+from ls_strategy.zero.step.elementwise_states import ElementwiseStates
 from ls_strategy.zero.user_code.optimizer_protocol import OptimizerProtocol
 
 ELEMENTWISE = "elementwise"
@@ -56,7 +56,7 @@ class OptimizerStates:
     def __init__(
         self,
         optimizer: Optimizer,
-        store: list[FlatStates],
+        store: list[ElementwiseStates],
         mesh: Mesh,
         group_names: Sequence[Sequence[str]] | None = None,
     ) -> None:

@@ -134,8 +134,8 @@ class UpdateSchedule:
         clip = None if updates[0].clip is None else updates[0].clip.cpu()
         streamed = self._offload.streamed
         return [
-            u if u.flat.optimizer_tier == "device"
-            else replace(u, clip=clip, after=after, streamed=streamed, publish=u.publish and not delayed)
+            replace(u, clip=clip, after=after, streamed=streamed, publish=u.publish and not delayed)
+            if u.flat.steps_in_background else u
             for u in updates
         ]  # fmt: skip
 
@@ -144,7 +144,7 @@ class UpdateSchedule:
         return delay is not None and self._steps[index] > delay and not self._optimizers[index].is_mixed
 
     def _begin(self, index: int, flat: FlatBuffer, update: Update) -> None:
-        if flat.optimizer_tier == "device":
+        if not flat.steps_in_background:
             update.run()
             return
         ticket = self._offload.stream.submit(update.jobs())
@@ -181,8 +181,8 @@ class UpdateSchedule:
     def note_stepped(flats: list[FlatBuffer]) -> None:
         """Record that the optimizer steps the masters of ``flats``. Not collective."""
         for flat in flats:
-            brought_along = flat.optimizer_tier != "device" and flat.averages.folds_factors
-            if not brought_along and (flat.optimizer_tier != "device" or flat.has_own_shard):
+            brought_along = flat.steps_in_background and flat.averages.folds_factors
+            if not brought_along and (flat.steps_in_background or flat.has_own_shard):
                 flat.require_refresh()  # its own step updates the masters only
 
     def publish(self, index: int) -> None:

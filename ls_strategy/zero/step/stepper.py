@@ -333,9 +333,7 @@ class Stepper:
         state.folded = self.is_private(state)
         if self.scaler is not None:
             for flat in state.flats:
-                # Otherwise the update itself undoes the scale.
-                if not (flat.averages.on_nvme or (state.folded and flat.averages.folds_factors)):
-                    flat.averages.undo_scale()
+                flat.averages.settle_scale(folded=state.folded)
             overflow = global_norm.any_overflow(state.flats, self._world)
         if not self.is_private(state):
             state.sharded.bind_grads(state.used)

@@ -76,9 +76,9 @@ class Unfreezing:
             return
         plans = {number: flat.plan.unfrozen for number, flat in due.items() if flat.plan.unfrozen is not None}
         optimizers = [sharded.optimizer for sharded in self._optimizers]
-        storages = self._model.offload.storages_of_unfrozen(plans, self._model.policy, optimizers)
+        stores = self._model.offload.stores_of_unfrozen(plans, self._model.policy, optimizers)
         for number, flat in due.items():
-            unfreeze(flat, storages[number])
+            unfreeze(flat, stores[number])
             for sharded in self._optimizers:
                 if flat in sharded.flats:
                     sharded.follow(flat)

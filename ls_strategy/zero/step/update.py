@@ -10,6 +10,7 @@ import zlib
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -22,9 +23,9 @@ from ls_strategy.ops.norm import sum_of_squares
 from ls_strategy.tiers.base import Lease
 from ls_strategy.tiers.buffers import PAGE, AlignedBuffer
 from ls_strategy.zero.flat.flat_buffer import FlatBuffer
-from ls_strategy.zero.flat.storage import chunks
+from ls_strategy.zero.flat.state_store import chunks
+from ls_strategy.zero.step.elementwise_states import ElementwiseStates
 from ls_strategy.zero.step.fused_optimizers import Kernel
-from ls_strategy.zero.step.states import FlatStates
 
 
 @dataclass(frozen=True)
@@ -49,7 +50,7 @@ class Update:
     """The update of one flat buffer."""
 
     flat: FlatBuffer
-    states: FlatStates
+    states: ElementwiseStates
     kernel: Kernel
     parts: tuple[UpdatePart, ...]
     clip: Tensor | None
@@ -127,18 +128,11 @@ class CopyOut:
         """Cast on the host, so that half the bytes cross the bus, and copy."""
         flat = self._flat
         target = flat.full[slice(*flat.stepped)]
-        resident = flat.storage.is_resident("master")
-        if dev.is_host(target.device) and resident:
-            target.copy_(flat.master)
+        if dev.is_host(target.device):
+            flat.store.read_into("master", target)
             return
-
-        def fill(host: Tensor) -> None:
-            if resident:
-                host.copy_(flat.master)
-            else:
-                flat.storage.read_into("master", host)
-
-        flat.begin_arrival(flat.storage.link.staged_to_device(target, fill, self._after))
+        fill = partial(flat.store.read_into, "master")
+        flat.begin_arrival(flat.store.link.staged_to_device(target, fill, self._after))
 
     def write(self) -> None:
         """Do nothing: `update` has already written."""
@@ -172,8 +166,8 @@ class _ChunkUpdate:
     def read(self) -> None:
         """Start loading every state that is not resident."""
         self._update.flat.before_change()
-        storage = self._update.flat.storage
-        self._leases = {n: storage.get(n, *self._range(n)) for n in self._leased_names()}
+        store = self._update.flat.store
+        self._leases = {n: store.get(n, *self._range(n)) for n in self._leased_names()}
 
     def update(self) -> None:
         """Wait for the reads, then run the fused operation on every part that overlaps this chunk."""
@@ -198,7 +192,7 @@ class _ChunkUpdate:
         flat = self._update.flat
         if not self._update.publish:
             return None
-        stored = not flat.storage.is_resident("param")
+        stored = flat.has_own_shard and flat.shard is None
         if stored:
             out = torch.empty(self._hi - self._lo, dtype=flat.dtype)
         elif flat.shard is not None:
@@ -210,7 +204,7 @@ class _ChunkUpdate:
         on_the_way = out.device != master.device and not self._update.streamed
         if on_the_way:
             numel = self._hi - self._lo
-            self._staging = flat.storage.link.stock.take_idle(numel * flat.dtype.itemsize)
+            self._staging = flat.store.link.stock.take_idle(numel * flat.dtype.itemsize)
             out = self._staging.elements(numel, flat.dtype)
         if on_the_way or stored:
             for lo, hi in self._left_out():
@@ -262,7 +256,7 @@ class _ChunkUpdate:
     ) -> None:
         """Run the same operation on the device: copy the states there and back."""
         update, device = self._update, self._update.flat.full.device
-        with update.flat.storage.link.aside(update.after):
+        with update.flat.store.link.aside(update.after):
             there = {
                 name: Moment(_up(m.codes, device), None if m.scales is None else _up(m.scales, device), m.signed)
                 for name, m in moments.items()
@@ -284,24 +278,24 @@ class _ChunkUpdate:
 
     def write(self) -> None:
         """Start storing what changed, and copy the new parameters to the device."""
-        flat, storage = self._update.flat, self._update.flat.storage
+        flat, store = self._update.flat, self._update.flat.store
         for name, lease in self._leases.items():
             if name == "grad":
                 lease.release()
             else:
-                storage.put(name, lease, self._range(name)[0])
+                store.put(name, lease, self._range(name)[0])
         self._leases = {}
         if self._out is None:
             return
-        if not storage.is_resident("param"):
-            storage.put("param", self._out, self._lo)
+        if flat.has_own_shard and flat.shard is None:
+            store.put("param", self._out, self._lo)
         else:
             target = (flat.full[slice(*flat.stepped)] if flat.shard is None else flat.shard)[self._lo : self._hi]
             if target.data_ptr() != self._out.data_ptr():
-                arriving = storage.link.to_device(target, self._out, self._update.after)
+                arriving = store.link.to_device(target, self._out, self._update.after)
                 flat.begin_arrival(arriving)
                 if self._staging is not None:
-                    storage.link.stock.give(self._staging, arriving)
+                    store.link.stock.give(self._staging, arriving)
         self._out = self._staging = None
 
 

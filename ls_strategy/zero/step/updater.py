@@ -37,6 +37,12 @@ if TYPE_CHECKING:
     from ls_strategy.zero.step.update import Update
 
 
+def run_now(updates: list[Update]) -> None:
+    """Run updates on the calling thread."""
+    for update in updates:
+        update.run()
+
+
 @dataclass(frozen=True)
 class StepArguments:
     """What one call of ``optimizer.step`` is to do."""
@@ -44,13 +50,13 @@ class StepArguments:
     used: Sequence[bool]
     """One flag per parameter of the optimizer's buffers, in their order: whether any rank has a gradient of it."""
 
-    clip: Tensor | None
+    clip: Tensor | None = None
     """Factor for the gradients that was not applied yet, ``()`` fp32; None: there is none."""
 
-    shown: bool
+    shown: bool = True
     """Whether the gradients were bound to the pieces, so that changes there count."""
 
-    submit: Callable[[list[Update]], None]
+    submit: Callable[[list[Update]], None] = run_now
     """Receives fused updates, in order of the buffers."""
 
     stream: Stream | None = None

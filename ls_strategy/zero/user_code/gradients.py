@@ -359,7 +359,7 @@ def _norms_of_shard(flat: FlatBuffer, order: float) -> Tensor:
     result = torch.full((len(flat.params),), neutral, dtype=torch.float64, device=flat.full.device)
     if not flat.averages.hold_values:
         return result.zero_()
-    values = flat.storage.read("grad") if flat.averages.on_nvme else flat.averages.owned()
+    values = flat.averages.owned()
     pieces = [(i, piece) for i, piece in enumerate(flat.pieces) if piece.numel]
     if pieces:
         norms = foreach_function("norm")([values[p.start : p.stop].to(flat.average_dtype) for _, p in pieces], order)

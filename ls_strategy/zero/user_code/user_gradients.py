@@ -78,8 +78,6 @@ class UserGradients:
         """Recorded versions of objects and given tensors, to detect writes. -1: not copied to the averages yet."""
         self._generation = flat.averages.generation
         """Generation of the averages that given tensors show."""
-        self._sums_due = False
-        """NVMe tier: whether the recorded sums of squares are outdated."""
         self._own_users = 0
         """References to the memory of ``full`` while user code has no view of it."""
         self._has_leavers = False
@@ -153,15 +151,7 @@ class UserGradients:
                 norms.pop(i, None)
         if piece.numel == 0 or not flat.averages.hold_values:
             return
-        if flat.averages.on_nvme:
-            values = torch.empty(piece.numel, dtype=flat.average_dtype)
-            flat.storage.read_into("grad", values, piece.start)
-            change(values)
-            flat.storage.write("grad", piece.start, values)
-            self._sums_due = True
-        else:
-            flat.averages.widen()
-            change(flat.averages.tensor()[piece.start : piece.stop])
+        flat.averages.edit(piece.start, piece.stop, change)
 
     def zero(self, wanted: list[int], *, set_to_none: bool) -> None:
         """Drop or zero these gradients here; the caller does it in the averages. Not collective."""
@@ -218,43 +208,21 @@ class UserGradients:
                 if not self.used[i] or i in self.given:
                     differs[piece.start : piece.stop] = False
             if bool(differs.any()):
-                self._write(0, mine, differs)
+                self.flat.averages.put(0, mine, differs)
                 self.owned_before = mine.clone()
         for i, value in self.given.items():
             if value._version != self._versions[i]:
                 self._versions[i] = value._version
                 piece = flat.pieces[i]
                 own = value.detach().reshape(-1)[piece.param_start : piece.param_start + piece.numel]
-                self._write(piece.start, own.to(flat.average_dtype))
-        if self._sums_due:
-            flat.averages.change(lambda _: None)  # recomputes the sums
-            self._sums_due = False
+                self.flat.averages.put(piece.start, own.to(flat.average_dtype))
+        flat.averages.renew_sums()
 
     def _take_moved(self) -> None:
         """Copy the values of objects that user code has moved to other memory (``p.grad.data = other``)."""
         for i, gradient in self.objects.items() if self.is_current else ():
             if gradient.numel() and gradient.data_ptr() != self._views[i].data_ptr():
                 self._views[i].copy_(gradient)
-
-    def _write(self, start: int, values: Tensor, where: Tensor | None = None) -> None:
-        """Write elements of this rank's shard from ``start`` on, those selected by ``where``."""
-        flat, averages = self.flat, self.flat.averages
-        if not averages.hold_values:  # set by user code without a backward: on every rank, also one without elements
-            averages.note_values()
-            if averages.on_nvme:
-                flat.storage.write("grad", 0, torch.zeros(flat.stepped_numel, dtype=flat.average_dtype))
-            else:
-                averages.tensor().zero_()
-        if averages.on_nvme:
-            if values.numel():
-                flat.storage.write("grad", start, values)  # elements outside ``where`` are unchanged
-            self._sums_due = True
-            return
-        averages.widen()
-        tensor = averages.tensor()
-        out = tensor[start : start + values.numel()]
-        values = values.to(out.device)
-        out.copy_(values if where is None else torch.where(where.to(out.device), values, out))
 
     # called by the engine --------------------------------------------------------------------------------------------
 

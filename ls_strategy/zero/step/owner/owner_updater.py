@@ -26,7 +26,6 @@ from typing_extensions import override
 
 from ls_strategy._torch import copy_of_optimizer, forget_step_hooks
 from ls_strategy.distributed.comm import Comm
-from ls_strategy.tiers import TIERS
 from ls_strategy.tiers.stream import Stream
 from ls_strategy.zero.flat.flat_buffer import FlatBuffer
 from ls_strategy.zero.step.optimizer_state import OptimizerStates, StateRole
@@ -101,7 +100,7 @@ class OwnerUpdater(Updater):
         """
         flat, _ = self._place(number)
         group = self._groups[number]
-        return needed[group] or (not self._fused[group] and not TIERS[flat.optimizer_tier].resident)
+        return needed[group] or (not self._fused[group] and not flat.states_in_memory)
 
     def _assigned(self, numbers: Sequence[int]) -> list[FullTensor]:
         """Give every tensor to one of the ranks that hold parts of it, balanced by cost. Collective."""
@@ -246,8 +245,7 @@ class OwnerUpdater(Updater):
     @staticmethod
     def _is_on_host(member: FullTensor) -> bool:
         """Return whether the states of a tensor are in host memory, away from the device."""
-        tier = member.flat.optimizer_tier
-        return tier != "device" and TIERS[tier].resident
+        return member.flat.steps_in_background and member.flat.states_in_memory
 
     def _take(
         self, bucket: list[FullTensor], pending: PendingFullTensors, leaving: list[PendingParts], stream: Stream | None
@@ -391,12 +389,7 @@ def tensor_cost(optimizer: Optimizer, group: dict[str, Any], shape: tuple[int, .
 def _gradient(flat: FlatBuffer, start: int, stop: int) -> Tensor:
     """Return elements ``[start, stop)`` of this rank's averaged gradients, without a loss scale."""
     averages = flat.averages
-    if averages.on_nvme:
-        averages.wait()
-        grads = torch.empty(stop - start, dtype=flat.average_dtype)
-        flat.storage.read_into("grad", grads, start)
-    else:
-        grads = averages.tensor()[start:stop]
+    grads = averages.stepped(start, stop)
     return grads if averages.unscale == 1.0 else grads * averages.unscale
 
 

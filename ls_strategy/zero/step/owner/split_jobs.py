@@ -109,9 +109,9 @@ class EarlyDirections:
         """Begin the directions of a buffer with complete averages, if it has any. Not collective."""
         averages = flat.averages
         members = [m for m in self._members.get(id(flat), ()) if flat.local.mask[m.index]]  # the others are frozen
-        if not members or averages.on_nvme:
+        grads, landing, unscale = averages.in_memory() if members else None, averages.landing, averages.unscale
+        if grads is None:
             return
-        grads, landing, unscale = averages.in_memory(), averages.landing, averages.unscale
 
         def gradient(member: FullTensor) -> Tensor:
             if landing is not None:
@@ -189,7 +189,7 @@ class Application(Job):
         self._splitter = splitter
         self._parts = parts
         self._settings = splitter.settings(member for member, _ in parts)
-        self._after = parts[0][0].flat.storage.link.mark() if parts else None
+        self._after = parts[0][0].flat.store.link.mark() if parts else None
 
     def submit(self, stream: Stream) -> Ticket:
         """Start applying, and let everything that needs the master weights wait for it."""
@@ -205,7 +205,7 @@ class Application(Job):
     def update(self) -> None:
         """Copy the updates to the host, if they are not there, and apply them."""
         for (member, part), settings in zip(self._parts, self._settings, strict=True):
-            with member.flat.storage.link.aside(self._after, work="update to the host", down=True):
+            with member.flat.store.link.aside(self._after, work="update to the host", down=True):
                 part_here = part.to(member.flat.master.device)
             self._splitter.write(member, part_here, settings)
         self._parts = ()

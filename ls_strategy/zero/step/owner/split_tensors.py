@@ -13,11 +13,11 @@ from torch.optim import Optimizer
 from ls_strategy.layout import round_up
 from ls_strategy.tiers.buffers import PAGE
 from ls_strategy.zero.flat.flat_buffer import FlatBuffer
-from ls_strategy.zero.flat.storage import chunks
+from ls_strategy.zero.flat.state_store import chunks
+from ls_strategy.zero.step.elementwise_states import ElementwiseStates
 from ls_strategy.zero.step.optimizer_state import ELEMENTWISE, OptimizerStates
 from ls_strategy.zero.step.owner.full_tensors import FullTensor
 from ls_strategy.zero.step.split_step import SplitStep
-from ls_strategy.zero.step.states import FlatStates
 
 
 class SplitTensors:
@@ -46,7 +46,7 @@ class SplitTensors:
         state = self._state.setdefault(member.number, {})
         return self._step.direction(self._group(member), grad, state)
 
-    def _store(self, member: FullTensor) -> FlatStates:
+    def _store(self, member: FullTensor) -> ElementwiseStates:
         return self._states.store[self._states.locate(member.number)[0]]
 
     def _streams(self, member: FullTensor) -> bool:
@@ -56,19 +56,19 @@ class SplitTensors:
 
     def _streamed_direction(self, member: FullTensor, grad: Tensor) -> Tensor:
         """Return the direction, reading and writing the states in chunks."""
-        (start, stop), storage, store = member.mine, member.flat.storage, self._store(member)
+        (start, stop), store, states = member.mine, member.flat.store, self._store(member)
         for name in self._step.states:
-            store.ensure(name, torch.float32)
+            states.ensure(name, torch.float32)
         self._states.entries[member.number] = dict.fromkeys(self._step.states, ELEMENTWISE)
         out = torch.empty(stop - start, dtype=self.dtype(member))
         for lo, hi in chunks(start // PAGE * PAGE, stop):
-            end, first = min(round_up(hi, PAGE), store.numel), max(lo, start)
-            leases = {name: storage.get(name, lo, end) for name in self._step.states}
+            end, first = min(round_up(hi, PAGE), states.numel), max(lo, start)
+            leases = {name: store.get(name, lo, end) for name in self._step.states}
             state = {name: lease.wait()[first - lo : hi - lo] for name, lease in leases.items()}
             part = slice(first - start, hi - start)
             out[part].copy_(self._step.direction(self._group(member), grad[part], state))
             for name, lease in leases.items():
-                storage.put(name, lease, lo)
+                store.put(name, lease, lo)
         return out
 
     def update(self, member: FullTensor, direction: Tensor) -> Tensor:
@@ -91,8 +91,7 @@ class SplitTensors:
         master = flat.master_range(start, stop)
         settings = self._group(member) if settings is None else settings
         self._step.apply(settings, master, update.to(master.device), member.shape)
-        if not flat.storage.is_resident("master"):
-            flat.write_master(start, master)
+        flat.store.write("master", start, master)
 
     # states ----------------------------------------------------------------------------------------------------------
 

@@ -11,9 +11,8 @@ from torch import Tensor
 from ls_strategy.config import MomentFormat, TierName
 from ls_strategy.errors import StateError
 from ls_strategy.ops.moments import BLOCK, Moment
-from ls_strategy.tiers import TIERS
 from ls_strategy.zero.flat.flat_buffer import FlatBuffer
-from ls_strategy.zero.flat.storage import chunks
+from ls_strategy.zero.flat.state_store import chunks
 
 _CODES = {"fp32": torch.float32, "bf16": torch.bfloat16, "int8": torch.uint8}
 
@@ -45,7 +44,7 @@ def _joined(ranges: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
     return result
 
 
-class FlatStates:
+class ElementwiseStates:
     """Element-wise optimizer states of one flat buffer's stepped range, by name.
 
     States of a fused update may be stored in fewer bits (`Moment`), but state dicts show them in fp32.
@@ -77,13 +76,12 @@ class FlatStates:
     @property
     def resident(self) -> bool:
         """Return whether the states are tensors in memory."""
-        return TIERS[self.flat.optimizer_tier].resident
+        return self.flat.states_in_memory
 
     @property
     def _tier(self) -> TierName:
         """Return the tier of states in memory. Only those of a fused update can be out of memory."""
-        tier = self.flat.optimizer_tier
-        return tier if TIERS[tier].resident else "cpu"
+        return self.flat.optimizer_tier if self.resident else "cpu"
 
     def dtypes(self) -> dict[str, torch.dtype]:
         """Return the names of existing states, with the dtype that a state dict shows."""
@@ -94,17 +92,17 @@ class FlatStates:
         """Create a state of zeros unless it exists. ``dtype`` applies to states without a fused update."""
         if name in self._in_memory or name in self._stored:
             return
-        storage = self.flat.storage
+        store = self.flat.store
         if not self.resident and name in self.moments:
             self._stored.add(name)
             return
         fused = name in self.moments
         codes_dtype = _CODES[self.moment_format] if fused else dtype
-        codes = storage.resident(self._tier, name, self._numel_of(name), codes_dtype)
+        codes = store.resident(self._tier, name, self._numel_of(name), codes_dtype)
         scales = None
         if fused and self.moment_format == "int8":
             blocks = -(-self.numel // BLOCK)
-            scales = storage.resident(self._tier, f"{name}.scales", blocks, torch.float32)
+            scales = store.resident(self._tier, f"{name}.scales", blocks, torch.float32)
         self._in_memory[name] = Moment(codes, scales, self.moments.get(name, True))
 
     def _numel_of(self, name: str) -> int:
@@ -143,9 +141,9 @@ class FlatStates:
             return self._in_memory[name].codes
         if self.resident:
             return self._spread(name)
-        storage = self.flat.storage
-        scales = storage.read(f"{name}.scales") if self.moment_format == "int8" else None
-        return Moment(storage.read(name), scales, self.moments[name]).dequantize()
+        store = self.flat.store
+        scales = store.read(f"{name}.scales") if self.moment_format == "int8" else None
+        return Moment(store.read(name), scales, self.moments[name]).dequantize()
 
     def _spread(self, name: str) -> Tensor:
         """Return a state in memory, ``(stepped,)``: zero where no parameter has it."""
@@ -170,12 +168,12 @@ class FlatStates:
         first = start // BLOCK * BLOCK  # 8-bit codes share scales in blocks
         if self.resident:
             return self._in_memory[name].narrow(first, stop).dequantize()[start - first :]
-        storage = self.flat.storage
+        store = self.flat.store
         moment = Moment(torch.empty(stop - first, dtype=_CODES[self.moment_format]), None, self.moments[name])
-        storage.read_into(name, moment.codes, first)
+        store.read_into(name, moment.codes, first)
         if self.moment_format == "int8":
             scales = torch.empty(-(-stop // BLOCK) - first // BLOCK)
-            storage.read_into(f"{name}.scales", scales, first // BLOCK)
+            store.read_into(f"{name}.scales", scales, first // BLOCK)
             moment = replace(moment, scales=scales)
         return moment.dequantize()[start - first :]
 
@@ -194,15 +192,15 @@ class FlatStates:
             moment = self._in_memory[name].narrow(where.start, where.stop)
             moment.store_(values.to(moment.codes.device, torch.float32), seed=0)
             return
-        storage = self.flat.storage
+        store = self.flat.store
         for lo, hi in chunks(start, stop):
             part = Moment(torch.empty(hi - lo, dtype=_CODES[self.moment_format]), None, self.moments[name])
             if self.moment_format == "int8":
                 part = replace(part, scales=torch.empty(-(-(hi - lo) // BLOCK)))
             part.store_(values[lo - start : hi - start].float(), seed=0)
-            storage.write(name, lo, part.codes)
+            store.write(name, lo, part.codes)
             if part.scales is not None:
-                storage.write(f"{name}.scales", lo // BLOCK, part.scales)
+                store.write(f"{name}.scales", lo // BLOCK, part.scales)
 
     def forget(self, kept: Collection[str]) -> None:
         """Free the states that are not of a fused update, except those with a name in ``kept``."""

@@ -1,7 +1,12 @@
-"""Storage of the states of one flat buffer between uses, and access to them.
+"""The states of one flat buffer by name, on whatever tier each of them is.
 
 On the device and in host memory, a state is a resident tensor. On the NVMe tier it is a range of a file, accessed in
-chunks of `NVME_CHUNK` elements. `read` and `write` are for set-up and checkpoints; the step streams (`update.py`).
+chunks of `NVME_CHUNK` elements. To callers that is the same::
+
+    create                 store the first values; from then on the state has them
+    view, read, read_into  get elements: a view where that is possible, else a copy in host memory
+    write                  replace elements
+    get, put               the same for a chunk of what is not in memory, beside other work (`update.py`)
 """
 
 from __future__ import annotations
@@ -54,8 +59,13 @@ def gradient_buffers(device: torch.device) -> BufferPool:
     return BufferPool(lambda numel, dtype, _: host_empty(numel, dtype, device).zero_(), kept=_KEPT)
 
 
+def placeholder_of(numel: int, dtype: torch.dtype) -> Tensor:
+    """Return what stands for a state that is not in memory, ``(numel,)``: one element, that reads as NaN if it can."""
+    return torch.full((1,), float("nan") if dtype.is_floating_point else 0, dtype=dtype).expand(numel)
+
+
 @dataclass
-class StateStorage:
+class StateStore:
     """Access to the states of one flat buffer on its tiers."""
 
     number: int = 0
@@ -71,6 +81,34 @@ class StateStorage:
     """`write_behind` of all flat buffers, the oldest first."""
 
     _pending: dict[str, Future[None]] = field(default_factory=dict)
+    _here: dict[str, Tensor] = field(default_factory=dict)
+    """What `create` has stored in memory."""
+
+    # whole states ----------------------------------------------------------------------------------------------------
+
+    def create(self, name: str, tier: TierName, values: Tensor, dtype: torch.dtype) -> Tensor:
+        """Store a state's first values, ``(numel,)``. Return its tensor, or what stands for it if it is not in memory.
+
+        On the device, these are ``values`` themselves if they are of this dtype.
+        """
+        if tier == "device":
+            self._here[name] = values.to(dtype)
+        elif self.is_resident(name):
+            self._here[name] = self.resident(tier, name, values.numel(), dtype).copy_(values)
+        else:
+            self._here.pop(name, None)
+            self.write(name, 0, values.to(dtype))
+        return self._here.get(name, placeholder_of(values.numel(), dtype))
+
+    def in_memory(self, name: str) -> Tensor | None:
+        """Return the tensor of a state that was created, ``(numel,)``; None if there is none in memory."""
+        return self._here.get(name)
+
+    def keep(self, before: StateStore) -> None:
+        """Go on with what another store of the same buffer has in memory."""
+        self._here = before._here
+
+    # in the background -----------------------------------------------------------------------------------------------
 
     def write_behind(self, name: str, write: Callable[[Callable[[Tensor, int], None]], None]) -> Future[None]:
         """Run ``write(put)`` on the background thread. Whoever gets or puts this state waits for it.
@@ -111,6 +149,17 @@ class StateStorage:
         """Return whether a state is a tensor in memory. Otherwise `get`, `put`, `read` and `write` access it."""
         return TIERS[self._tier_of(name)].resident
 
+    # elements --------------------------------------------------------------------------------------------------------
+
+    def view(self, name: str, start: int, stop: int) -> Tensor:
+        """Return elements ``[start, stop)`` as a view, or as a copy in host memory. Any thread may call this."""
+        here = self._here.get(name)
+        if here is not None:
+            return here.detach()[start:stop]
+        out = torch.empty(stop - start, dtype=self.tiers[self._tier_of(name)].sizes[self.key(name)][1])
+        self.read_into(name, out, start)
+        return out
+
     def get(self, name: str, start: int, stop: int) -> Lease:
         """Start loading elements ``[start, stop)`` of a state that is not resident; see `Tier.get`."""
         self._settle(name)
@@ -142,20 +191,27 @@ class StateStorage:
         return torch.zeros(numel, dtype=dtype, device=self.link.device)
 
     def drop(self, name: str) -> None:
-        """Free a state's memory on a resident tier: it is stored elsewhere now."""
+        """Free a state's memory on a resident tier: another store has it now."""
         home = self.tiers.get(self._tier_of(name))
         if isinstance(home, ResidentTier):
             home.drop(self.key(name))
 
     def read(self, name: str) -> Tensor:
-        """Return a copy in host memory of a state that is not resident, ``(numel,)``."""
+        """Return a state, ``(numel,)``: the tensor itself, or a copy in host memory."""
+        here = self._here.get(name)
+        if here is not None:
+            return here
         numel, dtype = self.tiers[self._tier_of(name)].sizes[self.key(name)]
         full = torch.empty(numel, dtype=dtype)
         self.read_into(name, full)
         return full
 
     def read_into(self, name: str, out: Tensor, start: int = 0) -> None:
-        """Copy elements of a state that is not resident, from ``start`` on, into ``out``: 1-d, any dtype and device."""
+        """Copy elements from ``start`` on into ``out``: 1-d, any dtype and device."""
+        here = self._here.get(name)
+        if here is not None:
+            out.copy_(here.detach()[start : start + out.numel()])
+            return
         # Reads begin at a page; PAGE elements are full pages in every dtype.
         ranges = list(chunks(start // PAGE * PAGE, start + out.numel()))
         leases = [self.get(name, *r) for r in ranges[:1]]
@@ -168,15 +224,18 @@ class StateStorage:
             lease.release()
 
     def read_to_device(self, name: str, out: Tensor, after: Any) -> Arrival:
-        """Start copying a state that is not resident into ``out``: 1-d and contiguous, of any dtype.
+        """Start copying a state into ``out``: 1-d and contiguous, of any dtype.
 
-        Returns when the values have arrived. On an accelerator, the copies run on a stream of their own.
+        On an accelerator, the copies run on a stream of their own, and the last one may be in flight.
 
         Args:
             name: of the state.
             out: written when the device has passed ``after``.
             after: from ``link.mark``.
         """
+        here = self._here.get(name)
+        if here is not None:
+            return self._chunk_to_device(out, here, after)
         if dev.is_host(out.device) or not out.numel():
             self.read_into(name, out)
             return DONE
@@ -199,7 +258,13 @@ class StateStorage:
         return self.link.staged_to_device(out, lambda host: host.copy_(source), after)
 
     def write(self, name: str, start: int, values: Tensor) -> None:
-        """Replace ``[start, start + n)`` of a state that is not resident. May return before it is stored."""
+        """Replace ``[start, start + n)``, unless ``values`` is what `view` returned. May return before it is stored."""
+        here = self._here.get(name)
+        if here is not None:
+            target = here.detach()[start : start + values.numel()]
+            if target.data_ptr() != values.data_ptr() or target.device != values.device:
+                target.copy_(values)
+            return
         numel, _ = self.tiers[self._tier_of(name)].sizes[self.key(name)]
         for begin, end in chunks(start, start + values.numel()):
             # Full chunks are put directly. A range that begins or ends inside a chunk is merged with what is stored.
