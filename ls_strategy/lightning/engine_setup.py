@@ -155,8 +155,7 @@ class EngineSetup:
         kinds = "" if strategy.parallel.mesh is None else strategy.parallel.mesh.shape.kinds
         guards.check_trainer(trainer, strategy.zero_precision(), kinds)
         strategy.uneven.prepare(trainer)
-        if strategy.virtual is not None:
-            strategy.virtual.check(trainer, module)
+        strategy.loop.check(trainer, module)
 
     def place(self, module: pl.LightningModule) -> None:
         """Convert and move what the module holds besides parameters, in the order of DDPStrategy. Not collective."""
@@ -211,8 +210,7 @@ class EngineSetup:
         if engine is not None and trainer is not None and fitted and not trainer.interrupted:
             engine.state_offload.reload()
             complete = _complete_gradients(engine)
-        if self._strategy.virtual is not None:
-            self._strategy.virtual.end_run()
+        self._strategy.loop.end_run()
         if engine is None:
             return
         engine.state_offload.reload()
@@ -274,8 +272,7 @@ class EngineSetup:
             and not guards.has_hooks_before_step(trainer, module)
             and overlap
             and not trainer.gradient_clip_val
-            and strategy.parallel.pipeline is None  # gradients tied over stages have to be summed first
-            and strategy.virtual is None  # norms of what early updates take would depend on the number of ranks
+            and strategy.loop.updates_early
         )
         guards.watch_generate(module, engine)
         if not fitting:

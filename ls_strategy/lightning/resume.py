@@ -270,5 +270,5 @@ class Resume:
         data_position.forget(dataloader)
         if not self._position or trainer is None or not trainer.training or not trainer.fit_loop.restarting:
             return False
-        self._strategy.uneven.resume(trainer, self._position)
+        self._strategy.loop.load(trainer, self._position)
         return data_position.resume(trainer, dataloader, self._position)

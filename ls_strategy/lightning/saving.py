@@ -152,7 +152,7 @@ class Saves:
             return
         module, checkpoint_io = strategy.lightning_module, strategy.checkpoint_io
         if module is not None:
-            position = {**data_position.position(module.trainer), **self._strategy.uneven.position()}
+            position = {**data_position.position(module.trainer), **self._strategy.loop.state()}
             position.update(strategy.resume.history())
             checkpoint = {**checkpoint, checkpoints.OURS: position}  # not in place: hooks keep the dictionary they got
         if strategy.engine is not None:

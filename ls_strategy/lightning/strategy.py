@@ -5,7 +5,7 @@ Lightning                    here
 ===========================  =======================================================================================
 ``setup_environment``        `RankStrategy`: process groups, collectives, errors that reach every rank
 ``setup``                    `EngineSetup`: ``configure_optimizers``, then `Engine` takes parameters and optimizers over
-``training_step``            `Steps`: `Engine.begin_step`, the user's step, `Engine.end_forward`
+``training_step``            `Steps`, then the strategy's `StepLoop`: `Engine.begin_step`, step, `Engine.end_forward`
 ``backward``                 `ZeROPrecision.backward`: `Engine.begin_backward`, the user's, `Engine.end_backward`
 ``optimizer_step``           `ZeROPrecision.optimizer_step`: closure, `Engine.finish`, hooks, clipping, `Engine.step`
 saving                       `Saves`: collects and writes checkpoints, removes and links them
@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Generator, Mapping
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
@@ -51,6 +51,7 @@ from ls_strategy.lightning.checkpoints import Collection
 from ls_strategy.lightning.deepspeed import Configuration, takes_deepspeed_config
 from ls_strategy.lightning.engine_setup import EngineSetup
 from ls_strategy.lightning.loggers import take_part
+from ls_strategy.lightning.loop import loop_of
 from ls_strategy.lightning.module_state import MetricsOnHost
 from ls_strategy.lightning.parallel import ModelParallel
 from ls_strategy.lightning.precision import ZeROPrecision
@@ -146,6 +147,7 @@ class ZeROStrategy(EngineStrategy):  # its many public members are Lightning's h
         self.saves = Saves(self)
         self.resume = Resume(self)
         self.uneven = UnevenData(self, uneven)
+        self.loop = loop_of(self)
         super().__init__(
             ModelParallel(self.config.parallel, self.config.sharding),
             explain_waits_after,
@@ -334,18 +336,14 @@ class ZeROStrategy(EngineStrategy):  # its many public members are Lightning's h
     def process_dataloader(self, dataloader: Any) -> Any:
         """Let the training data continue where a checkpoint was saved, and seed workers by replica."""
         self.uneven.check_sized(dataloader)
-        if self.virtual is not None and self.virtual.applies:
-            return self.virtual.loader(dataloader, self.resume.data)
-        self.resume.data(dataloader)
-        self.parallel.seed_workers(dataloader)
-        return super().process_dataloader(dataloader)
+        return self.loop.loader(dataloader, super().process_dataloader)
 
     @override
     @spans.phase(spans.DATA)
     def batch_to_device(self, batch: Any, device: torch.device | None = None, dataloader_idx: int = 0) -> Any:
         """Compare the batch over the ranks of a replica, then move it."""
         self.parallel.check_batch(batch)
-        with nullcontext() if self.virtual is None else self.virtual.as_first():
+        with self.loop.moving_batch():
             return super().batch_to_device(batch, device, dataloader_idx)
 
     # checkpoints -----------------------------------------------------------------------------------------------------

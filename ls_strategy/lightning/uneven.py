@@ -117,8 +117,6 @@ class UnevenData:
         """Take part in the loops of a run. ``evaluation``: ranks wait for each other in validation, too."""
         self._passes.clear()
         self._end_filler()
-        if not self.joins:
-            return
         around_training_batches(trainer, self._fill_training, self._after_training_batch)
         if evaluation:
             around_evaluation_lengths(trainer, lambda length: max(self._all(length)))
@@ -187,7 +185,7 @@ class UnevenData:
     def position(self) -> dict[str, Any]:
         """Return what a checkpoint needs: the batches of each rank in this epoch, none between two epochs."""
         training = bool(self._passes) and self._passes[0].loop is self._module.trainer.fit_loop.epoch_loop
-        return {"own_batches": list(self._passes[0].counts) if training else []} if self.joins else {}
+        return {"own_batches": list(self._passes[0].counts) if training else []}
 
     def resume(self, trainer: pl.Trainer, saved: dict[str, Any]) -> None:
         """Continue an epoch where a checkpoint was saved.
@@ -214,8 +212,6 @@ class UnevenData:
         Raises:
             PlanError: the user's step fetches its batches itself.
         """
-        if not self.joins:
-            return inner
         if hides_batches(inner):
             raise PlanError(
                 "Got uneven='join' with a step that takes dataloader_iter, but a rank can wait for others only before "

@@ -81,7 +81,8 @@ def test_an_engine_is_detached_only_where_every_rank_has_full_parameters() -> No
         state_offload=SimpleNamespace(reload=lambda: events.append("reload")),
         offload=SimpleNamespace(rest=lambda: events.append("rest")),
     )
-    setup = EngineSetup(SimpleNamespace(engine=engine, virtual=None, lightning_module=None))  # type: ignore[arg-type]
+    loop = SimpleNamespace(end_run=lambda: None)
+    setup = EngineSetup(SimpleNamespace(engine=engine, loop=loop, lightning_module=None))  # type: ignore[arg-type]
     setup.detach()
     assert events == ["reload", "wait", "detach", "rest"]
     assert engine.gradients.local

@@ -10,6 +10,8 @@ import pytest
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 
 from ls_strategy.distributed.lockstep import REQUEUE, STOP
+from ls_strategy.lightning.loop.pipeline import PipelineLoop
+from ls_strategy.lightning.loop.plain import StepLoop
 from ls_strategy.lightning.steps import Steps
 
 
@@ -36,7 +38,7 @@ def make(calls: list[Any], *, pipeline: Any = None, automatic: bool = True, aske
         step=nullcontext, agree=lambda: asked, asked=asked, ask=lambda what: calls.append(("ask", what))
     )
     trainer = SimpleNamespace(_signal_connector=SimpleNamespace(received_sigterm=False))
-    return SimpleNamespace(
+    strategy: Any = SimpleNamespace(
         lightning_module=SimpleNamespace(automatic_optimization=automatic, trainer=trainer),
         virtual=None,
         _lockstep=lockstep,
@@ -50,6 +52,8 @@ def make(calls: list[Any], *, pipeline: Any = None, automatic: bool = True, aske
         activations=SimpleNamespace(around_forward=nullcontext, defers_logits=False),
         parallel=SimpleNamespace(pipeline=pipeline, full_outputs=lambda output, deferred: ("full", output)),
     )
+    strategy.loop = StepLoop(strategy) if pipeline is None else PipelineLoop(strategy)
+    return strategy
 
 
 def step(calls: list[Any]) -> Any:

@@ -1,0 +1,61 @@
+"""Steps of a pipeline: all forwards and backwards of a batch inside of ``training_step``."""
+
+from __future__ import annotations
+
+from collections.abc import Generator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+from typing_extensions import override
+
+from ls_strategy.engine import Engine
+from ls_strategy.lightning.loop.plain import Step, StepLoop
+
+if TYPE_CHECKING:
+    from ls_strategy.lightning.pipeline import Pipeline
+    from ls_strategy.lightning.strategy import ZeROStrategy
+
+
+class PipelineLoop(StepLoop):
+    """Shards each batch into micro-batches, which pass through the stages."""
+
+    updates_early = False  # gradients tied over stages have to be summed first
+
+    @classmethod
+    def of(cls, strategy: ZeROStrategy) -> PipelineLoop | None:
+        """Return the loop if the options ask for a pipeline."""
+        return cls(strategy) if strategy.config.parallel.pp.size > 1 else None
+
+    @property
+    def _pipeline(self) -> Pipeline:
+        pipeline = self._strategy.parallel.pipeline
+        assert pipeline is not None
+        return pipeline
+
+    @override
+    def train(
+        self,
+        engine: Engine,
+        step: Step,
+        args: Sequence[Any],
+        kwargs: Mapping[str, Any],
+        *,
+        synchronises: bool,
+        accumulates: bool,
+    ) -> Any:
+        engine.begin_step(sync_buffers_after=synchronises)
+        with self._strategy.activations.around_forward():
+            return self._pipeline.train(self._module, engine, step, args, last=not accumulates)
+
+    @override
+    def evaluate(
+        self, engine: Engine, step: Step, args: Sequence[Any], kwargs: Mapping[str, Any], *, together: bool
+    ) -> Any:
+        engine.begin_step()
+        return self._pipeline.evaluate(self._module, step, args)
+
+    @override
+    @contextmanager
+    def around_backward(self, engine: Engine, *, synchronises: bool, accumulates: bool) -> Generator[bool, None, None]:
+        engine.keeps_gradients = False
+        yield False  # it ran in training_step

@@ -1,0 +1,156 @@
+"""The seam at which the steps of a run are run.
+
+================  ================================================  ===================================================
+loop              batches                                           a step
+================  ================================================  ===================================================
+`StepLoop`        every rank has its own                            forward, then Lightning runs backward
+`JoinLoop`        ranks without a batch wait (``uneven="join"``)    the same, or one that does not count
+`PipelineLoop`    ranks of a replica share theirs                   forwards and backwards of all micro-batches
+`VirtualLoop`     several per rank, of virtual ranks                forward and backward of each, in rounds
+================  ================================================  ===================================================
+
+`StepLoop` is the plain one, and what the others change. Another one is a subclass and an entry in `LOOPS`
+(`ls_strategy.lightning.loop`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from ls_strategy.lightning import guards
+
+if TYPE_CHECKING:
+    import lightning.pytorch as pl
+
+    from ls_strategy.engine import Engine
+    from ls_strategy.lightning.strategy import ZeROStrategy
+
+Step = Callable[..., Any]
+"""The user's step, as Lightning calls it."""
+
+
+class StepLoop:
+    """Runs the steps of one strategy: a batch of its own on every rank."""
+
+    updates_early: ClassVar[bool] = True
+    """Whether an update of offloaded states may begin while backward runs: then all gradients of a buffer are there."""
+
+    def __init__(self, strategy: ZeROStrategy) -> None:
+        self._strategy = strategy
+
+    @property
+    def _module(self) -> pl.LightningModule:
+        module = self._strategy.lightning_module
+        assert module is not None
+        return module
+
+    # a run -----------------------------------------------------------------------------------------------------------
+
+    def check(self, trainer: pl.Trainer, module: pl.LightningModule) -> None:
+        """Refuse what cannot work with these steps, before anything is sharded.
+
+        Raises:
+            PlanError: with the cure.
+        """
+
+    def begin_run(self, trainer: pl.Trainer, *, together: bool) -> None:
+        """Begin a fit or an evaluation. ``together``: ranks wait for each other in evaluations too."""
+
+    def end_run(self) -> None:
+        """End it."""
+
+    # data ------------------------------------------------------------------------------------------------------------
+
+    def loader(self, dataloader: Any, process: Callable[[Any], Any]) -> Any:
+        """Return the loader of this rank. ``process`` is what Lightning's strategies make of one."""
+        self._strategy.resume.data(dataloader)
+        self._strategy.parallel.seed_workers(dataloader)
+        return process(dataloader)
+
+    def moving_batch(self) -> AbstractContextManager[Any]:
+        """Wrap what moves a batch to the device."""
+        return nullcontext()
+
+    def fetcher(self, loop: Any, inner: Any) -> Any:
+        """Return the data fetcher of a pass over batches that has begun. ``inner``: Lightning's."""
+        del loop
+        return inner
+
+    def end_pass(self) -> None:
+        """End the pass."""
+
+    # steps -----------------------------------------------------------------------------------------------------------
+
+    def train(
+        self,
+        engine: Engine,
+        step: Step,
+        args: Sequence[Any],
+        kwargs: Mapping[str, Any],
+        *,
+        synchronises: bool,
+        accumulates: bool,
+    ) -> Any:
+        """Run ``training_step``.
+
+        Args:
+            engine: of the module.
+            step: ``training_step``.
+            args: its arguments.
+            kwargs: its arguments by name.
+            synchronises: whether rank 0's buffers become those of all before the next step, as under DDP.
+            accumulates: whether gradients are left to a later backward.
+        """
+        engine.begin_step(sync_buffers_after=synchronises)
+        with self._strategy.activations.around_forward(), self.around_step(args):
+            output = step(*args, **kwargs)
+        engine.end_forward()
+        return self._full_outputs(output)
+
+    def around_step(self, args: Sequence[Any]) -> AbstractContextManager[Any]:
+        """Wrap the user's step on one batch."""
+        del args
+        return nullcontext()
+
+    def evaluate(
+        self, engine: Engine, step: Step, args: Sequence[Any], kwargs: Mapping[str, Any], *, together: bool
+    ) -> Any:
+        """Run a validation, test or prediction step. ``together``: ranks wait for each other in it."""
+        engine.begin_step()
+        with self.around_step(args) if together else nullcontext():
+            return self._full_outputs(step(*args, **kwargs))
+
+    def _full_outputs(self, output: Any) -> Any:
+        deferred = self._strategy.activations.defers_logits
+        return self._strategy.parallel.full_outputs(output, deferred=deferred)
+
+    @contextmanager
+    def around_backward(self, engine: Engine, *, synchronises: bool, accumulates: bool) -> Generator[bool, None, None]:
+        """Surround the backward that Lightning runs after ``training_step``; yield whether it is still to run."""
+        with self._between(engine, eager=synchronises, counts=True, accumulates=accumulates):
+            yield True
+
+    @contextmanager
+    def _between(self, engine: Engine, *, eager: bool, counts: bool, accumulates: bool) -> Generator[None, None, None]:
+        """Surround a backward by those of the engine, which see to it that an error in it has a cure."""
+        engine.begin_backward(eager=eager, counts=counts)
+        explained = self._strategy.engine_setup.explaining_memory()
+        with guards.explain_released_parameters(), engine.comm.naming_failures(), explained:
+            yield
+        engine.end_backward(local=accumulates)
+
+    # checkpoints -----------------------------------------------------------------------------------------------------
+
+    def state(self) -> dict[str, Any]:
+        """Return what a checkpoint needs so that the run continues at the same batch."""
+        return {}
+
+    def load(self, trainer: pl.Trainer, saved: dict[str, Any]) -> None:
+        """Continue where a checkpoint was saved, with what `state` has returned then.
+
+        Raises:
+            StateError: it cannot be continued on this number of ranks.
+        """
+        self._strategy.uneven.resume(trainer, saved)
