@@ -4,16 +4,20 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
+from typing import get_args
 
 import pytest
 
+from ls_strategy.config.parallel import Schedule
 from ls_strategy.errors import PlanError
 from ls_strategy.parallel.pipeline.p2p import plan_messages
 from ls_strategy.parallel.pipeline.schedules import (
     SCHEDULES,
     Action,
+    ScheduleKind,
     Table,
     forward_table,
+    least_micro_batches,
     make_table,
     place,
     placement_of,
@@ -40,12 +44,33 @@ def test_every_table_is_complete_and_ends(at_a_time: int, schedule: str) -> None
     for ranks, count in sizes():
         for per_rank in numbers:
             if schedule == "dualpipe_v" and count < 2 * ranks:
-                with pytest.raises(PlanError, match="dualpipe_v requires at least two per rank"):
+                with pytest.raises(PlanError, match="dualpipe_v requires at least 2 per rank"):
                     make_table(schedule, ranks, count)
                 continue
             table = make_table(schedule, ranks, count, per_rank)
             for turn in range(at_a_time):
                 simulate(table, COSTS[(ranks + count + (per_rank or 0) + turn) % len(COSTS)])
+
+
+def test_a_schedule_of_another_package(monkeypatch: pytest.MonkeyPatch) -> None:
+    """All forwards, then all backwards, the last micro-batch first: its activations were stored last."""
+
+    def rows(rank_of: tuple[int, ...], ranks: int, micro_batches: int) -> list[list[Action]]:
+        forwards = [[Action("F", rank, m) for m in range(micro_batches)] for rank in range(ranks)]
+        return [row + [each._replace(kind="B") for each in reversed(row)] for row in forwards]
+
+    monkeypatch.setitem(SCHEDULES, "last first", ScheduleKind(rows, micro_batches_per_rank=2))
+    table = make_table("last first", 4, 8)
+    result = simulate(table)
+    assert result.bubble == pytest.approx(papers.gpipe_bubble(4, 8))
+    assert result.alive == (8,) * 4
+    assert least_micro_batches("last first", 4) == 8
+    with pytest.raises(PlanError, match="last first requires at least 2 per rank"):
+        make_table("last first", 4, 7)
+
+
+def test_options_name_every_schedule() -> None:
+    assert get_args(Schedule) == tuple(SCHEDULES)
 
 
 def test_forward_tables_end_and_wait_little() -> None:

@@ -12,21 +12,20 @@ dualpipe_v                    2, V-shaped       B, I, W    DeepSeek-AI, arXiv:24
 ============================  ================  =========  =============================================================
 
 Stages are placed round-robin (``loop``: stage ``s`` on rank ``s % ranks``) or V-shaped (``v``: the first and the last
-stage on rank 0). Integers only: no torch. A table is the same on every rank, and `simulate` checks it.
+stage on rank 0). Integers only: no torch. A table is the same on every rank, and `simulate` checks it. Another schedule
+is an entry of `SCHEDULES`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Literal, NamedTuple, get_args
+from typing import Literal, NamedTuple
 
 from ls_strategy.errors import PlanError
 
 Kind = Literal["F", "B", "I", "W"]
 Placement = Literal["loop", "v"]
-Schedule = Literal["gpipe", "1f1b", "interleaved_1f1b", "zero_bubble", "zbv", "dualpipe_v"]
-SCHEDULES: tuple[str, ...] = get_args(Schedule)
 
 
 class Action(NamedTuple):
@@ -90,7 +89,7 @@ def stages_per_rank_of(schedule: str, stages_per_rank: int | None = None) -> int
     """
     if schedule not in SCHEDULES:
         raise PlanError(f"Got schedule={schedule!r}, but it must be one of {', '.join(SCHEDULES)}.")
-    least, most, usual = _STAGES_PER_RANK[schedule]
+    least, most, usual = SCHEDULES[schedule].stages_per_rank
     chosen = usual if stages_per_rank is None else stages_per_rank
     if not least <= chosen <= most:
         rule = str(least) if least == most else f"{least} or more"
@@ -102,12 +101,12 @@ def stages_per_rank_of(schedule: str, stages_per_rank: int | None = None) -> int
 
 def placement_of(schedule: str) -> Placement:
     """Return how a schedule places its stages on the ranks."""
-    return "v" if schedule in ("zbv", "dualpipe_v") else "loop"
+    return SCHEDULES[schedule].placement
 
 
 def least_micro_batches(schedule: str, ranks: int) -> int:
     """Return the smallest number of micro-batches that a schedule supports."""
-    return 2 * ranks if schedule == "dualpipe_v" else 1
+    return max(SCHEDULES[schedule].micro_batches_per_rank * ranks, 1)
 
 
 def make_table(schedule: str, ranks: int, micro_batches: int, stages_per_rank: int | None = None) -> Table:
@@ -127,12 +126,12 @@ def make_table(schedule: str, ranks: int, micro_batches: int, stages_per_rank: i
         raise PlanError(f"Got {micro_batches} micro-batches on {ranks} ranks, but both must be at least 1.")
     if micro_batches < least_micro_batches(schedule, ranks):
         raise PlanError(
-            f"Got {micro_batches} micro-batches on {ranks} ranks, but {schedule} requires at least two per rank. Use "
-            "more micro-batches, or schedule zbv."
+            f"Got {micro_batches} micro-batches on {ranks} ranks, but {schedule} requires at least "
+            f"{SCHEDULES[schedule].micro_batches_per_rank} per rank. Use more micro-batches, or schedule zbv."
         )
     rank_of = place(ranks, held, placement_of(schedule))
-    make = _MAKERS[schedule]
-    return Table(schedule, micro_batches, rank_of, tuple(map(tuple, make(rank_of, ranks, micro_batches))))
+    rows = SCHEDULES[schedule].rows(rank_of, ranks, micro_batches)
+    return Table(schedule, micro_batches, rank_of, tuple(map(tuple, rows)))
 
 
 def forward_table(rank_of: tuple[int, ...], micro_batches: int) -> Table:
@@ -358,22 +357,31 @@ def _dualpipe_v(rank_of: tuple[int, ...], ranks: int, micro_batches: int) -> lis
     return [_DualPipeVRow(rank, last - rank).row(rank, ranks, micro_batches) for rank in range(ranks)]
 
 
-_MANY = 1 << 30
-_STAGES_PER_RANK: dict[str, tuple[int, int, int]] = {
-    "gpipe": (1, 1, 1),
-    "1f1b": (1, 1, 1),
-    "interleaved_1f1b": (2, _MANY, 2),
-    "zero_bubble": (1, _MANY, 1),
-    "zbv": (2, 2, 2),
-    "dualpipe_v": (2, 2, 2),
-}
-"""Minimum, maximum and default."""
+@dataclass(frozen=True)
+class ScheduleKind:
+    """One schedule."""
 
-_MAKERS: dict[str, Callable[[tuple[int, ...], int, int], list[list[Action]]]] = {
-    "gpipe": _gpipe,
-    "1f1b": _1f1b,
-    "interleaved_1f1b": _interleaved_1f1b,
-    "zero_bubble": _zero_bubble,
-    "zbv": _greedy,
-    "dualpipe_v": _dualpipe_v,
+    rows: Callable[[tuple[int, ...], int, int], list[list[Action]]]
+    """Returns the actions of every rank, given the rank of every stage, and the numbers of ranks and micro-batches."""
+
+    stages_per_rank: tuple[int, int, int] = (1, 1, 1)
+    """Minimum, maximum and default."""
+
+    placement: Placement = "loop"
+    """How stages are placed on the ranks."""
+
+    micro_batches_per_rank: int = 0
+    """Minimum. There is always one micro-batch."""
+
+
+_MANY = 1 << 30
+
+SCHEDULES: dict[str, ScheduleKind] = {
+    "gpipe": ScheduleKind(_gpipe),
+    "1f1b": ScheduleKind(_1f1b),
+    "interleaved_1f1b": ScheduleKind(_interleaved_1f1b, (2, _MANY, 2)),
+    "zero_bubble": ScheduleKind(_zero_bubble, (1, _MANY, 1)),
+    "zbv": ScheduleKind(_greedy, (2, 2, 2), "v"),
+    "dualpipe_v": ScheduleKind(_dualpipe_v, (2, 2, 2), "v", micro_batches_per_rank=2),
 }
+"""By name."""
