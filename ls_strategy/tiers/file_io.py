@@ -111,14 +111,15 @@ class DirectFile:
         call = os.preadv if verb == "reading" else os.pwritev
         done = idle = 0
         while done < len(view):
+            direct = self.direct  # before the call: another thread may fall back while this one is refused
             try:
                 moved = call(self.fd, [view[done:]], offset + done)
             except OSError as error:
-                if self.direct and error.errno in _REFUSES_DIRECT:
+                if direct and error.errno in _REFUSES_DIRECT:
                     self._fall_back(error)
                     continue
                 raise self._error(verb, len(view) - done, offset + done, error.errno or errno.EIO) from error
-            if self.direct and done + moved < len(view):
+            if direct and done + moved < len(view):
                 moved -= moved % PAGE  # the next call must begin at a page
             idle = 0 if moved else idle + 1
             if idle > 3:

@@ -8,7 +8,9 @@ import os
 import shutil
 import textwrap
 import threading
+import time
 from collections import namedtuple
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -515,6 +517,36 @@ class TestDirect:
         assert not tier._file.direct
         tier.close()
         assert caplog.text.count("refuses direct I/O") == 1
+
+    def test_two_threads_that_are_refused_at_the_same_time(self, tmp_path, monkeypatch):
+        """The second one learns of it after the first one has fallen back."""
+        file = DirectFile(os.open(tmp_path / "states", os.O_RDWR | os.O_CREAT), "states", direct=False)
+        file.direct = True
+        pwritev, refused, both, fallen_back = os.pwritev, set(), threading.Event(), threading.Event()
+        set_direct = DirectFile._set_direct
+
+        def falling_back(own, direct):
+            set_direct(own, direct)
+            fallen_back.set()
+
+        def call(fd, buffers, offset):
+            if offset in refused:
+                return pwritev(fd, buffers, offset)
+            refused.add(offset)
+            (both if offset == 0 else fallen_back).wait(60)
+            raise OSError(errno.EOPNOTSUPP, "Operation not supported")
+
+        monkeypatch.setattr(DirectFile, "_set_direct", falling_back)
+        monkeypatch.setattr(os, "pwritev", call)
+        page = memoryview(bytearray(b"x" * 4096))
+        with ThreadPoolExecutor(2) as threads:
+            moves = [threads.submit(file.write, page, offset) for offset in (0, 4096)]
+            while len(refused) < 2:
+                time.sleep(0.001)
+            both.set()
+            for move in moves:
+                move.result(60)
+        file.close()
 
 
 class TestCheckPath:
