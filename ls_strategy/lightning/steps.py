@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from ls_strategy.distributed.lockstep import STOP, Lockstep
 from ls_strategy.lightning._private import around_batches, defer_signals, raise_sigterm
+from ls_strategy.lightning.loop.call import StepCall
 from ls_strategy.zero_stages import POLICIES
 
 if TYPE_CHECKING:
@@ -74,15 +75,16 @@ class Steps:
         with self._lockstep.step(), comm.naming_failures(), strategy.engine_setup.explaining_memory():
             strategy.resume.restore_random_states()
             engine = strategy.engine_setup.follow_optimizers()
-            options = {"synchronises": synchronises, "accumulates": self.accumulating}
-            return strategy.loop.train(engine, step, args, kwargs, **options)
+            accumulates = self.accumulating
+            call = StepCall(engine, step, args, kwargs, synchronises=synchronises, accumulates=accumulates)
+            return strategy.loop.train(call)
 
     def evaluate(self, step: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         """Run a validation, test or prediction step."""
         engine, lockstep, together = self._strategy.require_engine(), self._lockstep, self._meets_in_evaluation
         self._stop_if_asked(self._module.trainer, lockstep)
         with lockstep.step() if together else nullcontext(), engine.comm.naming_failures():
-            return self._strategy.loop.evaluate(engine, step, args, kwargs, together=together)
+            return self._strategy.loop.evaluate(StepCall(engine, step, args, kwargs, together=together))
 
     def _stop_if_asked(self, trainer: pl.Trainer, lockstep: Lockstep) -> None:
         """End an evaluation after SIGTERM, on all ranks together if they wait for each other."""

@@ -230,7 +230,7 @@ def test_bytes_of_other_optimizers_are_the_formula(rank: int, world_size: int) -
         module = kind()
         data = global_batches(rank, world_size, 3)
         trainer = fit(2, module, data, use_distributed_sampler=False, max_epochs=1)
-        whole = trainer.strategy.require_engine().optimizers[0].sharded.owner
-        away = sum(m.gathered_numel for m in whole.members)
+        owner = trainer.strategy.require_engine().optimizers[0].sharded.owner
+        away = sum(m.gathered_numel for m in owner.members)
         assert [total(n) for n in module.sent] == [nbytes * away] * 3
-        assert whole.bytes_sent == nbytes * away > 0
+        assert owner.bytes_sent == nbytes * away > 0

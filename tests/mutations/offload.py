@@ -43,4 +43,11 @@ OFFLOAD = (
         "        if job is None:\n",
         ("tests/unit/test_update_stream.py::test_nothing_is_worked_on_after_a_job_that_failed",),
     ),
+    Mutation(
+        "a thread that is refused direct I/O fails if another thread has just fallen back",
+        "ls_strategy/tiers/file_io.py",
+        "                if direct and error.errno in _REFUSES_DIRECT:",
+        "                if self.direct and error.errno in _REFUSES_DIRECT:",
+        ("tests/unit/test_nvme.py::TestDirect::test_two_threads_that_are_refused_at_the_same_time",),
+    ),
 )

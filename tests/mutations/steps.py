@@ -145,4 +145,18 @@ STEPS = (
         "            self._streams.get(rank - 1, self._streams.setdefault(rank, RandomStream())).put()\n",
         ("tests/dist/test_virtual_ranks.py::test_three_ranks_give_the_bits_of_one",),
     ),
+    Mutation(
+        "a fused update begins in backward for a buffer that another updater steps too",
+        "ls_strategy/zero/step/fused_updater.py",
+        "if not (flat.steps_in_background and flat.averages.folds_factors):",
+        "if not (flat.steps_in_background and self.steps_flat[self._flats.index(flat)]):",
+        ("tests/unit/test_zero_updater.py::test_every_updater_steps_as_torch_does",),
+    ),
+    Mutation(
+        "parameters of two updaters are joined to one run",
+        "ls_strategy/zero/step/runs.py",
+        "(id(updater), states.group_of[number]",
+        "(states.group_of[number]",
+        ("tests/unit/test_zero_runs.py::test_each_run_is_of_one_updater",),
+    ),
 )

@@ -13,6 +13,7 @@ from torch.utils.data import DataLoader
 
 from ls_strategy import ZeROStrategy
 from ls_strategy.lightning import loop
+from ls_strategy.lightning.loop.call import StepCall
 from ls_strategy.lightning.loop.join import JoinLoop
 from ls_strategy.lightning.loop.plain import StepLoop
 from ls_strategy.lightning.loop.virtual import VirtualLoop
@@ -49,10 +50,10 @@ class InHalves(StepLoop):
 
     steps = 0
 
-    def train(self, engine: Any, step: Any, args: Any, kwargs: Any, *, synchronises: bool, accumulates: bool) -> Any:
-        engine.begin_step(sync_buffers_after=synchronises)
-        losses = [step(half, *args[1:], **kwargs) for half in args[0].chunk(2)]
-        engine.end_forward()
+    def train(self, call: StepCall) -> Any:
+        call.engine.begin_step(sync_buffers_after=call.synchronises)
+        losses = [call.step(half, *call.args[1:], **call.kwargs) for half in call.args[0].chunk(2)]
+        call.engine.end_forward()
         self.steps += 1
         return sum(losses) / len(losses)
 

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from ls_strategy.errors import PlanError
 from ls_strategy.optimizers.muon import Muon
 from ls_strategy.zero.step import updater as seam
 from ls_strategy.zero.step.optimizer_state import OptimizerStates
@@ -35,7 +36,7 @@ class Momentum(Optimizer):
 
 
 class MomentumUpdater(Updater):
-    """Steps the parameters of `Momentum` whose group has a learning rate of 0.1, with its states in the flat store."""
+    """Steps the parameters of `Momentum` and SGD whose group asks for it, with its states in the flat store."""
 
     def __init__(self, optimizer: Optimizer, states: OptimizerStates) -> None:
         self.optimizer, self.states = optimizer, states
@@ -44,7 +45,7 @@ class MomentumUpdater(Updater):
 
     def takes(self, number: int) -> bool:
         group = self.optimizer.param_groups[self.states.group_of[number]]
-        return isinstance(self.optimizer, Momentum) and group["lr"] == 0.1
+        return bool(group.get("elsewhere"))
 
     def prepare(self, runs: Sequence[Run]) -> None:
         self.runs = runs
@@ -80,9 +81,9 @@ def registered() -> Iterator[list[MomentumUpdater]]:
     seam.UPDATERS.remove(make)
 
 
-def halves(model: nn.Module) -> list[dict[str, Any]]:
+def halves(model: nn.Module, **more: Any) -> list[dict[str, Any]]:
     params = list(model.parameters())
-    return [{"params": params[:3]}, {"params": params[3:], "lr": 0.05}]
+    return [{"params": params[:3], **more}, {"params": params[3:], "lr": 0.05}]
 
 
 def by_shape(model: nn.Module) -> list[dict[str, Any]]:
@@ -96,7 +97,8 @@ OPTIMIZERS: dict[str, Callable[[nn.Module], Optimizer]] = {
     "fused": lambda model: torch.optim.AdamW(halves(model), lr=0.1),
     "torch": lambda model: torch.optim.RMSprop(halves(model), lr=0.1, momentum=0.5),
     "full tensors": lambda model: Muon(by_shape(model), lr=0.1),
-    "another": lambda model: Momentum(halves(model)),
+    "another": lambda model: Momentum(halves(model, elsewhere=True)),
+    "another in place of the fused": lambda model: torch.optim.SGD(halves(model, elsewhere=True), lr=0.1, momentum=0.5),
 }
 
 
@@ -108,22 +110,33 @@ def plain(model: nn.Module, optimizer: Optimizer, count: int) -> None:
         optimizer.step()
 
 
-@pytest.mark.parametrize("stage", [0, 1, 3])
+@pytest.mark.parametrize(("stage", "offload"), [(0, None), (1, None), (3, None), (2, "cpu")])
 @pytest.mark.parametrize("name", OPTIMIZERS)
-def test_every_updater_steps_as_torch_does(name: str, stage: int, registered: list[MomentumUpdater]) -> None:
+def test_every_updater_steps_as_torch_does(
+    name: str, stage: int, offload: str | None, registered: list[MomentumUpdater]
+) -> None:
     """Also in an engine that goes on from the states and weights of the first two steps."""
     baseline, model = network(), network()
     plain(baseline, OPTIMIZERS[name](baseline), 5)
-    engine = engine_on(model, [OPTIMIZERS[name](model)], stage=stage)
+    engine = engine_on(model, [OPTIMIZERS[name](model)], stage=stage, offload=offload)
+    engine.private_gradients = engine.early_step = offload is not None
     middle = steps(engine, 2)
     saved = engine.optimizers[0].sharded.states.full_state_dict()
     again = network()
     with torch.no_grad():
         for p, value in zip(again.parameters(), middle, strict=True):
             p.copy_(value)
-    resumed = engine_on(again, [OPTIMIZERS[name](again)], stage=stage)
+    resumed = engine_on(again, [OPTIMIZERS[name](again)], stage=stage, offload=offload)
     resumed.optimizers[0].sharded.states.load_full_state_dict(saved)
     for found in (steps(engine, 3, first=2), steps(resumed, 3, first=2)):
         for ours, theirs in zip(found, baseline.parameters(), strict=True):
             torch.testing.assert_close(ours, theirs.detach(), rtol=1e-5, atol=1e-6)
-    assert any(updater.stepped for updater in registered) == (name == "another")
+    assert any(updater.stepped for updater in registered) == name.startswith("another")
+
+
+@pytest.mark.usefixtures("registered", "shelves")
+def test_states_that_are_not_in_memory_are_refused_to_updaters_of_other_packages() -> None:
+    model = network()
+    optimizer = OPTIMIZERS["another in place of the fused"](model)
+    with pytest.raises(PlanError, match=r"MomentumUpdater.*'nvme'.*offload.optimizer='cpu'"):
+        engine_on(model, [optimizer], stage=2, offload="nvme")

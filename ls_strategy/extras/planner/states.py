@@ -138,9 +138,9 @@ def moment_bytes(optimizer: Optimizer, config: ZeROConfig) -> float:
         names = {name for group in optimizer.param_groups for name in kernel.moments(group)}
         return MOMENT_BYTES[config.precision.moments] * len(names)
     most = 0.0
-    for group, whole in zip(optimizer.param_groups, full_tensor_groups(optimizer), strict=True):
+    for group, full in zip(optimizer.param_groups, full_tensor_groups(optimizer), strict=True):
         settings = {k: v for k, v in group.items() if k != "params"}
-        state = _state_after_a_step(optimizer, settings, (8, _PROBED // 8) if whole else (_PROBED,))
+        state = _state_after_a_step(optimizer, settings, (8, _PROBED // 8) if full else (_PROBED,))
         kept = [v for v in state.values() if isinstance(v, Tensor) and v.numel() == _PROBED]
         most = max(most, float(sum(v.element_size() for v in kept)))
     return most

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator, Mapping, Sequence
+from collections.abc import Generator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 from typing_extensions import override
 
 from ls_strategy.engine import Engine
-from ls_strategy.lightning.loop.plain import Step, StepLoop
+from ls_strategy.lightning.loop.call import StepCall
+from ls_strategy.lightning.loop.plain import StepLoop
 
 if TYPE_CHECKING:
     from ls_strategy.lightning.pipeline import Pipeline
@@ -33,26 +34,16 @@ class PipelineLoop(StepLoop):
         return pipeline
 
     @override
-    def train(
-        self,
-        engine: Engine,
-        step: Step,
-        args: Sequence[Any],
-        kwargs: Mapping[str, Any],
-        *,
-        synchronises: bool,
-        accumulates: bool,
-    ) -> Any:
-        engine.begin_step(sync_buffers_after=synchronises)
+    def train(self, call: StepCall) -> Any:
+        call.engine.begin_step(sync_buffers_after=call.synchronises)
         with self._strategy.activations.around_forward():
-            return self._pipeline.train(self._module, engine, step, args, last=not accumulates)
+            last = not call.accumulates
+            return self._pipeline.train(self._module, call.engine, call.step, call.args, last=last)
 
     @override
-    def evaluate(
-        self, engine: Engine, step: Step, args: Sequence[Any], kwargs: Mapping[str, Any], *, together: bool
-    ) -> Any:
-        engine.begin_step()
-        return self._pipeline.evaluate(self._module, step, args)
+    def evaluate(self, call: StepCall) -> Any:
+        call.engine.begin_step()
+        return self._pipeline.evaluate(self._module, call.step, call.args)
 
     @override
     @contextmanager

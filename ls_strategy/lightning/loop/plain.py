@@ -15,20 +15,18 @@ loop              batches                                           a step
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Callable, Generator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from ls_strategy.lightning import guards
+from ls_strategy.lightning.loop.call import StepCall
 
 if TYPE_CHECKING:
     import lightning.pytorch as pl
 
     from ls_strategy.engine import Engine
     from ls_strategy.lightning.strategy import ZeROStrategy
-
-Step = Callable[..., Any]
-"""The user's step, as Lightning calls it."""
 
 
 class StepLoop:
@@ -83,30 +81,12 @@ class StepLoop:
 
     # steps -----------------------------------------------------------------------------------------------------------
 
-    def train(
-        self,
-        engine: Engine,
-        step: Step,
-        args: Sequence[Any],
-        kwargs: Mapping[str, Any],
-        *,
-        synchronises: bool,
-        accumulates: bool,
-    ) -> Any:
-        """Run ``training_step``.
-
-        Args:
-            engine: of the module.
-            step: ``training_step``.
-            args: its arguments.
-            kwargs: its arguments by name.
-            synchronises: whether rank 0's buffers become those of all before the next step, as under DDP.
-            accumulates: whether gradients are left to a later backward.
-        """
-        engine.begin_step(sync_buffers_after=synchronises)
-        with self._strategy.activations.around_forward(), self.around_step(args):
-            output = step(*args, **kwargs)
-        engine.end_forward()
+    def train(self, call: StepCall) -> Any:
+        """Run ``training_step``."""
+        call.engine.begin_step(sync_buffers_after=call.synchronises)
+        with self._strategy.activations.around_forward(), self.around_step(call.args):
+            output = call.step(*call.args, **call.kwargs)
+        call.engine.end_forward()
         return self._full_outputs(output)
 
     def around_step(self, args: Sequence[Any]) -> AbstractContextManager[Any]:
@@ -114,13 +94,11 @@ class StepLoop:
         del args
         return nullcontext()
 
-    def evaluate(
-        self, engine: Engine, step: Step, args: Sequence[Any], kwargs: Mapping[str, Any], *, together: bool
-    ) -> Any:
-        """Run a validation, test or prediction step. ``together``: ranks wait for each other in it."""
-        engine.begin_step()
-        with self.around_step(args) if together else nullcontext():
-            return self._full_outputs(step(*args, **kwargs))
+    def evaluate(self, call: StepCall) -> Any:
+        """Run a validation, test or prediction step."""
+        call.engine.begin_step()
+        with self.around_step(call.args) if call.together else nullcontext():
+            return self._full_outputs(call.step(*call.args, **call.kwargs))
 
     def _full_outputs(self, output: Any) -> Any:
         deferred = self._strategy.activations.defers_logits

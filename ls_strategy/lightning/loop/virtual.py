@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Callable, Generator
 from contextlib import AbstractContextManager, contextmanager
 from typing import TYPE_CHECKING, Any
 
 from typing_extensions import override
 
 from ls_strategy.engine import Engine
-from ls_strategy.lightning.loop.plain import Step, StepLoop
+from ls_strategy.lightning.loop.call import StepCall
+from ls_strategy.lightning.loop.plain import StepLoop
 
 if TYPE_CHECKING:
     import lightning.pytorch as pl
@@ -57,29 +58,18 @@ class VirtualLoop(StepLoop):
         return self._virtual.as_first()
 
     @override
-    def train(
-        self,
-        engine: Engine,
-        step: Step,
-        args: Sequence[Any],
-        kwargs: Mapping[str, Any],
-        *,
-        synchronises: bool,
-        accumulates: bool,
-    ) -> Any:
+    def train(self, call: StepCall) -> Any:
         def forward(*args: Any) -> Any:
             with self._strategy.activations.around_forward():
-                return self._full_outputs(step(*args))
+                return self._full_outputs(call.step(*args))
 
-        return self._virtual.train(engine, forward, args, synchronises=synchronises)
+        return self._virtual.train(call.engine, forward, call.args, synchronises=call.synchronises)
 
     @override
-    def evaluate(
-        self, engine: Engine, step: Step, args: Sequence[Any], kwargs: Mapping[str, Any], *, together: bool
-    ) -> Any:
+    def evaluate(self, call: StepCall) -> Any:
         if not self._virtual.applies:
-            return super().evaluate(engine, step, args, kwargs, together=together)
-        return self._virtual.evaluate(engine, lambda *each: self._full_outputs(step(*each)), args)
+            return super().evaluate(call)
+        return self._virtual.evaluate(call.engine, lambda *each: self._full_outputs(call.step(*each)), call.args)
 
     @override
     @contextmanager

@@ -84,7 +84,7 @@ class StateStore:
     _here: dict[str, Tensor] = field(default_factory=dict)
     """What `create` has stored in memory."""
 
-    # whole states ----------------------------------------------------------------------------------------------------
+    # states in full --------------------------------------------------------------------------------------------------
 
     def create(self, name: str, tier: TierName, values: Tensor, dtype: torch.dtype) -> Tensor:
         """Store a state's first values, ``(numel,)``. Return its tensor, or what stands for it if it is not in memory.

@@ -148,9 +148,9 @@ class FusedUpdater(Updater):
 
         The runs have to be those of the coming step.
         """
-        n = self._flats.index(flat)
-        if not self.steps_flat[n] or self.is_mixed or not flat.steps_in_background:
+        if not (flat.steps_in_background and flat.averages.folds_factors):  # else it does not step all of the buffer
             return None
+        n = self._flats.index(flat)
         parts = [self._part_of(c, self._states.steps_taken + 1) for c in self._runs if c.run.flat_number == n]
         update = self._update_of(n, parts, None)
         sums: list[Sequence[float]] | None = None

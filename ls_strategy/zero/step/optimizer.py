@@ -146,11 +146,28 @@ class ShardedOptimizer:
         updaters = [*self._others, self.owner, self.fused, self._torch]
         numbers = range(self.states.offsets[-1])
         self._updater_of: list[Updater] = [next(u for u in updaters if u.takes(number)) for number in numbers]
+        for number, updater in enumerate(self._updater_of):
+            if updater in self._others:
+                self._require_in_memory(updater, *self.states.locate(number))
         chosen = {id(u) for u in self._updater_of}
         self._updaters = [u for u in updaters if id(u) in chosen or u is self._torch]
         for n, flat in enumerate(self.flats):
             own = self._updater_of[self.states.offsets[n] : self.states.offsets[n + 1]]
             flat.averages.folds_factors = not self.is_mixed and all(updater is self.fused for updater in own)
+
+    def _require_in_memory(self, updater: Updater, flat_number: int, index: int) -> None:
+        """Refuse masters to an updater of another package that it would change without effect.
+
+        Raises:
+            PlanError: they are not in memory.
+        """
+        flat = self.flats[flat_number]
+        if not flat.states_in_memory:
+            raise PlanError(
+                f"Got {flat.layout.slots[index].name!r} for {type(updater).__name__}, an updater of another package, "
+                f"but its master weights are on {flat.optimizer_tier!r}, and such an updater changes tensors in "
+                "memory. Set offload.optimizer='cpu', or let takes() return False for it."
+            )
 
     @property
     def is_mixed(self) -> bool:
@@ -328,8 +345,7 @@ class ShardedOptimizer:
         """Wrap the optimizer's own ``step``, whose groups hold the tensors that it updates; see `Updater.stepping`."""
         with ExitStack() as around:
             for updater in reversed(self._updaters):
-                if updater.wraps_step:
-                    around.enter_context(updater.stepping())
+                around.enter_context(updater.stepping())
             yield
         if self._clip_due:
             self._clip_due = False

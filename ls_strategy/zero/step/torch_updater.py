@@ -32,8 +32,6 @@ class _ShownRun:
 class TorchUpdater(Updater):
     """Lets the optimizer's own ``step`` update the runs. It takes every parameter that no other updater takes."""
 
-    wraps_step = True
-
     def __init__(self, optimizer: Optimizer, states: OptimizerStates, *, cuts: bool) -> None:
         """Start without any run. ``cuts``: runs are 1-d. Otherwise each one is a parameter, in its own shape."""
         self._optimizer = optimizer

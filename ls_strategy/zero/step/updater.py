@@ -3,7 +3,7 @@
 ====================  ==================================================  ============================================
 updater               takes                                               states while it steps
 ====================  ==================================================  ============================================
-`OwnerUpdater`   parameters that need to be stepped as full tensors  at the rank that owns the tensor, full
+`OwnerUpdater`        parameters that need to be stepped as full tensors  at the rank that owns the tensor, full
 `FusedUpdater`        buffers and groups that have a fused update         in the flat store, on any tier
 `TorchUpdater`        everything else, by the optimizer's own ``step``    views of the store in ``optimizer.state``
 ====================  ==================================================  ============================================
@@ -69,9 +69,6 @@ class Updater(ABC):
     in_runs: ClassVar[bool] = True
     """Whether it steps runs of adjacent parameters. If not, `prepare` gets none, and `begin` finds its own."""
 
-    wraps_step: ClassVar[bool] = False
-    """Whether `stepping` does anything."""
-
     @abstractmethod
     def takes(self, number: int) -> bool:
         """Return whether it steps a parameter, given by its number in `OptimizerStates`. The same on all ranks."""
@@ -111,5 +108,5 @@ UPDATERS: list[Callable[[Optimizer, OptimizerStates], Updater]] = []
 """Make the updaters of other packages for an optimizer. They are asked first, in this order.
 
 When such an updater begins, ``run.flat.averages.tensor()`` has the gradients, clipped and without a loss scale. It
-changes the master weights, ``run.flat.master``, in place.
+changes the master weights, ``run.flat.master``, in place. A parameter whose masters are not in memory is refused to it.
 """

@@ -65,8 +65,8 @@ def check_full_tensor_groups(optimizer: Optimizer, parts: Mapping[int, TensorPar
         PlanError: the optimizer computes over several tensors, is random, or steps a stack of experts as one tensor.
     """
     name = type(optimizer).__name__
-    whole = full_tensor_groups(optimizer)
-    for group in (g for g, needed in zip(optimizer.param_groups, whole, strict=True) if needed):
+    full = full_tensor_groups(optimizer)
+    for group in (g for g, needed in zip(optimizer.param_groups, full, strict=True) if needed):
         _check_alone(optimizer, group)
         for p in group["params"]:
             part = parts.get(id(p))

@@ -55,7 +55,6 @@ class OwnerUpdater(Updater):
     """Steps the parameters of one optimizer that need to be full, each at the rank that owns it."""
 
     in_runs = False
-    wraps_step = True
 
     def __init__(
         self,
