@@ -28,7 +28,7 @@ from functools import partial, wraps
 from typing import TYPE_CHECKING, Any, Protocol
 
 from ls_strategy import host
-from ls_strategy.distributed import launcher as _launcher  # noqa: F401  (it notes the parent of this process)
+from ls_strategy.distributed.launch import launcher as _launcher  # noqa: F401  (it notes the parent of this process)
 from ls_strategy.lightning import files as lightning_files
 
 if TYPE_CHECKING:
@@ -165,7 +165,7 @@ class _Names(list[str]):
 def _create(package: str, **init_params: object) -> ZeROStrategy:
     """Make the strategy. Its module is imported here: a registry entry must not cost an import of torch."""
     host.bind(package)
-    from ls_strategy.distributed.ray_worker import in_train_function
+    from ls_strategy.distributed.launch.ray_worker import in_train_function
 
     if in_train_function():
         from ls_strategy.extensions import require

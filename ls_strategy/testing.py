@@ -33,7 +33,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar, cast
 
-from ls_strategy.distributed.rendezvous import free_port
+from ls_strategy.distributed.launch.rendezvous import free_port
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence

@@ -32,7 +32,7 @@ from ls_strategy._torch import StorageWeakRef, without_dispatch_modes, without_t
 from ls_strategy.fabric.strategy import ZeROFabricStrategy
 from ls_strategy.lightning import module_state
 from ls_strategy.lightning.strategy import ZeROStrategy
-from ls_strategy.parallel import token_check
+from ls_strategy.parallel.context import token_check
 from ls_strategy.testing import spawn
 
 DEVICE = torch.device("cpu", 0)

@@ -40,7 +40,7 @@ from pathlib import Path
 from typing import Any, TypeVar, cast
 
 from ls_strategy import testing
-from ls_strategy.distributed.rendezvous import free_port
+from ls_strategy.distributed.launch.rendezvous import free_port
 from ls_strategy.testing import spawn as spawn_processes
 from tests import limits
 

@@ -20,12 +20,12 @@ from ls_strategy._torch import persistent_buffer_names
 from ls_strategy.checkpoint.source import versions_of, with_versions
 from ls_strategy.distributed.mesh import Mesh
 from ls_strategy.errors import StateError
+from ls_strategy.meta_init.lazy import parts_of
 from ls_strategy.transient import Transient
 from ls_strategy.zero.flat.flat_buffer import FlatBuffer
 from ls_strategy.zero.flat.parameters import unnoticed
 from ls_strategy.zero.flat.released import ShowingReleased
 from ls_strategy.zero.flat.units import Unit, places_of
-from ls_strategy.zero.lazy import parts_of
 from ls_strategy.zero.parts import full_of, part_of
 from ls_strategy.zero.user_code.on_demand import OnDemandGather
 

@@ -23,9 +23,9 @@ from ls_strategy._torch import tree_iter
 from ls_strategy.checkpoint.files import Path, RankFile, Reader, read_box, read_range
 from ls_strategy.errors import CheckpointError
 from ls_strategy.layout import Box, flat_range_to_boxes
+from ls_strategy.meta_init.lazy import READ_CHUNK, LazyTensor
 from ls_strategy.zero.flat.flat_buffer import FlatBuffer
 from ls_strategy.zero.flat.units import Unit, places_of
-from ls_strategy.zero.lazy import READ_CHUNK, LazyTensor
 
 
 @dataclass(eq=False)

@@ -20,7 +20,7 @@ from ls_strategy.checkpoint.output import WRITER, Progress, atomic_output
 from ls_strategy.checkpoint.place import sync_file
 from ls_strategy.checkpoint.source import as_bytes, read_weights, rows_of
 from ls_strategy.errors import CheckpointError, ConfigError
-from ls_strategy.zero.lazy import parts_of
+from ls_strategy.meta_init.lazy import parts_of
 
 DTYPES = {
     torch.float64: "F64",

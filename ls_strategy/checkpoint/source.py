@@ -27,7 +27,7 @@ from ls_strategy.checkpoint.reshard import SavedTensor, assemble
 from ls_strategy.checkpoint.target import MANIFEST, META, METADATA
 from ls_strategy.checkpoint.web import is_web, refuse_web_folder
 from ls_strategy.errors import CheckpointError
-from ls_strategy.zero.lazy import LazyTensor
+from ls_strategy.meta_init.lazy import LazyTensor
 
 OURS = "ls_strategy"
 """Key of the strategy's own data: its position in the training data, names of frozen parameters that were left out."""

@@ -23,7 +23,7 @@ from torch.storage import TypedStorage
 from ls_strategy.checkpoint.output import Progress
 from ls_strategy.checkpoint.place import sync_file
 from ls_strategy.checkpoint.source import as_bytes
-from ls_strategy.zero.lazy import LazyTensor, parts_of
+from ls_strategy.meta_init.lazy import LazyTensor, parts_of
 
 ALIGNMENT = 64
 """Bytes between record starts, as in torch's own writer."""

@@ -26,9 +26,9 @@ from ls_strategy import device as dev
 from ls_strategy import spans
 from ls_strategy._torch import abort_process_groups, connections, open_sockets, set_timeout, shut_sockets, store_port
 from ls_strategy.distributed.buffer_pool import BufferPool
-from ls_strategy.distributed.failures import Failures
 from ls_strategy.distributed.traffic import Traffic
-from ls_strategy.distributed.wait_report import CollectiveEntry, Journal
+from ls_strategy.distributed.watchdog.failures import Failures
+from ls_strategy.distributed.watchdog.wait_report import CollectiveEntry, Journal
 from ls_strategy.errors import LSError
 
 SUM_CHUNK = 1 << 16

@@ -42,7 +42,7 @@ from ls_strategy.extensions import find_all
 from ls_strategy.host.fabric import CheckpointIO, TorchCheckpointIO
 from ls_strategy.host.pytorch import rank_zero_info
 from ls_strategy.lightning._private import plain_checkpoint_io
-from ls_strategy.zero.lazy import LazyTensor
+from ls_strategy.meta_init.lazy import LazyTensor
 
 CHECKSUMS = "checksums"
 """Whether a file has checksums of its records; below `OURS`."""

@@ -15,10 +15,10 @@ from typing_extensions import override
 from ls_strategy import device as dev
 from ls_strategy import host
 from ls_strategy._torch import open_sockets
-from ls_strategy.distributed import rendezvous, slurm_check
 from ls_strategy.distributed.comm import Comm, make_comm
-from ls_strategy.distributed.launcher import VARIABLE as LAUNCHER
-from ls_strategy.distributed.launcher import LauncherWatch
+from ls_strategy.distributed.launch import rendezvous, slurm_check
+from ls_strategy.distributed.launch.launcher import VARIABLE as LAUNCHER
+from ls_strategy.distributed.launch.launcher import LauncherWatch
 from ls_strategy.errors import CheckpointError, ConfigError, PlanError
 from ls_strategy.lightning._private import (
     accept_any_size,

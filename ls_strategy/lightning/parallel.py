@@ -29,17 +29,17 @@ from ls_strategy.host.fabric import pl_worker_init_function
 from ls_strategy.host.pytorch import pl, rank_zero_info
 from ls_strategy.layout import TensorPart
 from ls_strategy.lightning.pipeline import Pipeline, refuse
+from ls_strategy.meta_init.deferred import recall_deferred, share_random_states
+from ls_strategy.meta_init.lazy import recall_source
 from ls_strategy.moe.balance import update_router_bias
 from ls_strategy.moe.parallel import apply_expert_parallel, expert_parameters
 from ls_strategy.moe.router import Router
 from ls_strategy.parallel import logits
-from ls_strategy.parallel.dtensor import Localized, has_dtensors, localize, parallelize
-from ls_strategy.parallel.plans import resolve_tensor_plan
+from ls_strategy.parallel.context.ulysses import apply_sequence_parallel
 from ls_strategy.parallel.stack import head_after, one_stack
-from ls_strategy.parallel.tensor import apply_tensor_parallel, broadcast_values
-from ls_strategy.parallel.ulysses import apply_sequence_parallel
-from ls_strategy.zero.deferred import recall_deferred, share_random_states
-from ls_strategy.zero.lazy import recall_source
+from ls_strategy.parallel.tensor.dtensor import Localized, has_dtensors, localize, parallelize
+from ls_strategy.parallel.tensor.plans import resolve_tensor_plan
+from ls_strategy.parallel.tensor.shard import apply_tensor_parallel, broadcast_values
 from ls_strategy.zero.setup.agreement import agree
 from ls_strategy.zero.setup.share import Share
 

@@ -15,11 +15,11 @@ from torch import Tensor
 from typing_extensions import override
 
 from ls_strategy import host
-from ls_strategy.distributed import rendezvous, slurm_job
 from ls_strategy.distributed.comm import Comm
-from ls_strategy.distributed.launcher import end_processes
+from ls_strategy.distributed.launch import rendezvous, slurm_job
+from ls_strategy.distributed.launch.launcher import end_processes
+from ls_strategy.distributed.launch.ray_worker import in_train_function
 from ls_strategy.distributed.lockstep import Lockstep
-from ls_strategy.distributed.ray_worker import in_train_function
 from ls_strategy.engine import Engine
 from ls_strategy.errors import OutOfStepError, PlanError, RankFailedError, StateError
 from ls_strategy.host.pytorch import Accelerator, Callback, DDPStrategy, SIGTERMException, pl

@@ -25,8 +25,8 @@ from ls_strategy.lightning._private import (
 )
 from ls_strategy.lightning.virtual_data import VirtualLoader
 from ls_strategy.lightning.virtual_random import VIRTUAL
-from ls_strategy.parallel.dtensor import has_dtensors
-from ls_strategy.zero.lazy import LazyTensor
+from ls_strategy.meta_init.lazy import LazyTensor
+from ls_strategy.parallel.tensor.dtensor import has_dtensors
 
 if TYPE_CHECKING:
     import lightning.pytorch as pl

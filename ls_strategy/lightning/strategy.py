@@ -61,8 +61,8 @@ from ls_strategy.lightning.saving import Saves
 from ls_strategy.lightning.steps import Steps
 from ls_strategy.lightning.uneven import UnevenData, UnevenMode
 from ls_strategy.lightning.virtual_ranks import VirtualRanks
+from ls_strategy.meta_init.deferred import note_deferred
 from ls_strategy.pretrained.huggingface import without_memory
-from ls_strategy.zero.deferred import note_deferred
 from ls_strategy.zero_stages import POLICIES
 
 

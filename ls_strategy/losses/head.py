@@ -25,7 +25,7 @@ from ls_strategy.losses.deferred import defer, expire
 from ls_strategy.parallel.cross_entropy import Options, cross_entropy
 from ls_strategy.parallel.logits import ShardedLogits
 from ls_strategy.parallel.regions import untraced
-from ls_strategy.parallel.vocabulary import output_heads
+from ls_strategy.parallel.tensor.vocabulary import output_heads
 from ls_strategy.ranges import at_least, between
 from ls_strategy.transient import Transient
 

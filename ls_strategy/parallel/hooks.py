@@ -3,13 +3,29 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor, nn
 
 from ls_strategy.errors import StateError
 from ls_strategy.parallel.regions import Map, untraced
-from ls_strategy.parallel.resolved_plan import Owned
+
+
+@dataclass(frozen=True)
+class Owned:
+    """A parameter as an attribute of a module."""
+
+    name: str
+    module: nn.Module
+    key: str
+
+    @property
+    def parameter(self) -> nn.Parameter:
+        """The parameter that the module holds now."""
+        parameter = self.module._parameters[self.key]
+        assert parameter is not None
+        return parameter
 
 
 class Hooks:

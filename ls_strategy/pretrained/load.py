@@ -12,9 +12,9 @@ from torch import Tensor, nn
 from ls_strategy._torch import persistent_buffer_names
 from ls_strategy.checked import checked
 from ls_strategy.errors import CheckpointError
+from ls_strategy.meta_init.lazy import LazyTensor, give_source, note_owner
 from ls_strategy.pretrained.safetensors import read_safetensors
 from ls_strategy.pretrained.together import LoadTarget, fill
-from ls_strategy.zero.lazy import LazyTensor, give_source, note_owner
 
 
 class Keys(NamedTuple):

@@ -25,11 +25,11 @@ from torch.overrides import TorchFunctionMode
 from typing_extensions import override
 
 from ls_strategy._torch import TorchDispatchMode, tree_iter, tree_map
+from ls_strategy.meta_init.lazy import LazyTensor, give_source, source_of_memory
+from ls_strategy.meta_init.program import is_plain
 from ls_strategy.pretrained.peft import refuse_skipped
 from ls_strategy.pretrained.recipe import MOVES
 from ls_strategy.pretrained.recording import MetaRecorder
-from ls_strategy.zero.lazy import LazyTensor, give_source, source_of_memory
-from ls_strategy.zero.program import is_plain
 
 _SHAPE_ONLY = frozenset(
     f"{name}{end}"

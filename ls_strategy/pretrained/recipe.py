@@ -25,7 +25,7 @@ from typing_extensions import override
 
 from ls_strategy._torch import tree_map, without_torch_function
 from ls_strategy.layout import flat_range_to_boxes
-from ls_strategy.zero.lazy import READ_CHUNK, LazyTensor
+from ls_strategy.meta_init.lazy import READ_CHUNK, LazyTensor
 
 Offsets = tuple[int, ...]
 

@@ -1,7 +1,7 @@
 """Records what is done to tensors on meta, and runs what cannot wait.
 
 ==============================================  ========================================================================
-a new tensor, a function, a write               noted, see `ls_strategy.zero.program`
+a new tensor, a function, a write               noted, see `ls_strategy.meta_init.program`
 random numbers                                  drawn once at once, on memory that is freed, so that the generator is
                                                 always where it would be in a run with memory
 ``item()``, ``cpu()``, masks as indices         what they depend on is computed now
@@ -20,9 +20,9 @@ from torch import Tensor
 
 from ls_strategy import device as dev
 from ls_strategy._torch import tree_iter, tree_map
+from ls_strategy.meta_init.lazy import drop_source
+from ls_strategy.meta_init.program import Captured, DeferredOperation, TensorPlace, new_place, place_of, replay
 from ls_strategy.tiers.link import trim_heap
-from ls_strategy.zero.lazy import drop_source
-from ls_strategy.zero.program import Captured, DeferredOperation, TensorPlace, new_place, place_of, replay
 
 _OVERWRITES = frozenset(
     f"{name}_"

@@ -10,7 +10,7 @@ from typing_extensions import override
 
 from ls_strategy.distributed.axis import Axis
 from ls_strategy.layout import TensorPart, flat_range_to_boxes
-from ls_strategy.zero.lazy import LazyTensor
+from ls_strategy.meta_init.lazy import LazyTensor
 
 
 def part_of(value: Tensor, part: TensorPart | None) -> Tensor:

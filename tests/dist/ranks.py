@@ -24,8 +24,8 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from ls_strategy.lightning import checkpoints as lightning_checkpoints
 from ls_strategy.lightning.strategy import ZeROStrategy
+from ls_strategy.meta_init.lazy import LazyTensor
 from ls_strategy.testing import spawn
-from ls_strategy.zero.lazy import LazyTensor
 from tests.models import quiet
 from tests.trainers import bare_trainer
 

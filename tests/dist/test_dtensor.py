@@ -29,7 +29,7 @@ from torch.utils.checkpoint import checkpoint
 from ls_strategy.distributed.comm import make_comm
 from ls_strategy.distributed.mesh import MeshShape, make_mesh
 from ls_strategy.errors import PlanError, StateError
-from ls_strategy.parallel.dtensor import Localized, has_dtensors, localize
+from ls_strategy.parallel.tensor.dtensor import Localized, has_dtensors, localize
 from ls_strategy.testing import spawn
 from ls_strategy.zero.parts import full_of, part_of
 

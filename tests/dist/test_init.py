@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from ls_strategy.errors import PlanError
 from ls_strategy.lightning.strategy import ZeROStrategy
-from ls_strategy.zero.deferred import Deferred
+from ls_strategy.meta_init.deferred import Deferred
 from tests.dist.ranks import (
     STAGES,
     WIDTH,

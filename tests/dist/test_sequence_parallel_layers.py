@@ -17,8 +17,8 @@ from torch.utils.checkpoint import checkpoint
 from ls_strategy.distributed.axis import Axis
 from ls_strategy.distributed.comm import make_comm
 from ls_strategy.errors import PlanError
+from ls_strategy.parallel.context.ulysses import apply_sequence_parallel
 from ls_strategy.parallel.logits import ShardedLogits, gather
-from ls_strategy.parallel.ulysses import apply_sequence_parallel
 from ls_strategy.testing import spawn
 from recipes.gpt.network import GPT, GPTConfig
 from tests.marks import slow

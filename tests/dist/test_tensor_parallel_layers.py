@@ -25,7 +25,7 @@ from ls_strategy.layout import TensorPart
 from ls_strategy.parallel import regions
 from ls_strategy.parallel.random import Streams, share_random_state
 from ls_strategy.parallel.styles import Column, Divide, Features, PartialGradient, Plan, Row, Vocab
-from ls_strategy.parallel.tensor import TensorParallel, apply_tensor_parallel
+from ls_strategy.parallel.tensor.shard import TensorParallel, apply_tensor_parallel
 from ls_strategy.testing import spawn
 
 pytestmark = [pytest.mark.wide, pytest.mark.dist]

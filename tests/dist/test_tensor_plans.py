@@ -14,9 +14,9 @@ from torch.nn import functional
 from ls_strategy.distributed.axis import Axis
 from ls_strategy.distributed.comm import make_comm
 from ls_strategy.layout import TensorPart
-from ls_strategy.parallel.dtensor import parallelize
-from ls_strategy.parallel.plans import resolve_tensor_plan
-from ls_strategy.parallel.tensor import apply_tensor_parallel
+from ls_strategy.parallel.tensor.dtensor import parallelize
+from ls_strategy.parallel.tensor.plans import resolve_tensor_plan
+from ls_strategy.parallel.tensor.shard import apply_tensor_parallel
 from ls_strategy.testing import spawn
 from ls_strategy.zero.parts import full_of
 from tests.unit.test_parallel_plan_from_names import Attention, Decoder, JointOnly

@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 from ls_strategy.checkpoint.torch_file import StreamedSave
-from ls_strategy.zero import lazy
-from ls_strategy.zero.lazy import LazyTensor
+from ls_strategy.meta_init import lazy
+from ls_strategy.meta_init.lazy import LazyTensor
 
 
 class Lazy(LazyTensor):

@@ -25,7 +25,7 @@ from ls_strategy.checkpoint.torch_file import StreamedSave
 from ls_strategy.errors import CheckpointError, ConfigError
 from ls_strategy.extras import cli
 from ls_strategy.lightning.loading import load_from_checkpoint
-from ls_strategy.zero.lazy import LazyTensor
+from ls_strategy.meta_init.lazy import LazyTensor
 from tests.processes import Program
 from tests.unit.checkpoint_folders import damage, small_folder, small_tensors, uncommit, write_folder
 
@@ -147,7 +147,7 @@ import sys
 from pathlib import Path
 from ls_strategy.checkpoint.consolidate import consolidate
 from ls_strategy.checkpoint.safetensors import export_safetensors
-from ls_strategy.zero import lazy
+from ls_strategy.meta_init import lazy
 
 lazy.READ_CHUNK = 1 << 20
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from ls_strategy.distributed.deadlock import awaited, explain, proof
+from ls_strategy.distributed.watchdog.deadlock import awaited, explain, proof
 
 RANKS = [0, 1, 2]
 

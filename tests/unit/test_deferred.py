@@ -17,9 +17,9 @@ from ls_strategy import MoE
 from ls_strategy.distributed.comm import Comm
 from ls_strategy.distributed.mesh import Mesh
 from ls_strategy.errors import PlanError
+from ls_strategy.meta_init.deferred import deferred_of, note_deferred
+from ls_strategy.meta_init.program import needed, place_of
 from ls_strategy.pretrained.huggingface import without_memory
-from ls_strategy.zero.deferred import deferred_of, note_deferred
-from ls_strategy.zero.program import needed, place_of
 from ls_strategy.zero.setup.materialize import Materializer, require_values
 
 CPU = torch.device("cpu")

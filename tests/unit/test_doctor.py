@@ -14,7 +14,7 @@ from pathlib import Path
 import lightning.pytorch  # noqa: F401 - sets variables of the environment when it is first imported
 import pytest
 
-from ls_strategy.distributed.rendezvous import free_port
+from ls_strategy.distributed.launch.rendezvous import free_port
 from ls_strategy.errors import ConfigError
 from ls_strategy.extras import cli
 from ls_strategy.extras.doctor import cluster, collective, gpus, host, kernels, nvme, software

@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from ls_strategy.distributed import failures as failures_module
-from ls_strategy.distributed.failures import Failures
+from ls_strategy.distributed.watchdog import failures as failures_module
+from ls_strategy.distributed.watchdog.failures import Failures
 from ls_strategy.errors import OutOfStepError, RankFailedError
 
 
@@ -32,7 +32,7 @@ def ranks(monkeypatch: pytest.MonkeyPatch) -> list[Failures]:
     """Two ranks with one store."""
     store = Store()
     monkeypatch.setattr(failures_module, "default_store", lambda: store)
-    monkeypatch.setattr("ls_strategy.distributed.wait_report.default_store", lambda: store)
+    monkeypatch.setattr("ls_strategy.distributed.watchdog.wait_report.default_store", lambda: store)
     return [Failures(rank, 2) for rank in range(2)]
 
 
@@ -86,7 +86,7 @@ def test_a_lost_store_hides_no_error(monkeypatch: pytest.MonkeyPatch) -> None:
         raise RuntimeError("no store")
 
     monkeypatch.setattr(failures_module, "default_store", lost)
-    monkeypatch.setattr("ls_strategy.distributed.wait_report.default_store", lost)
+    monkeypatch.setattr("ls_strategy.distributed.watchdog.wait_report.default_store", lost)
     failures = Failures(0, 2)
     assert not failures.announce(ValueError("mine"), patience_s=5)
     failures.raise_if_any(RuntimeError("Connection closed"))

@@ -16,14 +16,14 @@ import pytest
 import torch.distributed as dist
 
 from ls_strategy import ZeROStrategy
-from ls_strategy.distributed.launcher import VARIABLE, LauncherWatch, end_processes
-from ls_strategy.distributed.rendezvous import free_port
+from ls_strategy.distributed.launch.launcher import VARIABLE, LauncherWatch, end_processes
+from ls_strategy.distributed.launch.rendezvous import free_port
 from tests.limits import wall
 from tests.marks import slow
 
 RANK = """
 import os, sys, time
-import ls_strategy.distributed.launcher as launcher
+import ls_strategy.distributed.launch.launcher as launcher
 launcher._GRACE_S = launcher._GRACE_WHILE_STARTING_S = 0.5
 watch = launcher.LauncherWatch()
 watch.start(by_lightning=True)

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor, nn
 
 from ls_strategy.distributed.axis import Axis
-from ls_strategy.parallel.alibi import slice_head_biases
 from ls_strategy.parallel.hooks import Hooks
+from ls_strategy.parallel.tensor.alibi import slice_head_biases
 
 HEADS, RANKS, BATCH, TOKENS = 6, 3, 2, 5
 

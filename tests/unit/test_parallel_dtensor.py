@@ -17,7 +17,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
 from ls_strategy.distributed.axis import Axis
 from ls_strategy.errors import PlanError, StateError
 from ls_strategy.layout import TensorPart
-from ls_strategy.parallel.dtensor import has_dtensors, localize, parallelize
+from ls_strategy.parallel.tensor.dtensor import has_dtensors, localize, parallelize
 
 
 @pytest.fixture(autouse=True)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from ls_strategy.parallel.families import role_of
+from ls_strategy.parallel.tensor.families import role_of
 
 
 @pytest.mark.parametrize(

@@ -9,9 +9,9 @@ import pytest
 from torch import Tensor, nn
 
 from ls_strategy.errors import PlanError
-from ls_strategy.parallel.fused import fused_heads
-from ls_strategy.parallel.heads import Heads, refusal, starred, width_in, width_out
 from ls_strategy.parallel.styles import Attributes, Column
+from ls_strategy.parallel.tensor.fused import fused_heads
+from ls_strategy.parallel.tensor.heads import Heads, refusal, starred, width_in, width_out
 
 
 class Attention(nn.Module):

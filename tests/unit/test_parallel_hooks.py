@@ -11,8 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from ls_strategy.errors import StateError
-from ls_strategy.parallel.hooks import GradientSums, Hooks, NoPickle, change_first, change_output
-from ls_strategy.parallel.resolved_plan import Owned
+from ls_strategy.parallel.hooks import GradientSums, Hooks, NoPickle, Owned, change_first, change_output
 
 
 def double(x: Tensor) -> Tensor:

@@ -10,10 +10,10 @@ from torch import nn
 from ls_strategy.errors import PlanError
 from ls_strategy.moe.feed_forward import GatedFeedForward
 from ls_strategy.moe.layer import MoE
-from ls_strategy.parallel.huggingface import styles_of, with_plans
-from ls_strategy.parallel.plan_from_names import Found
-from ls_strategy.parallel.plans import resolve_tensor_plan
 from ls_strategy.parallel.styles import Attributes, Column, Row
+from ls_strategy.parallel.tensor.huggingface import styles_of, with_plans
+from ls_strategy.parallel.tensor.plan_from_names import Found
+from ls_strategy.parallel.tensor.plans import resolve_tensor_plan
 from tests.unit.test_parallel_plan_from_names import HEADS, KEYS, SIZE, WIDTH, refused
 
 

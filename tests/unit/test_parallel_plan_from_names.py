@@ -13,9 +13,9 @@ from torch.nn import functional
 from ls_strategy.errors import PlanError
 from ls_strategy.moe.feed_forward import GatedFeedForward
 from ls_strategy.moe.layer import MoE
-from ls_strategy.parallel.plan_from_names import uniform_blocks
-from ls_strategy.parallel.plans import resolve_tensor_plan
 from ls_strategy.parallel.styles import Attributes, Column, Features, PartialGradient, Row, Vocab
+from ls_strategy.parallel.tensor.plan_from_names import uniform_blocks
+from ls_strategy.parallel.tensor.plans import resolve_tensor_plan
 
 WIDTH, HEADS, KEYS, SIZE, HIDDEN, TOKENS = 16, 4, 2, 4, 24, 32
 

@@ -7,8 +7,8 @@ from typing import Any
 from torch import nn
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
 
-from ls_strategy.parallel.plans import resolve_tensor_plan
 from ls_strategy.parallel.styles import Column, Row
+from ls_strategy.parallel.tensor.plans import resolve_tensor_plan
 from tests.unit.test_parallel_plan_from_names import HEADS, HIDDEN, WIDTH, Decoder, refused
 
 

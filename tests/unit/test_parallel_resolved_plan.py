@@ -10,14 +10,14 @@ from torch import nn
 
 from ls_strategy.distributed.axis import Axis
 from ls_strategy.errors import PlanError
-from ls_strategy.parallel.resolved_plan import ParamShard, resolve
 from ls_strategy.parallel.styles import (
     Attributes,
     Column,
     Features,
     Row,
 )
-from ls_strategy.parallel.tensor import apply_tensor_parallel
+from ls_strategy.parallel.tensor.resolved_plan import ParamShard, resolve
+from ls_strategy.parallel.tensor.shard import apply_tensor_parallel
 
 
 class Attention(nn.Module):

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from ls_strategy.errors import PlanError
-from ls_strategy.parallel import attention, ring
+from ls_strategy.parallel.context import attention, ring
 from tests.unit.thread_ranks import ThreadAxis, on_ranks
 
 ORIGINAL = functional.scaled_dot_product_attention

@@ -9,9 +9,9 @@ import torch
 from torch import nn
 
 from ls_strategy.errors import PlanError
-from ls_strategy.parallel.resolved_plan import resolve
-from ls_strategy.parallel.sequence import TokenBlocks, owners
-from ls_strategy.parallel.tensor import apply_tensor_parallel
+from ls_strategy.parallel.tensor.resolved_plan import resolve
+from ls_strategy.parallel.tensor.sequence import TokenBlocks, owners
+from ls_strategy.parallel.tensor.shard import apply_tensor_parallel
 from tests.unit.test_parallel_resolved_plan import QKV, Model
 from tests.unit.thread_ranks import ThreadAxis, on_ranks
 

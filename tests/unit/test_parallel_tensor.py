@@ -15,7 +15,7 @@ from ls_strategy.distributed.axis import Axis
 from ls_strategy.errors import PlanError
 from ls_strategy.parallel.logits import gather
 from ls_strategy.parallel.styles import Column, ExpertFeatures, Features, PartialGradient, Plan, Replicate, Row, Vocab
-from ls_strategy.parallel.tensor import apply_tensor_parallel
+from ls_strategy.parallel.tensor.shard import apply_tensor_parallel
 from tests.unit.thread_ranks import ThreadAxis, on_ranks
 
 WIDTH, INNER, ROWS = 6, 8, 5

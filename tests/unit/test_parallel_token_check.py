@@ -12,8 +12,8 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from ls_strategy.errors import PlanError
-from ls_strategy.parallel.attention import Interception
-from ls_strategy.parallel.token_check import CHECKED, compare_with_full
+from ls_strategy.parallel.context.attention import Interception
+from ls_strategy.parallel.context.token_check import CHECKED, compare_with_full
 from tests.unit.thread_ranks import ThreadAxis, on_ranks
 
 WIDTH = 8

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from ls_strategy.errors import PlanError
-from ls_strategy.parallel.tokens import crop, hidden_states, map_tensors, narrow, token_dim
+from ls_strategy.parallel.context.tokens import crop, hidden_states, map_tensors, narrow, token_dim
 
 TOKENS = 6
 HIDDEN = torch.arange(24.0).view(2, TOKENS, 2)

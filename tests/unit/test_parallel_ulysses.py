@@ -16,8 +16,8 @@ from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
 from ls_strategy.distributed.axis import Axis
 from ls_strategy.errors import PlanError
+from ls_strategy.parallel.context.ulysses import SequenceParallel, apply_sequence_parallel
 from ls_strategy.parallel.logits import ShardedLogits
-from ls_strategy.parallel.ulysses import SequenceParallel, apply_sequence_parallel
 from tests.unit.thread_ranks import ThreadAxis, on_ranks
 
 ORIGINAL = functional.scaled_dot_product_attention

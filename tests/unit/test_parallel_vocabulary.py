@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from ls_strategy.parallel.styles import Features, Vocab
-from ls_strategy.parallel.vocabulary import output_heads, vocabulary
+from ls_strategy.parallel.tensor.vocabulary import output_heads, vocabulary
 
 ROWS, WIDTH = 8, 4
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from ls_strategy.distributed.slurm_check import check, parse_tasks_per_node, require
+from ls_strategy.distributed.launch.slurm_check import check, parse_tasks_per_node, require
 from ls_strategy.errors import PlanError
 
 

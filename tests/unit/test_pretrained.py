@@ -18,9 +18,9 @@ from ls_strategy import load_safetensors
 from ls_strategy.distributed.comm import Comm
 from ls_strategy.distributed.mesh import Mesh
 from ls_strategy.errors import CheckpointError, PlanError
+from ls_strategy.meta_init.deferred import note_deferred
+from ls_strategy.meta_init.lazy import source_of
 from ls_strategy.pretrained.huggingface import without_memory
-from ls_strategy.zero.deferred import note_deferred
-from ls_strategy.zero.lazy import source_of
 from ls_strategy.zero.setup.materialize import Materializer, value_of
 
 needs_transformers = pytest.mark.skipif(importlib.util.find_spec("transformers") is None, reason="needs transformers")

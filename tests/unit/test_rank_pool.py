@@ -109,7 +109,7 @@ def leaves_method(rank: int, world_size: int) -> None:
 
 
 def leaves_constant(rank: int, world_size: int) -> None:
-    import ls_strategy.distributed.wait_report as module
+    import ls_strategy.distributed.watchdog.wait_report as module
 
     module._ANY_QUESTION = 7
 
@@ -135,7 +135,7 @@ LEFT: dict[Callable[..., None], str] = {
     leaves_dtype: "dtype is torch.float64, was torch.float32",
     leaves_function: "torch.distributed.all_reduce is another",
     leaves_method: "ZeROStrategy.setup is another",
-    leaves_constant: "ls_strategy.distributed.wait_report._ANY_QUESTION is another",
+    leaves_constant: "ls_strategy.distributed.watchdog.wait_report._ANY_QUESTION is another",
     leaves_thread: "threads ['left']",
     leaves_hook: "hooks of all modules",
     leaves_signal: "signals",

@@ -17,7 +17,7 @@ from ls_strategy import ZeROStrategy, load_from_checkpoint
 from ls_strategy.checkpoint.consolidate import consolidate
 from ls_strategy.checkpoint.source import read_full, read_weights
 from ls_strategy.errors import CheckpointError
-from ls_strategy.zero.lazy import LazyTensor
+from ls_strategy.meta_init.lazy import LazyTensor
 from tests.marks import wide
 from tests.trainers import bare_trainer
 from tests.unit.checkpoint_folders import damage, small_folder, small_meta, small_objects, small_tensors, write_folder

@@ -12,8 +12,8 @@ import time
 import pytest
 from lightning.fabric.plugins.environments import LightningEnvironment, SLURMEnvironment
 
-from ls_strategy.distributed import rendezvous
-from ls_strategy.distributed.rendezvous import PORTS, check_port, free_port, listeners
+from ls_strategy.distributed.launch import rendezvous
+from ls_strategy.distributed.launch.rendezvous import PORTS, check_port, free_port, listeners
 from ls_strategy.errors import PlanError, StateError
 from ls_strategy.lightning._private import free_main_port
 from tests.limits import wall
@@ -98,7 +98,7 @@ def test_a_free_port_may_be_used_and_one_of_this_process_too():
 
 CHOOSE = """
 import sys
-from ls_strategy.distributed import rendezvous
+from ls_strategy.distributed.launch import rendezvous
 rendezvous.PORTS = range(int(sys.argv[1]), int(sys.argv[1]) + 1)
 print(rendezvous.free_port(), flush=True)
 sys.stdin.read()
@@ -143,7 +143,7 @@ def test_a_port_that_nobody_may_use(monkeypatch):
         return PermissionError(13, "Permission denied")
 
     monkeypatch.setattr(
-        "ls_strategy.distributed.rendezvous._bind_error", lambda port: refuse(port) if port == 80 else None
+        "ls_strategy.distributed.launch.rendezvous._bind_error", lambda port: refuse(port) if port == 80 else None
     )
     with pytest.raises(PlanError, match="Permission denied"):
         check_port("localhost", 80, 0)

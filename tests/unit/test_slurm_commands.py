@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from ls_strategy.distributed import slurm_job
+from ls_strategy.distributed.launch import slurm_job
 
 BATCH = {"SLURM_JOB_ID": "7"}
 

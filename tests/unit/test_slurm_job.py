@@ -11,7 +11,7 @@ from lightning.pytorch import Trainer
 from lightning.pytorch.demos.boring_classes import BoringModel
 
 from ls_strategy import ZeROStrategy
-from ls_strategy.distributed.slurm_job import own_folder, start_time
+from ls_strategy.distributed.launch.slurm_job import own_folder, start_time
 
 NOW = time.time()
 

@@ -6,8 +6,8 @@ import threading
 from typing import Any
 
 import ls_strategy
-from ls_strategy.distributed import standing as standing_module
-from ls_strategy.distributed.standing import standing
+from ls_strategy.distributed.watchdog import standing as standing_module
+from ls_strategy.distributed.watchdog.standing import standing
 from ls_strategy.fabric.strategy import ZeROFabricStrategy
 from ls_strategy.lightning.strategy import ZeROStrategy
 

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from ls_strategy.layout import Box, TensorPart, flat_range_to_boxes
-from ls_strategy.zero.lazy import LazyTensor
+from ls_strategy.meta_init.lazy import LazyTensor
 from ls_strategy.zero.parts import LazyPart, part_of
 
 

@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from ls_strategy.distributed import wait_report
-from ls_strategy.distributed.wait_report import Whereabouts
+from ls_strategy.distributed.watchdog import wait_report
+from ls_strategy.distributed.watchdog.wait_report import Whereabouts
 
 
 def ranks(count: int = 2) -> list[Whereabouts]:

@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from ls_strategy.zero import lazy
-from ls_strategy.zero.lazy import LazyTensor, parts_of
+from ls_strategy.meta_init import lazy
+from ls_strategy.meta_init.lazy import LazyTensor, parts_of
 
 VALUES = torch.arange(12.0).view(3, 4)
 

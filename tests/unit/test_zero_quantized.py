@@ -14,9 +14,9 @@ from ls_strategy.checkpoint.full import full_state_dict, load_full_state_dict
 from ls_strategy.config import PrecisionConfig, ZeROConfig
 from ls_strategy.engine import Engine
 from ls_strategy.errors import ConfigError, PlanError
+from ls_strategy.meta_init.lazy import LazyTensor
 from ls_strategy.ops.quantized import rounded
 from ls_strategy.zero.flat.quantized import QuantizedFlat
-from ls_strategy.zero.lazy import LazyTensor
 from ls_strategy.zero.setup.frozen import quantized_params
 from tests.unit.one_rank import ShelfTier, adamw, engine_on, steps, weights
 

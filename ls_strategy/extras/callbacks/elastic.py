@@ -14,8 +14,8 @@ from typing_extensions import override
 
 from ls_strategy import device as dev
 from ls_strategy.checked import at_least, checked
-from ls_strategy.distributed import slurm_job
-from ls_strategy.distributed.ray_worker import in_train_function
+from ls_strategy.distributed.launch import slurm_job
+from ls_strategy.distributed.launch.ray_worker import in_train_function
 from ls_strategy.errors import CheckpointError, ConfigError, PlanError, StateError
 from ls_strategy.extras._lightning import (
     Unnamed,

@@ -21,7 +21,7 @@ from ls_strategy import device as dev
 from ls_strategy.checked import at_least, checked
 from ls_strategy.checkpoint.continued import Continued, newest_readable
 from ls_strategy.checkpoint.place import CheckpointPath
-from ls_strategy.distributed import slurm_job
+from ls_strategy.distributed.launch import slurm_job
 from ls_strategy.errors import CheckpointError, ConfigError
 from ls_strategy.extras._lightning import (
     Unnamed,

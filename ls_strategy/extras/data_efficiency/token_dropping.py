@@ -31,10 +31,10 @@ from ls_strategy.extras.data_efficiency.schedule import Schedule
 from ls_strategy.extras.data_efficiency.scheduled import ScheduledCallback
 from ls_strategy.host.pytorch import pl, rank_zero_info
 from ls_strategy.lightning.strategy import ZeROStrategy
+from ls_strategy.parallel.context.tokens import Call, hidden_states, map_tensors, token_dim
 from ls_strategy.parallel.hooks import change_output
 from ls_strategy.parallel.random import draw, hash64, set_state
 from ls_strategy.parallel.regions import untraced
-from ls_strategy.parallel.tokens import Call, hidden_states, map_tensors, token_dim
 
 
 class RandomTokenDropping(ScheduledCallback):

@@ -17,7 +17,7 @@ from typing_extensions import override
 
 from ls_strategy.errors import CheckpointError
 from ls_strategy.extras.deepspeed.folder import Files
-from ls_strategy.zero.lazy import LazyTensor
+from ls_strategy.meta_init.lazy import LazyTensor
 
 
 class InParts(LazyTensor):

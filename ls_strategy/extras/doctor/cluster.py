@@ -6,8 +6,8 @@ import shutil
 import socket
 from collections.abc import Iterator, Mapping
 
-from ls_strategy.distributed import slurm_check, slurm_job
-from ls_strategy.distributed.rendezvous import check_port
+from ls_strategy.distributed.launch import slurm_check, slurm_job
+from ls_strategy.distributed.launch.rendezvous import check_port
 from ls_strategy.errors import PlanError
 from ls_strategy.extras.doctor.finding import Finding, one_line, run
 

@@ -24,7 +24,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import BinaryIO
 
-from ls_strategy.distributed import rendezvous
+from ls_strategy.distributed.launch import rendezvous
 from ls_strategy.extras.doctor.finding import Finding, one_line
 
 TIMEOUT_S = 60.0

@@ -35,14 +35,14 @@ from ls_strategy.extras.inference.refused import refuse_known
 from ls_strategy.extras.inference.stream import StreamedBlocks, stream_blocks
 from ls_strategy.parallel.hooks import Hooks
 from ls_strategy.parallel.logits import gather
-from ls_strategy.parallel.plan_from_names import uniform_blocks
-from ls_strategy.parallel.plans import ResolvedPlan, resolve_tensor_plan
-from ls_strategy.parallel.policy import Policy, is_policy, styles_of_policy
 from ls_strategy.parallel.random import share_random_state
-from ls_strategy.parallel.resolved_plan import Resolved, resolve
 from ls_strategy.parallel.styles import Plan, Row, Vocab
-from ls_strategy.parallel.tensor import TensorParallel, apply_tensor_parallel
-from ls_strategy.parallel.vocabulary import output_heads
+from ls_strategy.parallel.tensor.plan_from_names import uniform_blocks
+from ls_strategy.parallel.tensor.plans import ResolvedPlan, resolve_tensor_plan
+from ls_strategy.parallel.tensor.policy import Policy, is_policy, styles_of_policy
+from ls_strategy.parallel.tensor.resolved_plan import Resolved, resolve
+from ls_strategy.parallel.tensor.shard import TensorParallel, apply_tensor_parallel
+from ls_strategy.parallel.tensor.vocabulary import output_heads
 from ls_strategy.zero.setup.kept import named_by_authors
 
 log = logging.getLogger(__name__)

@@ -28,8 +28,8 @@ from ls_strategy._torch import persistent_buffer_names
 from ls_strategy.checkpoint.source import is_folder, read_checkpoint, read_weights
 from ls_strategy.errors import CheckpointError, PlanError
 from ls_strategy.layout import TensorPart
+from ls_strategy.meta_init.lazy import LazyTensor, parts_of
 from ls_strategy.pretrained.safetensors import is_index, read_safetensors
-from ls_strategy.zero.lazy import LazyTensor, parts_of
 from ls_strategy.zero.parts import part_of
 
 logger = logging.getLogger("ls_strategy.inference")

@@ -16,7 +16,7 @@ from typing_extensions import override
 
 from ls_strategy._torch import allow_data_on, persistent_buffer_names, version_of
 from ls_strategy.errors import PlanError, StateError
-from ls_strategy.zero.lazy import LazyTensor
+from ls_strategy.meta_init.lazy import LazyTensor
 
 Owner = tuple["weakref.ref[nn.Module]", str]
 """A module, and the tensor's name in it."""

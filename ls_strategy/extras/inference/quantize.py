@@ -18,9 +18,9 @@ from ls_strategy.errors import PlanError
 from ls_strategy.extras.inference import rounding
 from ls_strategy.extras.inference.linear import FORMATS, Format, quantize_linear
 from ls_strategy.moe.sparse import SparseLayer
-from ls_strategy.parallel.heads import width_in
-from ls_strategy.parallel.plan_from_names import uniform_blocks
-from ls_strategy.parallel.resolved_plan import plain_name
+from ls_strategy.parallel.tensor.heads import width_in
+from ls_strategy.parallel.tensor.plan_from_names import uniform_blocks
+from ls_strategy.parallel.tensor.resolved_plan import plain_name
 
 _ROUTERS = ("gate", "router", "classifier", "shared_expert_gate")
 """Layers that choose experts: they are small, and their rounding errors change the choice."""

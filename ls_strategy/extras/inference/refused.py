@@ -1,7 +1,7 @@
 """Models that tensor parallelism cannot shard correctly, by the ``model_type`` of their configuration.
 
-Most unsupported models are refused by their layers (see `ls_strategy.parallel.plan_from_names`). Listed here are those
-whose layers look supported, or which need a longer explanation.
+Most unsupported models are refused by their layers (see `ls_strategy.parallel.tensor.plan_from_names`). Listed here are
+those whose layers look supported, or which need a longer explanation.
 """
 
 from __future__ import annotations

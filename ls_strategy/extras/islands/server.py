@@ -10,7 +10,7 @@ from typing import Any
 
 from typing_extensions import override
 
-from ls_strategy.distributed.rendezvous import listeners
+from ls_strategy.distributed.launch.rendezvous import listeners
 from ls_strategy.distributed.requests import (
     ALIVE_S,
     RequestHandler,

@@ -15,10 +15,10 @@ from ls_strategy.errors import PlanError
 from ls_strategy.extras.planner.pretend import PretendAxis
 from ls_strategy.layout import TensorPart
 from ls_strategy.moe.parallel import apply_expert_parallel, expert_parameters
-from ls_strategy.parallel.plans import resolve_tensor_plan
+from ls_strategy.parallel.context.ulysses import apply_sequence_parallel
 from ls_strategy.parallel.stack import head_after, one_stack
-from ls_strategy.parallel.tensor import apply_tensor_parallel
-from ls_strategy.parallel.ulysses import apply_sequence_parallel
+from ls_strategy.parallel.tensor.plans import resolve_tensor_plan
+from ls_strategy.parallel.tensor.shard import apply_tensor_parallel
 
 
 @dataclass(frozen=True, kw_only=True)

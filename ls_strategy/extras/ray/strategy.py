@@ -23,9 +23,9 @@ import torch.distributed as dist
 from typing_extensions import override
 
 from ls_strategy._torch import default_store
-from ls_strategy.distributed import rendezvous
 from ls_strategy.distributed.comm import is_shared
-from ls_strategy.distributed.ray_worker import in_train_function
+from ls_strategy.distributed.launch import rendezvous
+from ls_strategy.distributed.launch.ray_worker import in_train_function
 from ls_strategy.errors import ConfigError, RankFailedError
 from ls_strategy.extras.ray.environment import RayEnvironment
 from ls_strategy.extras.ray.train import RayDDPStrategy, ray_torch, train

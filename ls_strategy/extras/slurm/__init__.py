@@ -1,4 +1,4 @@
-"""SLURM: batch scripts. What this process knows of its own job is in `ls_strategy.distributed.slurm_job`.
+"""SLURM: batch scripts. What this process knows of its own job is in `ls_strategy.distributed.launch.slurm_job`.
 
 Uses only the standard library.
 """

@@ -6,7 +6,7 @@ import hashlib
 import re
 from collections.abc import Mapping
 
-from ls_strategy.distributed import slurm_job
+from ls_strategy.distributed.launch import slurm_job
 from ls_strategy.errors import ConfigError
 
 

@@ -24,7 +24,7 @@ from torch import Tensor
 
 from ls_strategy import device as dev
 from ls_strategy.distributed.comm import Comm, Started, process_group
-from ls_strategy.distributed.wait_report import CollectiveEntry
+from ls_strategy.distributed.watchdog.wait_report import CollectiveEntry
 from ls_strategy.errors import LSError, PlanError, StateError
 from ls_strategy.parallel.pipeline.schedules import Action, Table
 from ls_strategy.parallel.pipeline.transfer import StageTransfer

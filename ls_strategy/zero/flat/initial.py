@@ -18,8 +18,8 @@ import torch
 from torch import Tensor
 
 from ls_strategy import device as dev
+from ls_strategy.meta_init.lazy import LazyTensor, parts_of
 from ls_strategy.tiers.link import host_empty
-from ls_strategy.zero.lazy import LazyTensor, parts_of
 
 if TYPE_CHECKING:
     from ls_strategy.zero.flat.flat_buffer import FlatBuffer

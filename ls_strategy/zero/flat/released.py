@@ -10,8 +10,8 @@ from torch.overrides import TorchFunctionMode
 from typing_extensions import override
 
 from ls_strategy._torch import tree_map
+from ls_strategy.meta_init.lazy import LazyTensor
 from ls_strategy.zero.flat.parameters import NEED_NO_VALUES
-from ls_strategy.zero.lazy import LazyTensor
 from ls_strategy.zero.parts import full_of
 
 if TYPE_CHECKING:

@@ -15,15 +15,15 @@ from ls_strategy.distributed.comm import Comm
 from ls_strategy.distributed.mesh import Mesh
 from ls_strategy.errors import PlanError
 from ls_strategy.layout import TensorPart
+from ls_strategy.meta_init.deferred import deferred_of
+from ls_strategy.meta_init.lazy import LazyTensor, source_of
 from ls_strategy.plan import FROZEN, Plan
 from ls_strategy.precision import PrecisionPolicy
 from ls_strategy.resolve import ParamFacts, resolve_plan
 from ls_strategy.tiers.link import trim_heap
-from ls_strategy.zero.deferred import deferred_of
 from ls_strategy.zero.flat.flat_buffer import FlatBuffer
 from ls_strategy.zero.flat.quantized import QuantizedFlat
 from ls_strategy.zero.flat.units import Unit
-from ls_strategy.zero.lazy import LazyTensor, source_of
 from ls_strategy.zero.setup import agreement
 from ls_strategy.zero.setup import materialize as materials
 from ls_strategy.zero.setup.frozen import adapter_params, quantized_params

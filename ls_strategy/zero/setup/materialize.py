@@ -13,8 +13,7 @@ from ls_strategy._torch import drop_references, renew_references, tree_map
 from ls_strategy.distributed.mesh import Mesh
 from ls_strategy.errors import PlanError
 from ls_strategy.layout import TensorPart
-from ls_strategy.precision import at_least_fp32
-from ls_strategy.zero.deferred import (
+from ls_strategy.meta_init.deferred import (
     Deferred,
     deferred_of,
     fill_loose,
@@ -22,7 +21,8 @@ from ls_strategy.zero.deferred import (
     has_lost_values,
     noted_in,
 )
-from ls_strategy.zero.lazy import LazyCast, LazyTensor, forget_owners, forget_source, source_of
+from ls_strategy.meta_init.lazy import LazyCast, LazyTensor, forget_owners, forget_source, source_of
+from ls_strategy.precision import at_least_fp32
 from ls_strategy.zero.parts import part_of
 
 

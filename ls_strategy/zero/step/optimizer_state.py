@@ -28,9 +28,9 @@ from ls_strategy.distributed.axis import Axis
 from ls_strategy.distributed.mesh import Mesh
 from ls_strategy.errors import StateError
 from ls_strategy.layout import Slot
+from ls_strategy.meta_init.lazy import parts_of
 from ls_strategy.zero.flat.flat_buffer import FlatBuffer
 from ls_strategy.zero.flat.state_store import chunks
-from ls_strategy.zero.lazy import parts_of
 from ls_strategy.zero.parts import full_of, part_of
 from ls_strategy.zero.step.elementwise_states import ElementwiseStates
 from ls_strategy.zero.user_code.optimizer_protocol import OptimizerProtocol

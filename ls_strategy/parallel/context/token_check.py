@@ -19,8 +19,8 @@ from ls_strategy._torch import without_dispatch_modes
 from ls_strategy.device import generator_of
 from ls_strategy.distributed.axis import Axis
 from ls_strategy.errors import LSError, PlanError
-from ls_strategy.parallel.attention import attention_over, unfused
-from ls_strategy.parallel.tokens import Call, crop, hidden_states, map_tensors, narrow
+from ls_strategy.parallel.context.attention import attention_over, unfused
+from ls_strategy.parallel.context.tokens import Call, crop, hidden_states, map_tensors, narrow
 
 CHECKED = 1024
 """Maximum number of tokens to compare: a single rank would take long for attention over all of them."""

@@ -29,7 +29,7 @@ from torch import Tensor
 from ls_strategy import device as dev
 from ls_strategy._torch import tree_iter, tree_map
 from ls_strategy.errors import PlanError
-from ls_strategy.zero.lazy import LazyTensor, source_of_memory
+from ls_strategy.meta_init.lazy import LazyTensor, source_of_memory
 
 _HOST = torch.device("cpu")
 

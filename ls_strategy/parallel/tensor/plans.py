@@ -20,12 +20,12 @@ from torch import nn
 from torch.distributed.tensor.parallel import ParallelStyle
 
 from ls_strategy.errors import PlanError
-from ls_strategy.parallel import huggingface
-from ls_strategy.parallel.heads import starred
-from ls_strategy.parallel.plan_from_names import infer, uniform_blocks
-from ls_strategy.parallel.resolved_plan import Resolved, plain_name, resolve
 from ls_strategy.parallel.styles import ExpertFeatures, Style, parse_all
-from ls_strategy.parallel.vocabulary import vocabulary
+from ls_strategy.parallel.tensor import huggingface
+from ls_strategy.parallel.tensor.heads import starred
+from ls_strategy.parallel.tensor.plan_from_names import infer, uniform_blocks
+from ls_strategy.parallel.tensor.resolved_plan import Resolved, plain_name, resolve
+from ls_strategy.parallel.tensor.vocabulary import vocabulary
 
 Given: TypeAlias = "Literal['auto'] | Mapping[str, Style | str | Sequence[Style | str] | ParallelStyle]"
 

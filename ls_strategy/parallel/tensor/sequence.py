@@ -21,11 +21,11 @@ from torch import Tensor, nn
 
 from ls_strategy.distributed.axis import Axis
 from ls_strategy.errors import PlanError
-from ls_strategy.parallel.hooks import Hooks, change_first, change_output
+from ls_strategy.parallel.hooks import Hooks, Owned, change_first, change_output
 from ls_strategy.parallel.random import Streams
 from ls_strategy.parallel.regions import copy_to, gather_from, gather_sequence, scatter_to
-from ls_strategy.parallel.resolved_plan import Owned, Resolved, StyledLayer
 from ls_strategy.parallel.styles import Column, Features, Replicate, Row, Vocab
+from ls_strategy.parallel.tensor.resolved_plan import Resolved, StyledLayer
 
 NAMES = ("hidden_states", "input", "x", "src", "tgt")
 """Names of the input of blocks and their submodules, if it is not positional."""

@@ -22,10 +22,11 @@ from torch import nn
 
 from ls_strategy.blocks import is_linear
 from ls_strategy.errors import PlanError
-from ls_strategy.parallel import families
-from ls_strategy.parallel.families import Role
-from ls_strategy.parallel.heads import width_in, width_out
-from ls_strategy.parallel.plan_from_names import (
+from ls_strategy.parallel.styles import Column, Row
+from ls_strategy.parallel.tensor import families
+from ls_strategy.parallel.tensor.families import Role
+from ls_strategy.parallel.tensor.heads import width_in, width_out
+from ls_strategy.parallel.tensor.plan_from_names import (
     SEPARATE,
     Attention,
     Found,
@@ -33,9 +34,8 @@ from ls_strategy.parallel.plan_from_names import (
     shared_prefix,
     uniform_blocks,
 )
-from ls_strategy.parallel.resolved_plan import plain_name
-from ls_strategy.parallel.styles import Column, Row
-from ls_strategy.parallel.vocabulary import vocabulary
+from ls_strategy.parallel.tensor.resolved_plan import plain_name
+from ls_strategy.parallel.tensor.vocabulary import vocabulary
 
 Policy: TypeAlias = Mapping[type[nn.Module] | str, Sequence[str] | str]
 """Class of a block, or its name -> names of its row-parallel layers."""

@@ -26,8 +26,7 @@ from ls_strategy.blocks import is_conv1d
 from ls_strategy.distributed.axis import Axis
 from ls_strategy.errors import PlanError
 from ls_strategy.layout import TensorPart
-from ls_strategy.parallel.alibi import slice_head_biases
-from ls_strategy.parallel.hooks import GradientSums, Hooks, NoPickle, change_first
+from ls_strategy.parallel.hooks import GradientSums, Hooks, NoPickle, Owned, change_first
 from ls_strategy.parallel.logits import wrap_vocabulary
 from ls_strategy.parallel.random import Streams, share_random_state
 from ls_strategy.parallel.regions import (
@@ -39,9 +38,10 @@ from ls_strategy.parallel.regions import (
     scatter_to,
     sum_copies,
 )
-from ls_strategy.parallel.resolved_plan import Owned, Resolved, StyledLayer, resolve
-from ls_strategy.parallel.sequence import TokenBlocks, fork_streams, owners
 from ls_strategy.parallel.styles import Column, ExpertFeatures, Features, PartialGradient, Plan, Row, Vocab
+from ls_strategy.parallel.tensor.alibi import slice_head_biases
+from ls_strategy.parallel.tensor.resolved_plan import Resolved, StyledLayer, resolve
+from ls_strategy.parallel.tensor.sequence import TokenBlocks, fork_streams, owners
 
 
 def apply_tensor_parallel(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 
-from ls_strategy.distributed.slurm_job import is_interactive
+from ls_strategy.distributed.launch.slurm_job import is_interactive
 from ls_strategy.errors import PlanError
 
 

@@ -14,13 +14,13 @@ from collections.abc import Iterator, Mapping
 from torch import nn
 
 from ls_strategy.errors import PlanError
-from ls_strategy.parallel import families
-from ls_strategy.parallel.families import Role
-from ls_strategy.parallel.fused import fused_heads
-from ls_strategy.parallel.heads import Heads, width_out
-from ls_strategy.parallel.plan_from_names import SEPARATE, Found, outside_experts
-from ls_strategy.parallel.resolved_plan import plain_name
 from ls_strategy.parallel.styles import Attributes, Column, ExpertFeatures, Style, parse
+from ls_strategy.parallel.tensor import families
+from ls_strategy.parallel.tensor.families import Role
+from ls_strategy.parallel.tensor.fused import fused_heads
+from ls_strategy.parallel.tensor.heads import Heads, width_out
+from ls_strategy.parallel.tensor.plan_from_names import SEPARATE, Found, outside_experts
+from ls_strategy.parallel.tensor.resolved_plan import plain_name
 
 _LAYER_NUMBER = re.compile(r"\.\d+(?=\.|$)")
 _REPLICATE = "replicate"

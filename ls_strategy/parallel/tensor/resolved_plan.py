@@ -17,7 +17,7 @@ from torch.nn.parameter import UninitializedParameter
 from ls_strategy.blocks import is_conv1d
 from ls_strategy.errors import PlanError
 from ls_strategy.layout import TensorPart
-from ls_strategy.parallel import families
+from ls_strategy.parallel.hooks import Owned
 from ls_strategy.parallel.styles import (
     Attributes,
     Column,
@@ -33,6 +33,7 @@ from ls_strategy.parallel.styles import (
     parse_all,
     resolve_sections,
 )
+from ls_strategy.parallel.tensor import families
 
 LayerStyle: TypeAlias = Column | Row | Vocab | Features | ExpertFeatures | Replicate | PartialGradient
 
@@ -56,22 +57,6 @@ class ParamShard:
         return TensorPart.cut(
             shape, self.dim, rank, size, sections=self.sections, granule=self.granule, copies=self.copies
         )
-
-
-@dataclass(frozen=True)
-class Owned:
-    """A parameter as an attribute of a module."""
-
-    name: str
-    module: nn.Module
-    key: str
-
-    @property
-    def parameter(self) -> nn.Parameter:
-        """The parameter that the module holds now."""
-        parameter = self.module._parameters[self.key]
-        assert parameter is not None
-        return parameter
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,7 @@ uses no process group. One rank asks at a time, so that the load grows only line
 The thread lasts from the start of a run to its end. A rank that leaves the run leaves its answer in the store, for
 those that still wait for it; after a run, the thread is back for the time of a wait.
 
-The one invariant: a run is ended early only on proof, see `ls_strategy.distributed.deadlock.proof`.
+The one invariant: a run is ended early only on proof, see `ls_strategy.distributed.watchdog.deadlock.proof`.
 """
 
 from __future__ import annotations
@@ -35,8 +35,17 @@ import torch
 
 from ls_strategy import device as dev
 from ls_strategy._torch import default_store, world_group
-from ls_strategy.distributed.deadlock import Answer, awaited, differing, explain, explain_end, named, place, proof
-from ls_strategy.distributed.standing import standing
+from ls_strategy.distributed.watchdog.deadlock import (
+    Answer,
+    awaited,
+    differing,
+    explain,
+    explain_end,
+    named,
+    place,
+    proof,
+)
+from ls_strategy.distributed.watchdog.standing import standing
 
 _RECENT = 64
 """Entries of a journal that are kept for comparison."""

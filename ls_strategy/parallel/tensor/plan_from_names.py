@@ -17,12 +17,12 @@ from torch import nn
 from ls_strategy.blocks import CONTAINERS, is_linear, outermost
 from ls_strategy.errors import PlanError
 from ls_strategy.moe.sparse import SparseLayer
-from ls_strategy.parallel import families
-from ls_strategy.parallel.families import Role
-from ls_strategy.parallel.fused import fused_heads
-from ls_strategy.parallel.heads import Heads, refusal, width_in, width_out
-from ls_strategy.parallel.resolved_plan import plain_name
 from ls_strategy.parallel.styles import Column, Features, PartialGradient, Row, Style
+from ls_strategy.parallel.tensor import families
+from ls_strategy.parallel.tensor.families import Role
+from ls_strategy.parallel.tensor.fused import fused_heads
+from ls_strategy.parallel.tensor.heads import Heads, refusal, width_in, width_out
+from ls_strategy.parallel.tensor.resolved_plan import plain_name
 
 Found: TypeAlias = dict[str, Style]
 """Styles by full name of the module."""

@@ -30,15 +30,15 @@ from ls_strategy._torch import current_backward_pass
 from ls_strategy.device import generator_of
 from ls_strategy.distributed.axis import Axis
 from ls_strategy.errors import PlanError
-from ls_strategy.parallel.attention import Interception, attention_over, leave, reenter
+from ls_strategy.parallel.context.attention import Interception, attention_over, leave, reenter
+from ls_strategy.parallel.context.token_check import compare_with_full
+from ls_strategy.parallel.context.tokens import Call, hidden_states, narrow
 from ls_strategy.parallel.dim_shard import DimShard, unshard
 from ls_strategy.parallel.hooks import Hooks, change_first, change_output
 from ls_strategy.parallel.logits import wrap_sequence
 from ls_strategy.parallel.random import draw, has_drawn, hash64, position, set_state
 from ls_strategy.parallel.regions import gather_from, scatter_to
-from ls_strategy.parallel.sequence import NAMES
-from ls_strategy.parallel.token_check import compare_with_full
-from ls_strategy.parallel.tokens import Call, hidden_states, narrow
+from ls_strategy.parallel.tensor.sequence import NAMES
 
 _CACHES = ("past_key_values", "past_key_value", "layer_past", "cache")
 _MARK = "_ls_strategy_tokens"

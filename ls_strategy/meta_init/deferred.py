@@ -13,8 +13,8 @@ from torch.nn.modules.module import register_module_parameter_registration_hook
 
 from ls_strategy._torch import tree_iter
 from ls_strategy.distributed.axis import Axis
-from ls_strategy.zero.lazy import forget_owner, forget_source, source_of, source_of_memory
-from ls_strategy.zero.program import (
+from ls_strategy.meta_init.lazy import forget_owner, forget_source, source_of, source_of_memory
+from ls_strategy.meta_init.program import (
     Captured,
     DeferredOperation,
     Memory,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 
 from ls_strategy._torch import default_store
-from ls_strategy.distributed.wait_report import Whereabouts
+from ls_strategy.distributed.watchdog.wait_report import Whereabouts
 from ls_strategy.errors import OutOfStepError, RankFailedError
 
 

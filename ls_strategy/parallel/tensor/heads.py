@@ -19,8 +19,8 @@ from torch import nn
 
 from ls_strategy.blocks import is_conv1d
 from ls_strategy.errors import PlanError
-from ls_strategy.parallel import families
 from ls_strategy.parallel.styles import Attributes
+from ls_strategy.parallel.tensor import families
 
 _RESHAPES = frozenset(("view", "reshape", "split", "expand", "unflatten", "chunk"))
 

@@ -26,8 +26,8 @@ from torch.nn import functional
 
 from ls_strategy.distributed.axis import Axis
 from ls_strategy.errors import PlanError
+from ls_strategy.parallel.context.ring import AxisPart, ring_attention, split_axis
 from ls_strategy.parallel.regions import exchange, untraced
-from ls_strategy.parallel.ring import AxisPart, ring_attention, split_axis
 
 
 class Region:

@@ -12,10 +12,11 @@ from typing import Any, cast
 
 from torch import nn
 
-from ls_strategy.parallel import families
-from ls_strategy.parallel.plan_from_names import uniform_blocks
-from ls_strategy.parallel.resolved_plan import Owned, plain_name
+from ls_strategy.parallel.hooks import Owned
 from ls_strategy.parallel.styles import Features, Style, Vocab
+from ls_strategy.parallel.tensor import families
+from ls_strategy.parallel.tensor.plan_from_names import uniform_blocks
+from ls_strategy.parallel.tensor.resolved_plan import plain_name
 
 
 def vocabulary(model: nn.Module, size: int) -> dict[str, Style]:

@@ -17,9 +17,9 @@ from typing import Literal, TypeAlias
 from torch import nn
 
 from ls_strategy.errors import PlanError
-from ls_strategy.parallel import families
-from ls_strategy.parallel.heads import Heads, head_size, refusal, width_out
 from ls_strategy.parallel.styles import Column
+from ls_strategy.parallel.tensor import families
+from ls_strategy.parallel.tensor.heads import Heads, head_size, refusal, width_out
 
 Layout: TypeAlias = Literal["sections", "per head", "grouped", "shared"]
 
