@@ -50,7 +50,7 @@ if TYPE_CHECKING:
     from ls_strategy.extras.inference.stream import stream_blocks
     from ls_strategy.fabric.precision import ZeROFabricPrecision
     from ls_strategy.fabric.strategy import ZeROFabricStrategy
-    from ls_strategy.lightning.loading import load_from_checkpoint
+    from ls_strategy.lightning.checkpointing.loading import load_from_checkpoint
     from ls_strategy.lightning.precision import ZeROPrecision
     from ls_strategy.lightning.strategy import ZeROStrategy
     from ls_strategy.losses.head import linear_cross_entropy
@@ -150,7 +150,7 @@ _HOME = {
         "extras.inference.stream": "stream_blocks",
         "losses.head": "linear_cross_entropy",
         "losses.mean_over": "loss_is_mean_over",
-        "lightning.loading": "load_from_checkpoint",
+        "lightning.checkpointing.loading": "load_from_checkpoint",
         "lightning.precision": "ZeROPrecision",
         "lightning.strategy": "ZeROStrategy",
         "moe.balance": "update_router_bias",

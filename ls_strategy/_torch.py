@@ -1,6 +1,6 @@
 """Private names of torch, so that a new release breaks one file at most.
 
-Those of Lightning are in `ls_strategy.lightning._private`, but for the two in `ls_strategy.lightning.files`.
+Those of Lightning are in `ls_strategy.lightning._private`, but for two in `ls_strategy.lightning.checkpointing.files`.
 """
 
 from __future__ import annotations

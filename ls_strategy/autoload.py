@@ -29,7 +29,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from ls_strategy import host
 from ls_strategy.distributed.launch import launcher as _launcher  # noqa: F401  (it notes the parent of this process)
-from ls_strategy.lightning import files as lightning_files
+from ls_strategy.lightning.checkpointing import files as lightning_files
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence

@@ -22,9 +22,9 @@ from ls_strategy.checkpoint.full import full_state_dict, load_full_state_dict
 from ls_strategy.checkpoint.source import FABRIC, OURS, RANDOM, as_fabric
 from ls_strategy.errors import PlanError
 from ls_strategy.host.fabric import DDPStrategy, rank_zero_info
-from ls_strategy.lightning import checkpoints
-from ls_strategy.lightning.checkpoint_kind import kind_of
-from ls_strategy.lightning.checkpoints import Collection
+from ls_strategy.lightning.checkpointing import contents
+from ls_strategy.lightning.checkpointing.contents import Collection
+from ls_strategy.lightning.checkpointing.kind import kind_of
 
 if TYPE_CHECKING:
     from ls_strategy.fabric.model import Model
@@ -78,8 +78,8 @@ def _load_optimizer(strategy: ZeROFabricStrategy, optimizer: Optimizer, state: M
     index = None if model is None else model.index_of(optimizer)
     if model is None or index is None:
         optimizer.load_state_dict(dict(state))
-    elif checkpoints.is_named([state]):
-        strategy.on_all_ranks(partial(checkpoints.load_optimizers, model.engine, [index], [state]))
+    elif contents.is_named([state]):
+        strategy.on_all_ranks(partial(contents.load_optimizers, model.engine, [index], [state]))
     else:
         states = model.engine.optimizers[index].sharded.states
         strategy.on_all_ranks(partial(states.load_full_state_dict, dict(state)))
@@ -124,7 +124,7 @@ def save(
         FABRIC: converted,
         OURS: {FABRIC: {"module": modules[0], "optimizers": optimizers}},
     }
-    checkpoints.write(collection, checkpoint, path, strategy.checkpoint_io, storage_options)
+    contents.write(collection, checkpoint, path, strategy.checkpoint_io, storage_options)
 
 
 def _is_file(strategy: ZeROFabricStrategy, models: list[Model]) -> bool:
@@ -148,7 +148,7 @@ def _save_file(
     comm = strategy._comm
     assert comm is not None
     converted = DDPStrategy._convert_stateful_objects_in_state(strategy, state, filter=filters)
-    checkpoints.write_file(converted, path, strategy.checkpoint_io, storage_options, comm)
+    contents.write_file(converted, path, strategy.checkpoint_io, storage_options, comm)
 
 
 # --- loading ---------------------------------------------------------------------------------------------------------
@@ -205,15 +205,15 @@ def _read(
 ) -> tuple[dict[str, Any], list[str] | None]:
     """Return a checkpoint under Fabric's keys, and the names of weights it was saved without; None for a file."""
     io = strategy.checkpoint_io
-    if not checkpoints.is_folder(path):
+    if not contents.is_folder(path):
         load = partial(io.load_checkpoint, path, weights_only=weights_only)
-        checkpoint = checkpoints.read_file(path, io, weights_only, load)
-        check = partial(checkpoints.verify_file, path, checkpoint)
+        checkpoint = contents.read_file(path, io, weights_only, load)
+        check = partial(contents.verify_file, path, checkpoint)
         strategy.on_all_ranks(check if strategy.is_global_zero else lambda: None)
         if isinstance(checkpoint, dict):
             checkpoint.pop(OURS, None)
         return checkpoint, None
-    checkpoint = strategy.on_all_ranks(partial(checkpoints.read, path, io, weights_only))
+    checkpoint = strategy.on_all_ranks(partial(contents.read, path, io, weights_only))
     left_out = checkpoint.get(OURS, {}).get("left_out", [])
     checkpoint.pop(RANDOM, None)
     return as_fabric(checkpoint), left_out

@@ -49,7 +49,7 @@ from ls_strategy.host.fabric import Accelerator, CheckpointIO, ClusterEnvironmen
 from ls_strategy.host.pytorch import Accelerator as TrainerAccelerator
 from ls_strategy.lightning import guards, module_state
 from ls_strategy.lightning._private import forward_zero_grad_of_fabric
-from ls_strategy.lightning.checkpoint_kind import Kind
+from ls_strategy.lightning.checkpointing.kind import Kind
 from ls_strategy.lightning.connection import Connection
 from ls_strategy.lightning.engine_setup import NVME_PATH
 from ls_strategy.lightning.module_state import MetricsOnHost

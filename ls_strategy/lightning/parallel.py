@@ -28,7 +28,7 @@ from ls_strategy.errors import PlanError, StateError
 from ls_strategy.host.fabric import pl_worker_init_function
 from ls_strategy.host.pytorch import pl, rank_zero_info
 from ls_strategy.layout import TensorPart
-from ls_strategy.lightning.pipeline import Pipeline, refuse
+from ls_strategy.lightning.pipeline.step import Pipeline, refuse
 from ls_strategy.meta_init.deferred import recall_deferred, share_random_states
 from ls_strategy.meta_init.lazy import recall_source
 from ls_strategy.moe.balance import update_router_bias

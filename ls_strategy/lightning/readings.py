@@ -21,7 +21,7 @@ from ls_strategy.engine import Engine
 from ls_strategy.errors import StateError
 from ls_strategy.lightning._private import unwrap_optimizer
 from ls_strategy.lightning.ranks import RankStrategy
-from ls_strategy.lightning.virtual_ranks import VirtualRanks
+from ls_strategy.lightning.virtual.ranks import VirtualRanks
 from ls_strategy.precision import PrecisionPolicy
 from ls_strategy.zero.state_offload import KINDS, StateKind
 

@@ -47,7 +47,9 @@ from ls_strategy.host.fabric import CheckpointIO, ClusterEnvironment
 from ls_strategy.host.pytorch import STEP_OUTPUT, Accelerator, DDPStrategy, Precision, TrainerFn, pl
 from ls_strategy.lightning import activation_memory, guards
 from ls_strategy.lightning._private import around_dumps, replace_links
-from ls_strategy.lightning.checkpoints import Collection
+from ls_strategy.lightning.checkpointing.contents import Collection
+from ls_strategy.lightning.checkpointing.resume import Resume
+from ls_strategy.lightning.checkpointing.saving import Saves
 from ls_strategy.lightning.deepspeed import Configuration, takes_deepspeed_config
 from ls_strategy.lightning.engine_setup import EngineSetup
 from ls_strategy.lightning.loggers import take_part
@@ -56,11 +58,9 @@ from ls_strategy.lightning.module_state import MetricsOnHost
 from ls_strategy.lightning.parallel import ModelParallel
 from ls_strategy.lightning.precision import ZeROPrecision
 from ls_strategy.lightning.readings import EngineStrategy
-from ls_strategy.lightning.resume import Resume
-from ls_strategy.lightning.saving import Saves
 from ls_strategy.lightning.steps import Steps
 from ls_strategy.lightning.uneven import UnevenData, UnevenMode
-from ls_strategy.lightning.virtual_ranks import VirtualRanks
+from ls_strategy.lightning.virtual.ranks import VirtualRanks
 from ls_strategy.meta_init.deferred import note_deferred
 from ls_strategy.pretrained.huggingface import without_memory
 from ls_strategy.zero_stages import POLICIES

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils.data import DataLoader, TensorDataset
 
-from ls_strategy.lightning import checkpoints as lightning_checkpoints
+from ls_strategy.lightning.checkpointing import contents as lightning_checkpoints
 from ls_strategy.lightning.strategy import ZeROStrategy
 from ls_strategy.meta_init.lazy import LazyTensor
 from ls_strategy.testing import spawn

@@ -223,8 +223,8 @@ def test_the_link_to_the_last_one_is_never_broken(
         monkeypatch.setattr(f"{owner}.{name}", watched)
 
     watch("ls_strategy.checkpoint.commit", "commit", commit.commit)
-    watch("ls_strategy.lightning.saving", "link_checkpoint", commit.link)
-    watch("ls_strategy.lightning.saving", "remove_checkpoint", commit.remove)
+    watch("ls_strategy.lightning.checkpointing.saving", "link_checkpoint", commit.link)
+    watch("ls_strategy.lightning.checkpointing.saving", "remove_checkpoint", commit.remove)
     strategy = folders(2, background=background)
     save = ModelCheckpoint(tmp_path, filename="{step}", every_n_train_steps=1, save_last="link")
     with slow_writes(0.002):

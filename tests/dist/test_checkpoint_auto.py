@@ -30,7 +30,7 @@ from ls_strategy.checkpoint.source import OURS, read_checkpoint
 from ls_strategy.config import nested
 from ls_strategy.errors import CheckpointError
 from ls_strategy.fabric.strategy import ZeROFabricStrategy
-from ls_strategy.lightning import checkpoint_kind
+from ls_strategy.lightning.checkpointing import kind as checkpoint_kind
 from tests.dist.ranks import WIDTH, Net, assert_close, assert_equal, fit, on_ranks, trainer_of, weights
 from tests.dist.test_checkpoint_order import Chain
 from tests.limits import wall

@@ -423,7 +423,7 @@ def test_files_are_final_on_every_rank_when_fit_returns(rank: int, world_size: i
         time.sleep(0.5)
         commit.remove(path)
 
-    with patch("ls_strategy.lightning.saving.remove_checkpoint", slowly):
+    with patch("ls_strategy.lightning.checkpointing.saving.remove_checkpoint", slowly):
         callback = ModelCheckpoint(tmp_path, filename="{epoch}")
         fit(3, Net(), callbacks=[callback], enable_checkpointing=True)
     assert [path.name for path in tmp_path.iterdir()] == ["epoch=1.ckpt"]

@@ -16,7 +16,7 @@ from ls_strategy import ShardedEMA, ZeROStrategy
 from ls_strategy.checkpoint.consolidate import consolidate
 from ls_strategy.checkpoint.describe import describe, verify_all
 from ls_strategy.config.option_names import option_names
-from ls_strategy.lightning.loading import load_from_checkpoint
+from ls_strategy.lightning.checkpointing.loading import load_from_checkpoint
 from tests.dist.ranks import Net, Sgd, assert_close, assert_equal, fit, on_ranks, weights
 from tests.dist.test_checkpoint_file import Mixed
 from tests.marks import slow

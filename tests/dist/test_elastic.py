@@ -174,7 +174,7 @@ def taken_if_writing_takes(rank: int, world_size: int, seconds: float, memory: s
 
     from ls_strategy import ElasticTraining, ZeROStrategy
     from ls_strategy.extras.callbacks import elastic as module
-    from ls_strategy.lightning.saving import Saves
+    from ls_strategy.lightning.checkpointing.saving import Saves
     from tests.dist.ranks import Net, batches, quiet, trainer_of
 
     class Slow(Callback):

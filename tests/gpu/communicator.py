@@ -14,7 +14,8 @@ from lightning.pytorch.accelerators import CUDAAccelerator
 
 from ls_strategy.distributed import comm
 from ls_strategy.distributed.comm import Comm
-from ls_strategy.lightning import connection, data_position
+from ls_strategy.lightning import connection
+from ls_strategy.lightning.checkpointing import data_position
 from tests import models
 from tests.models import Case, Result
 

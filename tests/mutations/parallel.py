@@ -25,7 +25,7 @@ PARALLEL = (
     ),
     Mutation(
         "the loss of a pipeline is not divided by accumulate_grad_batches",
-        "ls_strategy/lightning/pipeline.py",
+        "ls_strategy/lightning/pipeline/step.py",
         "[weight * scale / accumulate for weight in weights]",
         "[weight * scale for weight in weights]",
         (
@@ -35,7 +35,7 @@ PARALLEL = (
     ),
     Mutation(
         "the loss scale is not applied to the micro-batches of a pipeline",
-        "ls_strategy/lightning/pipeline.py",
+        "ls_strategy/lightning/pipeline/step.py",
         "[weight * scale / accumulate for weight in weights]",
         "[weight / accumulate for weight in weights]",
         (

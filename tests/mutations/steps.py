@@ -140,7 +140,7 @@ STEPS = (
     ),
     Mutation(
         "a virtual rank draws from the generator of its neighbour",
-        "ls_strategy/lightning/virtual_random.py",
+        "ls_strategy/lightning/virtual/random.py",
         "            self._streams.setdefault(rank, RandomStream()).put()\n",
         "            self._streams.get(rank - 1, self._streams.setdefault(rank, RandomStream())).put()\n",
         ("tests/dist/test_virtual_ranks.py::test_three_ranks_give_the_bits_of_one",),

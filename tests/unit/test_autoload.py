@@ -315,7 +315,7 @@ import sys
 early = {{name for name in sys.modules if name.startswith("ls_strategy.")}}
 names = (
     "autoload", "distributed", "distributed.launch", "distributed.launch.launcher", "errors", "host", "lightning",
-    "lightning.files", "short_paths",
+    "lightning.checkpointing", "lightning.checkpointing.files", "short_paths",
 )
 assert early == {{f"ls_strategy.{{name}}" for name in names}}, early
 found = Toy.load_from_checkpoint(sys.argv[1], strict=False, scale=2.0)

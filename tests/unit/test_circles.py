@@ -15,7 +15,8 @@ LEFT = [
         "averages", "flat_buffer", "initial", "local_gradients", "parameters", "released", "writes",
     )},
     {f"ls_strategy.lightning.{name}" for name in (
-        "engine_setup", "readings", "resume", "saving", "steps", "strategy", "uneven", "virtual_ranks",
+        "checkpointing.resume", "checkpointing.saving", "engine_setup", "readings", "steps", "strategy", "uneven",
+        "virtual.ranks",
     )},
     {f"ls_strategy.fabric.{name}" for name in ("checkpoints", "model", "strategy")},
 ]  # fmt: skip

@@ -24,7 +24,7 @@ from ls_strategy.checkpoint.source import read_checkpoint, read_weights
 from ls_strategy.checkpoint.torch_file import StreamedSave
 from ls_strategy.errors import CheckpointError, ConfigError
 from ls_strategy.extras import cli
-from ls_strategy.lightning.loading import load_from_checkpoint
+from ls_strategy.lightning.checkpointing.loading import load_from_checkpoint
 from ls_strategy.meta_init.lazy import LazyTensor
 from tests.processes import Program
 from tests.unit.checkpoint_folders import damage, small_folder, small_tensors, uncommit, write_folder

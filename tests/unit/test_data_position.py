@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from torch.utils.data import DataLoader, DistributedSampler, RandomSampler
 
-from ls_strategy.lightning.data_position import SkippingSampler, forget, resume
+from ls_strategy.lightning.checkpointing.data_position import SkippingSampler, forget, resume
 
 SAMPLES = list(range(24))
 

@@ -143,11 +143,11 @@ def test_another_packages_reader_reads_its_folders(tmp_path: Path, monkeypatch: 
     monkeypatch.syspath_prepend(tmp_path)
     extensions.offer("checkpoint_reader", "reader_of_theirs:read")
     (tmp_path / "run" / "theirs").mkdir(parents=True)
-    from ls_strategy.lightning import checkpoints
+    from ls_strategy.lightning.checkpointing import contents
 
-    assert checkpoints.read(tmp_path / "run", None, None)["epoch"] == 3  # type: ignore[arg-type]
+    assert contents.read(tmp_path / "run", None, None)["epoch"] == 3  # type: ignore[arg-type]
     with pytest.raises(CheckpointError, match="manifest"):  # it is asked, and then our own
-        checkpoints.read(tmp_path, None, None)  # type: ignore[arg-type]
+        contents.read(tmp_path, None, None)  # type: ignore[arg-type]
 
 
 @pytest.mark.usefixtures("offers")

@@ -20,9 +20,9 @@ from ls_strategy.config import ParallelConfig, PipelineConfig
 from ls_strategy.distributed.comm import Comm
 from ls_strategy.distributed.mesh import Mesh
 from ls_strategy.errors import PlanError, StateError
-from ls_strategy.lightning import pipeline as pipeline_file
-from ls_strategy.lightning.pipeline import Pipeline, refuse
-from ls_strategy.lightning.pipeline_log import Logged
+from ls_strategy.lightning.pipeline import step as pipeline_file
+from ls_strategy.lightning.pipeline.log import Logged
+from ls_strategy.lightning.pipeline.step import Pipeline, refuse
 from ls_strategy.moe.losses import LossKeeper
 from ls_strategy.parallel.pipeline.partition import Tied
 

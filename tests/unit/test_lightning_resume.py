@@ -11,9 +11,9 @@ from torch import nn
 
 from ls_strategy.checkpoint.random import random_states
 from ls_strategy.errors import StateError
-from ls_strategy.lightning import resume as resume_module
+from ls_strategy.lightning.checkpointing import resume as resume_module
+from ls_strategy.lightning.checkpointing.resume import Resume
 from ls_strategy.lightning.precision import ZeROPrecision
-from ls_strategy.lightning.resume import Resume
 
 
 def strategy(module: Any = None, *, optimizers: Any = (), precision: Any = "32-true") -> Any:

@@ -12,8 +12,8 @@ from torch import nn
 
 from ls_strategy.config import CheckpointConfig
 from ls_strategy.errors import CheckpointError
-from ls_strategy.lightning import saving
-from ls_strategy.lightning.saving import Saves
+from ls_strategy.lightning.checkpointing import saving
+from ls_strategy.lightning.checkpointing.saving import Saves
 
 
 def strategy(*, zero: bool = True, **checkpoint: Any) -> Any:

@@ -28,8 +28,8 @@ from ls_strategy.checkpoint.manifest import FileRecord, Manifest
 from ls_strategy.checkpoint.source import read_checkpoint, read_weights
 from ls_strategy.errors import CheckpointError
 from ls_strategy.extras import cli
-from ls_strategy.lightning import checkpoints as lightning_checkpoints
-from ls_strategy.lightning.loading import load_from_checkpoint
+from ls_strategy.lightning.checkpointing import contents as lightning_checkpoints
+from ls_strategy.lightning.checkpointing.loading import load_from_checkpoint
 from tests.pickles import Runs
 from tests.unit.checkpoint_folders import in_time, small_folder
 

@@ -40,10 +40,10 @@ from ls_strategy.extras.snapshots.verify import Damage, newest_whole
 from ls_strategy.extras.snapshots.write import InMemory
 from ls_strategy.host.pytorch import MisconfigurationException, ModelCheckpoint, pl, rank_zero_info, rank_zero_warn
 from ls_strategy.lightning._private import fetches_one_by_one, training_loaders
-from ls_strategy.lightning.data_position import order_is_known
+from ls_strategy.lightning.checkpointing.data_position import order_is_known
 from ls_strategy.lightning.ranks import ConnectedCallback
 from ls_strategy.lightning.strategy import ZeROStrategy
-from ls_strategy.lightning.virtual_data import VirtualLoader
+from ls_strategy.lightning.virtual.data import VirtualLoader
 
 _COST = 0.01
 """The share of the time that snapshots may take with ``max_repeated_steps="auto"``."""

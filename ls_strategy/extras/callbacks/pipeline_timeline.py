@@ -12,7 +12,7 @@ from ls_strategy.errors import PlanError
 from ls_strategy.extras.callbacks.sharded import zero_strategy
 from ls_strategy.extras.plots import pipeline as figure
 from ls_strategy.host.pytorch import Callback, pl
-from ls_strategy.lightning.pipeline import Pipeline
+from ls_strategy.lightning.pipeline.step import Pipeline
 from ls_strategy.parallel.pipeline.simulate import bubble
 
 

@@ -238,7 +238,7 @@ def _load(path: Path, module: str | None, *, on_meta: bool = False) -> nn.Module
 
 def _of_checkpoint(path: Path, name: str) -> nn.Module:
     """Return the LightningModule, or the network in it that reads with a cache."""
-    from ls_strategy.lightning.loading import load_from_checkpoint
+    from ls_strategy.lightning.checkpointing.loading import load_from_checkpoint
 
     owner, _, cls = name.rpartition(".")
     try:

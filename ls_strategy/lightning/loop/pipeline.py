@@ -13,7 +13,7 @@ from ls_strategy.lightning.loop.call import StepCall
 from ls_strategy.lightning.loop.plain import StepLoop
 
 if TYPE_CHECKING:
-    from ls_strategy.lightning.pipeline import Pipeline
+    from ls_strategy.lightning.pipeline.step import Pipeline
     from ls_strategy.lightning.strategy import ZeROStrategy
 
 

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     import lightning.pytorch as pl
 
     from ls_strategy.lightning.strategy import ZeROStrategy
-    from ls_strategy.lightning.virtual_ranks import VirtualRanks
+    from ls_strategy.lightning.virtual.ranks import VirtualRanks
 
 
 class VirtualLoop(StepLoop):

@@ -14,7 +14,6 @@ from ls_strategy.checkpoint.history import HISTORY, History
 from ls_strategy.checkpoint.random import random_states, restore_random_states
 from ls_strategy.engine import Engine
 from ls_strategy.errors import CheckpointError, PlanError, StateError
-from ls_strategy.lightning import before_batch, checkpoints, data_position
 from ls_strategy.lightning._private import (
     around_data_setup,
     before_first_fetch,
@@ -23,8 +22,9 @@ from ls_strategy.lightning._private import (
     set_loader_states,
     unwrap_optimizer,
 )
-from ls_strategy.lightning.virtual_data import VirtualLoader
-from ls_strategy.lightning.virtual_random import VIRTUAL
+from ls_strategy.lightning.checkpointing import before_batch, contents, data_position
+from ls_strategy.lightning.virtual.data import VirtualLoader
+from ls_strategy.lightning.virtual.random import VIRTUAL
 from ls_strategy.meta_init.lazy import LazyTensor
 from ls_strategy.parallel.tensor.dtensor import has_dtensors
 
@@ -80,23 +80,23 @@ class Resume:
         if strategy.is_global_zero:
             recover(path)
         strategy.barrier("ZeROStrategy.load_checkpoint")
-        if not checkpoints.is_folder(path):
+        if not contents.is_folder(path):
             load = partial(load_file, path, weights_only)
-            checkpoint = checkpoints.read_file(path, strategy.checkpoint_io, weights_only, load)
+            checkpoint = contents.read_file(path, strategy.checkpoint_io, weights_only, load)
             if not isinstance(checkpoint, dict):
                 raise CheckpointError(
                     f"Got {path}, but it holds a {type(checkpoint).__name__}, and a Lightning checkpoint is a "
                     "dictionary. Give one that a Trainer saved."
                 )
-            check = partial(checkpoints.verify_file, path, checkpoint)
+            check = partial(contents.verify_file, path, checkpoint)
             strategy.on_all_ranks(check if strategy.is_global_zero else lambda: None)
-            self._ours = self._position = checkpoint.pop(checkpoints.OURS, {})
+            self._ours = self._position = checkpoint.pop(contents.OURS, {})
             self._loaded = History.of(self._ours.get(HISTORY))
             self._take_random_states(self._ours)  # a file's top level is Lightning's and the user's
             return checkpoint
-        read = partial(checkpoints.read, path, strategy.checkpoint_io, weights_only)
+        read = partial(contents.read, path, strategy.checkpoint_io, weights_only)
         checkpoint = strategy.on_all_ranks(read)
-        self._ours = self._position = checkpoint.pop(checkpoints.OURS)
+        self._ours = self._position = checkpoint.pop(contents.OURS)
         self._loaded = History.of(self._ours.get(HISTORY))
         self._take_random_states(checkpoint)
         if self._between is not None and self._between["loaders"]:
@@ -104,7 +104,7 @@ class Resume:
         return checkpoint
 
     def _take_random_states(self, saved: dict[str, Any]) -> None:
-        states, virtual = saved.pop(checkpoints.RANDOM, {}), self._strategy.virtual
+        states, virtual = saved.pop(contents.RANDOM, {}), self._strategy.virtual
         self._between = None
         if self._ours.get(before_batch.MARK):
             self._take_between(states)
@@ -180,8 +180,8 @@ class Resume:
         """
         engine, optimizers = self._strategy.engine_setup.follow_optimizers(), self._strategy.optimizers
         indices = [engine.index_of(unwrap_optimizer(o)) for o in optimizers]
-        if checkpoints.is_named(states):
-            self._strategy.on_all_ranks(partial(checkpoints.load_optimizers, engine, indices, states))
+        if contents.is_named(states):
+            self._strategy.on_all_ranks(partial(contents.load_optimizers, engine, indices, states))
             return
         if states and len(states) != len(optimizers):
             raise StateError(

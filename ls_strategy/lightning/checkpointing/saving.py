@@ -25,11 +25,11 @@ from ls_strategy.checkpoint.source import versions_of, with_versions
 from ls_strategy.checkpoint.target import check_replaceable
 from ls_strategy.errors import CheckpointError
 from ls_strategy.host.pytorch import TrainerFn, TrainerStatus, rank_zero_info, rank_zero_warn
-from ls_strategy.lightning import before_batch, checkpoints, data_position
 from ls_strategy.lightning._private import dump_for_resume, unwrap_optimizer
-from ls_strategy.lightning.checkpoint_kind import Kind, gets_checkpoints, kind_of
-from ls_strategy.lightning.checkpoints import Background, Collection
-from ls_strategy.lightning.virtual_random import VIRTUAL
+from ls_strategy.lightning.checkpointing import before_batch, contents, data_position
+from ls_strategy.lightning.checkpointing.contents import Background, Collection
+from ls_strategy.lightning.checkpointing.kind import Kind, gets_checkpoints, kind_of
+from ls_strategy.lightning.virtual.random import VIRTUAL
 from ls_strategy.zero.flat.parameters import unnoticed
 
 if TYPE_CHECKING:
@@ -154,9 +154,9 @@ class Saves:
         if module is not None:
             position = {**data_position.position(module.trainer), **self._strategy.loop.state()}
             position.update(strategy.resume.history())
-            checkpoint = {**checkpoint, checkpoints.OURS: position}  # not in place: hooks keep the dictionary they got
+            checkpoint = {**checkpoint, contents.OURS: position}  # not in place: hooks keep the dictionary they got
         if strategy.engine is not None:
-            checkpoint = checkpoints.with_full_modules(checkpoint, strategy.engine)
+            checkpoint = contents.with_full_modules(checkpoint, strategy.engine)
         comm = strategy._comm
         # A save after the fit is complete when the call returns.
         fitting = module is not None and comm is not None and module.trainer.training
@@ -169,9 +169,9 @@ class Saves:
             background = None if saver is None else Background(saver)
             to = (checkpoint, path, checkpoint_io, storage_options)
             if collection is not None:
-                checkpoints.write(collection, *to, background, self._random())
+                contents.write(collection, *to, background, self._random())
                 return
-            checkpoints.write_file(*to, comm, self._random(), background)
+            contents.write_file(*to, comm, self._random(), background)
 
     @property
     def in_flight(self) -> bool:
@@ -210,10 +210,10 @@ class Saves:
         collection, strategy.collection = strategy.collection, None
         assert collection is not None
         position = {**data_position.position(module.trainer), **strategy.resume.history(), before_batch.MARK: True}
-        checkpoint = checkpoints.with_full_modules({**checkpoint, checkpoints.OURS: position}, collection.engine)
+        checkpoint = contents.with_full_modules({**checkpoint, contents.OURS: position}, collection.engine)
         random = {**self._random(), before_batch.STATES: before_batch.states(module.trainer, module)}
         background = Background(self._background(), target, failed)
-        checkpoints.write(collection, checkpoint, name, strategy.checkpoint_io, None, background, random)
+        contents.write(collection, checkpoint, name, strategy.checkpoint_io, None, background, random)
 
     def _random(self) -> dict[str, Any]:
         """Return the random states of this process and of its virtual ranks."""
@@ -281,7 +281,7 @@ class Saves:
     def _remove(self, path: str | Path) -> None:
         checkpoint_io = self._strategy.checkpoint_io
         try:
-            if not checkpoints.is_lightnings(checkpoint_io) and not checkpoints.is_folder(path):
+            if not contents.is_lightnings(checkpoint_io) and not contents.is_folder(path):
                 checkpoint_io.remove_checkpoint(path)  # wrote it
                 return
             remove_checkpoint(path)

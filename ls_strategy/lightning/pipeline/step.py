@@ -40,9 +40,9 @@ from ls_strategy.host.pytorch import (
     rank_zero_warn,
 )
 from ls_strategy.lightning._private import batches_of
-from ls_strategy.lightning.pipeline_log import Logged
-from ls_strategy.lightning.pipeline_random import PipelineRandom
-from ls_strategy.lightning.pipeline_shapes import derive
+from ls_strategy.lightning.pipeline.log import Logged
+from ls_strategy.lightning.pipeline.random import PipelineRandom
+from ls_strategy.lightning.pipeline.shapes import derive
 from ls_strategy.moe.losses import LossKeeper
 from ls_strategy.parallel import logits
 from ls_strategy.parallel.pipeline.batches import has_rows, merge, split

@@ -13,8 +13,8 @@ from torch.utils.data import DataLoader, IterableDataset
 from ls_strategy._torch import MAKES_ITERATOR, SHARED_BY_LOADERS
 from ls_strategy.distributed.rounds import Split
 from ls_strategy.errors import PlanError
-from ls_strategy.lightning.virtual_random import VIRTUAL, VirtualRandom
-from ls_strategy.lightning.virtual_workers import WorkerSeeds
+from ls_strategy.lightning.virtual.random import VIRTUAL, VirtualRandom
+from ls_strategy.lightning.virtual.workers import WorkerSeeds
 from ls_strategy.transient import Method
 
 

@@ -13,7 +13,7 @@ from ls_strategy.errors import CheckpointError
 from ls_strategy.host.fabric import TorchCheckpointIO
 from ls_strategy.host.pytorch import pl
 from ls_strategy.lightning._private import load_state, migrate_checkpoint
-from ls_strategy.lightning.checkpoints import read_file
+from ls_strategy.lightning.checkpointing.contents import read_file
 
 Module = TypeVar("Module", bound=pl.LightningModule)
 

@@ -29,11 +29,11 @@ from ls_strategy.engine import Engine
 from ls_strategy.errors import PlanError
 from ls_strategy.host.pytorch import TrainerFn, is_overridden, pl
 from ls_strategy.lightning._private import ForwardValues, active_loaders, unflatten_batch
-from ls_strategy.lightning.virtual_data import VirtualLoader, check
-from ls_strategy.lightning.virtual_log import VirtualLog
-from ls_strategy.lightning.virtual_random import VirtualRandom
-from ls_strategy.lightning.virtual_split import check_ranks, split_of
-from ls_strategy.lightning.virtual_step import Buffers, counting_metrics, loss_of, with_loss
+from ls_strategy.lightning.virtual.data import VirtualLoader, check
+from ls_strategy.lightning.virtual.log import VirtualLog
+from ls_strategy.lightning.virtual.random import VirtualRandom
+from ls_strategy.lightning.virtual.split import check_ranks, split_of
+from ls_strategy.lightning.virtual.step import Buffers, counting_metrics, loss_of, with_loss
 from ls_strategy.transient import Method
 from ls_strategy.zero.passes.reduction_kinds import InTree
 

@@ -24,7 +24,7 @@ import torch
 from ls_strategy.checkpoint.random import RandomStream
 from ls_strategy.device import generator_of
 from ls_strategy.host.pytorch import pl
-from ls_strategy.lightning.pipeline_log import Logged, unchanged_metrics
+from ls_strategy.lightning.pipeline.log import Logged, unchanged_metrics
 from ls_strategy.parallel.pipeline.counts import Mean
 from ls_strategy.parallel.pipeline.derive import Derivation
 from ls_strategy.parallel.pipeline.record import RecordedStep
