@@ -4,9 +4,9 @@ Where all ranks need the full model, each reads a part too, and they exchange th
 
 ``header.py``        what the header of a file says, checked
 ``safetensors.py``   ranges of files, and the index that says which file has which tensor
-``recipe.py``        what was done to tensors of files (sliced, transposed, joined, cast), so that a range of the result
-                     needs only ranges of the files
 ``together.py``      the parts of files that ranks read for each other
 ``huggingface.py``   ``from_pretrained`` of transformers on meta; the only file that knows its internals
 ``load.py``          the same for any module and any safetensors files, by one call
+
+What a program does to the tensors meanwhile (slices, casts, ``cat``) is recorded by `ls_strategy.meta_init`.
 """

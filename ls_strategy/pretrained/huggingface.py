@@ -43,7 +43,7 @@ from ls_strategy.distributed.comm import Comm
 from ls_strategy.errors import PlanError
 from ls_strategy.meta_init.deferred import marking_recorded, note_replaced
 from ls_strategy.meta_init.lazy import LazyTensor, give_source, note_owner, source_of
-from ls_strategy.pretrained.on_meta import DataOnMeta, OnMeta
+from ls_strategy.meta_init.on_meta import DataOnMeta, OnMeta
 from ls_strategy.pretrained.safetensors import read_safetensors
 from ls_strategy.pretrained.together import LoadTarget, fill, is_reading_together, reading_together
 

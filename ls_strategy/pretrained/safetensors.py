@@ -17,8 +17,8 @@ from torch import Tensor
 from ls_strategy.checkpoint.place import open_file
 from ls_strategy.checkpoint.source import as_bytes
 from ls_strategy.errors import CheckpointError
+from ls_strategy.meta_init.recipe import RecipeTensor, RecordedTensor
 from ls_strategy.pretrained.header import parse_json, read_header
-from ls_strategy.pretrained.recipe import RecipeTensor, RecordedTensor
 
 _INDEX = ".safetensors.index.json"
 

@@ -29,7 +29,7 @@ from ls_strategy.distributed.comm import Comm, PendingGather
 from ls_strategy.distributed.meeting import Meeting
 from ls_strategy.errors import CheckpointError
 from ls_strategy.meta_init.lazy import LazyTensor, parts_of
-from ls_strategy.pretrained.recipe import computes, recipe_of
+from ls_strategy.meta_init.recipe import computes, recipe_of
 
 BLOCK_BYTES = 1 << 23
 """Bytes that are exchanged at a time."""

@@ -17,8 +17,8 @@ from torch import Tensor
 from ls_strategy.errors import CheckpointError
 from ls_strategy.layout import TensorPart
 from ls_strategy.meta_init.lazy import LazyTensor, parts_of
+from ls_strategy.meta_init.recipe import Computed, RecordedTensor, recipe_of
 from ls_strategy.pretrained import safetensors
-from ls_strategy.pretrained.recipe import Computed, RecordedTensor, recipe_of
 from ls_strategy.pretrained.safetensors import Stored, read_safetensors
 from ls_strategy.zero.parts import part_of
 

@@ -3,9 +3,9 @@
 =====================================================  ================================================================
 views, ``set_`` and the like                           as they are
 casts, slices, ``cat`` of weights that were loaded     recorded by ranges, so that a part of the result needs only
-                                                       parts of the files (`ls_strategy.pretrained.recipe`)
+                                                       parts of the files (`ls_strategy.meta_init.recipe`)
 all others, also writes                                recorded as a program, which runs again when a parameter gets
-                                                       its memory (`ls_strategy.pretrained.recording`)
+                                                       its memory (`ls_strategy.meta_init.recording`)
 ``tensor.item()``, ``tensor.cpu()``                    the values are computed now
 =====================================================  ================================================================
 """
@@ -26,10 +26,10 @@ from typing_extensions import override
 
 from ls_strategy._torch import TorchDispatchMode, tree_iter, tree_map
 from ls_strategy.meta_init.lazy import LazyTensor, give_source, source_of_memory
+from ls_strategy.meta_init.peft import refuse_skipped
 from ls_strategy.meta_init.program import is_plain
-from ls_strategy.pretrained.peft import refuse_skipped
-from ls_strategy.pretrained.recipe import MOVES
-from ls_strategy.pretrained.recording import MetaRecorder
+from ls_strategy.meta_init.recipe import MOVES
+from ls_strategy.meta_init.recording import MetaRecorder
 
 _SHAPE_ONLY = frozenset(
     f"{name}{end}"
