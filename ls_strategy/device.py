@@ -145,8 +145,9 @@ def total_bytes(device: torch.device) -> int:
 
 
 def free_bytes(device: torch.device) -> int:
-    """Return the bytes that this process can still allocate on an accelerator, with those that torch has reserved."""
-    return int(_module(device).mem_get_info(device)[0] + torch.accelerator.memory_reserved(device))
+    """Return the bytes that this process can still allocate on an accelerator: also what torch keeps for later."""
+    kept = torch.accelerator.memory_reserved(device) - torch.accelerator.memory_allocated(device)
+    return int(_module(device).mem_get_info(device)[0] + kept)
 
 
 def allocated_bytes(device: torch.device) -> int:

@@ -22,12 +22,13 @@ import torch
 from torch import Tensor
 
 from ls_strategy.config import MomentFormat
+from ls_strategy.ops.portions import portion
 
 BLOCK = 256
 """Elements of an 8-bit moment that share a scale."""
 
 UPDATE_CHUNK = 1 << 15
-"""Elements per chunk of a reference: 128 KiB of fp32, so that intermediate results stay in the L2 cache."""
+"""Elements per chunk of a reference on a host: 128 KiB of fp32, so that intermediate results stay in the L2 cache."""
 
 _CODES = {"fp32": torch.float32, "bf16": torch.bfloat16, "int8": torch.uint8}
 
@@ -70,8 +71,9 @@ class Moment:
             offset: position of the first element in the buffer of ``seed``, so that storing a buffer in chunks gives
                 the same bits as storing it at once.
         """
-        for start in range(0, value.numel(), UPDATE_CHUNK):
-            stop = min(start + UPDATE_CHUNK, value.numel())
+        at_a_time = portion(value.device, UPDATE_CHUNK)
+        for start in range(0, value.numel(), at_a_time):
+            stop = min(start + at_a_time, value.numel())
             part, at = self.narrow(start, stop), offset + start
             if part.codes.dtype == torch.float32:
                 part.codes.copy_(value[start:stop])

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from ls_strategy.ops import native
+from ls_strategy.ops.portions import portion
 
 BLOCK = 4096
 """Numbers per sum."""
@@ -65,7 +66,7 @@ def sum_of_squares_reference(grad: Tensor, unscale: float) -> Tensor:
     """Compute `sum_of_squares` by its definition."""
     sums: list[Tensor] = []
     count = torch.zeros((), dtype=torch.int64, device=grad.device)
-    for part in grad.split(CHUNK):  # to bound the memory of intermediate results
+    for part in grad.split(portion(grad.device, CHUNK)):  # to bound the memory of intermediate results
         x = part.to(torch.promote_types(part.dtype, torch.float32)) * unscale
         count += x.numel() - x.isfinite().sum()
         sums.append(_block_sums(x.double().square_(), BLOCK))
@@ -81,10 +82,9 @@ def _last_sum(sums: Tensor) -> Tensor:
 
 def _block_sums(x: Tensor, block: int) -> Tensor:
     """Sum blocks: ``(ceil(n / block),)`` from ``(n,)``, both fp64."""
-    blocks = -(-x.numel() // block)
-    padded = x.new_zeros(blocks * block)
-    padded[: x.numel()] = x
-    rows = padded.view(blocks, block // LANES, LANES).unbind(1)
+    if missing := -x.numel() % block:
+        x = torch.nn.functional.pad(x, (0, missing))
+    rows = x.view(-1, block // LANES, LANES).unbind(1)
     lanes = rows[0].clone()
     for row in rows[1:]:
         lanes += row

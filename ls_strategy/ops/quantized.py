@@ -28,6 +28,7 @@ from torch import Tensor
 from ls_strategy.config import FrozenFormat
 from ls_strategy.ops import linear
 from ls_strategy.ops.extra_library import quantized_library
+from ls_strategy.ops.portions import portion
 
 BLOCK = 64
 """Elements with a common scale."""
@@ -48,7 +49,7 @@ _NUMBERS: dict[FrozenFormat, int] = {"nf4": 0, "int4": 1, "int8": 2}
 """Numbers of the formats in the kernels."""
 
 _CHUNK_TILES = 1 << 11
-"""Tiles at a time without kernels, a million elements: the temporary tensors are some ten times as large."""
+"""Tiles at a time on a host without kernels, a million elements: the temporary tensors are some ten times as large."""
 
 _KERNEL_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
@@ -119,8 +120,9 @@ def measures(values: Tensor) -> bool:
 def quantize_reference(values: Tensor, packed: Tensor, form: FrozenFormat) -> None:
     """Compute `quantize` by operations of torch, with equal bits but for those of NaN."""
     rows, tiles = packed.view(-1, tile_bytes(form)), values.view(-1, TILE)
-    for first in range(0, len(rows), _CHUNK_TILES):
-        some = tiles[first : first + _CHUNK_TILES]
+    count = portion(values.device, _CHUNK_TILES * TILE) // TILE
+    for first in range(0, len(rows), count):
+        some = tiles[first : first + count]
         scales = some.unflatten(1, (-1, BLOCK)).abs().amax(2).bfloat16()
         if values.dtype is torch.float16:
             too_large = (scales > _LARGEST_FP16) & scales.isfinite()
@@ -128,7 +130,7 @@ def quantize_reference(values: Tensor, packed: Tensor, form: FrozenFormat) -> No
         divisors = torch.where(scales == 0, torch.ones_like(scales), scales).float()
         ratios = (some.float().unflatten(1, (-1, BLOCK)) / divisors[..., None]).flatten(1)
         levels = _nearest(ratios, form)
-        row = rows[first : first + _CHUNK_TILES]
+        row = rows[first : first + count]
         row[:, : TILE // BLOCK * 2] = scales.view(torch.uint8)
         row[:, TILE // BLOCK * 2 :] = levels if form == "int8" else linear.pack(levels).view(torch.uint8)
 
@@ -161,13 +163,14 @@ def dequantize_(packed: Tensor, out: Tensor, form: FrozenFormat) -> None:
 def dequantize_reference(packed: Tensor, out: Tensor, form: FrozenFormat) -> None:
     """Compute `dequantize_` by operations of torch, with equal bits."""
     rows, tiles = packed.view(-1, tile_bytes(form)), out.view(-1, TILE)
-    for first in range(0, len(rows), _CHUNK_TILES):
-        row = rows[first : first + _CHUNK_TILES]
+    count = portion(out.device, _CHUNK_TILES * TILE) // TILE
+    for first in range(0, len(rows), count):
+        row = rows[first : first + count]
         scales = row[:, : TILE // BLOCK * 2].contiguous().view(torch.bfloat16).float()
         codes = row[:, TILE // BLOCK * 2 :]
         values = _values(codes if form == "int8" else linear.unpack(codes.contiguous()), form)
         products = values.unflatten(1, (-1, BLOCK)) * scales[..., None]
-        tiles[first : first + _CHUNK_TILES] = products.flatten(1)
+        tiles[first : first + count] = products.flatten(1)
 
 
 def _values(numbers: Tensor, form: FrozenFormat) -> Tensor:

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from ls_strategy.ops.moments import UPDATE_CHUNK, Moment, root
+from ls_strategy.ops.portions import portion
 
 Scalars = dict[str, float]
 """Numbers of an update, rounded to fp32, and its flags."""
@@ -36,8 +37,9 @@ def run(  # noqa: PLR0913
 
     ``scalars["unscale"]`` includes the sign of ``maximize``: a change of sign is exact.
     """
-    for start in range(0, param.numel(), UPDATE_CHUNK):
-        stop = min(start + UPDATE_CHUNK, param.numel())
+    at_a_time = portion(param.device, UPDATE_CHUNK)
+    for start in range(0, param.numel(), at_a_time):
+        stop = min(start + at_a_time, param.numel())
         p = param[start:stop]
         g = grad[start:stop].to(torch.float32, copy=True).mul_(scalars["unscale"])
         if clip is not None:

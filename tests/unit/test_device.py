@@ -142,6 +142,15 @@ def test_native_transports(backend: str, native: bool, monkeypatch: pytest.Monke
     assert dev.moves_device_tensors(group) is native
 
 
+def test_allocated_memory_is_not_free(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What torch has reserved includes what is allocated."""
+    gib = 1 << 30
+    monkeypatch.setattr(dev, "_module", lambda _: SimpleNamespace(mem_get_info=lambda _: (14 * gib, 80 * gib)))
+    monkeypatch.setattr(torch.accelerator, "memory_reserved", lambda _: 66 * gib)
+    monkeypatch.setattr(torch.accelerator, "memory_allocated", lambda _: 62 * gib)
+    assert dev.free_bytes(torch.device("cuda", 0)) == 18 * gib
+
+
 def test_without_an_accelerator_the_device_is_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda: None)
     assert dev.current() == torch.device("cpu")
