@@ -97,7 +97,12 @@ def test_a_small_one_is_the_file_that_ddp_writes(rank: int, world_size: int, nam
         assert kind(paths[name]) == "file"
         theirs, ours = (torch.load(paths[each], weights_only=True) for each in ("ddp", name))
         assert set(ours) - {OURS, "ZeROPrecision"} == set(theirs)
-        assert_close(ours["state_dict"], theirs["state_dict"], "weights", 1e-2 if "8" in name else 1e-6)
+        if "8" in name:  # a code has 3 bits of mantissa, which bounds the error of every update
+            start = Net().state_dict()
+            moved, must = ({k: v - start[k] for k, v in each["state_dict"].items()} for each in (ours, theirs))
+            assert_close(moved, must, "updates", 2.0**-3)
+        else:
+            assert_close(ours["state_dict"], theirs["state_dict"], "weights")
         mine, trusted = ours["optimizer_states"][0], theirs["optimizer_states"][0]
         assert list(mine["state"]) == list(trusted["state"])
         assert [g["params"] for g in mine["param_groups"]] == [g["params"] for g in trusted["param_groups"]]
