@@ -41,6 +41,16 @@ def select(device: torch.device) -> None:
         torch.accelerator.set_device_index(device)
 
 
+@contextmanager
+def selected(device: torch.device) -> Generator[None, None, None]:
+    """Make ``device`` the accelerator of this thread inside the context, whichever one the thread uses otherwise."""
+    if not is_accelerator(device):
+        yield
+        return
+    with torch.accelerator.device_index(device.index):
+        yield
+
+
 def is_in_use() -> bool:
     """Return whether this process has begun to use an accelerator."""
     if not torch.accelerator.is_available():
@@ -203,8 +213,16 @@ def can_register(device: torch.device) -> bool:
     return device.type == "cuda"
 
 
+def registering(device: torch.device) -> torch.device | None:
+    """Return a device for which host memory is pinned by `register_host_memory`; None if it is not."""
+    return device if can_register(device) else None
+
+
 def register_host_memory(address: int, nbytes: int) -> int:
-    """Pin memory that torch has not allocated. Return the error code, 0 on success. CUDA (and ROCm) only."""
+    """Pin memory that torch has not allocated. Return the error code, 0 on success. CUDA (and ROCm) only.
+
+    The runtime does it for the accelerator of this thread, and begins to use that one: select the right one before.
+    """
     status = int(_cudart().cudaHostRegister(address, nbytes, 0))
     if status:
         _forget_error()

@@ -64,7 +64,7 @@ class ActivationStorage(ABC):
     def __init__(self, link: Link) -> None:
         """``link``: to the device."""
         self._link = link
-        self._stock = BufferStock(pin=dev.can_register(link.device))
+        self._stock = BufferStock(pin=dev.registering(link.device))
         self.stored_bytes = 0
         """Bytes stored now."""
         self.waited_s = 0.0

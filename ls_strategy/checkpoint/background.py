@@ -46,9 +46,10 @@ Values = tuple[tuple[int, ...], Tensor]
 class BackgroundSaver:
     """Runs the background saves of one rank. All ranks call its methods in the same order."""
 
-    def __init__(self, rank: int, world_size: int) -> None:
+    def __init__(self, rank: int, world_size: int, device: torch.device) -> None:
+        """``device``: that of this rank. A new thread would use the first one."""
         self._rank, self._world_size = rank, world_size
-        self._worker = ThreadPoolExecutor(1, thread_name_prefix="ls_strategy_save")
+        self._worker = ThreadPoolExecutor(1, "ls_strategy_save", dev.select, (device,))
         self._pending: list[Future[None]] = []
         self._failed = False
         self._abandoned = threading.Event()

@@ -22,23 +22,29 @@ PAGE = 4096
 
 
 class _Pages(mmap.mmap):
-    """Private pages of memory. If they are registered with CUDA, they are unregistered with the last reference."""
+    """Private pages of memory. If they are registered with CUDA, they are unregistered with the last reference.
+
+    Any thread may take the first and drop the last one, so each call selects the device: a thread that was never bound
+    would make a context on the first GPU, of 0.5 GB, and wait for that one.
+    """
 
     _registered: tuple[int, torch.device, int] | None = None
     """Address, device and process."""
 
-    def register(self, address: int) -> int:
+    def register(self, address: int, device: torch.device) -> int:
         """Register the pages, which begin at ``address``, with CUDA; return the error code, 0 on success."""
-        status = dev.register_host_memory(address, len(self))
+        with dev.selected(device):
+            status = dev.register_host_memory(address, len(self))
         if not status:
-            self._registered = address, dev.current(), os.getpid()
+            self._registered = address, device, os.getpid()
         return status
 
     def unregister(self) -> None:
         """Undo `register`; no copy may be in flight. Idempotent."""
         registered, self._registered = self._registered, None
         if registered is not None and registered[2] == os.getpid():
-            dev.unregister_host_memory(registered[0])
+            with dev.selected(registered[1]):
+                dev.unregister_host_memory(registered[0])
 
     def __del__(self) -> None:
         # Otherwise the next memory at this address could not be registered. Unlike torch's own pinned memory, nobody
@@ -55,12 +61,12 @@ class AlignedBuffer:
     of a DataLoader) do not get it: after a fork during a read, either side could have a stale copy, see open(2).
     """
 
-    def __init__(self, nbytes: int, *, pin: bool = False) -> None:
+    def __init__(self, nbytes: int, *, pin: torch.device | None = None) -> None:
         """Allocate zeros.
 
         Args:
             nbytes: at least one; rounded up to full pages.
-            pin: register with CUDA, for direct copies from and to the device, until `unpin` or the memory's end. Torch
+            pin: register with CUDA, for direct copies from and to this device, until `unpin` or the memory's end. Torch
                 rounds its own pinned memory up to a power of two, and keeps it.
         """
         self.nbytes = round_up(nbytes, PAGE)
@@ -74,15 +80,15 @@ class AlignedBuffer:
         """The bytes, for system calls."""
         self.tensor: Tensor = torch.frombuffer(self._pages, dtype=torch.uint8)
         """The bytes, ``(nbytes,)`` uint8."""
-        if pin:
-            self._pin()
+        if pin is not None:
+            self._pin(pin)
 
     def elements(self, numel: int, dtype: torch.dtype) -> Tensor:
         """Return the first ``numel`` elements, ``(numel,)`` of ``dtype``."""
         return self.tensor[: numel * dtype.itemsize].view(dtype)
 
-    def _pin(self) -> None:
-        status = self._pages.register(self.tensor.data_ptr())
+    def _pin(self, device: torch.device) -> None:
+        status = self._pages.register(self.tensor.data_ptr(), device)
         if status:
             logger.warning(
                 "CUDA did not pin %d bytes of host memory (error %d), so copies will be slower. Raise `ulimit -l`.",
@@ -101,8 +107,8 @@ class BoundedPool:
     patience_s = 60.0
     """`take` raises an error if no buffer was returned for this long."""
 
-    def __init__(self, count: int, nbytes: int, *, pin: bool = False) -> None:
-        """Hold up to ``count`` buffers of ``nbytes`` bytes each, allocated on demand."""
+    def __init__(self, count: int, nbytes: int, *, pin: torch.device | None = None) -> None:
+        """Hold up to ``count`` buffers of ``nbytes`` bytes each, allocated on demand; ``pin`` as in `AlignedBuffer`."""
         self.count, self.nbytes = count, nbytes
         self._pin = pin
         self._free: list[AlignedBuffer] = []

@@ -29,7 +29,7 @@ class Link:
         self.device = device
         self._down = dev.new_stream(device) if dev.is_accelerator(device) else None
         self._up = dev.new_stream(device) if dev.is_accelerator(device) else None
-        self.stock = BufferStock(pin=dev.can_register(device))
+        self.stock = BufferStock(pin=dev.registering(device))
         """Host memory for what is only on its way to the device."""
         self._freed_bytes = 0
 
@@ -145,7 +145,7 @@ def host_empty(numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
     pinned = dev.is_accelerator(device)
     own_pages = dev.can_register(device) or not pinned
     if own_pages and nbytes >= _OWN_PAGES_BYTES[pinned]:
-        return AlignedBuffer(nbytes, pin=pinned).elements(numel, dtype)
+        return AlignedBuffer(nbytes, pin=device if pinned else None).elements(numel, dtype)
     return torch.empty(numel, dtype=dtype, pin_memory=pinned)
 
 

@@ -112,7 +112,7 @@ class NVMeTier:
         rank: int = 0,
         buffer_bytes: int = 16 << 20,
         buffers: int = 16,
-        pin: bool | None = None,
+        device: torch.device | None = None,
     ) -> None:
         """Create the file and reserve its space.
 
@@ -123,7 +123,7 @@ class NVMeTier:
             rank: of this process, for messages.
             buffer_bytes: size of a buffer, and the maximum of one ``get``; rounded up to full pages.
             buffers: number of buffers. A lease holds one, and so does a write in flight.
-            pin: register the buffers with CUDA. None: if CUDA is in use.
+            device: the buffers are pinned for copies from and to it. None: for the one in use, if there is one.
 
         Raises:
             ConfigError: no file can be created in the folder.
@@ -135,9 +135,9 @@ class NVMeTier:
         io = io if io is not None else NVMeIOConfig()
         self._file = open_scratch(Path(directory), nbytes, rank=rank, direct=io.direct)
         self._engine = IOEngine(io)
-        self._pool = BoundedPool(
-            buffers, self.buffer_bytes, pin=dev.can_register(dev.current()) and dev.is_in_use() if pin is None else pin
-        )
+        if device is None and dev.is_in_use():
+            device = dev.current()
+        self._pool = BoundedPool(buffers, self.buffer_bytes, pin=None if device is None else dev.registering(device))
         self._in_flight: dict[Key, list[_Access]] = defaultdict(list)
         self._lock = threading.Lock()
         self._error: BaseException | None = None

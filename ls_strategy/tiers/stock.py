@@ -6,6 +6,8 @@ import threading
 from bisect import bisect_left, insort
 from typing import NamedTuple
 
+import torch
+
 from ls_strategy.tiers.arrival import DONE, Arrival
 from ls_strategy.tiers.buffers import PAGE, AlignedBuffer
 
@@ -30,8 +32,8 @@ class BufferStock:
     busy_bytes = 64 << 20
     """`take_idle` waits for a copy only if this much memory is in the stock already."""
 
-    def __init__(self, *, pin: bool) -> None:
-        """``pin``: register the buffers with CUDA."""
+    def __init__(self, *, pin: torch.device | None) -> None:
+        """``pin``: register the buffers with CUDA, for copies from and to this device."""
         self._pin = pin
         self._free: list[_Free] = []
         self._closed = False

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 
+from ls_strategy import device as dev
 from ls_strategy.checkpoint import background
 from ls_strategy.checkpoint.background import BackgroundSaver, Hold
 from ls_strategy.checkpoint.manifest import Manifest, is_committed
@@ -23,7 +24,7 @@ from tests.unit.fake_flats import FakeFlat, fake_flats, full_values, source_of
 
 @pytest.fixture
 def saver() -> Iterator[BackgroundSaver]:
-    made = BackgroundSaver(0, 1)
+    made = BackgroundSaver(0, 1, torch.device("cpu"))
     yield made
     made.close()
 
@@ -69,6 +70,15 @@ def saved(path: Path, flat: FakeFlat) -> torch.Tensor:
 
 def expected(flat: FakeFlat) -> torch.Tensor:
     return full_values()["a"].flatten()[: flat.owned[1]]
+
+
+def test_its_thread_uses_the_device_of_the_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+    own, selected = torch.device("cuda", 3), []
+    monkeypatch.setattr(dev, "select", lambda device: selected.append((threading.current_thread().name, device)))
+    saver = BackgroundSaver(0, 1, own)
+    saver.then(lambda: None)
+    saver.close()
+    assert selected == [("ls_strategy_save_0", own)]
 
 
 def test_a_state_on_the_device_is_copied_at_the_call(tmp_path: Path, saver: BackgroundSaver, gate: Any) -> None:

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import gc
 import threading
+from collections.abc import Generator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -21,6 +22,7 @@ from ls_strategy.tiers.buffers import PAGE, AlignedBuffer, BoundedPool
 from ls_strategy.tiers.stock import BufferStock
 
 REFUSED = 2
+HOST = torch.device("cpu")
 
 
 class Cuda:
@@ -62,7 +64,7 @@ def cuda(monkeypatch: pytest.MonkeyPatch) -> Cuda:
 
 def test_a_buffer_that_cannot_be_pinned_leaves_no_error_to_the_next_kernel(cuda, caplog) -> None:
     cuda.refuses = True
-    buffer = AlignedBuffer(PAGE, pin=True)
+    buffer = AlignedBuffer(PAGE, pin=HOST)
     cuda.launch()
     assert f"error {REFUSED}" in caplog.text
     buffer.unpin()
@@ -70,7 +72,7 @@ def test_a_buffer_that_cannot_be_pinned_leaves_no_error_to_the_next_kernel(cuda,
 
 
 def test_a_buffer_is_unpinned_with_its_end(cuda) -> None:
-    buffer = AlignedBuffer(PAGE, pin=True)
+    buffer = AlignedBuffer(PAGE, pin=HOST)
     assert len(cuda.registered) == 1
     del buffer
     gc.collect()
@@ -78,8 +80,45 @@ def test_a_buffer_is_unpinned_with_its_end(cuda) -> None:
     assert not cuda.last_error
 
 
+def test_a_thread_that_was_bound_to_no_device_pins_and_unpins_for_the_buffers_own(
+    cuda, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Otherwise each rank of a node would make a context on the first GPU."""
+    own, calls, selected = torch.device("cuda", 1), [], []
+
+    @contextmanager
+    def select(device: torch.device) -> Generator[None, None, None]:
+        selected.append(device)
+        yield
+        selected.pop()
+
+    def note(name: str, call: Any) -> Any:
+        return lambda *args: (calls.append((name, *selected)), call(*args))[1]
+
+    monkeypatch.setattr(dev, "selected", select)
+    monkeypatch.setattr(dev, "synchronize", lambda device: calls.append(("synchronize", device)))
+    for name in ("cudaHostRegister", "cudaHostUnregister"):
+        monkeypatch.setattr(cuda, name, note(name, getattr(cuda, name)))
+
+    def work() -> None:
+        pool = BoundedPool(2, PAGE, pin=own)
+        first, second = pool.take("a"), pool.take("b")
+        pool.give(first)
+        pool.close()
+        pool.give(second)
+        del pool, first, second
+        AlignedBuffer(PAGE, pin=own)
+        gc.collect()
+
+    with ThreadPoolExecutor(1) as worker:
+        worker.submit(work).result()
+    register, unregister = ("cudaHostRegister", own), ("cudaHostUnregister", own)
+    assert calls == [register, register, unregister, unregister, register, ("synchronize", own), unregister]
+    assert not cuda.registered
+
+
 def test_a_pool_that_closes_unpins_buffers_in_use_when_they_come_back(cuda) -> None:
-    pool = BoundedPool(2, PAGE, pin=True)
+    pool = BoundedPool(2, PAGE, pin=HOST)
     free, taken = pool.take("a"), pool.take("b")
     pool.give(free)
     pool.close()
@@ -89,7 +128,7 @@ def test_a_pool_that_closes_unpins_buffers_in_use_when_they_come_back(cuda) -> N
 
 
 def test_a_stock_that_closes_unpins_buffers_in_use_when_they_come_back(cuda) -> None:
-    stock = BufferStock(pin=True)
+    stock = BufferStock(pin=HOST)
     (free, _), (taken, _) = stock.take(PAGE), stock.take(PAGE)
     stock.give(free)
     stock.close()

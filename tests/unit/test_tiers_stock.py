@@ -16,7 +16,7 @@ from ls_strategy.tiers.stock import BufferStock
 
 
 def test_a_free_buffer_is_used_again() -> None:
-    stock = BufferStock(pin=False)
+    stock = BufferStock(pin=None)
     buffer, _ = stock.take(4 * PAGE)
     stock.give(buffer)
     assert stock.take(3 * PAGE)[0] is buffer
@@ -24,7 +24,7 @@ def test_a_free_buffer_is_used_again() -> None:
 
 
 def test_the_smallest_buffer_that_fits_is_taken() -> None:
-    stock = BufferStock(pin=False)
+    stock = BufferStock(pin=None)
     small, large = stock.take(4 * PAGE)[0], stock.take(6 * PAGE)[0]
     stock.give(large)
     stock.give(small)
@@ -32,14 +32,14 @@ def test_the_smallest_buffer_that_fits_is_taken() -> None:
 
 
 def test_a_buffer_of_more_than_twice_the_size_is_not_taken() -> None:
-    stock = BufferStock(pin=False)
+    stock = BufferStock(pin=None)
     large, _ = stock.take(9 * PAGE)
     stock.give(large)
     assert stock.take(4 * PAGE)[0] is not large
 
 
 def test_unused_buffers_are_freed_after_some_rounds() -> None:
-    stock = BufferStock(pin=False)
+    stock = BufferStock(pin=None)
     stock.give(stock.take(PAGE)[0])
     for _ in range(stock.rounds_kept):
         stock.trim()
@@ -49,7 +49,7 @@ def test_unused_buffers_are_freed_after_some_rounds() -> None:
 
 
 def test_close_frees_what_is_not_taken() -> None:
-    stock = BufferStock(pin=False)
+    stock = BufferStock(pin=None)
     stock.take(PAGE)
     stock.give(stock.take(2 * PAGE)[0])
     stock.close()
@@ -82,7 +82,7 @@ def in_flight(stock: BufferStock, count: int) -> list[tuple[AlignedBuffer, Event
 
 
 def test_a_buffer_that_no_copy_uses_is_taken_first() -> None:
-    stock = BufferStock(pin=False)
+    stock = BufferStock(pin=None)
     (_, first), (buffer, second) = in_flight(stock, 2)
     second.happened = True
     assert stock.take_idle(PAGE) is buffer
@@ -90,14 +90,14 @@ def test_a_buffer_that_no_copy_uses_is_taken_first() -> None:
 
 
 def test_there_are_more_buffers_rather_than_waits() -> None:
-    stock = BufferStock(pin=False)
+    stock = BufferStock(pin=None)
     used = in_flight(stock, 3)
     assert stock.take_idle(PAGE) not in [buffer for buffer, _ in used]
     assert not any(event.happened for _, event in used)
 
 
 def test_many_buffers_in_flight_are_waited_for() -> None:
-    stock = BufferStock(pin=False)
+    stock = BufferStock(pin=None)
     stock.busy_bytes = 3 * PAGE
     used = in_flight(stock, 3)
     taken = stock.take_idle(PAGE)
@@ -106,7 +106,7 @@ def test_many_buffers_in_flight_are_waited_for() -> None:
 
 
 def test_two_buffers_are_allowed_whatever_their_size() -> None:
-    stock = BufferStock(pin=False)
+    stock = BufferStock(pin=None)
     stock.busy_bytes = 0
     used = in_flight(stock, 1)
     assert stock.take_idle(PAGE) is not used[0][0]
@@ -143,7 +143,7 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 
 def test_memory_is_unregistered_with_its_last_tensor_when_no_copy_uses_it(calls: list[str]) -> None:
-    tensor = AlignedBuffer(PAGE, pin=True).elements(3, torch.float32)
+    tensor = AlignedBuffer(PAGE, pin=torch.device("cpu")).elements(3, torch.float32)
     part = tensor[1:]
     del tensor
     gc.collect()
@@ -156,7 +156,7 @@ def test_memory_is_unregistered_with_its_last_tensor_when_no_copy_uses_it(calls:
 def test_a_child_process_leaves_the_registration_to_its_parent(
     calls: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    buffer = AlignedBuffer(PAGE, pin=True)
+    buffer = AlignedBuffer(PAGE, pin=torch.device("cpu"))
     monkeypatch.setattr("os.getpid", lambda: -1)
     del buffer
     gc.collect()

@@ -25,7 +25,6 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from ls_strategy import device as dev
 from ls_strategy.checkpoint.source import as_bytes
 from ls_strategy.config import NVMeIOConfig
 from ls_strategy.errors import ConfigError, StateError
@@ -237,7 +236,7 @@ class StoredBlocks:
             io=replace(io, queue_depth=max(io.queue_depth, depth)),
             buffer_bytes=max(self.buffer_nbytes, PAGE),
             buffers=self.capacity,
-            pin=dev.can_register(self.device),
+            device=self.device,
         )
 
     @property

@@ -224,7 +224,7 @@ class Saves:
         comm = self._strategy._comm
         assert comm is not None
         if self._saver is None:
-            self._saver = BackgroundSaver(comm.rank, comm.world_size)
+            self._saver = BackgroundSaver(comm.rank, comm.world_size, self._strategy.root_device)
         return self._saver
 
     @contextmanager
