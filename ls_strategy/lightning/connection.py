@@ -16,7 +16,7 @@ from ls_strategy import device as dev
 from ls_strategy import host
 from ls_strategy._torch import open_sockets
 from ls_strategy.distributed.comm import Comm, make_comm
-from ls_strategy.distributed.launch import rendezvous, slurm_check
+from ls_strategy.distributed.launch import interface, rendezvous, slurm_check
 from ls_strategy.distributed.launch.launcher import VARIABLE as LAUNCHER
 from ls_strategy.distributed.launch.launcher import LauncherWatch
 from ls_strategy.errors import CheckpointError, ConfigError, PlanError
@@ -109,6 +109,8 @@ class Connection(_DDPStrategy):
             self._check_backend()
             self._check_launcher()
             rendezvous.check_left(environment.main_address, environment.main_port)
+            if self.num_nodes > 1:
+                interface.choose(os.environ, environment.main_address)
             self._take_ranks()  # a forked rank only has its local rank so far
             rendezvous.check_port(environment.main_address, environment.main_port, environment.global_rank())
             rendezvous.check_agent(environment.main_address, environment.main_port)

@@ -48,6 +48,32 @@ def test_the_bytes_on_the_link_are_those_of_the_formula() -> None:
     assert crossed["qwZ + hpZ + qgZ, int8"] < 0.25 * crossed[BASELINE]
 
 
+def test_nodes_meet_without_the_name_of_an_interface() -> None:
+    """The host's name is a loopback address on both of them, as on Debian."""
+    code = """if True:
+        import sys
+        from tests import two_nodes
+        two_nodes.enter(sys.argv[1])
+        import socket
+        socket.gethostname = lambda: "127.0.1.1"  # as gloo itself sees it where this test can find something
+        from tests.dist.ranks import Net, fit
+        fit("zero2", Net(), devices=1, num_nodes=2, max_steps=2)
+        """
+    with two_nodes.two_nodes("1gbit") as names:
+        ranks = []
+        for rank, name in enumerate(names):
+            own = two_nodes.environment(rank, 1) | {"RANK": str(rank), "WORLD_SIZE": "2", "MASTER_PORT": "29655"}
+            own |= {"TORCHELASTIC_RUN_ID": "nodes", "NODE_RANK": str(rank), "OMP_NUM_THREADS": "1"}
+            environment = {**os.environ, **own}
+            environment.pop("GLOO_SOCKET_IFNAME")
+            ranks.append(subprocess.Popen([sys.executable, "-c", code, name], env=environment))
+        try:
+            assert [rank.wait(timeout=300) for rank in ranks] == [0, 0]
+        finally:
+            for rank in ranks:
+                rank.kill()
+
+
 def test_an_error_leaves_no_node_behind() -> None:
     def fail() -> None:
         with two_nodes.two_nodes("1gbit") as names:
