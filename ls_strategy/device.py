@@ -146,6 +146,11 @@ def name(device: torch.device) -> str:
     return str(device.type) if describe is None else str(describe(device))
 
 
+def compute_capability(device: torch.device) -> tuple[int, int]:
+    """Return the architecture of an NVIDIA GPU, ``(9, 0)`` for an H100; ``(0, 0)`` of other devices."""
+    return torch.cuda.get_device_capability(device) if device.type == "cuda" else (0, 0)
+
+
 # memory --------------------------------------------------------------------------------------------------------------
 
 

@@ -14,6 +14,8 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.nn import functional
 
+from ls_strategy.device import compute_capability
+
 
 def grouped_linear(x: Tensor, weight: Tensor, bias: Tensor | None, counts: Sequence[int]) -> Tensor:
     """Compute ``x[i] @ weight[g].T + bias[g]`` for every row i of each group g.
@@ -85,9 +87,13 @@ class _GroupedLinear(torch.autograd.Function):
 def _fits_kernel(x: Tensor, other: Tensor) -> bool:
     """Return whether the kernel supports these tensors: bf16 on CUDA, rows of a multiple of 16 bytes, at least one row.
 
-    For other dtypes torch itself loops over the groups, and waits for the device to read their sizes.
+    For others torch itself loops over the groups, and waits for the device to read their sizes, which the loop here
+    knows (``_grouped_mm_fallback`` in ATen's GroupedMMUtils.h). So it does on GPUs other than Hopper and data center
+    Blackwell, such as A100 and RTX 4090.
     """
     if x.device.type != "cuda" or x.dtype != torch.bfloat16 or not len(x):
+        return False
+    if compute_capability(x.device)[0] not in (9, 10):
         return False
     return all(n * x.element_size() % 16 == 0 for n in (x.shape[-1], other.shape[-1]))
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn import functional
 
 from ls_strategy.moe import grouped
@@ -106,3 +107,14 @@ def test_wrong_counts_are_refused():
     x, weight, bias = inputs((2, 3), torch.float32)
     with pytest.raises(ValueError, match="2 groups of 6 rows"):
         grouped_linear(x, weight, bias, (3, 3))
+
+
+@pytest.mark.parametrize(
+    ("capability", "fits"), [((8, 0), False), ((8, 9), False), ((9, 0), True), ((10, 0), True), ((12, 0), False)]
+)
+def test_the_kernel_is_asked_only_where_torch_has_one(capability, fits, monkeypatch):
+    """Elsewhere torch would loop, and wait for the device in every product."""
+    monkeypatch.setattr(grouped, "compute_capability", lambda _: capability)
+    with FakeTensorMode():
+        x, weight = (torch.empty(*shape, dtype=torch.bfloat16, device="cuda") for shape in ((4, 16), (2, 8, 16)))
+        assert grouped._fits_kernel(x, weight) is fits

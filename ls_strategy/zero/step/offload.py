@@ -23,6 +23,7 @@ from ls_strategy.tiers.base import Key, Tier
 from ls_strategy.tiers.link import Link
 from ls_strategy.tiers.nvme_folder import nvme_wear
 from ls_strategy.tiers.stream import Stream
+from ls_strategy.tiers.threads import use_share_of_cores
 from ls_strategy.zero.flat.state_store import StateStore, gradient_buffers
 from ls_strategy.zero.step.elementwise_states import moment_sizes
 from ls_strategy.zero.step.fused_optimizers import FUSED_NAMES, kernel_for, kernels_of
@@ -132,6 +133,9 @@ class Offload:
     reason: str = ""
     """Why `streamed` is what it is."""
 
+    threads: int = 0
+    """Threads that the host's updates got instead of one; 0 where nothing was changed."""
+
     finalizer: Any = None
 
     @classmethod
@@ -166,6 +170,7 @@ class Offload:
             worker,
             comm.rank,
         )
+        result.threads = use_share_of_cores(device) if config.offload.any_state else 0
         result.choose_where_to_step(device)
         result.finalizer = weakref.finalize(result, _close, result.stream, worker, tiers, result.more_tiers)
         return result
@@ -187,6 +192,11 @@ class Offload:
         if self.config.offload.optimizer is not None and self.reason:
             place = "streamed through the device" if self.streamed else "updated by the CPU"
             lines.append(f"  offloaded states are {place} ({self.reason})")
+        if self.threads:
+            lines.append(
+                f"  the host updates with {self.threads} threads per rank, not with the one of torchrun's default "
+                "OMP_NUM_THREADS=1; another number there is kept"
+            )
         if "nvme" in self.config.offload.tiers:
             read, written = plan.drive_bytes_per_step(gradients_stored=True)
             lines.append(
