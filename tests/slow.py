@@ -1,7 +1,8 @@
 """Run the tests marked slow in pieces, record the result: ``python -m tests.slow [PIECE...]`` (see ``.ci/slow``).
 
 A run that was ended goes on where it was when it is called again on the same commit: what has passed by then stands in
-``tests/records/slow.passed`` (not in git) and is left out.
+``tests/records/slow.passed`` (not in git) and is left out. With ``--keep`` so it is with what has passed on the commits
+before, and the record says in ``earlier`` how many tests on which: for changes that cannot concern them.
 
 ``python -m tests.slow --failed`` runs once more what failed in the record. What passes by now is counted as passed, and
 the record says in ``mended`` with which commit.
@@ -16,6 +17,7 @@ import sys
 import tempfile
 import time
 import xml.etree.ElementTree as ET
+from collections import Counter
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -26,7 +28,8 @@ ROOT = Path(__file__).parents[1]
 RECORD = ROOT / "tests" / "records" / "slow.json"
 SELECTION = "slow and not gpu and not slurm"
 PASSED = ROOT / "tests" / "records" / "slow.passed"
-"""The commit, then the names of what has passed on it so far, a line each. `tests.slow_passed` writes it."""
+"""The commit, then the names of what has passed so far, a line each; after a tab the commit, if it was another one.
+`tests.slow_passed` writes it."""
 
 LIMIT_COMMITS = 200
 """How many commits a record may lie back."""
@@ -90,22 +93,26 @@ def figures_of(report: Path) -> dict[str, Any]:
     return counts
 
 
-def passed_before() -> list[str]:
-    """Names of the tests that have passed on this commit; those of another commit are forgotten."""
+def passed_before(*, keep: bool = False) -> dict[str, str]:
+    """Names of the tests that have passed, with the commit; those of other commits are forgotten but with ``keep``."""
     commit = tested_commit()
-    lines = PASSED.read_text().splitlines() if PASSED.is_file() else []
-    if lines[:1] != [commit] or commit.endswith("+"):
+    first, *lines = PASSED.read_text().splitlines() if PASSED.is_file() else [""]
+    found = {name: on or first for name, _, on in (line.partition("\t") for line in lines)}
+    if commit.endswith("+") or first.endswith("+") or (first != commit and not keep):
+        found = {}
+    if first != commit or not found:
         PASSED.parent.mkdir(exist_ok=True)
-        PASSED.write_text(f"{commit}\n")
-        return []
-    return lines[1:]
+        kept = [name if on == commit else f"{name}\t{on}" for name, on in found.items()]
+        PASSED.write_text("".join(f"{line}\n" for line in (commit, *kept)))
+    return found
 
 
-def run(piece: str, workers: int) -> dict[str, Any]:
+def run(piece: str, workers: int, *, keep: bool = False) -> dict[str, Any]:
     """Run what has not passed of one piece; the figures of it. Every test has a limit of its own."""
+    known = passed_before(keep=keep)
     with tempfile.TemporaryDirectory() as folder:
         report, before = Path(folder) / "report.xml", Path(folder) / "passed"
-        before.write_text("\n".join(passed_before()))
+        before.write_text("\n".join(known))
         command = [sys.executable, "-m", "pytest", "-q", "-m", SELECTION, "-p", "no:cacheprovider", "--durations=10"]
         command += ["-p", "tests.slow_passed", f"--passed-before={before}", f"--passed-now={PASSED}"]
         command += ["-n", str(workers), "--dist", "loadfile", f"--junitxml={report}", *paths_of(piece)]
@@ -113,8 +120,10 @@ def run(piece: str, workers: int) -> dict[str, Any]:
         status = subprocess.run(command, cwd=ROOT, check=False).returncode
         figures: dict[str, Any] = {"exit_status": status, "seconds": round(time.monotonic() - begin)}
         counts = figures_of(report) if report.is_file() else {"passed": 0, "failed": ["no report"]}
-        known = [name for name in before.read_text().splitlines() if _is_in(name, piece)]
-        return figures | counts | {"passed": counts["passed"] + len(known)}
+    mine = [on for name, on in known.items() if _is_in(name, piece)]
+    if earlier := Counter(on for on in mine if on != tested_commit()):
+        figures["earlier"] = dict(earlier)
+    return figures | counts | {"passed": counts["passed"] + len(mine)}
 
 
 def _is_in(name: str, piece: str) -> bool:
@@ -184,6 +193,13 @@ def commits_since(commit: str) -> int | None:
         return None
 
 
+def oldest_of(record: dict[str, Any]) -> int | None:
+    """How many commits ago the first of a record's tests ran; None where the history does not tell."""
+    commits = {record["commit"], *(on for figures in record["pieces"].values() for on in figures.get("earlier", ()))}
+    ages = [age for age in map(commits_since, commits) if age is not None]
+    return max(ages) if len(ages) == len(commits) else None
+
+
 def complaints(record: dict[str, Any], commits: int, *, but_for: Iterable[str] = ()) -> list[str]:
     """What is wrong with a record that is ``commits`` old: its age, and what failed.
 
@@ -208,6 +224,7 @@ def main() -> int:
     options = argparse.ArgumentParser(description=__doc__)
     options.add_argument("pieces", nargs="*", metavar="PIECE", help=f"of {', '.join(PIECES)}; default: all")
     options.add_argument("-n", "--workers", type=int, default=2, help="tests at a time; default: %(default)s")
+    options.add_argument("--keep", action="store_true", help="leave out what has passed on earlier commits, too")
     options.add_argument("--failed", action="store_true", help="only what failed in the record")
     asked = options.parse_args()
     if asked.failed and asked.pieces:
@@ -219,7 +236,7 @@ def main() -> int:
     bad = 0
     for piece in asked.pieces or PIECES:
         print(f"=== {piece}", flush=True)
-        figures = run(piece, asked.workers)
+        figures = run(piece, asked.workers, keep=asked.keep)
         save(piece, figures)
         bad += figures["exit_status"] not in (0, 5)  # 5: no test is marked slow there
         print(

@@ -84,12 +84,27 @@ def test_a_run_goes_on_with_what_has_not_passed_on_its_commit(tmp_path: Path, mo
         found = slow.run("rest", 1)
         assert found["passed"] == 3
         assert found["failed"] == [f"tests.test_sample::{name}" for name in ("test_broken", "test_ends")]
-        assert sorted(slow.passed_before()) == sorted(good)
+        assert slow.passed_before() == dict.fromkeys(good, "one")
     monkeypatch.setattr(slow, "tested_commit", lambda: "two")
-    assert slow.passed_before() == []
-    monkeypatch.setattr(slow, "tested_commit", lambda: "two+")
-    slow.PASSED.write_text(f"two+\n{good[0]}\n")
-    assert slow.passed_before() == [], "the checkout may have changed since"
+    assert slow.run("rest", 1, keep=True)["earlier"] == {"one": 3}
+    slow.PASSED.write_text(f"two\n{good[0]}\tone\n{good[1]}\n")
+    assert slow.passed_before() == {good[0]: "one", good[1]: "two"}
+    monkeypatch.setattr(slow, "tested_commit", lambda: "three")
+    assert slow.passed_before(keep=True) == {good[0]: "one", good[1]: "two"}
+    assert slow.passed_before() == {good[0]: "one", good[1]: "two"}, "they are kept on this commit"
+    monkeypatch.setattr(slow, "tested_commit", lambda: "four")
+    assert slow.passed_before() == {}
+    monkeypatch.setattr(slow, "tested_commit", lambda: "four+")
+    slow.PASSED.write_text(f"four+\n{good[0]}\n")
+    assert slow.passed_before(keep=True) == {}, "the checkout may have changed since"
+
+
+def test_a_record_is_as_old_as_the_first_of_its_tests(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(slow, "commits_since", {"now": 2, "before": 30}.get)
+    record: dict[str, Any] = {"commit": "now", "pieces": {"rest": {}, "parity": {"earlier": {"before": 5}}}}
+    assert slow.oldest_of(record) == 30
+    record["pieces"]["rest"]["earlier"] = {"never heard of": 1}
+    assert slow.oldest_of(record) is None
 
 
 def test_what_failed_runs_again_and_the_record_says_with_which_commit_it_passed(
@@ -142,7 +157,7 @@ def test_the_record_is_recent_and_nothing_failed(request: pytest.FixtureRequest)
     Slow, although it takes no time: the record is old between two runs of ``.ci/slow``, and no change is to blame.
     """
     record = json.loads(slow.RECORD.read_text())
-    commits = slow.commits_since(record["commit"])
+    commits = slow.oldest_of(record)
     if commits is None:
         pytest.skip(f"the history does not tell how old {record['commit']} is")
     itself = f"{__name__}::{request.node.name}"
