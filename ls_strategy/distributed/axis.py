@@ -1,8 +1,8 @@
 """Collectives on activations along one axis of the mesh, such as the ranks that share a layer or a sequence.
 
 They block, except `Axis.start_all_to_all`. Sums are taken in rank order and every rank gets the same bits, so that
-replicated tensors stay replicated. NCCL uses its own collectives; other backends exchange pieces point to point, as
-`Comm` does.
+replicated tensors stay replicated. All of them exchange pieces point to point, but for `Axis.all_reduce` on NCCL, which
+sums in an order and a precision of its own, with the same bits on every rank, too.
 
 Every call is collective: all ranks of the axis make the same calls in the same order.
 """
@@ -44,7 +44,7 @@ class Axis:
     def all_reduce(self, tensor: Tensor) -> Tensor:
         """Return the sum over the ranks, a new tensor of the same shape and dtype with the same bits on every rank.
 
-        16-bit terms are summed in fp32 and rounded once.
+        16-bit terms are summed in fp32 and rounded once; on NCCL they are summed in 16 bit.
 
         Traffic:
             ``2 * (size - 1) / size`` of the elements sent per rank.

@@ -41,7 +41,7 @@ from ls_strategy.ops._trust import make_private, reason_against
 _log = logging.getLogger("ls_strategy.ops")
 
 TIME_LIMIT_S = 300.0
-"""Limit for a build, and for waiting on another process's build. A build takes about ten seconds."""
+"""Limit for a build, and for waiting on another process's. One for a CPU takes ten seconds, one for a GPU a minute."""
 
 _SOURCES = Path(__file__).parent / "csrc"
 _DIGEST_BYTES = 32  # SHA-256, appended to the library: loading a truncated one would kill the process

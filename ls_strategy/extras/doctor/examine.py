@@ -33,7 +33,7 @@ def checks(*, nvme_path: str = "", timeout_s: float = 60.0) -> list[Check]:
     return [
         Check("software", "versions", software.versions),
         Check("compilers", "compilers", software.compilers),
-        Check("kernels", "kernels; compiling takes about ten seconds the first time", kernels.kernels),
+        Check("kernels", "kernels; compiling takes ten seconds to a minute the first time", kernels.kernels),
         Check("host", "processors, memory, limits", host.host),
         Check("gpus", "GPUs", gpus.gpus),
         Check("drive", "the NVMe folder", partial(nvme.folder, path)),
