@@ -43,7 +43,7 @@ python_use_unqualified_type_names = True
 nitpicky = True
 nitpick_ignore_regex = [
     (r"py:.*", r"(?!ls_strategy\b).*"),
-    (r"py:class", r"ls_strategy\.lightning\.loading\.Module"),  # a type variable
+    (r"py:class", r"ls_strategy\.lightning\.checkpointing\.loading\.Module"),  # a type variable
     (r"py:class", r"ls_strategy\.extras\.inference\.sampling\.Uniforms"),  # an alias
     (r"py:class", r"ls_strategy\.layout\.TensorPart"),  # what `init_inference` passes on
 ]
