@@ -201,7 +201,7 @@ def oldest_of(record: dict[str, Any]) -> int | None:
 
 
 def complaints(record: dict[str, Any], commits: int, *, but_for: Iterable[str] = ()) -> list[str]:
-    """What is wrong with a record that is ``commits`` old: its age, and what failed.
+    """What is wrong with a record that is ``commits`` old: its age, what did not run, and what failed.
 
     Args:
         record: as `save` writes it.
@@ -211,6 +211,8 @@ def complaints(record: dict[str, Any], commits: int, *, but_for: Iterable[str] =
     found = []
     if commits > LIMIT_COMMITS:
         found.append(f"it is {commits} commits old, {LIMIT_COMMITS} are allowed")
+    if missing := sorted(set(PIECES) - set(record["pieces"])):
+        found.append(f"did not run: {', '.join(missing)}")
     for piece, figures in record["pieces"].items():
         if failed := sorted(set(figures["failed"]) - set(but_for)):
             found.append(f"{piece}: failed {', '.join(failed)}")
