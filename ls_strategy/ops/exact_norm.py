@@ -15,13 +15,12 @@ from torch import Tensor
 
 from ls_strategy.ops import native
 from ls_strategy.ops.norm import LANES
-from ls_strategy.ops.portions import portion
 
 BLOCK = 256
 """Elements whose squares are added in fp64. Shards begin at multiples of it."""
 
-_CHUNK = 1 << 16
-"""Elements at a time in host memory: 512 KiB of intermediate results, which stay in its cache."""
+_CHUNK = {True: 1 << 16, False: 1 << 22}
+"""Elements at a time, by whether they are in host memory: 512 KiB of intermediate results, which stay in its cache."""
 
 _LOWEST, _HIGHEST = -1074, 1025
 """Exponents of the sums of blocks, numbers in fp64."""
@@ -49,7 +48,7 @@ def exact_sum_of_squares(grad: Tensor, *, unscale: float = 1.0) -> Tensor:
         if bool(sums.isfinite().all()):
             _add(halves, sums)
             return result
-    for part in grad.split(portion(grad.device, _CHUNK)):
+    for part in grad.split(_CHUNK[grad.device.type == "cpu"]):
         x = part.to(torch.promote_types(part.dtype, torch.float32))
         x = x if unscale == 1.0 else x * unscale
         sums = _block_sums(x.double().square())  # a copy: of fp64, `x` may be the gradients

@@ -23,6 +23,7 @@ from ls_strategy.extras.doctor.finding import Finding
 from ls_strategy.ops import _build
 from ls_strategy.ops.extra_library import routing_library
 from ls_strategy.tiers.nvme_folder import mount_of
+from ls_strategy.tiers.threads import cpu_quota
 from tests.limits import wall
 
 JOB = {
@@ -207,9 +208,9 @@ def test_limits_of_the_host(tmp_path, monkeypatch):
 
 
 def test_threads_against_the_limit_of_a_container(tmp_path):
-    assert host.cpu_quota(tmp_path) is None
+    assert cpu_quota(tmp_path) is None
     (tmp_path / "cpu.max").write_text("250000 100000\n")
-    assert host.cpu_quota(tmp_path) == 2.5
+    assert cpu_quota(tmp_path) == 2.5
     finding = host.threads(8, 2.5)
     assert finding.state == "note"
     assert "OMP_NUM_THREADS to 2.5" in finding.cure

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import os
+from pathlib import Path
 
 import pytest
 import torch
 
+from ls_strategy.tiers import threads as threads_module
 from ls_strategy.tiers.threads import use_share_of_cores
 
 GPU = torch.device("cuda", 1)
@@ -20,12 +22,20 @@ def threads(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     monkeypatch.setattr(torch, "get_num_threads", lambda: now[-1])
     monkeypatch.setattr(torch, "set_num_threads", now.append)
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(32)), raising=False)
+    monkeypatch.setattr(threads_module, "CGROUP", Path("/nowhere"))
     return now
 
 
 def test_a_rank_of_torchrun_uses_its_share(threads: list[int]) -> None:
     assert use_share_of_cores(GPU, TORCHRUN) == threads[-1] == 7
     assert use_share_of_cores(GPU, TORCHRUN) == 0, "once"
+
+
+def test_the_limit_of_a_container_counts(threads: list[int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """More threads than it may run at a time would be stopped for most of it."""
+    (tmp_path / "cpu.max").write_text("1600000 100000\n")
+    monkeypatch.setattr(threads_module, "CGROUP", tmp_path)
+    assert use_share_of_cores(GPU, TORCHRUN) == threads[-1] == 3
 
 
 @pytest.mark.parametrize(

@@ -77,19 +77,20 @@ def _is_loopback(address: str) -> bool:
 def _source_towards(address: str) -> str | None:
     """Return this host's address on the way to another one; None if there is no way. Nothing is sent."""
     family = socket.AF_INET6 if ":" in address else socket.AF_INET
-    with socket.socket(family, socket.SOCK_DGRAM) as probe:
-        try:
+    try:
+        with socket.socket(family, socket.SOCK_DGRAM) as probe:
             probe.connect((address, 9))
-        except OSError:
-            return None
-        return str(probe.getsockname()[0])
+            return str(probe.getsockname()[0])
+    except OSError:  # also where the kernel has no IPv6
+        return None
 
 
 def _interface_with(address: str) -> str | None:
     """Return the name of the interface that has an address."""
     wanted = ipaddress.ip_address(address.partition("%")[0])
     if wanted.version == 6:
-        for line in Path("/proc/net/if_inet6").read_text().splitlines():
+        known = Path("/proc/net/if_inet6")
+        for line in known.read_text().splitlines() if known.is_file() else ():
             digits, *_, name = line.split()
             if int(digits, 16) == int(wanted):
                 return name

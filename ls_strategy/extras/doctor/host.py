@@ -37,23 +37,14 @@ def processors() -> Iterator[Finding]:
     """Report the cores that this process may use, their instruction set, and torch's threads."""
     import torch
 
-    cores = len(os.sched_getaffinity(0))
-    quota = cpu_quota(CGROUP)
-    usable = min(cores, quota) if quota else float(cores)
+    from ls_strategy.tiers.threads import cpu_quota, usable_cores
+
+    cores, quota, usable = len(os.sched_getaffinity(0)), cpu_quota(CGROUP), usable_cores()
     limited = "" if quota is None else f", {quota:g} by the control group"
     system = f"{_cpu_name()}, {platform.machine()}"
     yield Finding("cpu", f"{system}; {os.cpu_count()} cores, {cores} for this process{limited}")
     yield Finding("instructions", f"torch uses {torch.backends.cpu.get_cpu_capability()}")
     yield threads(torch.get_num_threads(), usable)
-
-
-def cpu_quota(folder: Path) -> float | None:
-    """Return the cores that the control group may use, or None without a limit."""
-    try:
-        most, period = (folder / "cpu.max").read_text().split()
-        return None if most == "max" else int(most) / int(period)
-    except (OSError, ValueError):
-        return None
 
 
 def threads(count: int, usable: float) -> Finding:
