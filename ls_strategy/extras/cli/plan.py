@@ -90,11 +90,7 @@ def run(args: argparse.Namespace) -> int:
     with explaining_the_program(module):
         question = question_of(cli, trainer)
     numel = sum(p.numel() for p in question.module.parameters())
-    if args.longest and hardware.device_room is None:
-        raise ConfigError(
-            "Got --longest without a limit of memory. Give --gpu-memory, for example 80GB; for a run on the CPU "
-            "--host-memory."
-        )
+    _require_a_limit(args, hardware)
     with question.forecaster() as forecaster:
         forecasts = forecaster.all(hardware)
         rows = scale(forecaster, hardware) if args.scaling else []
@@ -134,6 +130,19 @@ def run(args: argparse.Namespace) -> int:
     if found is not None:
         print("\n".join(found_lines(found, hardware)))
     return 0 if chosen is not None or (found is not None and found.options) else 1
+
+
+def _require_a_limit(args: argparse.Namespace, hardware: Any) -> None:
+    """Refuse ``--longest`` where any length would fit.
+
+    Raises:
+        ConfigError: the memory is not known.
+    """
+    if args.longest and hardware.device_room is None:
+        raise ConfigError(
+            "Got --longest without a limit of memory. Give --gpu-memory, for example 80GB; for a run on the CPU "
+            "--host-memory."
+        )
 
 
 def hardware_of(args: argparse.Namespace, trainer: dict[str, Any]) -> Any:

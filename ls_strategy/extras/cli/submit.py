@@ -160,15 +160,24 @@ def run(args: argparse.Namespace) -> int:
     if args.dry_run:
         print(text, end="")
         return 0
-    if shutil.which("sbatch") is None:
-        raise StateError("sbatch is not on the PATH. Submit from a login node of the cluster, or use --dry-run.")
-    job_program.write_new(script, text)
-    job_id = submit(script)
+    job_id = _write_and_submit(script, text)
     log = f"{FOLDER}/{name}-{job_id}_*" if args.array else f"{FOLDER}/{name}-{job_id}"
     print(f"submitted {script} as job {job_id}\n")
     first = "rank-0.log" if args.elastic is None else "node-0.log"
     _say_how_to_watch(job_id, f"{log}.log {log}/{first}", job_program.log_folder(trainer))
     return 0
+
+
+def _write_and_submit(script: Path, text: str) -> str:
+    """Write the script to a new file and submit it; return the job's number.
+
+    Raises:
+        StateError: there is no SLURM here.
+    """
+    if shutil.which("sbatch") is None:
+        raise StateError("sbatch is not on the PATH. Submit from a login node of the cluster, or use --dry-run.")
+    job_program.write_new(script, text)
+    return submit(script)
 
 
 def _say_how_to_watch(job_id: str, log: str, curves: str | Path) -> None:

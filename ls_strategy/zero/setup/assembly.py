@@ -80,27 +80,36 @@ class Draft:
         self.sparse: SparseGradients | None = None
         """Who needs the rows of sparse gradients. None after an error."""
         try:
-            self.specs = partition(model, config.sharding.block_classes, config.sharding.min_unit_numel, share.absent)
-            self._replicated = _parameters_below(model, config.sharding.replicated_modules)
-            kept = kept_in_fp32(model, config.precision.fp32_modules, precision.compute)
-            self.kept = kept if precision.rounds else self.kept
-            self._owners = agreement.owners_of(model, optimizers)
-            self._quantized = quantized_params(model, config.precision, self._owners, kept.params, precision.cast)
-            self._number_shared(len(optimizers), single=not parts and share.pipeline is None)
-            materials.require_values(model, share.absent)
-            for optimizer in optimizers:
-                refuse_wrapper(optimizer)
-            replicated = not policy.optimizer and not parts and share.pipeline is None
-            self.sparse = SparseGradients(model, optimizers, by_rows=replicated)
-            for optimizer in optimizers:
-                require_one_pass(optimizer)
-                if policy.optimizer or parts:
-                    names = {id(p): n for n, p in model.named_parameters()}
-                    check_full_tensor_groups(optimizer, parts, names)
-                else:
-                    is_elementwise(optimizer)
+            self._examine(optimizers)
         except PlanError as error:
             self._error = error
+
+    def _examine(self, optimizers: Sequence[Optimizer]) -> None:
+        """Partition the model, and check it and its optimizers.
+
+        Raises:
+            PlanError: they do not fit together.
+        """
+        model, config, precision, parts, share = self.model, self.config, self.precision, self._parts, self.share
+        self.specs = partition(model, config.sharding.block_classes, config.sharding.min_unit_numel, share.absent)
+        self._replicated = _parameters_below(model, config.sharding.replicated_modules)
+        kept = kept_in_fp32(model, config.precision.fp32_modules, precision.compute)
+        self.kept = kept if precision.rounds else self.kept
+        self._owners = agreement.owners_of(model, optimizers)
+        self._quantized = quantized_params(model, config.precision, self._owners, kept.params, precision.cast)
+        self._number_shared(len(optimizers), single=not parts and share.pipeline is None)
+        materials.require_values(model, share.absent)
+        for optimizer in optimizers:
+            refuse_wrapper(optimizer)
+        replicated = not self.policy.optimizer and not parts and share.pipeline is None
+        self.sparse = SparseGradients(model, optimizers, by_rows=replicated)
+        for optimizer in optimizers:
+            require_one_pass(optimizer)
+            if self.policy.optimizer or parts:
+                names = {id(p): n for n, p in model.named_parameters()}
+                check_full_tensor_groups(optimizer, parts, names)
+            else:
+                is_elementwise(optimizer)
 
     def _number_shared(self, count: int, *, single: bool) -> None:
         """Number the sets of optimizers that have parameters in common.
