@@ -112,6 +112,7 @@ def test_a_small_one_is_the_file_that_ddp_writes(rank: int, world_size: int, nam
         assert_equal(read_checkpoint(tmp_path / "one.ckpt")["state_dict"], ours["state_dict"], "consolidated")
 
 
+@pytest.mark.wide
 @on_ranks(2)
 def test_the_limit_counts_weights_and_states_and_the_log_says_which(rank: int, world_size: int, tmp_path: Path) -> None:
     numel = sum(p.numel() for p in Net().parameters())
@@ -159,6 +160,7 @@ class Lora(Net):
         return torch.optim.SGD([p for p in self.parameters() if p.requires_grad], lr=0.1)
 
 
+@pytest.mark.wide
 @on_ranks(2)
 def test_what_only_folders_can_hold_is_a_folder(rank: int, world_size: int, tmp_path: Path) -> None:
     with lines() as log:
@@ -179,6 +181,7 @@ def test_what_only_folders_can_hold_is_a_folder(rank: int, world_size: int, tmp_
 # --- runs that change -------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.wide
 @pytest.mark.sample(1)
 @pytest.mark.parametrize("background", [True, False])
 @pytest.mark.parametrize("last", ["link", True])
@@ -223,6 +226,7 @@ def test_a_run_may_change_from_save_to_save(
         assert runner.global_step == 12
 
 
+@pytest.mark.wide
 @pytest.mark.sample(1)
 @pytest.mark.parametrize("first", ["sharded", "file"])
 @pytest.mark.parametrize("background", [False, True])
@@ -329,6 +333,7 @@ def test_training_that_overtakes_a_file_does_not_change_it(
     assert trainer.global_step == 8
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize("on_error", ["raise", "continue"])
 @on_ranks(2)
 def test_a_file_that_cannot_be_written_is_an_error_on_all_ranks(
@@ -375,6 +380,7 @@ class Renames(Callback):
         checkpoint["first"] = float(checkpoint["state_dict"]["net.first.weight"].sum())
 
 
+@pytest.mark.wide
 @pytest.mark.sample(1)
 @pytest.mark.parametrize("by", ["module", "callback"])
 @on_ranks(2)
@@ -423,6 +429,7 @@ def test_a_users_plugin_writes_and_removes_the_files(rank: int, world_size: int,
     assert notes.calls == (calls if rank == 0 else [])
 
 
+@pytest.mark.wide
 @on_ranks(2)
 def test_an_average_goes_into_the_file(rank: int, world_size: int, tmp_path: Path) -> None:
     module, whole = Net(), Net()
@@ -484,6 +491,7 @@ class WithVersion(Net):
         self.last = Versioned(WIDTH, WIDTH)
 
 
+@pytest.mark.wide
 @pytest.mark.sample(1)
 @pytest.mark.parametrize("form", ["file", "sharded"])
 @on_ranks(2)
@@ -507,6 +515,7 @@ def test_modules_learn_which_version_saved_them(rank: int, world_size: int, form
             assert_equal(weights(loaded), half, path)
 
 
+@pytest.mark.wide
 @pytest.mark.sample(1)
 @pytest.mark.parametrize("name", ["3", "1"])
 @on_ranks(2)

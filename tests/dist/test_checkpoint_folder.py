@@ -434,6 +434,7 @@ class NotStrict(Net):
         self.strict_loading = False
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize("stages", few_or_all((3,), (1, 3)))
 @on_ranks(2)
 def test_names_that_do_not_fit_are_told(rank: int, world_size: int, stages: tuple[int, ...], tmp_path: Path) -> None:
@@ -485,6 +486,7 @@ class Adapted(Net):
         return torch.optim.AdamW([self.a, self.b], lr=1e-2, eps=1e-4, fused=True)
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize("stages", few_or_all((2,), (1, 2, 3)))
 @on_ranks(2)
 def test_frozen_parameters_may_be_left_out(rank: int, world_size: int, stages: tuple[int, ...], tmp_path: Path) -> None:
@@ -542,6 +544,7 @@ def test_weights_only_folders_and_evaluation_at_other_stages(rank: int, world_si
             fit(stage, Mixed(), ckpt=folder / "small.ckpt")
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize("stages", few_or_all((3,), (1, 3)))
 @on_ranks(2)
 def test_evaluation_of_an_earlier_checkpoint_after_a_fit(
@@ -852,6 +855,7 @@ def test_the_first_ranks_path_counts(rank: int, world_size: int, tmp_path: Path)
     assert_equal(saved(tmp_path / "of-rank-0.ckpt")["state_dict"], weights(module), "weights")
 
 
+@pytest.mark.wide
 @on_ranks(1)
 def test_a_file_system_in_memory(rank: int, world_size: int) -> None:
     root = "memory:///folder"
@@ -893,6 +897,7 @@ def test_a_path_with_a_protocol(rank: int, world_size: int, tmp_path: Path) -> N
 # --- other tools ------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.wide
 @on_ranks(2)
 def test_torchs_own_tools_read_the_folder(rank: int, world_size: int, tmp_path: Path) -> None:
     module = Mixed()

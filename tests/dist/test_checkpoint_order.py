@@ -51,6 +51,7 @@ class Unsorted(Net):
         self.seen_keys = list(checkpoint["state_dict"])
 
 
+@pytest.mark.wide
 @pytest.mark.sample(1)
 @pytest.mark.parametrize("stage", [3, 1])
 @on_ranks(2)
@@ -110,6 +111,7 @@ class Chain(pl.LightningModule):
         return torch.optim.SGD(self.parameters(), lr=0.1)
 
 
+@pytest.mark.wide
 @on_ranks(2)
 def test_of_a_pipeline(rank: int, world_size: int, tmp_path: Path) -> None:
     options = {"parallel.pipeline.size": 2, "parallel.pipeline.micro_batches": 2}

@@ -22,6 +22,7 @@ CHUNKED: dict[str, Any] = {"activations.loss": {"chunk_bytes": 4 * 61 * 5}}
 """Five tokens at a time: no divisor of a batch."""
 
 
+@pytest.mark.wide
 @pytest.mark.sample(1)
 @pytest.mark.parametrize(
     "more",
@@ -70,6 +71,7 @@ class Explicit(Module):
         return linear_cross_entropy(network.norm(x), network.head, targets)
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize("head", [[], ["Head"]], ids=["root", "unit"])
 def test_the_function_works_where_a_head_is_sharded(head):
     options = {"stage": 3, "sharding.block_classes": ["Block", *head], "sharding.min_unit_numel": 0}
@@ -135,6 +137,7 @@ def in_fabric(rank: int, world_size: int, options: dict[str, Any] | None) -> lis
     return losses
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize("stage", [slow(2), 3])
 def test_in_fabric(stage):
     options = {"stage": stage, "activations": {"loss": {"chunk_bytes": 4 * 61 * 5}}}

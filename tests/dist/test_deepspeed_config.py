@@ -266,6 +266,7 @@ def fit_files(rank, world_size, configs, folder):
     return found
 
 
+@pytest.mark.wide
 def test_files_of_tutorials_train(tmp_path):
     """Stages, offload to memory and to a drive, recomputation: all give what stage 0 gives."""
     files = [json.loads(path.read_text()) for path in sorted(GOLDEN.glob("zero*.json"))]

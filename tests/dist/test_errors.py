@@ -344,6 +344,7 @@ class RefusesOnRank1(Net):
         return super().training_step(batch, i)
 
 
+@pytest.mark.wide
 @pytest.mark.sample(1)
 @pytest.mark.parametrize(
     ("error", "where", "stage"),
@@ -371,6 +372,7 @@ class FailsEverywhere(Net):
         return super().training_step(batch, i)
 
 
+@pytest.mark.wide
 @on_ranks(2)
 def test_a_failure_on_all_ranks_does_not_prevent_the_next_fit(rank: int, world_size: int) -> None:
     """A search over hyper-parameters prunes a trial by an exception and starts the next one."""

@@ -274,6 +274,7 @@ class Breaks(Net):
         return loss
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize(
     ("stage", "every"),
     [

@@ -54,6 +54,7 @@ def fails(rank: int, world_size: int, before: str, module: type) -> str:
     return "no error"
 
 
+@pytest.mark.wide
 @pytest.mark.sample(1)
 @pytest.mark.parametrize("before", ["ddp", "own"])
 def test_a_failure_ends_all_ranks_in_a_group_that_the_strategy_has_not_made(before: str):
@@ -63,6 +64,7 @@ def test_a_failure_ends_all_ranks_in_a_group_that_the_strategy_has_not_made(befo
     assert failed == "ValueError: the file is gone"
 
 
+@pytest.mark.wide
 def test_a_deadlock_is_ended_in_a_group_that_the_strategy_has_not_made():
     errors = spawn(fails, 2, "own", LeavesStep, init_process_group=False)
     assert all(error.startswith(OutOfStepError.__name__) for error in errors), errors

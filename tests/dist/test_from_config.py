@@ -85,6 +85,7 @@ def _parts(rank: int, world_size: int, layouts: list[str]) -> None:
             assert_close(ours.losses, trusted.losses, layout)
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize(
     "layouts", [["pipeline"], wide(["tensor", "tensor, tied", "pipeline, stage 1", "experts", "offload"])]
 )
@@ -105,6 +106,7 @@ class Parallelized(FromConfig):
             parallelize_module(block.mlp, self.device_mesh["tensor_parallel"], plan)
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize("stages", few_or_all((3,), (1, 3)))
 @on_ranks(2)
 def test_layers_that_the_user_parallelizes(rank: int, world_size: int, stages: tuple[int, ...]) -> None:

@@ -125,6 +125,7 @@ def costs(rank: int, world_size: int, names: list[str], folder: str, precision: 
     return found
 
 
+@pytest.mark.wide
 @pytest.mark.sample(1)
 @pytest.mark.parametrize(
     ("precision", "names"),
@@ -409,6 +410,7 @@ RESUMES = [
 ]
 
 
+@pytest.mark.wide
 @pytest.mark.sample(1)
 @pytest.mark.parametrize(
     ("kind", "name", "then", "sizes"), [(*RESUMES[0], (2,)), *((*each, (2, 3)) for each in RESUMES)]

@@ -403,6 +403,7 @@ def test_with_clipping_as_under_ddp(habit: type[Habit], options: dict[str, Any],
     assert not any(found), "\n".join(found[0])
 
 
+@pytest.mark.wide
 @pytest.mark.sample(1)
 @pytest.mark.parametrize(
     ("habit", "stages"),

@@ -129,6 +129,7 @@ def write(rank: int, world_size: int, precisions: tuple[str, ...]) -> list[tuple
     return found
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize("precisions", few_or_all(("bf16-mixed",), ("32-true", "bf16-mixed")))
 def test_what_user_code_writes_reaches_the_copy(precisions: tuple[str, ...]) -> None:
     for results in spawn(write, 4, precisions, init_process_group=False, timeout_s=120):

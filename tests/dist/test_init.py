@@ -77,6 +77,7 @@ class Late(Seeded):
             self.was_on_meta = all(p.is_meta for p in self.parameters()) and all(b.is_meta for b in self.buffers())
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize("stages", few_or_all((3,), STAGES))
 @on_ranks(2)
 def test_init_module(rank: int, world_size: int, stages: tuple[int, ...]) -> None:
@@ -142,6 +143,7 @@ def test_no_rank_ever_holds_the_whole_model_at_stage_3(rank: int, world_size: in
     assert max(elements) <= largest + len(list(module.parameters())), f"{elements}: the whole model has {total}"
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize(
     ("sources", "stages"), [(("ddp.ckpt",), (3,)), wide(("ddp.ckpt", "zero.ckpt"), (1, 3))], ids=["few", "all"]
 )
@@ -218,6 +220,7 @@ class OnCpu(Late):
             self.last.load_state_dict(PRETRAINED)
 
 
+@pytest.mark.wide
 @on_ranks(2)
 def test_what_cannot_be_filled_is_named(rank: int, world_size: int) -> None:
     for make, name in ((WithoutValues, r"blocks\.6"), (WithBuffer, r"norm\.extra")):

@@ -311,6 +311,7 @@ class Seeded(Frozen):
         super().build()
 
 
+@pytest.mark.wide
 def test_islands_that_do_not_fit_are_errors_on_every_rank_with_the_cure(tmp_path: Any) -> None:
     with hub() as meet:
         found = on_islands(2, run_wrongly, meet, str(tmp_path))

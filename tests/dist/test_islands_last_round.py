@@ -96,6 +96,7 @@ def train(island: int, rank: int, meet: str, folder: Path, late: int, options: d
     return {"weights": weights, "error": error, "said": said, "round": exchange.round}
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize(
     ("after", "options"),
     [(STEPS, {}), (STEPS - 1, {}), (1, {}), (1, {"delay": 1}), (STEPS, {"delay": 1}), (1, {"fragments": 2})],
@@ -154,6 +155,7 @@ def interrupted(island: int, rank: int, meet: str, folder: Path) -> dict[str, An
     return train(island, rank, meet, folder, -1, {})
 
 
+@pytest.mark.wide
 def test_an_island_whose_connection_breaks_in_the_last_round_ends_with_the_global_weights(tmp_path: Path) -> None:
     (tmp_path / "go on").touch()
     with hub(patience_s=10.0) as meet:

@@ -67,6 +67,7 @@ def faulty(island: int, rank: int, meet: str, fault: str, options: dict[str, Any
     return {"weights": weights, "said": said}
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize(
     ("fault", "options"),
     [
@@ -106,6 +107,7 @@ def partly(island: int, rank: int, meet: str, options: dict[str, Any]) -> dict[s
     return {**faulty(0, rank, meet, "", {**options, "island": island}), "counted": numbers}
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize("options", [{}, {"delay": 1}], ids=["at once", "later"])
 @pytest.mark.sample(1)
 def test_an_island_counts_with_all_its_shards_or_with_none(options: dict[str, Any]) -> None:
@@ -152,6 +154,7 @@ def with_buffers(island: int, rank: int, meet: str, options: dict[str, Any]) -> 
     return {"weights": weights, "buffers": dict(module.named_buffers()), "said": said, "counted": numbers}
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize("options", [{}, {"delay": 1}, {"fragments": 2}], ids=["at once", "later", "fragments"])
 @pytest.mark.sample(1)
 def test_buffers_that_are_not_finite_do_not_spread_and_a_mask_of_infinities_stays(options: dict[str, Any]) -> None:

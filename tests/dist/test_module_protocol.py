@@ -265,6 +265,7 @@ def of_fabric(rank: int, world_size: int, strategy: Any, folder: str) -> list[Te
     return losses
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize(("stage", "kind"), [(1, "sharded"), (3, "sharded"), (3, "file")])
 def test_fabric_loads_by_the_same_code(stage: Any, kind: Any, tmp_path: Path):
     (tmp_path / "plain").mkdir()
@@ -303,6 +304,7 @@ def saved_by(rank: int, world_size: int, strategy: Any, folder: str) -> None:
     trainer.save_checkpoint(f"{folder}/c.ckpt")
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize("kind", ["file", "sharded"])
 def test_hooks_see_full_weights_where_layers_are_split(kind: Any, tmp_path: Path):
     parallel = {"tensor": {"size": 2, "plan": {"up": "column", "down": "row"}}}

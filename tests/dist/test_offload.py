@@ -111,6 +111,7 @@ def test_every_tier_trains_to_the_same_bits(world_size: int, stage: int, row: st
     assert_as_without_offload(results(world_size, rows), row, stage)
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize("tiers", few_or_all(("param", "mixed"), tuple(TIERS)))
 def test_parameters_on_every_tier_with_some_that_are_not_stepped(tiers: tuple[str, ...]) -> None:
     """Stage 3 in 16 bits: what no update writes keeps its value, also where parameters are kept beside the masters."""

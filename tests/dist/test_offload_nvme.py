@@ -70,6 +70,7 @@ def refused(ours: ZeROStrategy, net: type[Net] = OnDrive) -> str:
     return str(refusal.value)
 
 
+@pytest.mark.wide
 @on_ranks(2)
 def test_a_folder_that_cannot_take_states(rank: int, world_size: int, tmp_path: Any) -> None:
     (tmp_path / "file").write_text("")
@@ -96,6 +97,7 @@ def test_a_full_drive_is_found_before_training(rank: int, world_size: int, tmp_p
     assert "free" in message
 
 
+@pytest.mark.wide
 @on_ranks(2)
 def test_an_error_of_the_drive_ends_every_rank(rank: int, world_size: int, tmp_path: Any) -> None:
     """In the middle of training, on one rank; the other learns which and why."""
@@ -119,6 +121,7 @@ def test_an_error_of_the_drive_ends_every_rank(rank: int, world_size: int, tmp_p
     assert time.monotonic() - start < wall(40)
 
 
+@pytest.mark.wide
 @on_ranks(2)
 def test_a_folder_that_is_deleted_meanwhile(rank: int, world_size: int, tmp_path: Any) -> None:
     """Training does not notice: its file has no name."""
@@ -197,6 +200,7 @@ class WithForeach(Net):
         return torch.optim.Adam(self.parameters(), lr=self.lr, foreach=True)
 
 
+@pytest.mark.wide
 @pytest.mark.sample(1)
 @pytest.mark.parametrize(
     ("net", "stages"),

@@ -73,6 +73,7 @@ def assert_resumes(world_size: int, stage: int, moments: str, changes: Changes) 
         assert problems == []
 
 
+@pytest.mark.wide
 def test_resume_on_another_tier_at_stage_3(tmp_path: Any, monkeypatch: Any) -> None:
     monkeypatch.setenv("TMPDIR", str(tmp_path))
     assert_resumes(2, 3, "bf16", [("param", "nvme_param"), ("mixed", None)])

@@ -221,6 +221,7 @@ def test_on_one_rank_as_in_a_plain_trainer(kind: type[Joins], options: dict[str,
     compare(1, [kind], options)
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize("names", few_or_all(("zero2", "zero3_offload"), tuple(OPTIONS)))
 def test_with_accumulation_and_clipping(names: tuple[str, ...]) -> None:
     options = {name: OPTIONS[name] for name in names}
@@ -287,6 +288,7 @@ class ByOwnCallback(Joins):
         return [Stepwise()]
 
 
+@pytest.mark.wide
 @pytest.mark.sample(1)
 @pytest.mark.parametrize("kind", [ByCallback, ByOwnCallback])
 @pytest.mark.parametrize("names", [("zero1", "zero3, small units"), ("zero2", "zero2"), ("zero3_offload", "zero1")])
@@ -836,6 +838,7 @@ def test_one_parameter_in_two_optimizers_on_one_rank(kind: type[Any], options: d
     assert not any(found), "\n".join(found[0])
 
 
+@pytest.mark.wide
 @pytest.mark.sample(1)
 @pytest.mark.parametrize("kind", [Shared, TheSame])
 @pytest.mark.parametrize("names", [("zero1", "zero3, small units"), ("zero2", "zero2")])

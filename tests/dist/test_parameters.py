@@ -258,6 +258,7 @@ class Samples(Net):
         self.sampled = h.clone()
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize("stages", few_or_all((3,), STAGES))
 @on_ranks(2)
 def test_sampling_between_validation_and_training(rank: int, world_size: int, stages: tuple[int, ...]) -> None:

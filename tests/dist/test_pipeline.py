@@ -249,6 +249,7 @@ def observe(rank: int, world_size: int, folder: str, pipelined: bool) -> dict[st
     }
 
 
+@pytest.mark.wide
 def test_callbacks_and_logs_are_the_same_on_every_stage_as_on_one_process(tmp_path):
     """Batches of 8, 8, 8, 8, 8 and 4 samples in 4 micro-batches; a pipeline of a plain Sequential."""
     expected = spawn(observe, 1, str(tmp_path / "one"), False, init_process_group=False)[0]
@@ -291,6 +292,7 @@ def fail(rank: int, world_size: int, module: type[AlexNetLike]) -> tuple[str, fl
     return "", 0.0
 
 
+@pytest.mark.wide
 def test_a_stage_that_raises_ends_the_run_on_all():
     (first, seconds), (last, _) = spawn(fail, 2, AlexNetLike, init_process_group=False, timeout_s=60)
     assert last == "ValueError: this stage cannot go on"

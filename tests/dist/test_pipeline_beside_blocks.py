@@ -98,6 +98,7 @@ def trained(
 FEW = [pipeline(3), {**pipeline(1, "zero_bubble"), "offload": "cpu"}]
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize(
     ("accumulate", "epochs", "cases"),
     [(1, 1, FEW), wide(1, 2, CASES), wide(2, 2, [pipeline(1), pipeline(3)])],

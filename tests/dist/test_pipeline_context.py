@@ -46,6 +46,7 @@ def compare(world: int, choices: list[dict[str, Any]], accumulate: int = 1, **sh
     return assert_as_plain(world, runs, timeout_s=170)
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize("choices", few_or_all([{"stage": 3, **RING}], [{"stage": 2}, {"stage": 3, **RING}]))
 def test_exchanged_heads_and_rings(choices):
     compare(4, choices)
@@ -247,6 +248,7 @@ class ByHand(Masked):
         return loss
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize("kind", [pytest.param(Selects, marks=pytest.mark.wide), ByHand])
 def test_means_made_by_hand_count_by_their_tokens(kind):
     """Some micro-batches have none."""
@@ -321,6 +323,7 @@ def assert_all_refuse(world: int, options: dict[str, Any]) -> None:
         assert seconds < wall(15)  # ranks that wait in vain end with another error, after 25
 
 
+@pytest.mark.wide
 def test_a_length_that_does_not_divide_is_refused_at_once_on_all_ranks():
     assert_all_refuse(4, {"stage": 3, **TWO})
 

@@ -376,6 +376,7 @@ def evaluate(rank: int, world_size: int, case: str, expected: list[float]) -> No
             assert all((p.grad is None) == (order == "evaluate first" or p.is_meta) for p in trained)
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize("case", [slow("pairs"), "side_early"])
 def test_evaluation_returns_what_step_returns(case: str) -> None:
     _, step, batch = CASES[case]()
@@ -416,6 +417,7 @@ def callbacks(rank: int, world_size: int) -> None:
             assert place_of_last == gives[-1] - 1 > max(gives[:-1])
 
 
+@pytest.mark.wide
 def test_callbacks_come_around_every_action_and_before_the_last_gradient() -> None:
     spawn(callbacks, 2)
 
@@ -537,6 +539,7 @@ def breaks(rank: int, world_size: int, where: str, schedule: str) -> tuple[str, 
     return "", "", time.monotonic() - start
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize(("where", "schedule"), [slow("forward", "1f1b"), ("backward", "1f1b"), slow("forward", "zbv")])
 def test_an_error_on_one_stage_ends_all_ranks_soon(where: str, schedule: str) -> None:
     results = spawn(breaks, 4, where, schedule, timeout_s=40)
@@ -688,6 +691,7 @@ def train_foreign(rank: int, world_size: int, kind: str) -> dict[str, float]:
     return worst
 
 
+@pytest.mark.wide
 @pytest.mark.sample(1)
 @pytest.mark.parametrize("kind", ["t5", "llama", slow("gpt2"), slow("vit")])
 def test_models_of_others_need_no_change(kind: str) -> None:

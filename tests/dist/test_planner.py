@@ -211,6 +211,7 @@ def drive_bytes(rank: int, world_size: int, folder: str, indices: tuple[int, ...
     return result
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize("indices", few_or_all((4,), tuple(range(len(ON_DRIVE)))))
 def test_the_drives_traffic_is_foretold_exactly(indices: tuple[int, ...], tmp_path: Any) -> None:
     """States are read and written once per step, averages that wait for clipping too, parameters at every gather."""

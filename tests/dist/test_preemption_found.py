@@ -121,6 +121,7 @@ def test_an_older_checkpoint_is_resumed_from_and_the_newer_one_is_named(rank, wo
     assert path.exists(), "what could not be read is not removed"
 
 
+@pytest.mark.wide
 @pytest.mark.sample(1)
 @pytest.mark.parametrize("kind", ["sharded", "ddp"])
 @on_ranks(2)
@@ -140,6 +141,7 @@ def test_without_an_older_checkpoint_the_run_does_not_start_from_scratch(rank, w
     assert not (tmp_path / "ran").exists()
 
 
+@pytest.mark.wide
 @on_ranks(2)
 def test_files_with_weights_only_are_not_resumed_from(rank, world_size, tmp_path):
     only = keep(tmp_path, save_weights_only=True, every_n_train_steps=1)

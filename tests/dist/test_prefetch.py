@@ -86,6 +86,7 @@ def events_of_a_step(**options: Any) -> list[tuple[str, int]]:
     return events[steps[-2] : steps[-1]]
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize("depth", [0, 1, 2])
 @on_ranks(2)
 def test_so_many_blocks_ahead_are_being_gathered_while_one_computes(rank: int, world_size: int, depth: int) -> None:

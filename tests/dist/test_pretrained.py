@@ -179,6 +179,7 @@ def test_training_from_files_is_what_ddp_makes_of_them(name: str, tmp_path: Path
     _equal_to_ddp(folder=str(tmp_path), cases={name: {}})
 
 
+@pytest.mark.wide
 def test_tied_weights_and_several_files(tmp_path: Path) -> None:
     place = save(tmp_path, "llama, tied", max_shard_size="60KB")
     assert len(list(place.glob("*.safetensors"))) > 3
@@ -203,6 +204,7 @@ CASES = {
 }
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize(
     "names", few_or_all(("gpt2", "llama, tied"), ("gpt2", "llama, tied", *CASES))
 )  # fmt: skip
@@ -233,6 +235,7 @@ def _dtypes(rank: int, world_size: int, folder: str, dtypes: tuple[Any, ...]) ->
         assert_equal(ours.losses, trusted.losses, f"{dtype}, loss")
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize(
     "dtypes", few_or_all(("auto", torch.float16), ("auto", torch.float32, torch.bfloat16, torch.float16))
 )
@@ -278,6 +281,7 @@ def _missing_keys(rank: int, world_size: int, folder: str) -> None:
         fit(3, Classifier(Path(folder) / "bert with 3 classes", **options), tokens(), max_steps=1)
 
 
+@pytest.mark.wide
 def test_missing_and_mismatched_entries_are_as_transformers_fills_them_and_reported_once(tmp_path: Path) -> None:
     save(tmp_path, "bert")
     MODELS["bert with 3 classes"] = ("BertForSequenceClassification", "BertConfig", {**BERT, "num_labels": 3})
@@ -344,6 +348,7 @@ def _memory(rank: int, world_size: int, folder: str, options: dict[str, Any]) ->
     assert total <= 1.01 * model
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize("name", ["llama", *(slow(name) for name in WIDE if name != "llama")])
 def test_no_rank_needs_more_memory_than_its_shard_and_a_tensor(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

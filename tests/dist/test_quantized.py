@@ -183,6 +183,7 @@ class Sent(pl.Callback):
         self.bytes.append(meter["all_gather"] + meter["reduce_scatter"])
 
 
+@pytest.mark.wide
 @on_ranks(2)
 def test_bytes_on_the_wire_and_in_memory(rank: int, world_size: int) -> None:
     for form, ratio in (("nf4", 0.3), ("int4", 0.3), ("int8", 0.52)):
@@ -252,6 +253,7 @@ PARALLEL: dict[str, tuple[type[Net], type[Net], dict[str, Any]]] = {
 }  # fmt: skip
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize(
     "names", few_or_all(("tensor, stage 3", "pipeline, stage 1", "experts, stage 1"), tuple(PARALLEL))
 )
@@ -285,6 +287,7 @@ def here(state: dict[str, Tensor]) -> dict[str, Tensor]:
     return {name: value for name, value in state.items() if not value.is_meta}
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize("forms", few_or_all(("sharded",), ("sharded", "file")))
 @on_ranks(2)
 def test_checkpoints_have_the_same_bits_everywhere(
@@ -331,6 +334,7 @@ class Unfreeze(BaseFinetuning):
             self.unfreeze_and_add_param_group(pl_module.blocks[1], optimizer)
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize("names", few_or_all(("stage 3",), ("stage 1", "stage 3")))
 @on_ranks(2)
 def test_layers_that_are_unfrozen_start_from_rounded_weights(
@@ -432,6 +436,7 @@ def measure(rank: int, world_size: int, indices: tuple[int, ...]) -> list[tuple[
     return result
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize("indices", few_or_all((3,), tuple(range(len(PLANNED)))))
 def test_the_planner_knows_the_bytes(indices: tuple[int, ...]) -> None:
     ranks = spawn(measure, 2, indices, init_process_group=False, timeout_s=120)

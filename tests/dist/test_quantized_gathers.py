@@ -101,6 +101,7 @@ def test_every_case_has_the_bits_of_weights_rounded_by_hand(world_size: int, tmp
     compare(world_size, cases)
 
 
+@pytest.mark.wide
 def test_bytes() -> None:
     """An element takes 1.03 bytes in int8 and 0.53 in int4, scales included; gradients are sent as before."""
     case = Case(stage=3, steps=3, width=32)

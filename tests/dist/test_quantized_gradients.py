@@ -143,6 +143,7 @@ def test_every_case_has_the_same_bits(tmp_path: Path) -> None:
 # --- bytes -----------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.wide
 def test_bytes_between_nodes_are_a_quarter_at_most() -> None:
     """Two nodes of two ranks. Without, a rank sends half of the gradients to the other node; with, a shard, in int8 of
     1.03 bytes per element or int4 of 0.53. All that it sends are the shards of the other ranks, in both."""

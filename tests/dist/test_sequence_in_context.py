@@ -44,6 +44,7 @@ def compare(choices: list[dict[str, Any]], world: int = 4, accumulate: int = 1, 
     assert_as_plain(world, runs, timeout_s=250)
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize("steps", few_or_all(3, 8))
 def test_losses_norms_and_weights_are_those_of_one_process(steps):
     compare([{"stage": 1}, {"stage": 3, **RING, **CHUNKED}], steps=steps, num_layers=3)

@@ -141,6 +141,7 @@ def measure(rank: int, world_size: int, cases: list[Case]) -> list[dict[str, Any
     return found
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize("of", few_or_all(((2, "bf16-true"),), ((2, "bf16-true"), (3, "32-true"))))
 def test_bytes_between_nodes_equal_the_formula(of: tuple[tuple[int, str], ...]) -> None:
     """Two nodes of two ranks. Without groups, stage 2 sends ``P`` elements in the compute dtype for gradients and ``P``

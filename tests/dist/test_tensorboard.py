@@ -46,6 +46,7 @@ def group_of(tag: str) -> str:
     return tag.split("/")[0]
 
 
+@pytest.mark.wide
 @on_ranks(2)
 def test_losses_are_what_is_seen_first_and_no_chart_is_of_nothing(rank: int, world_size: int, tmp_path: Path) -> None:
     logger = TensorBoardLogger(str(tmp_path), name="", version="0", default_hp_metric=False)

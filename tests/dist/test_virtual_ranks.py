@@ -458,6 +458,7 @@ class Sums(Net):
         return torch.optim.AdamW(self.parameters(), lr=1e-2, eps=1e-4)
 
 
+@pytest.mark.wide
 @pytest.mark.sample(1)
 @pytest.mark.parametrize("kind", ["generator of a sampler", "generator of a loader", "batch sampler"])
 def test_samplers_draw_for_one_virtual_rank(kind: str) -> None:

@@ -177,6 +177,7 @@ def resume(rank: int, world_size: int, path: str, layout: tuple[int, str], state
 LAYOUTS = [(2, (3, "cpu")), (3, (1, "device")), (1, (2, "nvme")), (2, (2, "device"))]
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize(
     ("form", "layout", "cases"),
     [

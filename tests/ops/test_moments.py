@@ -98,6 +98,7 @@ def test_rounding_is_unbiased(moment_format, signed):
         assert error.mean().abs() < 4 * error.std() / n**0.5
 
 
+@pytest.mark.wide
 def test_a_small_fraction_adds_up():
     """m = 0.999 m + 0.001 g from 0 towards g: rounding to nearest would stop at a fraction of it."""
     for moment_format in ("bf16", "int8"):

@@ -124,6 +124,7 @@ for mode in (0o777, 0o700):
 """
 
 
+@pytest.mark.wide
 def test_a_planted_library_does_not_run(tmp_path):
     """With rights as they should be it does: the test would see it."""
     compiler = shutil.which("g++")

@@ -76,6 +76,7 @@ def no_arguments(monkeypatch: pytest.MonkeyPatch) -> None:
 # --- configurations -------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.wide
 @pytest.mark.sample(2)
 @pytest.mark.parametrize("file", FILES, ids=stem)
 def test_configuration_builds_what_it_names(file: Path, tmp_path: Path, no_arguments: None) -> None:

@@ -152,6 +152,7 @@ def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize("attention", ["sdpa", "eager"])
 def test_packing_changes_no_loss(base: Path, attention: str) -> None:
     from transformers import AutoModelForCausalLM
@@ -187,6 +188,7 @@ def cli(tmp_path_factory: pytest.TempPathFactory) -> FinetuneCLI:
     return build(f"--config={CONFIGS / 'base.yaml'}", folder=tmp_path_factory.mktemp("runs"))
 
 
+@pytest.mark.wide
 @pytest.mark.sample(3)
 @pytest.mark.parametrize("file", OVERLAYS, ids=programs.stem)
 def test_an_overlay_is_taken_and_says_only_what_it_changes(cli: FinetuneCLI, file: Path) -> None:
@@ -229,6 +231,7 @@ def logits(model: Any) -> torch.Tensor:
         return model(tokens).logits
 
 
+@pytest.mark.wide
 @pytest.mark.usefixtures("lines")
 def test_a_trained_model_is_exported(base: Path, tmp_path: Path) -> None:
     from transformers import AutoModelForCausalLM
@@ -242,6 +245,7 @@ def test_a_trained_model_is_exported(base: Path, tmp_path: Path) -> None:
     assert not torch.equal(logits(again), logits(AutoModelForCausalLM.from_pretrained(base)))
 
 
+@pytest.mark.wide
 @pytest.mark.usefixtures("lines")
 @pytest.mark.parametrize("options", [wide({}, id="{}"), {"dora": True}, {"modules_to_save": ["lm_head"]}], ids=str)
 def test_an_adapter_is_exported_and_merged(base: Path, tmp_path: Path, options: dict[str, Any]) -> None:

@@ -133,6 +133,7 @@ def run(capsys: pytest.CaptureFixture[str], *args: str, kind: type[GPTModule] = 
 OPTIONS = ("--max-new-tokens=12", "--temperature=1", "--top-k=20", "--top-p=0.95", "--seed=1", "--device=cpu")
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize("kind", [GPTModule, MoEGPTModule])
 def test_a_folder_of_any_ranks_continues_prompts(tmp_path: Path, capsys: Any, kind: type[GPTModule]) -> None:
     module = build(kind, **({"moe": MoEConfig(num_experts=[4], drop_tokens=False)} if kind is MoEGPTModule else {}))
@@ -157,6 +158,7 @@ def test_a_single_file_and_a_stop(tmp_path: Path, capsys: Any) -> None:
     assert (status, out) == (0, f"def {text[: text.index(stop)]}\n")
 
 
+@pytest.mark.wide
 def test_errors_say_what_to_do(tmp_path: Path, capsys: Any) -> None:
     folder = save(build(), tmp_path / "x.ckpt")
     strange = save(build(config=GPTConfig(vocab_size=70, num_layers=1, width=32)), tmp_path / "y.ckpt", tokenizer=None)

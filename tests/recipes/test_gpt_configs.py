@@ -42,6 +42,7 @@ def cli(tmp_path_factory: pytest.TempPathFactory) -> GPTCLI:
     return build([*config_args(CONFIGS / "base.yaml"), *smaller], tmp_path_factory.mktemp("runs"))
 
 
+@pytest.mark.wide
 @pytest.mark.sample(2)
 @pytest.mark.parametrize("file", FILES, ids=stem)
 def test_parses(cli: GPTCLI, file: Path) -> None:
@@ -52,6 +53,7 @@ def test_parses(cli: GPTCLI, file: Path) -> None:
     assert parsed.model.config.block_size == parsed.data.block_size
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize("name", ["zero0", "zero1", "zero2", "zero3", "ddp"])
 def test_a_strategy_goes_on_top_of_any_size(cli: GPTCLI, name: str) -> None:
     args = [*config_args(CONFIGS / "gpt_7b.yaml"), f"--config={CONFIGS / name}.yaml"]
@@ -102,6 +104,7 @@ def test_no_progress_bar_needs_no_other_change(tmp_path: Path) -> None:
     assert len(cli.trainer.callbacks) > 2
 
 
+@pytest.mark.wide
 def test_print_config_is_the_manual(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "argv", ["recipes.gpt"])
     with pytest.raises(SystemExit) as end:

@@ -137,6 +137,7 @@ def test_unigram_entropy_is_that_of_the_frequencies(tmp_path) -> None:
     assert val.unigram_entropy == pytest.approx(math.log(2))
 
 
+@pytest.mark.wide
 def test_the_default_text_is_the_standard_library_without_its_tests() -> None:
     c = Corpus(CorpusConfig())
     names = {str(f.relative_to(c.root)) for f in c.files()}
@@ -327,6 +328,7 @@ def data_of(folder: Path, tmp_path: Path, **options) -> TextData:
     return TextData(corpus(folder, tmp_path, max_bytes=5000, val_fraction=0.2), block_size=16, batch_size=8, **options)
 
 
+@pytest.mark.wide
 @pytest.mark.sample(2)
 @pytest.mark.filterwarnings("ignore:Be aware that when using `ckpt_path`")
 @pytest.mark.parametrize("saved", ["by a callback", "after the end"])

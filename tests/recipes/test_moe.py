@@ -63,6 +63,7 @@ def cli(tmp_path_factory: pytest.TempPathFactory) -> GPTCLI:
 # --- configurations -------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.wide
 @pytest.mark.sample(2)
 @pytest.mark.parametrize("file", FILES, ids=stem)
 def test_parses_and_fits_the_network(cli: GPTCLI, file: Path) -> None:
@@ -174,6 +175,7 @@ def test_a_pyramid_of_the_wrong_height_is_refused() -> None:
         MoEGPT(GPTConfig(mlp="gelu"), MoEConfig())
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize("name", ["base", "pr_moe", "deepseek"])
 def test_built_on_meta_it_starts_as_wide_as_built_at_once(cli: GPTCLI, name: str) -> None:
     """Every module that owns parameters fills them itself, from the distribution that the constructor draws from."""

@@ -68,6 +68,7 @@ def trained(device: torch.device, name: str, kind: type[Stack], width: int = WID
     return fit(device, options, {**trainer, "max_steps": 4}, module=module), module.kept
 
 
+@pytest.mark.wide
 @pytest.mark.sample(1)
 @pytest.mark.parametrize("name", [slow(name) if name == "own step" else name for name in CASES])
 def test_the_device_is_empty_meanwhile_and_no_bit_changes(name: str) -> None:

@@ -52,6 +52,7 @@ def test_streamed_inference_is_that_of_the_cpu(tier: str) -> None:
     assert torch.equal(on_device.result, streamed(torch.device("cpu"), tier))
 
 
+@pytest.mark.wide
 @pytest.mark.sample(1)
 @pytest.mark.parametrize("program", [(saved, 2), (saved, 3), (saved, 2, "file"), (saved_through_device,)])
 def test_a_save_in_the_background_is_that_of_its_step(program: tuple[Any, ...]) -> None:
@@ -94,6 +95,7 @@ def test_the_host_pins_what_is_planned(parameters: str | None) -> None:
     assert planned <= found.peak_pinned_bytes <= planned + 2 * unit + 64 * 4096
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize(("step_on", "kind"), [("cpu", "cpu"), ("device", "sim")])
 def test_updates_run_where_they_should_also_while_backward_runs(step_on: str, kind: str) -> None:
     on_device = run(places_of_updates, step_on)
@@ -106,6 +108,7 @@ ALL_ON_HOST = {"optimizer": "cpu", "parameters": "cpu", "gradients": "cpu", "ste
 ALL_ON_DRIVE = {"optimizer": "nvme", "parameters": "nvme", "gradients": "nvme", "step_on": "cpu"}
 
 
+@pytest.mark.wide
 @pytest.mark.sample(1)
 @pytest.mark.parametrize(
     ("options", "precision", "allowed"),

@@ -53,6 +53,7 @@ def check(code: str, *arguments: str, cwd: Path = ROOT, **env: str) -> str:
     return done.stdout
 
 
+@pytest.mark.wide
 @needs_entry_point
 def test_aliases_are_there_with_lightning_alone(tmp_path: Path) -> None:
     check(

@@ -25,6 +25,7 @@ def start(*args):
     )
 
 
+@pytest.mark.wide
 def test_tune_io_prints_a_table_and_the_setting_and_leaves_nothing(tmp_path):
     done = start("tune-io", tmp_path, *SMALL)
     assert done.returncode == 0, done.stderr

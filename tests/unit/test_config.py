@@ -287,10 +287,12 @@ OURS = "ls_strategy.ZeROStrategy"
 STRATEGY = f"--trainer.strategy={OURS}"
 
 
+@pytest.mark.wide
 def test_yaml_takes_every_group(tmp_path: Path) -> None:
     assert build(written(tmp_path, OURS, **nested(FULL))) == ZeROStrategy(**nested(FULL)).config
 
 
+@pytest.mark.wide
 def test_the_printed_configuration_makes_the_same_strategy(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     words = [written(tmp_path, OURS, **nested(FULL)), "--trainer.strategy.sharding.prefetch_units=3", "--print_config"]
     with pytest.raises(SystemExit):
@@ -310,6 +312,7 @@ def test_help_describes_groups_and_their_options(capsys: pytest.CaptureFixture[s
     assert "optimizer states, and at stage 3 the" in " ".join(text.split())
 
 
+@pytest.mark.wide
 @pytest.mark.sample(1)
 @pytest.mark.parametrize(
     ("words", "options"),
@@ -338,6 +341,7 @@ def test_a_command_line_says_the_same(words: list[str], options: dict[str, Any])
     assert build(STRATEGY, *(f"--trainer.strategy.{word}" for word in words)) == ZeROStrategy(**nested(options)).config
 
 
+@pytest.mark.wide
 def test_a_command_line_goes_on_from_the_file(tmp_path: Path) -> None:
     file = written(tmp_path, OURS, offload={"optimizer": "cpu", "parameters": {"tier": "cpu", "ratio": 0.5}})
     offload = build(file, "--trainer.strategy.offload.optimizer", "nvme", "--trainer.strategy.stage", "3").offload
@@ -349,6 +353,7 @@ def test_a_command_line_goes_on_from_the_file(tmp_path: Path) -> None:
     assert parallel.parallel == ParallelConfig(expert=2, pipeline=PipelineConfig(size=2, micro_batches=8))
 
 
+@pytest.mark.wide
 @pytest.mark.sample(1)
 @pytest.mark.parametrize(
     ("name", "given", "words", "expected"),
@@ -377,6 +382,7 @@ def test_a_share_in_a_file_names_its_tier(tmp_path: Path, capsys: pytest.Capture
     assert "the following arguments are required: tier" in capsys.readouterr().err
 
 
+@pytest.mark.wide
 @pytest.mark.sample(1)
 @pytest.mark.parametrize(
     ("words", "required"),
@@ -396,6 +402,7 @@ def test_a_further_option_does_not_turn_a_short_form_into_a_default(
     assert f"the following arguments are required: {required}" in capsys.readouterr().err
 
 
+@pytest.mark.wide
 @pytest.mark.sample(1)
 @pytest.mark.parametrize(
     ("word", "message"),

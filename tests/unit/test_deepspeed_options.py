@@ -187,6 +187,7 @@ def ds_config(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> str:
     return str(path)
 
 
+@pytest.mark.wide
 def test_yaml_alone_takes_the_file(tmp_path: Any, ds_config: str) -> None:
     strategy = build(["--config", yaml_file(tmp_path, deepspeed_config=ds_config)])
     assert (strategy.config.stage, strategy.config.offload) == (2, OffloadConfig(optimizer="cpu"))
@@ -200,6 +201,7 @@ def test_yaml_alone_takes_the_file(tmp_path: Any, ds_config: str) -> None:
     assert build(words).config.stage == 3
 
 
+@pytest.mark.wide
 @pytest.mark.sample(1)
 @pytest.mark.parametrize("written", [{"stage": 3}, {"offload": {"optimizer": None}}, {"offload": "nvme"}, {"stage": 1}])
 def test_yaml_that_contradicts_the_file(tmp_path: Any, ds_config: str, written: dict[str, Any]) -> None:
@@ -208,6 +210,7 @@ def test_yaml_that_contradicts_the_file(tmp_path: Any, ds_config: str, written: 
         build(["--config", yaml_file(tmp_path, deepspeed_config=ds_config, **written)])
 
 
+@pytest.mark.wide
 def test_a_command_line_that_contradicts_the_file(tmp_path: Any, ds_config: str) -> None:
     config = yaml_file(tmp_path, deepspeed_config=ds_config)
     with pytest.raises(ValueError, match=r"Got stage=3.*zero_optimization\.stage=2"):

@@ -389,6 +389,7 @@ def test_a_port_that_is_taken():
 # --- two ranks -------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.wide
 def test_two_ranks_add_up():
     finding = collective.all_reduce("gloo", timeout_s=60)
     assert finding.state == "ok", finding
@@ -420,6 +421,7 @@ def test_ranks_that_fail(code, value, cure):
     assert cure in finding.cure
 
 
+@pytest.mark.wide
 def test_ranks_that_hang_are_ended(tmp_path):
     code = f"import os, sys, time; open(r'{tmp_path}/' + sys.argv[2], 'w').write(str(os.getpid())); time.sleep(60)"
     finding = collective.all_reduce("nccl", timeout_s=1.5, program=(sys.executable, "-c", code))

@@ -35,6 +35,7 @@ def test_a_command_that_fails_gives_status_and_message() -> None:
     assert (output, error) == ("", "it ended with status 1: out of luck seven")
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize("command", [["/no/such/program"], python("while True: pass")], ids=["missing", "too slow"])
 def test_a_command_that_does_not_answer(command: list[str]) -> None:
     output, error = run(command, 0.5)

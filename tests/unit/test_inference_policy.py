@@ -26,6 +26,7 @@ def shards(model: nn.Module, styles: Any, size: int) -> tuple[dict[str, Any], di
     }, attributes
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize(
     ("name", "by_class"), [("t5", True), ("opt", False), *((name, True) for name in POLICIES if name != "t5")]
 )

@@ -125,6 +125,7 @@ def test_an_island_that_is_lost_is_not_waited_for():
     assert get(half).line["what"] == "missed"
 
 
+@pytest.mark.wide
 def test_an_island_that_says_nothing_is_left_out_after_the_time_limit_and_told_so():
     _, (first, second) = started(patience_s=1.0)
     began = time.monotonic()
@@ -234,6 +235,7 @@ def test_an_island_that_lacks_more_than_the_last_round_gets_its_result():
     assert get(second[0].exchange(2, b"all", ends=True)).line["islands"] == []
 
 
+@pytest.mark.wide
 def test_without_the_result_of_the_last_round_a_late_island_is_told_so():
     hub, run, _, second = ended(state=None)  # the one that had it was lost
     assert "island 1 after the last round of its run" in get(second[0].join(run, 0, again=True)).line["error"]
@@ -256,6 +258,7 @@ def test_an_island_that_waits_to_be_let_in_gets_the_result_of_the_last_round(sta
     assert get(join).parts == [state] if state is not None else "after the last round" in get(join).line["error"]
 
 
+@pytest.mark.wide
 def test_all_islands_may_continue_a_run_that_has_ended():
     hub, run, _, second = ended(patience_s=3.0)
     second[0].lose()
@@ -346,6 +349,7 @@ def test_two_islands_with_one_number_are_refused(monkeypatch: pytest.MonkeyPatch
     assert "island=2, but the hub was started for 2 islands" in get(island(hub, 2)[0].join()).line["error"]
 
 
+@pytest.mark.wide
 def test_an_island_whose_ranks_do_not_all_come_is_an_error_on_those_that_have():
     hub = Hub(1, 1.0)
     there = island(hub, 0, 3)[:2]
@@ -409,6 +413,7 @@ def test_a_closed_connection_is_an_island_that_is_lost(server: HubServer):
     two.close()
 
 
+@pytest.mark.wide
 def test_another_secret_is_refused_with_the_cure(server: HubServer):
     with pytest.raises(ConfigError, match=r"its secret is another one.*DiLoCo\(secret=...\)"):
         client(server, "wrong").connect()

@@ -74,6 +74,7 @@ def two(patience_s: float) -> Iterator[tuple[Program, int, list[Rank], ThreadPoo
                 rank.client.close()
 
 
+@pytest.mark.wide
 def test_a_hub_that_is_stopped_is_reported_by_its_address_and_then_lost() -> None:
     with two(2.0) as (process, port, (first, _), pool):
         asked = pool.submit(first.client.ask, "exchange", EXCHANGE, b"x")
@@ -90,6 +91,7 @@ def test_a_hub_that_is_stopped_is_reported_by_its_address_and_then_lost() -> Non
         os.kill(process.pid, signal.SIGCONT)
 
 
+@pytest.mark.wide
 def test_a_hub_that_goes_on_in_time_loses_nothing() -> None:
     with two(30.0) as (process, _, (first, second), pool):
         asked = pool.submit(first.client.ask, "exchange", EXCHANGE, b"x")
@@ -102,6 +104,7 @@ def test_a_hub_that_goes_on_in_time_loses_nothing() -> None:
         assert asked.result(timeout=20)[1] == [b"y"]
 
 
+@pytest.mark.wide
 def test_a_hub_that_waits_for_an_island_is_not_silent(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(link, "_UNUSUAL_S", 4.0)  # on a busy machine, its process can stand still for a second
     with two(4.5) as (_, _, (first, second), pool):
@@ -113,6 +116,7 @@ def test_a_hub_that_waits_for_an_island_is_not_silent(monkeypatch: pytest.Monkey
         assert not first.said
 
 
+@pytest.mark.wide
 def test_a_hub_that_is_stopped_while_it_receives_is_noticed() -> None:
     with two(2.0) as (process, _, (first, _), pool):
         os.kill(process.pid, signal.SIGSTOP)

@@ -192,6 +192,7 @@ def test_a_join_that_is_malformed_does_not_spoil_the_run() -> None:
         joined(port, 2)
 
 
+@pytest.mark.wide
 def test_ranks_of_an_island_that_count_differently_are_refused() -> None:
     with serving(1, patience_s=1.0) as port:
         one, two = Raw(port, ranks=2), Raw(port, rank=1, ranks=3)
@@ -239,6 +240,7 @@ def test_memory_is_not_taken_before_bytes_arrive() -> None:
             tracemalloc.stop()
 
 
+@pytest.mark.wide
 def test_a_rank_that_says_nothing_is_lost_and_one_that_trains_slowly_is_not(monkeypatch: pytest.MonkeyPatch) -> None:
     from ls_strategy.extras.islands import client, server
 

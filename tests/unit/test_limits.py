@@ -35,6 +35,7 @@ def test_nothing_makes_it_stand_still(monkeypatch: pytest.MonkeyPatch) -> None:
     assert limits.clock() - began >= 0.5 / limits._SLOWEST
 
 
+@pytest.mark.wide
 def test_subprocesses(busy: bool) -> None:
     command = [sys.executable, "-c", "import time; time.sleep(1)"]
     if busy:
@@ -69,6 +70,7 @@ def test_alarms() -> None:
     assert rang == ["soon", "later"]
 
 
+@pytest.mark.wide
 @pytest.mark.timeout(1)
 def test_a_test(monkeypatch: pytest.MonkeyPatch) -> None:
     """Pytest-timeout would end the process."""

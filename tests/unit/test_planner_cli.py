@@ -101,6 +101,7 @@ def config(tmp_path, monkeypatch):
         del os.environ[name]
 
 
+@pytest.mark.wide
 def test_a_plan_in_json(config, capsys):
     """It has one amount of states and of traffic, in both of its tables."""
     more = ("--scaling", "--", "--trainer.accumulate_grad_batches=2")
@@ -185,6 +186,7 @@ def test_the_longest_samples_and_the_largest_micro_batch(config, capsys, tmp_pat
     assert f"{plain['longest_sample_tokens']:,} tokens" in out
 
 
+@pytest.mark.wide
 @pytest.mark.sample(1)
 @pytest.mark.parametrize(
     ("words", "error", "message"),
@@ -202,6 +204,7 @@ def test_what_the_longest_samples_need(config, words, error, message, tmp_path):
         run(config, *words)
 
 
+@pytest.mark.wide
 def test_a_plan_for_too_small_a_machine(config, capsys):
     assert run("--config", config, "--gpus", 8, "--gpu-memory", "1GB", "--scaling") == 1
     text = capsys.readouterr().out
@@ -236,6 +239,7 @@ def test_a_program_that_cannot_begin_says_so_and_how_to_change_it(config):
     assert run(config, "--json", "--", "--data.source=here") == 0
 
 
+@pytest.mark.wide
 def test_what_is_no_program(config, tmp_path):
     with pytest.raises(ConfigError, match="is no file"):
         run("nowhere.yaml")

@@ -163,6 +163,7 @@ def most_alive(pieces, span, forwards):
     return most
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize("recompute", [None, RecomputeConfig(policy="full")], ids=["kept", "recomputed"])
 def test_the_activations_of_a_stage_are_known_without_a_replay(recompute):
     asked = question()
@@ -173,6 +174,7 @@ def test_the_activations_of_a_stage_are_known_without_a_replay(recompute):
         assert pieces.alive_bytes(stop, 9, forwards=forwards) == expected, (stop, forwards)
 
 
+@pytest.mark.wide
 @pytest.mark.sample(1)
 @pytest.mark.parametrize("offloads", [False, True])
 @pytest.mark.parametrize(
@@ -250,6 +252,7 @@ def test_what_known_steps_tell_is_tried_after_the_time_to_trace(monkeypatch, the
     assert {o.job.candidate.recompute for o in told} == ({None, FULL} if tried else set())
 
 
+@pytest.mark.wide
 def test_four_blocks_stand_for_all_where_the_first_one_slices_the_sequence():
     known = Known()
     for short, fits in ((3, False), (4, True)):

@@ -147,6 +147,7 @@ def leaves_one_each(rank: int, world_size: int) -> None:
     list(LEFT)[rank](rank, world_size)
 
 
+@pytest.mark.wide
 def test_what_a_case_leaves_behind_is_named_and_ends_its_ranks() -> None:
     before = rank_pool.spawn(pid, len(LEFT))
     rank_pool.spawn(leaves_one_each, len(LEFT))
@@ -160,6 +161,7 @@ def test_what_a_case_leaves_behind_is_named_and_ends_its_ranks() -> None:
             os.kill(each, 0)
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize(
     ("fails", "error", "timeout_s"), [(raises, KeyError, 20), (dies, RankDiedError, 20), (hangs, RankTimeoutError, 0.5)]
 )

@@ -138,6 +138,7 @@ def test_no_bit_changes(config: RecomputeConfig, call: str, autocast: bool) -> N
     assert_same(gradients(model, autocast=autocast), expected)
 
 
+@pytest.mark.wide
 @pytest.mark.sample(1)
 @pytest.mark.parametrize("how", ["module.compile", "torch.compile"])
 @pytest.mark.parametrize("config", [FULL, SELECTIVE], ids=["full", "selective"])
@@ -161,6 +162,7 @@ def test_no_bit_changes_in_compiled_blocks(config: RecomputeConfig, how: str) ->
     torch.compiler.reset()
 
 
+@pytest.mark.wide
 def test_blocks_share_compiled_code() -> None:
     """Another copy per block would hit the limit of recompilations, and run the rest of them uncompiled."""
     from torch._dynamo.utils import counters

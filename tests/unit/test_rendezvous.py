@@ -61,6 +61,7 @@ def test_only_rank_0_looks_and_not_under_torchrun(other, monkeypatch):
     check_port("node7", port, 0)
 
 
+@pytest.mark.wide
 @pytest.mark.sample(1)
 def test_ranks_of_an_agent_that_has_ended_do_not_wait_for_it(other, monkeypatch):
     process, port = other

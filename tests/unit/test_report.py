@@ -249,6 +249,7 @@ def test_names_are_escaped(tmp_path: Path) -> None:
     assert "<b>" not in html
 
 
+@pytest.mark.wide
 def test_runs_are_compared_line_by_line(tmp_path: Path) -> None:
     for name, stage in (("a", 1), ("b", 3)):
         tensorboard(tmp_path / name, monitored(30 * stage))
@@ -276,6 +277,7 @@ def test_what_a_run_does_now(tmp_path: Path) -> None:
     assert run.state(now=9999.0) == "preempted"
 
 
+@pytest.mark.wide
 def test_a_report_is_quick_and_small_for_many_points(tmp_path: Path) -> None:
     values = [math.sin(i / 1000) for i in range(100_000)]
     values[54_321] = 9.0  # a spike of one point is not lost

@@ -74,6 +74,7 @@ def test_experts_one_by_one(tmp_path: Path, single: bool) -> None:
     assert found == {name: ("F32", list(value.shape), raw(value)) for name, value in expected.items()}
 
 
+@pytest.mark.wide
 def test_the_package_reads_it(tmp_path: Path) -> None:
     safetensors = pytest.importorskip("safetensors.torch")
     dtypes = [torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2]

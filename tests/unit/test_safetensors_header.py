@@ -237,6 +237,7 @@ def of_this(path: Path) -> dict[str, Tensor] | None:
         return None
 
 
+@pytest.mark.wide
 def test_every_header_is_refused_or_has_the_values_of_the_package(tmp_path: Path) -> None:
     chance = random.Random(4)
     path = tmp_path / "x.safetensors"

@@ -68,6 +68,7 @@ def test_a_record_is_complete_when_all_pieces_ran_on_one_commit(
     assert not after["complete"]
 
 
+@pytest.mark.wide
 def test_a_run_goes_on_with_what_has_not_passed_on_its_commit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "tests").mkdir()
     (tmp_path / "tests" / "test_sample.py").write_text(SAMPLE)
@@ -107,6 +108,7 @@ def test_a_record_is_as_old_as_the_first_of_its_tests(monkeypatch: pytest.Monkey
     assert slow.oldest_of(record) is None
 
 
+@pytest.mark.wide
 def test_what_failed_runs_again_and_the_record_says_with_which_commit_it_passed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -34,6 +34,7 @@ def descriptors() -> int:
     return len(list(Path("/proc/self/fd").iterdir()))
 
 
+@pytest.mark.wide
 def test_connections_without_the_secret_take_few_descriptors(memory: Memory, monkeypatch: pytest.MonkeyPatch):
     """The number is bounded as they come, not only when their time is over."""
     monkeypatch.setattr(requests, "_STRANGER_S", 600.0, raising=False)
@@ -52,6 +53,7 @@ def test_connections_without_the_secret_take_few_descriptors(memory: Memory, mon
         server.close()
 
 
+@pytest.mark.wide
 def test_a_connection_that_sends_a_letter_now_and_then_is_closed(memory: Memory, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(requests, "_STRANGER_S", 1.0)
     with serving(memory) as peer, socket.create_connection(("127.0.0.1", peer._port), timeout=20) as stranger:

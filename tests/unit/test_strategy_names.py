@@ -49,6 +49,7 @@ def plain_command(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "argv", ["program"])
 
 
+@pytest.mark.wide
 def test_options_on_top_of_a_name(tmp_path: Path) -> None:
     """The base file says ``strategy: zero0``."""
     strategy = build(tmp_path, "--trainer.strategy.stage", "3", strategy="zero0")
@@ -68,6 +69,7 @@ def test_a_name_as_a_class_is_the_name(name: str) -> None:
     assert getattr(aliases, name)(checkpoint={"frozen": False}).config.checkpoint.frozen is False
 
 
+@pytest.mark.wide
 def test_a_misspelt_name_in_yaml(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="Set strategy='zero3_offload'"):
         build(tmp_path, strategy="zero3_ofload")

@@ -264,6 +264,7 @@ def test_starting_to_read_does_not_wait_for_the_drive(drive, monkeypatch):
     handle.close()
 
 
+@pytest.mark.wide
 def test_reading_and_computing_take_the_longer_of_both_and_not_the_sum(drive, monkeypatch):
     read_s, compute_s, blocks = 0.03, 0.025, 6
     model = Net(blocks)
@@ -578,6 +579,7 @@ def test_bytes_that_changed_on_the_drive_are_an_error_if_asked_for(drive):
     handle.close()
 
 
+@pytest.mark.wide
 def test_files_and_threads_end_with_the_model(drive):
     before = set(threading.enumerate())
     model = Net()
@@ -999,6 +1001,7 @@ def test_blocks_come_to_a_gpu(tier, prefetch, drive):
     assert torch.equal(run(model, TOKENS.cuda()), expected)
 
 
+@pytest.mark.wide
 def test_compiled_blocks_are_streamed(drive):
     model, expected = Net(), run(Net())
     for block in model.blocks:

@@ -221,6 +221,7 @@ def test_words_reach_a_machine_of_skypilot_unchanged(program, capsys):
     assert {"--nnodes=2", "--nproc-per-node=3", "--node-rank=1", "--master-addr=10.0.0.1"} <= set(launcher)
 
 
+@pytest.mark.wide
 def test_the_hook_of_skypilot_ends_the_run_and_waits_for_it(program, capsys):
     """The hook sends SIGTERM to the process that replaced the script, and returns when that has ended."""
     task = yaml.safe_load(text_of(capsys, "skypilot", "--name", f"hook-{os.getpid()}"))

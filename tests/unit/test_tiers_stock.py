@@ -142,6 +142,7 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return calls
 
 
+@pytest.mark.wide
 def test_memory_is_unregistered_with_its_last_tensor_when_no_copy_uses_it(calls: list[str]) -> None:
     tensor = AlignedBuffer(PAGE, pin=torch.device("cpu")).elements(3, torch.float32)
     part = tensor[1:]

@@ -125,6 +125,7 @@ def fields() -> Iterator[tuple[str, str]]:
             yield group, field.name
 
 
+@pytest.mark.wide
 @pytest.mark.sample(1)
 @pytest.mark.parametrize(("group", "option"), list(fields()))
 def test_a_wrong_value_is_refused_in_a_sentence_or_works(
