@@ -74,7 +74,8 @@ class Link:
         """Start copying ``source`` (pinned host memory, same dtype) into ``target`` (device).
 
         Args:
-            target: written when the device has passed ``after``.
+            target: written when the device has passed ``after``. Wait for the arrival, in the stream in which it was
+                allocated, before its storage is resized.
             source: must not change before the copy has arrived.
             after: from `mark`; by default, after all present work of the current stream.
         """
@@ -108,10 +109,7 @@ class Link:
         with dev.on(stream), spans.copying_on(stream, name, target.nbytes):
             target.copy_(source, non_blocking=True)
             event = dev.record(self.device, stream)
-        for tensor in (target, source):
-            if not dev.is_host(tensor.device):
-                dev.use_in_stream(tensor, stream)
-        return Arrival(event, source)
+        return Arrival(event, source, source if dev.is_host(target.device) else target, stream)
 
     def freed(self, nbytes: int) -> None:
         """Note that the device freed ``nbytes``. If it is the host, return them to the system from time to time.

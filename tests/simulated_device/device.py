@@ -312,6 +312,8 @@ class Outcome:
     peak_pinned_bytes: int = 0
     waits: Counter[str] = field(default_factory=Counter)
     """How often the main thread has waited for the device, by the line."""
+    delayed: int = 0
+    """How often memory was freed that another stream than its own was said to use."""
 
 
 def run(function: Callable[..., Any], *args: Any, simulated: bool = True, timeout_s: float = 120) -> Outcome:
@@ -333,7 +335,8 @@ def _call(rank: int, world_size: int, function: Callable[..., Any], args: Any, s
         result = function(sim.device, *args)
         gc.collect()
         torch.accelerator.synchronize()
-    return Outcome(result, sim.timeline.hazards, sim.peak_pinned_bytes(), sim.timeline.waits)
+    timeline = sim.timeline
+    return Outcome(result, timeline.hazards, sim.peak_pinned_bytes(), timeline.waits, timeline.delayed)
 
 
 def _plainly(function: Callable[..., Any]) -> Callable[..., Any]:

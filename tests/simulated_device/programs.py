@@ -70,6 +70,8 @@ class Stack(pl.LightningModule):
         for number, block in enumerate(self.blocks):
             if self.habit == "a branch without backward" and number == 2:
                 self.kept = self.blocks[0](x), self.blocks[1](x)
+            if self.habit == "stops early" and number == 2 and len(self.losses) % 2:
+                break
             if self.habit != "skips a block" or number != len(self.losses) % 4:
                 x = block(x)
         return self.last(x)
@@ -377,6 +379,11 @@ FITS: dict[str, tuple[Any, ...]] = {
         {"stage": 3, "offload": {"optimizer": "cpu", "parameters": "cpu", "gradients": "cpu", "step_on": "cpu"}},
         {},
         "skips a block",
+    ),
+    "stage 3, all on cpu, stops early": (
+        {"stage": 3, "offload": {"optimizer": "cpu", "parameters": "cpu", "gradients": "cpu", "step_on": "cpu"}},
+        {},
+        "stops early",
     ),
     "stage 1, frozen in nf4": ({"stage": 1, "precision": {"frozen": "nf4"}}, {}, "frozen matrices"),
     "stage 3, frozen in nf4 on cpu, bf16": (

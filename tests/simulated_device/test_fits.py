@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 
+from tests.marks import wide as wide_case
 from tests.simulated_device.device import Outcome, run
 from tests.simulated_device.programs import (
     FITS,
@@ -43,6 +44,18 @@ def test_a_fit_is_that_of_the_cpu(name: str, on_cpu: dict[str, dict[str, Any]]) 
     on_device = run(fit, *FITS[name])
     assert on_device.hazards == []
     assert_equal(on_device.result, on_cpu[name])
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "stage 3, all on cpu, stops early",
+        *(wide_case(name) for name in FITS if not name.startswith("activations on cpu")),
+    ],
+)
+def test_memory_of_copies_is_used_again_in_the_order_of_the_device(name: str) -> None:
+    """Else buffers that were gathered from the host pile up, since the host runs ahead of the device."""
+    assert run(fit, *FITS[name]).delayed == 0
 
 
 @pytest.mark.parametrize("tier", ["cpu", "nvme"])

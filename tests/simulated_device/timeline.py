@@ -98,6 +98,9 @@ class Timeline:
         """Mistakes so far, each in a sentence."""
         self.waits: Counter[str] = Counter()
         """How often the main thread, which is that of training, has waited for the device, by the line."""
+        self.delayed = 0
+        """How often memory was freed that is used again only when the device has done all that another stream has to do
+        by now (``record_stream``). The host may be far ahead."""
         self.lock = threading.RLock()
         self._give = give
         self._clocks: dict[int, Clock] = {HOST: {}}
@@ -195,6 +198,7 @@ class Timeline:
         while self._freed:
             address, clock = self._freed.popleft()
             allocation = self._allocations.pop(address, None) or Allocation()
+            self.delayed += bool(allocation.used_in)
             for access in allocation.accesses:
                 if not access.moment.is_before(clock) and access.moment.stream not in allocation.used_in:
                     self._complain(

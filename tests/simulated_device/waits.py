@@ -38,6 +38,7 @@ class Wait:
 
 
 LINK, STOCK = "tiers.link", "tiers.stock"
+STOPS_EARLY = "stage 3, all on cpu, stops early"
 GRADIENTS_ADDED = "stage 2, gradients on cpu, accumulation"
 WAITS = (
     Wait("tiers.arrival", "event.synchronize()", "pass", "stage 2, cpu, step on cpu"),
@@ -51,7 +52,7 @@ WAITS = (
     Wait(LINK, "stream.wait_event(after)", "pass", "stage 2, step on cpu, a forward before the step", "_copy"),
     Wait(LINK, "with dev.on(stream), spans", "with spans", "stage 2, cpu, step on cpu"),
     Wait(LINK, "event = dev.record(self.device, stream)", "event = None", "stage 2, cpu, step on cpu"),
-    Wait(LINK, "dev.use_in_stream(tensor, stream)", "pass", "dropped"),
+    Wait("tiers.arrival", "dev.use_in_stream(self._memory, self._stream)", "pass", "dropped"),
     Wait("checkpoint.background", "dev.stream(device).synchronize()", "pass", "background save"),
     Wait("activations.offload", "kept.arriving.wait_on_device()", "pass", "activations on cpu"),
     Wait("activations.offload", "kept.arriving.wait_on_host()", "pass", "given up", "drop"),
@@ -69,6 +70,7 @@ WAITS = (
     Wait("zero.flat.state_store", "pending.result()", "pass", "stage 3, all on nvme"),
     Wait("zero.flat.state_store", "arrival.wait_on_host()", "pass", "stage 3, all on nvme"),
     Wait("zero.flat.flat_buffer", "arrival.wait_on_device()", "pass", "stage 3, all on cpu"),
+    Wait("zero.flat.flat_buffer", "self.reading.result().wait_on_device()", "self.reading.result()", STOPS_EARLY),
     Wait("zero.step.update", "update.landing.result()", "pass", "stage 3, all on cpu"),
 )
 

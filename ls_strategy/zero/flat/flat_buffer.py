@@ -806,7 +806,7 @@ class FlatBuffer:
         if self._end_gather() and self.secondary is not None:
             self.secondary.dropped()
         if self.reading is not None:
-            self.reading.result()
+            self.reading.result().wait_on_device()
             self.reading = None
         keeps_memory = self.writes.begin_release()
         with unnoticed():
