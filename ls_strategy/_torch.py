@@ -38,6 +38,10 @@ from torch.utils._pytree import tree_unflatten as tree_unflatten
 from torch.utils.checkpoint import checkpoint
 from torch.utils.weak import WeakIdKeyDictionary as WeakIdKeyDictionary
 
+all_gather_single: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+reduce_scatter_single: Any = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+"""Torch 2.14 has new names for these collectives, and warns of the old ones."""
+
 
 @cache
 def onednn_linear() -> Callable[[torch.Tensor, torch.Tensor], torch.Tensor] | None:

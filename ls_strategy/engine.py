@@ -338,7 +338,7 @@ class Engine:
         spans.leave(spans.BACKWARD)
 
     def _let_go(self) -> None:
-        for unit in self.units:
+        for unit in self.units if self.gatherer.releases else ():
             unit.unpin()
             if not unit.is_root:
                 self.gatherer.release(unit)

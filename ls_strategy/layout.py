@@ -303,12 +303,12 @@ class FlatLayout:
             offset = round_up(slot.end, align)
         return cls(tuple(slots), world_size, align, tuple(weights), rank, replicas)
 
-    @property
+    @cached_property
     def used(self) -> int:
         """Return the elements up to the end of the last slot."""
         return round_up(self.slots[-1].end, self.align) if self.slots else 0
 
-    @property
+    @cached_property
     def shard(self) -> int:
         """Return the elements of every shard; with weights, of this rank's."""
         if self.weights:
@@ -323,17 +323,17 @@ class FlatLayout:
         shard = self.shard
         return tuple(rank * shard for rank in range(self.world_size + 1))
 
-    @property
+    @cached_property
     def sizes(self) -> tuple[int, ...] | None:
         """Return the length of every rank's shard; None if all are equal."""
         return tuple(hi - lo for lo, hi in pairwise(self.cuts)) if self.weights else None
 
-    @property
+    @cached_property
     def numel(self) -> int:
         """Return the elements of the full buffer, padding included."""
         return self.cuts[-1] if self.weights else self.world_size * self.shard
 
-    @property
+    @cached_property
     def param_numel(self) -> int:
         """Return the elements that belong to parameters."""
         return sum(slot.numel for slot in self.slots)

@@ -20,8 +20,7 @@ from torch import Tensor
 
 from ls_strategy import device as dev
 from ls_strategy import spans
-from ls_strategy.distributed.comm import Comm, Started
-from ls_strategy.distributed.traffic import Traffic
+from ls_strategy.distributed.comm import Comm, Started, Traffic
 
 
 class Axis:

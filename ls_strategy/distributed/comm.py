@@ -12,6 +12,7 @@ from __future__ import annotations
 import os
 import sys
 import weakref
+from collections import Counter
 from collections.abc import Generator, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -24,9 +25,17 @@ from torch import Tensor
 
 from ls_strategy import device as dev
 from ls_strategy import spans
-from ls_strategy._torch import abort_process_groups, connections, open_sockets, set_timeout, shut_sockets, store_port
+from ls_strategy._torch import (
+    abort_process_groups,
+    all_gather_single,
+    connections,
+    open_sockets,
+    reduce_scatter_single,
+    set_timeout,
+    shut_sockets,
+    store_port,
+)
 from ls_strategy.distributed.buffer_pool import BufferPool
-from ls_strategy.distributed.traffic import Traffic
 from ls_strategy.distributed.watchdog.failures import Failures
 from ls_strategy.distributed.watchdog.wait_report import CollectiveEntry, Journal
 from ls_strategy.errors import LSError
@@ -144,6 +153,36 @@ class PendingGather:
 
 _TRANSPORT = ("onnection", "Broken pipe", "gloo", "NCCL")
 """Words in the errors of a broken connection. Gloo says which call failed, and begins with its own file."""
+
+
+class Traffic:
+    """Counts what this rank sends, per kind of collective: at the send calls, not from a formula."""
+
+    def __init__(self) -> None:
+        self.elements: Counter[str] = Counter()
+        self.bytes: Counter[str] = Counter()
+        self.bytes_between_nodes: Counter[str] = Counter()
+        """Those of `bytes` that went to ranks on other nodes. With NCCL, which chooses the way of the bytes itself: as
+        if every shard went straight to its owner."""
+
+    def count(self, kind: str, tensor: Tensor, times: int = 1, *, far: int = 0) -> None:
+        """Add ``times`` sends of ``tensor``, ``far`` of them to other nodes."""
+        numel = tensor.numel()
+        self.count_elements(kind, numel * times, tensor.element_size(), numel * far)
+
+    def count_elements(self, kind: str, numel: int, itemsize: int, far_numel: int = 0) -> None:
+        """Add sends of ``numel`` elements of ``itemsize`` bytes each, ``far_numel`` of them to other nodes."""
+        self.elements[kind] += numel
+        self.bytes[kind] += numel * itemsize
+        if far_numel:
+            self.bytes_between_nodes[kind] += far_numel * itemsize
+        spans.sent(kind, numel * itemsize)
+
+    def reset(self) -> None:
+        """Forget everything counted so far."""
+        self.elements.clear()
+        self.bytes.clear()
+        self.bytes_between_nodes.clear()
 
 
 class Comm:
@@ -322,7 +361,7 @@ class Comm:
             self.journal.enter("all_gather", of)
             self.traffic.count("all_gather", mine, self.world_size - 1, far=sum(self.far))
             if sizes is None:
-                work = dist.all_gather_into_tensor(full, mine, group=self.group, async_op=True)
+                work = all_gather_single(full, mine, group=self.group, async_op=True)
             else:
                 work = dist.all_gather(list(full.split(list(sizes))), mine, group=self.group, async_op=True)
             works = spans.followed((work,), f"all_gather {of}", mine.nbytes * (self.world_size - 1))
@@ -360,7 +399,7 @@ class Comm:
             far = sum(self.far) * wire.numel() // self.world_size  # of equal shards
             self.traffic.count_elements("reduce_scatter", wire.numel() - mine.numel(), wire.element_size(), far)
             if sizes is None:
-                work = dist.reduce_scatter_tensor(out, wire, group=self.group, async_op=True)
+                work = reduce_scatter_single(out, wire, group=self.group, async_op=True)
             else:
                 work = dist.reduce_scatter(out, list(wire.split(list(sizes))), group=self.group, async_op=True)
             works = spans.followed((work,), f"reduce_scatter {of}", wire.nbytes - out.nbytes)

@@ -16,12 +16,16 @@ NAMES = ("adamw_", "lion_", "sgd_", "adagrad_")
 """The updates. The other operations are ``sum_of_squares`` and, on the CPU, ``block_square_sums``."""
 
 
+_known: dict[str, bool] = {}
+
+
 def available(device_type: str) -> bool:
     """Return whether there are kernels for a device type. The first call builds them."""
-    if not _build.load(device_type):
-        return False
-    _register_fakes()
-    return True
+    if device_type not in _known:  # which every update asks
+        _known[device_type] = _build.load(device_type)
+        if _known[device_type]:
+            _register_fakes()
+    return _known[device_type]
 
 
 def update(

@@ -12,10 +12,10 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 
 from ls_strategy._torch import without_dispatch_modes
 from ls_strategy.config import ShardingConfig, TierConfig, ZeROConfig
+from ls_strategy.distributed import comm
 from ls_strategy.distributed.comm import Comm
 from ls_strategy.extras.planner.candidates import Candidate
 from ls_strategy.extras.planner.forecast import Forecaster, Run
@@ -77,7 +77,7 @@ def measure(rank: int, world_size: int) -> list[tuple[int, int]]:
         self.native = self.group is not None
 
     Comm.__init__ = native  # type: ignore[method-assign]
-    dist.reduce_scatter_tensor = functools.partial(Uncounted, dist.reduce_scatter_tensor)  # type: ignore[assignment]
+    comm.reduce_scatter_single = functools.partial(Uncounted, comm.reduce_scatter_single)
     reduce.IN_FLIGHT_BYTES = IN_FLIGHT_BYTES
     result = []
     for chosen in RUNS:

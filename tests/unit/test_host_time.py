@@ -23,11 +23,11 @@ from ls_strategy.zero.flat.parameters import ShardedParameter
 
 PACKAGE = str(Path(ls_strategy.__file__).parent)
 
-LINES = {0: 1190, 1: 1040, 2: 850, 3: 1330}
+LINES = {0: 1170, 1: 1025, 2: 850, 3: 1330}
 """At most so many per unit and step, by stage: some more than there are, since versions of Python count differently."""
 
-FILES = {0: 25, 1: 25, 2: 25, 3: 25}
-FUNCTIONS = {0: 198, 1: 207, 2: 208, 3: 230}
+FILES = {0: 22, 1: 22, 2: 22, 3: 23}
+FUNCTIONS = {0: 187, 1: 202, 2: 196, 3: 220}
 """A plain step may enter so many, by stage. They only ever fall: a feature that is off is not entered."""
 
 CALLS_OF_A_GATHER = 6

@@ -10,8 +10,9 @@ from typing import Any
 _LIBRARIES = ("torch", "lightning", "lightning_fabric", "pytorch_lightning", "torchmetrics", "ls_strategy")
 
 _FOR_ALL = (
-    "all_gather", "all_gather_into_tensor", "all_gather_object", "all_reduce", "all_to_all", "all_to_all_single",
-    "barrier", "monitored_barrier", "reduce_scatter", "reduce_scatter_tensor",
+    "all_gather", "all_gather_into_tensor", "all_gather_object", "all_gather_single", "all_reduce", "all_to_all",
+    "all_to_all_single", "barrier", "monitored_barrier", "reduce_scatter", "reduce_scatter_single",
+    "reduce_scatter_tensor",
 )  # fmt: skip
 """Functions of ``torch.distributed`` that return on no rank before all ranks have called them."""
 

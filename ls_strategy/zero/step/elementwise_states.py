@@ -129,8 +129,9 @@ class ElementwiseStates:
     def moment(self, name: str, start: int, stop: int) -> Moment:
         """Return elements ``[start, stop)`` of a resident state of a fused update, as a view."""
         self.ensure(name, torch.float32)
-        where = self._place(name, start, stop)
-        return self._in_memory[name].narrow(where.start, where.stop)
+        moment, where = self._in_memory[name], self._place(name, start, stop)
+        is_all = where == slice(0, moment.codes.numel())
+        return moment if is_all else moment.narrow(where.start, where.stop)
 
     def read(self, name: str, dtype: torch.dtype) -> Tensor:
         """Return the full state as a state dict shows it, ``(stepped,)``; read-only."""
