@@ -43,6 +43,34 @@ reduce_scatter_single: Any = getattr(dist, "reduce_scatter_single", None) or dis
 """Torch 2.14 has new names for these collectives, and warns of the old ones."""
 
 
+def flash_attention(query: Tensor, key: Tensor, value: Tensor, *, causal: bool, scale: float) -> tuple[Tensor, Tensor]:
+    """Return torch's flash attention ``(B, H, t, N)``, and the logarithm of every row's sum of exponentials in fp32."""
+    if query.device.type == "cpu":
+        attend = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+        return attend(query, key, value, 0.0, causal, scale=scale)
+    return torch.ops.aten._scaled_dot_product_flash_attention(query, key, value, 0.0, causal, scale=scale)[:2]
+
+
+def flash_attention_backward(
+    grad: Tensor,
+    inputs: tuple[Tensor, Tensor, Tensor],
+    result: Tensor,
+    log_sum: Tensor,
+    *,
+    causal: bool,
+    scale: float,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the gradients of query, key and value from what `flash_attention` returned, for these keys or for more."""
+    log_sum = log_sum.contiguous()
+    if grad.device.type == "cpu":
+        backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
+        return backward(grad, *inputs, result, log_sum, 0.0, causal, scale=scale)
+    unused = torch.empty(2, dtype=torch.int64, device=grad.device)  # the state of dropout
+    lengths = (None, None, inputs[0].shape[2], inputs[1].shape[2])
+    backward = torch.ops.aten._scaled_dot_product_flash_attention_backward
+    return backward(grad, *inputs, result, log_sum, *lengths, 0.0, causal, unused, unused, scale=scale)
+
+
 @cache
 def onednn_linear() -> Callable[[torch.Tensor, torch.Tensor], torch.Tensor] | None:
     """Return oneDNN's linear for fp32 CPU tensors without gradients, None if torch does not have it."""

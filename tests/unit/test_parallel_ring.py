@@ -10,7 +10,9 @@ import pytest
 import torch
 from torch import Tensor
 from torch.nn import functional
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from ls_strategy._torch import flash_attention, flash_attention_backward
 from ls_strategy.errors import PlanError
 from ls_strategy.parallel.context import attention, ring
 from tests.unit.thread_ranks import ThreadAxis, on_ranks
@@ -26,10 +28,10 @@ def interception() -> Iterator[attention.Interception]:
     active.remove()
 
 
-def inputs(key_heads: int = HEADS, dtype: torch.dtype = torch.float64) -> list[Tensor]:
+def inputs(key_heads: int = HEADS, dtype: torch.dtype = torch.float64, width: int = WIDTH) -> list[Tensor]:
     generator = torch.Generator().manual_seed(0)
     return [
-        torch.randn(BATCH, n, TOKENS, WIDTH, generator=generator, dtype=torch.float64).to(dtype)
+        torch.randn(BATCH, n, TOKENS, width, generator=generator, dtype=torch.float64).to(dtype)
         for n in (HEADS, key_heads, key_heads)
     ]
 
@@ -159,3 +161,108 @@ def test_what_cannot_be_is_refused():
             results(inputs(), 2, 2, **options)
     with pytest.raises(PlanError, match="two chunks"):
         results([t[:, :, :6] for t in inputs()], 2, 2)
+
+
+def test_blocks_are_the_pairs_that_a_causal_mask_allows():
+    """Each pair of chunks that attend, once, and nothing else."""
+    for members in (2, 3, 8):
+        for rank in range(members):
+            setting = ring._Setting(mock.Mock(rank=rank, size=members), causal=True, scale=1.0, mask=None)
+            for owner in range(members):
+                rows, k_rows, causal = ring._block(setting, owner, 4)
+                allowed = torch.zeros(4, 4, dtype=torch.bool)
+                allowed[rows, k_rows] = True
+                allowed &= torch.ones(4, 4, dtype=torch.bool).tril() if causal else True
+                q, k = (torch.tensor(setting.chunks(m)).repeat_interleave(2) * 2 for m in (rank, owner))
+                at = torch.tensor([0, 1, 0, 1])
+                assert torch.equal(allowed, (q + at)[:, None] >= (k + at)), (members, rank, owner)
+
+
+def errors(found: list[Tensor], exact: list[Tensor]) -> list[float]:
+    return [float((a.double().cpu() - b).norm() / b.norm()) for a, b in zip(found, exact, strict=True)]
+
+
+def assert_no_less_precise_than_alone(rounded: list[Tensor], size: int, members: int, options: dict[str, Any]) -> None:
+    """The error of results and gradients is at most twice that of flash attention on one rank; no score is computed."""
+    exact = expected([t.double().cpu() for t in rounded], **options)
+    with sdpa_kernel(SDPBackend.FLASH_ATTENTION):
+        alone = errors(expected(rounded, **options), exact)
+        with mock.patch.object(ring, "_pairs", side_effect=AssertionError):
+            found = errors(results(rounded, size, members, **options), exact)
+    for ours, bound in zip(found, alone, strict=True):
+        assert ours <= 2 * bound
+
+
+SOME_OPTIONS = [{"is_causal": True}, {}, {"is_causal": True, "scale": 0.3}]
+
+
+@pytest.mark.parametrize("options", SOME_OPTIONS, ids=str)
+@pytest.mark.parametrize("key_heads", [HEADS, 1])
+@pytest.mark.parametrize(("size", "members"), [(2, 2), (4, 4), (4, 2)])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_flash_attention_in_rings(options, key_heads, size, members, dtype):
+    """Torch has it for CPUs, too; there it is only used here."""
+    options = {**options, "enable_gqa": key_heads < HEADS}
+    with mock.patch.object(ring, "can_flash", return_value=True):
+        assert_no_less_precise_than_alone(inputs(key_heads, dtype), size, members, options)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("options", SOME_OPTIONS, ids=str)
+@pytest.mark.parametrize("key_heads", [HEADS, 1])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_flash_attention_in_rings_on_a_gpu(options, key_heads, dtype):
+    """Notices rings that compute scores in fp32, and gradients of a backward that got other sums than it needs."""
+    rounded = [t.cuda() for t in inputs(key_heads, dtype, width=64)]
+    options = {**options, "enable_gqa": key_heads < HEADS}
+    assert_no_less_precise_than_alone(rounded, 4, 4, options)
+
+
+class FakeGPU(torch.Tensor):
+    """Says that it is on a GPU."""
+
+    @property
+    def device(self) -> torch.device:  # type: ignore[override]
+        return torch.device("cuda")
+
+
+@pytest.mark.parametrize(
+    ("width", "dtype", "capability", "fits"),
+    [
+        (64, torch.bfloat16, (8, 0), True),
+        (64, torch.float16, (12, 0), True),
+        (256, torch.bfloat16, (9, 0), True),
+        (256, torch.bfloat16, (8, 6), False),
+        (60, torch.bfloat16, (9, 0), False),
+        (64, torch.float32, (9, 0), False),
+        (64, torch.bfloat16, (7, 5), False),
+    ],
+)
+def test_where_flash_attention_is_used(monkeypatch, width, dtype, capability, fits):
+    monkeypatch.setattr(torch.backends.cuda, "is_flash_attention_available", lambda: True)
+    monkeypatch.setattr(ring.dev, "compute_capability", lambda device: capability)
+    x = torch.zeros(1, 1, 2, width, dtype=dtype)
+    assert ring.can_flash(x.as_subclass(FakeGPU), x) == fits
+    assert not ring.can_flash(x, x)
+    assert not ring.can_flash(x.as_subclass(FakeGPU), x[..., :4])
+    with sdpa_kernel(SDPBackend.MATH):
+        assert not ring.can_flash(x.as_subclass(FakeGPU), x)
+
+
+def test_with_a_mask_scores_are_computed():
+    rounded = inputs(dtype=torch.bfloat16)
+    with (
+        mock.patch.object(ring, "can_flash", return_value=True),
+        mock.patch.object(ring, "flash_attention", side_effect=AssertionError),
+    ):
+        found = results(rounded, 2, 2, attn_mask=documents())
+    assert max(errors(found, expected([t.double() for t in rounded], attn_mask=documents()))) <= 1e-2
+
+
+def test_torch_takes_the_arguments_of_a_gpu():
+    """Shapes alone, by what torch has for tensors without memory."""
+    query, key = (torch.empty(2, heads, 16, 64, dtype=torch.bfloat16, device="meta") for heads in (4, 2))
+    result, log_sum = flash_attention(query, key, key, causal=True, scale=0.1)
+    assert (result.shape, log_sum.shape, log_sum.dtype) == (query.shape, query.shape[:-1], torch.float32)
+    grads = flash_attention_backward(result, (query, key, key), result, log_sum, causal=True, scale=0.1)
+    assert [g.shape for g in grads] == [query.shape, key.shape, key.shape]
