@@ -97,32 +97,33 @@ class PendingReduce:
             borrowed: buffers to return to the pool.
             comm: the group.
         """
-        self._works = works
-        self._parts = parts
+        self.works = works
+        """The operations that nobody has waited for."""
+        self.parts = parts
         self._borrowed = borrowed
         self._comm = comm
 
     def terms(self) -> Sequence[Tensor]:
         """Wait for the terms of the sum and return them; `release` must follow."""
-        self._comm.wait(self._works)
-        self._works = ()
-        return self._parts
+        self._comm.wait(self.works)
+        self.works = ()
+        return self.parts
 
     def release(self) -> None:
         """Return the buffers of the terms to the pool."""
         self._comm.pool.give(self._borrowed)
-        self._parts = self._borrowed = ()
+        self.parts = self._borrowed = ()
 
     def finish(self, out: Tensor, *, accumulate: bool) -> None:
         """Write the average over ranks to ``out``, ``(shard,)``, or add it if ``accumulate``."""
-        self._comm.wait(self._works)
+        self._comm.wait(self.works)
         scale = 1.0 / self._comm.world_size
         step = SUM_CHUNK if out.device.type == "cpu" else out.numel()
         if out.numel() <= step:
-            sum_(out, self._parts, scale, accumulate=accumulate)
+            sum_(out, self.parts, scale, accumulate=accumulate)
         else:
             for lo in range(0, out.numel(), step):
-                terms = [part[lo : lo + step] for part in self._parts]
+                terms = [part[lo : lo + step] for part in self.parts]
                 sum_(out[lo : lo + step], terms, scale, accumulate=accumulate)
         self._comm.pool.give(self._borrowed)
 

@@ -11,7 +11,8 @@ arXiv:2205.00119). Two groups of two ranks, and the gradient of shard 0::
 The one invariant: the additions are those of a run without groups, in the same order, so the bits are the same. The
 chain from group to group costs no bytes for that: each owner sends its shard at most twice, as a ring would. It is cut
 into messages, so that all groups work at the same time. Transports that sum by themselves (NCCL) reduce-scatter inside
-the group and all-reduce between groups, in their own order.
+the group and all-reduce between groups, in their own order; on a GPU the one follows the other in streams of their own,
+and the model's stream waits for neither before the average is taken.
 """
 
 from __future__ import annotations
@@ -24,8 +25,9 @@ import torch.distributed as dist
 from torch import Tensor
 from typing_extensions import override
 
+from ls_strategy import device as dev
 from ls_strategy import spans
-from ls_strategy.distributed.comm import SUM_CHUNK, Comm, PendingReduce, sum_
+from ls_strategy.distributed.comm import SUM_CHUNK, Comm, PendingReduce, Started, sum_
 
 MESSAGE = 4 * SUM_CHUNK
 """Elements per message between groups: 1 MiB in fp32."""
@@ -51,6 +53,8 @@ class ShardGroup(Comm):
         self.traffic = everyone.traffic
         self.replica, self.replicas = across.rank, across.world_size
         self.locate(everyone.node_size)
+        self._between: dict[torch.device, torch.Stream] = {}
+        """By device: the stream in which sums of this group wait to be added to those of others."""
 
     @property
     @override
@@ -81,8 +85,15 @@ class ShardGroup(Comm):
         assert sizes is None
         if full.numel() == 0:
             return super().reduce_scatter(full, dtype, of)
-        inner = super().reduce_scatter(full, dtype, of)
-        return _BetweenGroups(inner, dtype, of, self)
+        pending = _BetweenGroups(super().reduce_scatter(full, dtype, of), dtype, of, self)
+        if self.native and dev.is_accelerator(full.device):
+            pending.start(self._stream_between(full.device))
+        return pending
+
+    def _stream_between(self, device: torch.device) -> torch.Stream:
+        if device not in self._between:
+            self._between[device] = dev.new_stream(device)
+        return self._between[device]
 
 
 class _BetweenGroups(PendingReduce):
@@ -92,27 +103,46 @@ class _BetweenGroups(PendingReduce):
         super().__init__((), (), (), comm)
         self._inner, self._dtype, self._of = inner, dtype, of
         self._group = comm
+        self._total: Tensor | None = None
+        self._used: Sequence[Any] = ()
+
+    def start(self, stream: torch.Stream) -> None:
+        """Let the sum over the groups follow that inside this one in ``stream``, so that the model's does not wait."""
+        self._used = self._inner.works  # what it reads was allocated for the model's stream, which has not waited yet
+        term = self._total_of(self._inner.parts[0])
+        stream.wait_stream(dev.stream(term.device))
+        with dev.on(stream):
+            self._inner.terms()
+            self.works, self._total = [self._all_reduce(term)], term
 
     @override
     def finish(self, out: Tensor, *, accumulate: bool) -> None:
         """Write the average over all ranks to ``out``, ``(shard,)``, or add it if ``accumulate``. Collective."""
-        terms = self._inner.terms()
         if self._group.native:
-            self._all_reduce(terms[0], out, accumulate=accumulate)
+            total = self._total
+            if total is None:
+                total = self._total_of(self._inner.terms()[0])
+                self.works = [self._all_reduce(total)]
+            self._group.across.wait(self.works)
+            sum_(out, [total], 1.0 / self._group.averaged_ranks, accumulate=accumulate)
+            self.works = self._used = ()
         else:
-            self._chain(terms, out, accumulate=accumulate)
+            self._chain(self._inner.terms(), out, accumulate=accumulate)
         self._inner.release()
 
-    def _all_reduce(self, term: Tensor, out: Tensor, *, accumulate: bool) -> None:
+    def _total_of(self, term: Tensor) -> Tensor:
+        """Return where the groups' sum goes. The gradients themselves stay as they are."""
+        return term.to(self._dtype or term.dtype, copy=True) if self._group.world_size == 1 else term
+
+    def _all_reduce(self, total: Tensor) -> Started:
+        """Start adding the groups' terms, in place."""
         group, across = self._group, self._group.across
-        total = term
-        if group.world_size == 1:  # a view of the gradients, which stay as they are
-            total = term.to(self._dtype or term.dtype, copy=True)
         sent = 2 * (across.world_size - 1) * total.numel() // across.world_size
         group.traffic.count_elements("all_reduce", sent, total.element_size(), sent if any(across.far) else 0)
-        with across.blocking("all_reduce", self._of):
-            dist.all_reduce(total, group=across.group)
-        sum_(out, [total], 1.0 / group.averaged_ranks, accumulate=accumulate)
+        entry = across.journal.enter("all_reduce", self._of)
+        with across.where.wait(entry), across.naming_failures():
+            work = dist.all_reduce(total, group=across.group, async_op=True)
+        return Started(spans.followed((work,), f"all_reduce {self._of}", sent * total.element_size()), entry)
 
     def _chain(self, terms: Sequence[Tensor], out: Tensor, *, accumulate: bool) -> None:
         """Add the groups' terms to ``out`` in the order of the ranks: sums pass up the groups, totals back down."""

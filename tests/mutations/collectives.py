@@ -15,7 +15,7 @@ COLLECTIVES = (
     Mutation(
         "a reduction does not wait for the other ranks' terms",
         "ls_strategy/distributed/comm.py",
-        "        self._comm.wait(self._works)\n        scale = 1.0",
+        "        self._comm.wait(self.works)\n        scale = 1.0",
         "        scale = 1.0",
         ("tests/unit/test_comm_parts.py::test_a_reduction_waits_for_its_terms",),
     ),

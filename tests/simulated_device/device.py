@@ -17,7 +17,7 @@ import hashlib
 import types
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, cast
 from unittest import mock
@@ -316,9 +316,16 @@ class Outcome:
     """How often memory was freed that another stream than its own was said to use."""
 
 
-def run(function: Callable[..., Any], *args: Any, simulated: bool = True, timeout_s: float = 120) -> Outcome:
-    """Call ``function(device, *args)`` in a process of its own, on the simulated device or on the CPU."""
-    return spawn(_call, 1, function, args, simulated, timeout_s=timeout_s, init_process_group=False)[0]
+def run(
+    function: Callable[..., Any], *args: Any, simulated: bool = True, ranks: int = 1, timeout_s: float = 120
+) -> Outcome:
+    """Call ``function(device, *args)`` in a process of its own, on the simulated device or on the CPU.
+
+    With several ``ranks``, each has a device and a process, and they have a default process group. The outcome is that
+    of rank 0, with the hazards of all.
+    """
+    found = spawn(_call, ranks, function, args, simulated, timeout_s=timeout_s, init_process_group=False)
+    return replace(found[0], hazards=[hazard for outcome in found for hazard in outcome.hazards])
 
 
 def _call(rank: int, world_size: int, function: Callable[..., Any], args: Any, simulated: bool) -> Outcome:
@@ -326,6 +333,8 @@ def _call(rank: int, world_size: int, function: Callable[..., Any], args: Any, s
         return Outcome(function(torch.device("cpu"), *args), [])
     sim = SimulatedDevice()
     dist.Backend.register_backend(BACKEND, _gloo, devices=["cpu", NAME])
+    if world_size > 1:
+        dist.init_process_group(BACKEND)
     with (
         mock.patch.object(dev, "can_register", dev.is_accelerator),
         mock.patch.object(dev, "register_host_memory", sim.pin),

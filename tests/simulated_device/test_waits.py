@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from tests.simulated_device.device import run
-from tests.simulated_device.waits import WAITS, Wait, WaitNotFoundError, place_of, program_of, without
+from tests.simulated_device.waits import WAITS, Wait, WaitNotFoundError, place_of, program_of, ranks_of, without
 
 
 def same(one: Any, other: Any) -> bool:
@@ -32,7 +32,7 @@ def test_every_wait_stands_where_it_is_taken_out() -> None:
 def test_a_missing_wait_is_noticed(wait: Wait) -> None:
     program, arguments = program_of(wait)
     try:
-        found = run(without, wait, program, *arguments)
+        found = run(without, wait, program, *arguments, ranks=ranks_of(wait))
     except WaitNotFoundError:
         raise
     except Exception:

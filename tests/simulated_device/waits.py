@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from tests.simulated_device.collectives import between_groups
 from tests.simulated_device.programs import FITS, crowded, dropped, fit, given_up, saved, saved_through_device, streamed
 
 
@@ -37,7 +38,7 @@ class Wait:
         return f"{where}: {self.line}"
 
 
-LINK, STOCK = "tiers.link", "tiers.stock"
+LINK, STOCK, GROUPS = "tiers.link", "tiers.stock", "distributed.shard_groups"
 STOPS_EARLY = "stage 3, all on cpu, stops early"
 GRADIENTS_ADDED = "stage 2, gradients on cpu, accumulation"
 WAITS = (
@@ -60,6 +61,10 @@ WAITS = (
     Wait("activations.storage", "self._wait(region.copying.wait_on_host)", "pass", "activations on cpu"),
     Wait("activations.storage", "region.copying.wait_on_host()", "pass", "activations on nvme", "finish"),
     Wait("activations.storage", "busy.wait_on_host()  # I/O", "pass  # I/O", "activations on nvme"),
+    Wait(GROUPS, "self._used = self._inner.works", "pass", "between groups"),
+    Wait(GROUPS, "stream.wait_stream(dev.stream(term.device))", "pass", "between groups of one"),
+    Wait(GROUPS, "self._inner.terms()", "pass", "between groups", "start"),
+    Wait(GROUPS, "self._group.across.wait(self.works)", "pass", "between groups"),
     Wait("distributed.buffer_pool", "copy.wait_on_host()", "pass", "crowded", "_take_back"),
     Wait("extras.inference.storage", "arrival.wait_on_host()", "pass", "streamed cpu"),
     Wait("extras.inference.storage", "self._buffers.link.mark()", "None", "streamed cpu"),
@@ -73,6 +78,11 @@ WAITS = (
     Wait("zero.flat.flat_buffer", "self.reading.result().wait_on_device()", "self.reading.result()", STOPS_EARLY),
     Wait("zero.step.update", "update.landing.result()", "pass", "stage 3, all on cpu"),
 )
+
+
+def ranks_of(wait: Wait) -> int:
+    """Return how many ranks the program needs."""
+    return 4 if wait.program.startswith("between groups") else 1
 
 
 def without(device: torch.device, wait: Wait, program: Callable[..., Any], *args: Any) -> Any:
@@ -127,6 +137,8 @@ def program_of(wait: Wait) -> tuple[Callable[..., Any], tuple[Any, ...]]:
     parts: dict[str, tuple[Any, ...]] = {
         "background save": (saved, 2),
         "save through device": (saved_through_device,),
+        "between groups": (between_groups, 2, torch.float32),
+        "between groups of one": (between_groups, 1, None),
         "crowded": (crowded,),
         "dropped": (dropped,),
         "given up": (given_up, False),
