@@ -97,9 +97,9 @@ class PendingReduce:
             borrowed: buffers to return to the pool.
             comm: the group.
         """
-        self.works = works
+        self.works: Sequence[Any] = works
         """The operations that nobody has waited for."""
-        self.parts = parts
+        self.parts: Sequence[Tensor] = parts
         self._borrowed = borrowed
         self._comm = comm
 
