@@ -1,8 +1,9 @@
 """Collectives on activations along one axis of the mesh, such as the ranks that share a layer or a sequence.
 
 They block, except `Axis.start_all_to_all`. Sums are taken in rank order and every rank gets the same bits, so that
-replicated tensors stay replicated. All of them exchange pieces point to point, but for `Axis.all_reduce` on NCCL, which
-sums in an order and a precision of its own, with the same bits on every rank, too.
+replicated tensors stay replicated. All of them exchange pieces point to point, but for two on NCCL: its own
+`Axis.all_gather` of equal parts, and its own `Axis.all_reduce`, which sums in an order and a precision of its own, with
+the same bits on every rank, too.
 
 Every call is collective: all ranks of the axis make the same calls in the same order.
 """
@@ -20,6 +21,7 @@ from torch import Tensor
 
 from ls_strategy import device as dev
 from ls_strategy import spans
+from ls_strategy._torch import all_gather_single
 from ls_strategy.distributed.comm import Comm, Started, Traffic
 
 
@@ -87,10 +89,16 @@ class Axis:
         """
         if self.size == 1:
             return tensor.clone()
+        mine = tensor.contiguous()
+        if self.comm.native and sizes is None and mine.numel():
+            full = mine.new_empty((self.size * mine.shape[0], *mine.shape[1:]))
+            self.traffic.count("all_gather", mine, self.size - 1, far=sum(self.comm.far))
+            with self.comm.blocking(f"{self.name} all_gather"):
+                all_gather_single(full, mine, group=self.comm.group)
+            return full if dim == 0 else torch.cat(full.chunk(self.size), dim)
         shapes = [list(tensor.shape) for _ in range(self.size)]
         for shape, length in zip(shapes, sizes or [], strict=False):
             shape[dim] = length
-        mine = tensor.contiguous()
         parts = [mine if r == self.rank else mine.new_empty(shape) for r, shape in enumerate(shapes)]
         self._exchange([mine] * self.size, parts, "all_gather")
         return torch.cat(parts, dim)

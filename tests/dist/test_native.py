@@ -87,6 +87,12 @@ def collectives(rank: int, world_size: int) -> dict[str, Any]:
     found["scalar"] = axis.all_reduce(on_device(rank + 1.0)[0]).item()
     found["sum"] = axis.all_reduce(on_device(1.0, 2.0, 3.0)).tolist()
     found["sent"] = dict(axis.traffic.elements), dict(axis.traffic.bytes)
+    axis.traffic.reset()
+    mine = (torch.arange(6.0).view(2, 3) + 10 * rank).to(DEVICE)
+    found["gathered"] = [axis.all_gather(mine, dim).tolist() for dim in (0, 1, -1)]
+    found["gathered, sent"] = axis.traffic.elements["all_gather"]
+    found["gathered, transposed"] = axis.all_gather(mine.T, 0).tolist()
+    found["gathered, uneven"] = axis.all_gather(mine[: rank + 1], 0, sizes=[1, 2]).tolist()
     part = TensorPart((4, 3), 0, ((2 * rank, 2),))
     full = full_of(torch.full((2, 3), float(rank)), part, axis)
     found["full"] = full.tolist(), full.device
@@ -127,6 +133,11 @@ def test_collectives() -> None:
         assert found["scalar"] == 3.0
         assert found["sum"] == [2.0, 4.0, 6.0]
         assert found["sent"] == ({"all_reduce": 1 + 3}, {"all_reduce": 4 + 12})  # 2 (n - 1) / n of the elements
+        one, other = (torch.arange(6.0).view(2, 3) + 10 * rank for rank in range(2))
+        assert found["gathered"] == [torch.cat([one, other], dim).tolist() for dim in (0, 1, -1)]
+        assert found["gathered, sent"] == 3 * 6
+        assert found["gathered, transposed"] == torch.cat([one.T, other.T]).tolist()
+        assert found["gathered, uneven"] == torch.cat([one[:1], other]).tolist()
         assert found["full"] == ([[0.0] * 3] * 2 + [[1.0] * 3] * 2, HOST)
         assert found["tied"] == ([3.0] * 3, HOST)
         assert found["norm"] == (pytest.approx(6**0.5), DEVICE)
