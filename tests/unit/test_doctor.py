@@ -20,7 +20,7 @@ from ls_strategy.extras import cli
 from ls_strategy.extras.doctor import cluster, collective, gpus, host, kernels, nvme, software
 from ls_strategy.extras.doctor.examine import TOPICS, Check, choose, examine
 from ls_strategy.extras.doctor.finding import Finding
-from ls_strategy.ops import _build
+from ls_strategy.ops import _build, native
 from ls_strategy.ops.extra_library import routing_library
 from ls_strategy.tiers.nvme_folder import mount_of
 from ls_strategy.tiers.threads import cpu_quota
@@ -147,6 +147,7 @@ def without_compilers(found):
 @pytest.mark.usefixtures("commands")
 def test_without_compilers_all_runs_in_references(monkeypatch, capsys):
     monkeypatch.setattr(_build, "_status", {})  # as in a process that has not asked yet
+    monkeypatch.setattr(native, "_known", {})
     monkeypatch.setattr(routing_library, "_paths", {})
     monkeypatch.delenv("CXX", raising=False)
     monkeypatch.delenv("LS_STRATEGY_OPS", raising=False)
