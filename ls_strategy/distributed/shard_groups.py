@@ -112,7 +112,10 @@ class _BetweenGroups(PendingReduce):
         term = self._total_of(self._inner.parts[0])
         stream.wait_stream(dev.stream(term.device))
         with dev.on(stream):
-            self._inner.terms()
+            with self._group.naming_failures():  # `Comm.wait` would record that computation waits
+                for work in self._used:
+                    work.wait()
+            self._inner.works = ()
             self.works, self._total = [self._all_reduce(term)], term
 
     @override

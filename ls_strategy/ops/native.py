@@ -22,9 +22,10 @@ _known: dict[str, bool] = {}
 def available(device_type: str) -> bool:
     """Return whether there are kernels for a device type. The first call builds them."""
     if device_type not in _known:  # which every update asks
-        _known[device_type] = _build.load(device_type)
-        if _known[device_type]:
+        found = _build.load(device_type)
+        if found:
             _register_fakes()
+        _known[device_type] = found
     return _known[device_type]
 
 

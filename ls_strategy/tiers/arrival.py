@@ -27,13 +27,20 @@ class Arrival:
         """
         self._event = event
         self._source = source
-        self._memory = memory
+        self._memory: tuple[Tensor, ...] = () if memory is None else (memory,)
         self._stream = stream
+
+    def follow(self, earlier: Arrival) -> None:
+        """Stand for an ``earlier`` copy in the same stream, too: whoever waits for this one has waited for both."""
+        self._memory, earlier._memory = self._memory + earlier._memory, ()
 
     def is_over(self) -> bool:
         """Return whether the copy is done. Does not wait."""
         event = self._event
-        return event is None or bool(event.query())
+        if event is not None and not event.query():
+            return False
+        self._memory = ()
+        return True
 
     def wait_on_host(self) -> None:
         """Block this thread until the copy is done."""
@@ -41,7 +48,8 @@ class Arrival:
         if event is not None:
             with spans.waiting(spans.COPY):
                 event.synchronize()
-            self._event = self._source = self._memory = None
+            self._event = self._source = None
+            self._memory = ()
 
     def wait_on_device(self) -> None:
         """Let the device's current stream wait; do not block the host."""
@@ -49,7 +57,7 @@ class Arrival:
         if event is not None:
             with spans.waiting(spans.COPY):
                 dev.stream(event.device).wait_event(event)
-            self._memory = None
+            self._memory = ()
 
     def __del__(self) -> None:
         """Protect the memory of a copy that nobody has waited for.
@@ -57,8 +65,8 @@ class Arrival:
         Always to do so, with `torch.Tensor.record_stream`, would make memory pile up: what is freed could be used again
         only after the device has got there, and the host runs ahead of it (17 to 32 gathered buffers instead of 3).
         """
-        if self._memory is not None:
-            dev.use_in_stream(self._memory, self._stream)
+        for tensor in self._memory:
+            dev.use_in_stream(tensor, self._stream)
 
 
 DONE = Arrival()

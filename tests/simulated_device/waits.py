@@ -53,7 +53,7 @@ WAITS = (
     Wait(LINK, "stream.wait_event(after)", "pass", "stage 2, step on cpu, a forward before the step", "_copy"),
     Wait(LINK, "with dev.on(stream), spans", "with spans", "stage 2, cpu, step on cpu"),
     Wait(LINK, "event = dev.record(self.device, stream)", "event = None", "stage 2, cpu, step on cpu"),
-    Wait("tiers.arrival", "dev.use_in_stream(self._memory, self._stream)", "pass", "dropped"),
+    Wait("tiers.arrival", "dev.use_in_stream(tensor, self._stream)", "pass", "dropped"),
     Wait("checkpoint.background", "dev.stream(device).synchronize()", "pass", "background save"),
     Wait("activations.offload", "kept.arriving.wait_on_device()", "pass", "activations on cpu"),
     Wait("activations.offload", "kept.arriving.wait_on_host()", "pass", "given up", "drop"),
@@ -63,12 +63,11 @@ WAITS = (
     Wait("activations.storage", "busy.wait_on_host()  # I/O", "pass  # I/O", "activations on nvme"),
     Wait(GROUPS, "self._used = self._inner.works", "pass", "between groups"),
     Wait(GROUPS, "stream.wait_stream(dev.stream(term.device))", "pass", "between groups of one"),
-    Wait(GROUPS, "self._inner.terms()", "pass", "between groups", "start"),
+    Wait(GROUPS, "work.wait()", "pass", "between groups", "start"),
     Wait(GROUPS, "self._group.across.wait(self.works)", "pass", "between groups"),
     Wait("distributed.buffer_pool", "copy.wait_on_host()", "pass", "crowded", "_take_back"),
     Wait("extras.inference.storage", "arrival.wait_on_host()", "pass", "streamed cpu"),
-    Wait("extras.inference.storage", "self._buffers.link.mark()", "None", "streamed cpu"),
-    Wait("zero.flat.averages", "arrival.wait_on_host()", "pass", "stage 3, all on cpu"),
+    Wait("zero.flat.averages", "arrival.wait_on_host()", "None", "stage 3, all on cpu"),
     Wait("zero.flat.averages", "to_device(mine, out).wait_on_device()", "to_device(mine, out)", GRADIENTS_ADDED),
     Wait("zero.flat.flat_buffer", "self.arriving.wait_on_device()", "pass", "stage 2, cpu, step on cpu"),
     Wait("zero.flat.averages", "self.wait()", "pass", "stage 3, all on nvme, clipping", "_recorded"),
@@ -76,7 +75,7 @@ WAITS = (
     Wait("zero.flat.state_store", "arrival.wait_on_host()", "pass", "stage 3, all on nvme"),
     Wait("zero.flat.flat_buffer", "arrival.wait_on_device()", "pass", "stage 3, all on cpu"),
     Wait("zero.flat.flat_buffer", "self.reading.result().wait_on_device()", "self.reading.result()", STOPS_EARLY),
-    Wait("zero.step.update", "update.landing.result()", "pass", "stage 3, all on cpu"),
+    Wait("zero.step.update", "update.landing.result()", "pass", GRADIENTS_ADDED),
 )
 
 

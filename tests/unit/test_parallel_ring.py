@@ -36,12 +36,12 @@ def inputs(key_heads: int = HEADS, dtype: torch.dtype = torch.float64, width: in
     ]
 
 
-def results(tensors: list[Tensor], size: int, members: int, **options: Any) -> list[Tensor]:
+def results(tensors: list[Tensor], size: int, members: int, *, autocast: bool = False, **options: Any) -> list[Tensor]:
     """The result and the gradients of all ranks, joined along the tokens."""
 
     def body(axis: ThreadAxis) -> list[Tensor]:
         leaves = [t.chunk(axis.size, 2)[axis.rank].clone().requires_grad_() for t in tensors]
-        with attention.attention_over(axis, members):
+        with attention.attention_over(axis, members), torch.autocast("cpu", torch.bfloat16, enabled=autocast):
             result = functional.scaled_dot_product_attention(*leaves, **options)
         result.backward(torch.linspace(0, 1, TOKENS).to(result)[:, None].chunk(axis.size)[axis.rank].expand_as(result))
         return [result.detach(), *(t.grad for t in leaves)]
@@ -242,11 +242,33 @@ def test_where_flash_attention_is_used(monkeypatch, width, dtype, capability, fi
     monkeypatch.setattr(torch.backends.cuda, "is_flash_attention_available", lambda: True)
     monkeypatch.setattr(ring.dev, "compute_capability", lambda device: capability)
     x = torch.zeros(1, 1, 2, width, dtype=dtype)
-    assert ring.can_flash(x.as_subclass(FakeGPU), x) == fits
-    assert not ring.can_flash(x, x)
-    assert not ring.can_flash(x.as_subclass(FakeGPU), x[..., :4])
+    there = x.as_subclass(FakeGPU)
+    assert ring.can_flash(there, x, x) == fits
+    assert not ring.can_flash(x, x, x)
+    assert not ring.can_flash(there, x, x[..., :4])
+    assert not ring.can_flash(there, x.double(), x)
     with sdpa_kernel(SDPBackend.MATH):
-        assert not ring.can_flash(x.as_subclass(FakeGPU), x)
+        assert not ring.can_flash(there, x, x)
+
+
+@pytest.mark.parametrize("flash", [False, True])
+@pytest.mark.parametrize("kinds", ["dtypes", "strides"])
+@pytest.mark.parametrize("options", [{}, {"is_causal": True}], ids=str)
+def test_inputs_are_what_attention_itself_makes_of_them(flash, kinds, options):
+    """Under autocast of several dtypes, and with rows that are not adjacent."""
+    tensors = inputs(dtype=torch.bfloat16)
+    if kinds == "dtypes":
+        tensors = [tensors[0].float(), tensors[1], tensors[2].float()]
+    else:
+        tensors[0] = tensors[0].mT.contiguous().mT
+
+    with mock.patch.object(ring, "can_flash", return_value=flash):
+        found = results(tensors, 2, 2, autocast=True, **options)
+    with torch.autocast("cpu", torch.bfloat16):
+        alone = expected(tensors, **options)
+    exact = expected([t.double() for t in tensors], **options)
+    assert [t.dtype for t in found] == [t.dtype for t in alone]
+    assert max(errors(found, exact)) <= 1e-2
 
 
 def test_with_a_mask_scores_are_computed():

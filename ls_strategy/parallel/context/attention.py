@@ -140,9 +140,19 @@ def _attend_in_ring(
             f"attention in a block sharded along the tokens got dropout_p={dropout_p}, which rings do not compute. Set "
             "parallel.ring=1, or disable the dropout of attention."
         )
-    query, key, value = _tokens_to_heads(heads, inputs)
+    query, key, value = _tokens_to_heads(heads, _as_autocast(inputs))
     result = ring_attention(ring, (query, key, value), _local_heads(mask, inputs[0].shape[1], heads), is_causal, scale)
     return exchange(result, heads, 2, 1)
+
+
+def _as_autocast(inputs: tuple[Tensor, Tensor, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
+    """Cast the inputs as torch's autocast does for attention. It does not see that of rings."""
+    kind = inputs[0].device.type
+    if not torch.is_autocast_enabled(kind):
+        return inputs
+    dtype = torch.get_autocast_dtype(kind)
+    query, key, value = (x if x.dtype == torch.float64 else x.to(dtype) for x in inputs)
+    return query, key, value
 
 
 def _check(axis: Axis | AxisPart, query: Tensor, key: Tensor, value: Tensor) -> None:

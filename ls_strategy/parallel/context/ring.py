@@ -136,19 +136,21 @@ def ring_attention(
     setting = _Setting(axis, causal, query.shape[-1] ** -0.5 if scale is None else scale, mask)
     if causal:
         query, key, value = (_Relayout.apply(x, axis, True) for x in (query, key, value))
-    ring = _FlashRing if mask is None and can_flash(query, value) else _Ring
+    ring = _FlashRing if mask is None and can_flash(query, key, value) else _Ring
     result = ring.apply(query, key, value, setting)
     return _Relayout.apply(result, axis, False) if causal else result  # type: ignore[return-value]
 
 
-def can_flash(query: Tensor, value: Tensor) -> bool:
+def can_flash(query: Tensor, key: Tensor, value: Tensor) -> bool:
     """Return whether to let torch's flash attention compute: in 16 bit, on NVIDIA GPUs from sm_80 on.
 
     Torch's own switch, ``torch.nn.attention.sdpa_kernel``, counts too. On a CPU it would be slower (measured in bf16 on
     two cores without instructions for it: by a factor of 2.8).
     """
-    width = query.shape[-1]
-    if query.device.type != "cuda" or query.dtype not in (torch.bfloat16, torch.float16) or value.shape[-1] != width:
+    width, dtype = query.shape[-1], query.dtype
+    if query.device.type != "cuda" or dtype not in (torch.bfloat16, torch.float16):
+        return False
+    if value.shape[-1] != width or {key.dtype, value.dtype} != {dtype}:
         return False
     if torch.version.hip is not None or not torch.backends.cuda.is_flash_attention_available():
         return False
@@ -239,6 +241,7 @@ class _FlashRing(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, setting: _Setting) -> Tensor:
+        query = query.contiguous()  # CUDA's kernel wants rows of adjacent numbers; the others have been put together
         total = query.new_zeros(query.shape, dtype=torch.float32)
         log_sum = query.new_full(query.shape[:-1], -torch.inf, dtype=torch.float32)
         with without_dispatch_modes():  # as in `_Ring`

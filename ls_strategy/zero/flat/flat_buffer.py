@@ -508,7 +508,9 @@ class FlatBuffer:
         self.updating = updating
 
     def begin_arrival(self, arriving: Arrival) -> None:
-        """Record new parameters on their way to the device. Any thread of an update may call this."""
+        """Record new parameters on their way to the device, after those of before. Any thread of an update may call."""
+        if self.arriving is not None:  # another chunk
+            arriving.follow(self.arriving)
         self.arriving = arriving
 
     def begin_early_directions(self) -> None:
