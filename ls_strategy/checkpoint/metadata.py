@@ -283,6 +283,13 @@ class _Record:
         return self.state
 
 
+def _member(kind: Any, name: Any) -> _Record:
+    """Stand for ``builtins.getattr``, by which Python 3.11.0 to 3.11.3 pickles members of enumerations."""
+    if not (isinstance(kind, type) and issubclass(kind, _Record) and isinstance(name, str)):
+        raise pickle.UnpicklingError("it names builtins.getattr, which no checkpoint needs")
+    return kind(name)
+
+
 _CLASSES = ("Metadata", "TensorStorageMetadata", "BytesStorageMetadata", "TensorProperties", "ChunkStorageMetadata")
 _PATHS = {name: None for name in ("PosixPath", "WindowsPath", "PurePosixPath", "PureWindowsPath")}
 _NAMES: dict[str, dict[str, Any]] = {
@@ -295,7 +302,10 @@ _NAMES: dict[str, dict[str, Any]] = {
     "pathlib": _PATHS,
     "pathlib._local": _PATHS,
     "collections": {"OrderedDict": OrderedDict, "defaultdict": defaultdict},
-    "builtins": {kind.__name__: kind for kind in (dict, list, set, tuple, int, str, frozenset)},
+    "builtins": {
+        "getattr": _member,
+        **{kind.__name__: kind for kind in (dict, list, set, tuple, int, str, frozenset)},
+    },
 }
 """Classes and functions that ``.metadata`` may name. None: a `_Record` takes its place."""
 

@@ -12,6 +12,7 @@ import zlib
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import lightning.pytorch as pl
 import pytest
@@ -227,6 +228,22 @@ def test_metadata_that_torch_writes_holds_the_same(tmp_path: Path) -> None:
     found: Metadata = pickle.loads(data)
     assert found == from_pickle(data) == from_json((folder / "index.json").read_bytes())
     assert to_json(from_pickle(data)).encode() == (folder / "index.json").read_bytes()
+
+
+def test_metadata_of_early_pythons_is_read(tmp_path: Path) -> None:
+    """Python 3.11.0 to 3.11.3 pickles members of enumerations by ``getattr``; torch's memory formats are some."""
+    from torch.distributed.checkpoint.metadata import _MEM_FORMAT_ENCODING
+
+    from ls_strategy.checkpoint.metadata import from_json, from_pickle
+
+    def by_name(member: Any, _: int) -> Any:
+        return getattr, (type(member), member.name)
+
+    with mock.patch.object(_MEM_FORMAT_ENCODING, "__reduce_ex__", by_name):
+        folder = small_folder(tmp_path / "x.ckpt")
+        data = (folder / ".metadata").read_bytes()
+    assert b"getattr" in data
+    assert from_pickle(data) == from_json((folder / "index.json").read_bytes())
 
 
 def edited(folder: Path, edit: Callable[[dict[str, Any]], Any]) -> None:
