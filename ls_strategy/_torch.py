@@ -11,6 +11,7 @@ import socket
 import stat
 import sys
 import threading
+import weakref
 from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Generator, Iterable
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -477,8 +478,7 @@ def uncompiled(module: nn.Module) -> nn.Module:
 
 def is_compiled(module: nn.Module) -> bool:
     """Return whether ``torch.compile(module)`` or ``module.compile()`` was called."""
-    call = getattr(module, "_compiled_call_impl", None)
-    return "_orig_mod" in module._modules or (call.compiled if isinstance(call, _Route) else call) is not None
+    return "_orig_mod" in module._modules or is_compiled_in_place(module)
 
 
 def is_compiled_function(function: Any) -> bool:
@@ -507,26 +507,35 @@ class _Route:
 
     def __init__(self, module: nn.Module, route: Callable[..., Any]) -> None:
         self.compiled: Any = vars(module).get("_compiled_call_impl")
+        self._module = weakref.ref(module)
         self._call = self.compiled or module._call_impl
-        self._route = route
+        self._route: Callable[..., Any] | None = route
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return self._route(self._call, args, kwargs)
+        return self._call(*args, **kwargs) if self._route is None else self._route(self._call, args, kwargs)
+
+    def remove(self) -> None:
+        """Undo the route, also where another one was set after it."""
+        self._route = None
+        module = self._module()
+        if module is not None and vars(module).get("_compiled_call_impl") is self:
+            vars(module)["_compiled_call_impl"] = self.compiled
 
 
-def route_calls(module: nn.Module, route: Callable[..., Any]) -> None:
+def route_calls(module: nn.Module, route: Callable[..., Any]) -> _Route:
     """Make ``module(...)`` call ``route(call, args, kwargs)``, where ``call`` is the module's own, hooks included.
 
-    Copies and pickles of the module do not have the route: torch omits this attribute, which ``module.compile()`` sets.
+    The result has ``remove()``. Copies and pickles of the module do not have the route: torch omits this attribute,
+    which ``module.compile()`` sets.
     """
-    vars(module)["_compiled_call_impl"] = _Route(module, route)
+    made = vars(module)["_compiled_call_impl"] = _Route(module, route)
+    return made
 
 
-def unroute_calls(module: nn.Module) -> None:
-    """Undo the last `route_calls`, if there was one."""
+def is_compiled_in_place(module: nn.Module) -> bool:
+    """Return whether ``module.compile()`` was called, so that the module's hooks are part of what is compiled."""
     call = vars(module).get("_compiled_call_impl")
-    if isinstance(call, _Route):
-        vars(module)["_compiled_call_impl"] = call.compiled
+    return (call.compiled if isinstance(call, _Route) else call) is not None
 
 
 def without_torch_functions() -> AbstractContextManager[Any]:

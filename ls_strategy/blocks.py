@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator
 
 from torch import nn
 
+from ls_strategy._torch import uncompiled
 from ls_strategy.errors import PlanError
 from ls_strategy.moe.sparse import SparseLayer
 
@@ -13,23 +14,35 @@ CONTAINERS = (nn.ModuleList, nn.Sequential)
 
 
 def container_children(
-    module: nn.Module, closed: tuple[type[nn.Module], ...] = (SparseLayer,), prefix: str = ""
+    module: nn.Module, closed: tuple[type[nn.Module], ...] = (SparseLayer,)
 ) -> Iterator[tuple[str, nn.Module]]:
     """Yield the children of all containers, also nested ones, with names and in order of registration.
+
+    A child that is registered in several places, such as ``self.model.layers`` and ``self.layers``, is yielded once,
+    under the first of its names.
 
     Args:
         module: the model.
         closed: classes that are yielded wherever they are, and not searched. The experts of an MoE layer are not
             blocks, since they are not called as modules.
-        prefix: of the names.
     """
+    seen: set[int] = set()
+    for name, child in _container_children(module, closed, ""):
+        if id(uncompiled(child)) not in seen:
+            seen.add(id(uncompiled(child)))
+            yield name, child
+
+
+def _container_children(
+    module: nn.Module, closed: tuple[type[nn.Module], ...], prefix: str
+) -> Iterator[tuple[str, nn.Module]]:
     inside_container = isinstance(module, CONTAINERS) and bool(prefix)
     for child_name, child in module.named_children():
         name = f"{prefix}{child_name}"
         if isinstance(child, closed) or (inside_container and not isinstance(child, CONTAINERS)):
             yield name, child
         else:
-            yield from container_children(child, closed, f"{name}.")
+            yield from _container_children(child, closed, f"{name}.")
 
 
 def is_conv1d(module: nn.Module) -> bool:

@@ -1,40 +1,218 @@
-"""``torch.compile`` of single blocks: the losses of the plain model. ``aot_eager`` traces everything, no C++."""
+"""``torch.compile``: the numbers of plain code, and the graphs of plain code wherever parameters stay in memory.
+
+Backends that compile nothing: ``Graphs`` runs what dynamo has captured, ``Traced`` what autograd makes of it.
+"""
 
 from __future__ import annotations
+
+from typing import Any
 
 import pytest
 import torch
 
-from tests.dist.ranks import Net, assert_close, fit, on_ranks, weights
+from ls_strategy.config import nested
+from ls_strategy.lightning.strategy import ZeROStrategy
+from tests.dist import ranks
+from tests.dist.ranks import OPTIONS, Net, assert_close, fit, on_ranks, weights
 
-pytestmark = pytest.mark.wide
+pytestmark = pytest.mark.own_ranks  # dynamo replaces functions of torch
+
+BLOCKS = 10
+"""More than dynamo's limit of recompilations, 8: if blocks did not share a graph, it would give up."""
 
 
-class CompiledInPlace(Net):
+class Graphs:
+    """A backend that counts the operations of every graph, and runs them one by one."""
+
+    def __init__(self) -> None:
+        self.sizes: list[int] = []
+
+    def __call__(self, graph: torch.fx.GraphModule, inputs: Any) -> Any:
+        self.sizes.append(sum(node.op.startswith("call") for node in graph.graph.nodes))
+        return graph.forward
+
+
+class Traced(Graphs):
+    """The same with a backward that is traced, as it is for every real backend."""
+
+    def __call__(self, graph: torch.fx.GraphModule, inputs: Any) -> Any:
+        from torch._dynamo.backends.debugging import aot_eager
+
+        super().__call__(graph, inputs)
+        return aot_eager(graph, inputs)
+
+
+class Plain(Net):
+    def __init__(self, backend: Graphs | None = None) -> None:
+        self.backend = backend or Graphs()
+        super().__init__()
+
+    def build(self) -> None:
+        super().build()
+        self.blocks = torch.nn.ModuleList(type(self.blocks[0])() for _ in range(BLOCKS))
+        self.net = Stack(self.first, self.blocks, self.last)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.net(x)  # type: ignore[no-any-return]
+
+
+class Stack(torch.nn.Module):
+    def __init__(self, first: torch.nn.Module, blocks: torch.nn.ModuleList, last: torch.nn.Module) -> None:
+        super().__init__()
+        self.first, self.blocks, self.last = first, blocks, last
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.first(x)
+        for block in self.blocks:
+            x = block(x)
+        return self.last(x)  # type: ignore[no-any-return]
+
+
+class BlocksInPlace(Plain):
     """``block.compile()`` keeps the module."""
 
     def build(self) -> None:
         super().build()
         for block in self.blocks:
-            block.compile(backend="aot_eager")
+            block.compile(backend=self.backend, fullgraph=True)
 
 
-class CompiledWrapper(Net):
+class BlocksInWrappers(Plain):
     """``torch.compile(block)`` is a module around the module."""
 
     def build(self) -> None:
         super().build()
-        self.blocks = torch.nn.ModuleList(torch.compile(block, backend="aot_eager") for block in self.blocks)
+        self.blocks = torch.nn.ModuleList(torch.compile(b, backend=self.backend, fullgraph=True) for b in self.blocks)
+        self.net = Stack(self.first, self.blocks, self.last)
 
 
-@pytest.mark.parametrize("make", [pytest.param(CompiledInPlace, marks=pytest.mark.slow), CompiledWrapper])
+class Whole(Plain):
+    def build(self) -> None:
+        super().build()
+        self.net.compile(backend=self.backend)
+
+
+class WholeInOneGraph(Plain):
+    def build(self) -> None:
+        super().build()
+        self.net.compile(backend=self.backend, fullgraph=True)
+
+
+class Function(Plain):
+    def build(self) -> None:
+        super().build()
+        self.run = torch.compile(lambda x: self.net(x), backend=self.backend)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.run(x)  # type: ignore[no-any-return]
+
+
+def trained(options: Any, module: Net, **trainer: Any) -> Net:
+    torch._dynamo.reset()
+    fit(ZeROStrategy(**nested(options)), module, **trainer)
+    return module
+
+
+def assert_equal(actual: Net, expected: Net, what: str) -> None:
+    assert actual.losses == expected.losses, what
+    values = {name.replace("_orig_mod.", ""): value for name, value in weights(actual).items()}
+    ranks.assert_equal(values, weights(expected), what)
+
+
 @on_ranks(2, timeout_s=120)
-def test_compiled_blocks(rank: int, world_size: int, make: type[Net]) -> None:
-    plain = Net()
-    fit("ddp", plain)
+def test_graphs_are_those_of_plain_code(rank: int, world_size: int) -> None:
+    """Below stage 3 a model is one graph; blocks are one graph for all of them at every stage, without a break."""
     for stage in (1, 3):
-        module = make()
-        fit(stage, module)
-        assert_close(module.losses, plain.losses, f"stage {stage}")
-        actual = {name.replace("_orig_mod.", ""): value for name, value in weights(module).items()}
-        assert_close(actual, weights(plain), f"stage {stage}")
+        options = {"stage": stage, "sharding.min_unit_numel": 0}
+        plain = trained(options, Plain())
+        for made, sizes in {
+            BlocksInPlace: [5],
+            BlocksInWrappers: [5],
+            Whole: [5 * BLOCKS + 2] if stage < 3 else [1, 5, 1],
+            Function: [5 * BLOCKS + 2] if stage < 3 else [1, 5, 1],
+        }.items():
+            module = made()
+            assert_equal(trained(options, module), plain, f"stage {stage}, {made.__name__}")
+            assert module.backend.sizes == sizes, (stage, made, module.backend.sizes)
+
+
+@on_ranks(2, timeout_s=120)
+def test_a_graph_without_hooks_waits_for_its_weights(rank: int, world_size: int) -> None:
+    """The graph reads weights that the step before has sent, and nothing in it waits for them."""
+    options = {"stage": 2, "sharding.min_unit_numel": 0}
+    module = trained(options, Whole())
+    assert module.trainer.strategy.engine.gatherer._waits_before_steps
+    plain = trained(options, Plain())
+    assert not plain.trainer.strategy.engine.gatherer._waits_before_steps
+    assert_equal(module, plain, "in one graph")
+
+
+@on_ranks(2, timeout_s=120)
+def test_a_model_in_one_graph_at_stage_3_is_refused(rank: int, world_size: int) -> None:
+    with pytest.raises(Exception, match=r"gathers a unit's parameters before its module runs.*compile='blocks'"):
+        trained({"stage": 3, "sharding.min_unit_numel": 0}, WholeInOneGraph())
+
+
+class RunsBefore(Plain):
+    """Runs its compiled model before any hook is attached: dynamo does not look for hooks that come later."""
+
+    def build(self) -> None:
+        super().build()
+        self.net.compile(backend=self.backend)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.net(x)  # type: ignore[no-any-return]
+
+    def configure_optimizers(self) -> Any:
+        with torch.no_grad():
+            self(torch.ones(2, self.first.in_features))
+        self(torch.ones(2, self.first.in_features)).sum().backward()
+        self.zero_grad()
+        return super().configure_optimizers()
+
+
+@pytest.mark.wide
+@pytest.mark.parametrize("stage", [1, 2, 3])
+@on_ranks(2, timeout_s=120)
+def test_what_was_compiled_before_the_fit_is_compiled_for_it(rank: int, world_size: int, stage: int) -> None:
+    options = {"stage": stage, "sharding.min_unit_numel": 0}
+    module = RunsBefore()
+    plain = trained(options, Plain())
+    assert_equal(trained(options, module), plain, f"stage {stage}")
+    fit("ddp", ddp := Plain())
+    assert_close(module.losses, ddp.losses, f"stage {stage}, DDP")
+
+
+CELLS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "recomputed": ({"activations": "full"}, {}),
+    "selective": ({"activations": "selective"}, {}),
+    "activations on the host": ({"activations.offload": "cpu"}, {}),
+    "offload": (OPTIONS["zero3_offload"] | {"stage": 3}, {}),
+    "bf16-mixed": ({}, {"precision": "bf16-mixed"}),
+    "16-mixed": ({}, {"precision": "16-mixed"}),
+    "bf16-true": ({}, {"precision": "bf16-true"}),
+    "bf16-true, norms in fp32": ({"precision.fp32_modules": ["LayerNorm"]}, {"precision": "bf16-true"}),
+    "accumulation and clipping": ({}, {"accumulate_grad_batches": 2, "gradient_clip_val": 0.1}),
+    "tensor parallelism": (
+        {"parallel.tensor": {"size": 2, "plan": {"blocks.*.wide": "replicate", "blocks.*.narrow": "replicate"}}},
+        {},
+    ),
+}
+
+
+@pytest.mark.wide
+@pytest.mark.parametrize("cell", CELLS)
+@pytest.mark.parametrize("stage", [1, 3])
+@on_ranks(2, timeout_s=180)
+def test_numbers_are_those_of_plain_code(rank: int, world_size: int, stage: int, cell: str) -> None:
+    """Bit for bit, with a backward that is traced."""
+    more, trainer = CELLS[cell]
+    options = {"sharding.min_unit_numel": 0} | more | {"stage": stage}
+    if stage < 3:
+        options.pop("offload.parameters", None)
+    plain = trained(options, Plain(), **trainer)
+    for made in (BlocksInPlace, BlocksInWrappers, Whole):
+        if cell == "tensor parallelism" and made is not Whole:
+            continue  # the graph breaks at its collectives
+        module = made(Traced())
+        assert_equal(trained(options, module, **trainer), plain, f"stage {stage}, {made.__name__}, {cell}")

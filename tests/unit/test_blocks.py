@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+import torch
 from torch import nn
 
 from ls_strategy.blocks import container_children, instances, outermost, repeated_blocks
@@ -32,6 +33,15 @@ def test_a_model_that_is_a_container_is_searched() -> None:
 
 def test_a_closed_class_is_yielded_wherever_it_is() -> None:
     assert next(container_children(Net(), closed=(nn.Embedding,)))[0] == "embed"
+
+
+def test_a_child_in_two_places_is_yielded_once() -> None:
+    """``self.model = model; self.layers = model.layers`` is a habit, also with one of them compiled."""
+    net = Net()
+    net.again = nn.ModuleDict({"pairs": net.pairs, "layers": net.layers})
+    assert [name for name, _ in container_children(net)] == ["layers.0", "layers.1", "pairs.0.0", "pairs.0.1"]
+    net.compiled = nn.ModuleList(torch.compile(layer, backend="eager") for layer in net.layers)
+    assert [name for name, _ in container_children(net)] == ["layers.0", "layers.1", "pairs.0.0", "pairs.0.1"]
 
 
 def test_a_single_layer_is_not_a_block() -> None:

@@ -51,6 +51,12 @@ def test_every_parameter_is_in_one_unit(unit_classes, min_unit_numel) -> None:
     assert sorted(names) == sorted(n for n, _ in model.named_parameters())
 
 
+def test_blocks_that_the_model_holds_twice_are_units() -> None:
+    model = Model()
+    model.again = nn.ModuleDict({"blocks": model.blocks})
+    assert cut(model) == cut(Model())
+
+
 def test_units_hold_the_parameters_themselves() -> None:
     model = Model()
     params = dict(model.named_parameters())

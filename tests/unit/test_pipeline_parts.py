@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge
 from torch.nn import functional
 
-from ls_strategy._torch import is_compiled, route_calls, unroute_calls
+from ls_strategy._torch import is_compiled, route_calls
 from ls_strategy.distributed.comm import Comm
 from ls_strategy.errors import PlanError, StateError
 from ls_strategy.extras.plots.pipeline import bars, chrome_trace
@@ -115,15 +115,33 @@ def test_routed_calls_keep_hooks_and_are_not_copied() -> None:
     module = nn.Linear(2, 2)
     seen: list[Any] = []
     module.register_forward_hook(lambda *_: seen.append("hook"))
-    route_calls(module, lambda call, args, kwargs: (seen.append("route"), call(*args, **kwargs))[1])
+    route = route_calls(module, lambda call, args, kwargs: (seen.append("route"), call(*args, **kwargs))[1])
     assert not is_compiled(module)
     module(torch.ones(2))
     assert seen == ["route", "hook"]
     copy.deepcopy(module)(torch.ones(2))
     assert seen == ["route", "hook", "hook"]
-    unroute_calls(module)
+    route.remove()
     module(torch.ones(2))
     assert seen.count("route") == 1
+
+
+def test_routes_are_removed_in_any_order() -> None:
+    seen: list[str] = []
+    module = nn.Linear(2, 2)
+
+    def route(name: str) -> Any:
+        return route_calls(module, lambda call, args, kwargs: (seen.append(name), call(*args, **kwargs))[1])
+
+    first, second = route("first"), route("second")
+    module(torch.ones(2))
+    assert seen == ["second", "first"]
+    first.remove()
+    module(torch.ones(2))
+    assert seen == ["second", "first", "second"]
+    second.remove()
+    module(torch.ones(2))
+    assert len(seen) == 3
 
 
 # --- one stage --------------------------------------------------------------------------------------------------------

@@ -33,7 +33,6 @@ from ls_strategy._torch import (
     tree_map,
     tree_unflatten,
     uncompiled_code,
-    unroute_calls,
     without_function_mode,
 )
 from ls_strategy.errors import PlanError, StateError
@@ -126,17 +125,18 @@ class StageRunner:
         self._inside = tuple(f"{name}." for name in cut.blocks)
         self._outside = _outside(model, cut.blocks)
         parameters = {id(p): meta_copy(p) for p in model.parameters()}
+        self._routes = []
         for module in self._outside:
             # Buffers stay real: values that do not depend on parameters are known on every rank.
             meta_module = copy.deepcopy(module, {**parameters, **{id(b): b for b in module.buffers()}})
-            route_calls(module, partial(self._route_outside, module, meta_module))
+            self._routes.append(route_calls(module, partial(self._route_outside, module, meta_module)))
         for i, block in enumerate(self._blocks):
-            route_calls(block, partial(self._route, i))
+            self._routes.append(route_calls(block, partial(self._route, i)))
 
     def remove(self) -> None:
         """Restore the calls."""
-        for module in (*self._blocks, *self._outside):
-            unroute_calls(module)
+        for route in self._routes:
+            route.remove()
 
     def run(self, stage: int, step: Step, micro_batch: Any, received: StageTransfer | None) -> Any:
         """Run the forward action.

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
-from ls_strategy._torch import route_calls, tree_iter, uncompiled_code, unroute_calls
+from ls_strategy._torch import route_calls, tree_iter, uncompiled_code
 from ls_strategy.errors import PlanError, StateError
 from ls_strategy.parallel.pipeline.meta import meta_blocks, meta_copy
 from ls_strategy.parallel.pipeline.partition import Step, Usage
@@ -95,8 +95,7 @@ def observe(
     """
     mode = _UsageMode(device)
     observer = _Observer(model, blocks, mode)
-    for i, block in enumerate(blocks.values()):
-        route_calls(block, partial(observer.route, i))
+    routes = [route_calls(block, partial(observer.route, i)) for i, block in enumerate(blocks.values())]
     seen = False
     try:
         with uncompiled_code(), observer.counter, mode:
@@ -106,8 +105,8 @@ def observe(
         if not observer.done:
             raise
     finally:
-        for block in blocks.values():
-            unroute_calls(block)
+        for route in routes:
+            route.remove()
     if seen and not observer.done:
         raise StateError(f"step returned without a call of block {list(blocks)[-1]!r}. Call every block once.")
     names = {id(p): name for name, p in model.named_parameters()}

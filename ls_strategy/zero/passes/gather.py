@@ -35,6 +35,7 @@ class Gatherer:
         self._seen: list[Unit] = []
         self._published = 0
         """Stages 0 to 2: number of blocks, in `_order`, whose new weights no longer have to be sent."""
+        self._waits_before_steps = False
 
     # stage 3 ---------------------------------------------------------------------------------------------------------
 
@@ -147,8 +148,14 @@ class Gatherer:
                 self.start(unit)
             for unit in self._order[1:2]:
                 self._read(unit)
-        for unit in roots:
+        for unit in self.forward_order() if self._waits_before_steps else roots:
             self.fetch(unit)
+
+    def wait_before_steps(self) -> None:
+        """Let new weights of all units arrive before a step from now on, and now (stages 0 to 2). Not collective."""
+        if not self.releases:
+            self._waits_before_steps = True
+            self.finish_all()
 
     def release_all(self, *, stepped: bool = False) -> None:
         """Release all units that are gathered or in flight. ``stepped``: as in `release`."""

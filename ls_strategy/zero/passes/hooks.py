@@ -16,27 +16,72 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, fields, is_dataclass
+from functools import cache
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from ls_strategy import spans
-from ls_strategy._torch import current_backward_pass, is_transforming, outside_transforms, tree_iter
+from ls_strategy._torch import (
+    current_backward_pass,
+    is_compiled_in_place,
+    is_transforming,
+    outside_transforms,
+    route_calls,
+    tree_iter,
+)
 from ls_strategy.transient import Transient
 from ls_strategy.zero.flat.flat_buffer import FlatBuffer
 from ls_strategy.zero.flat.units import Unit
 from ls_strategy.zero.passes.gather import Gatherer
 from ls_strategy.zero.passes.reduce import Reducer
 
+_ATTACHED: weakref.WeakSet[UnitHooks] = weakref.WeakSet()
+"""The hooks of every engine that is attached to a model."""
+
+
+def _wait_before_steps() -> None:
+    """Let all new weights arrive before a step begins. Dynamo calls this when it leaves a hook out of a graph."""
+    for hooks in list(_ATTACHED):
+        hooks.gatherer.wait_before_steps()
+
+
+def _run(hook: _Hook, args: tuple[Any, ...]) -> None:
+    hook.run(*args)
+
+
+@cache
+def _run_untraced() -> Callable[[_Hook, tuple[Any, ...]], None]:
+    torch.compiler.assume_constant_result(_wait_before_steps)
+    return torch.compiler.disable(  # type: ignore[no-any-return]
+        _run,
+        reason="ZeROStrategy gathers a unit's parameters before its module runs. Compile the blocks of the model, "
+        "ZeROStrategy(compile='blocks'), instead of all of it",
+    )
+
 
 class _Hook(Transient):
-    """A hook on a module. Copies of the module have none, or one that does nothing."""
+    """A hook on a module. Copies of the module have none, or one that does nothing.
 
-    def __init__(self, call: Callable[..., Any]) -> None:
-        self._call = torch.compiler.disable(call)
+    Where parameters stay in memory for a whole step, a graph of ``torch.compile`` leaves the hook out, and weights in
+    flight arrive before the step. Elsewhere the graph breaks at the hook. A graph that was traced with parameters in
+    memory never runs without: then their class is another one, so it is traced again.
+    """
+
+    def __init__(self, call: Callable[..., Any], *, left_out: bool) -> None:
+        self._call, self._left_out = call, left_out
+        self._run_untraced = _run_untraced()
 
     def __call__(self, *args: Any) -> None:
+        if not torch.compiler.is_dynamo_compiling():
+            self.run(*args)
+        elif self._left_out:
+            _wait_before_steps()
+        else:
+            self._run_untraced(self, args)
+
+    def run(self, *args: Any) -> None:
         if is_transforming():
             with outside_transforms():
                 self._call(*args)
@@ -51,14 +96,29 @@ class _AfterForward(_Hook):
     """A forward hook. Inside `torch.func` hooks may miss the backward, so the unit stays until the next one."""
 
     def __init__(self, call: Callable[..., Any], unit: Unit) -> None:
-        super().__init__(call)
+        super().__init__(call, left_out=False)
         self._unit = unit
 
-    def __call__(self, *args: Any) -> None:
+    def run(self, *args: Any) -> None:
         if is_transforming():
             self._unit.pin()
         else:
             self._call(*args)
+
+
+@dataclass
+class _AroundForward:
+    """Runs the hooks of a module outside of its compiled call."""
+
+    before: _Hook
+    after: _AfterForward | None
+
+    def __call__(self, call: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        self.before(None, args)
+        output = call(*args, **kwargs)
+        if self.after is not None:
+            self.after(None, args, kwargs, output)
+        return output
 
 
 def _do_nothing_hook(*_: Any) -> None:
@@ -138,6 +198,7 @@ class UnitHooks:
         self.reducer = reducer
         self.sharded = sharded
         self._handles: list[Any] = []
+        _ATTACHED.add(self)
         for unit in units:
             for module in unit.modules:
                 self._attach_module(unit, module)
@@ -161,22 +222,26 @@ class UnitHooks:
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
+        _ATTACHED.discard(self)
 
     def _attach_module(self, unit: Unit, module: nn.Module) -> None:
-        def before(_module: nn.Module, _args: Any) -> None:
+        def before(_module: nn.Module | None, _args: Any) -> None:
             # Inside a backward pass this is a recomputed forward, which runs through the model from its end.
             self.gatherer.fetch(unit, backward=current_backward_pass() >= 0)
             spans.at_unit(unit.name)
 
+        def after(_module: nn.Module | None, args: Any, kwargs: Any, output: Any) -> None:
+            self._after_forward(unit, (args, kwargs), output)
+
+        releases = self.sharded and not unit.is_root
+        around = _AroundForward(_Hook(before, left_out=not releases), _AfterForward(after, unit) if releases else None)
+        if is_compiled_in_place(module):  # or its hooks would be compiled too
+            self._handles.append(route_calls(module, around))
+            return
         # Before all other hooks, which may read parameters.
-        self._handles.append(module.register_forward_pre_hook(_Hook(before), prepend=True))
-        if self.sharded and not unit.is_root:
-
-            def after(_module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
-                self._after_forward(unit, (args, kwargs), output)
-
-            hook = _AfterForward(after, unit)
-            self._handles.append(module.register_forward_hook(hook, with_kwargs=True))
+        self._handles.append(module.register_forward_pre_hook(around.before, prepend=True))
+        if around.after is not None:
+            self._handles.append(module.register_forward_hook(around.after, with_kwargs=True))
 
     def on_grad(self, unit: Unit, flat: FlatBuffer, index: int, param: nn.Parameter) -> None:
         """Handle a finished gradient."""
