@@ -25,6 +25,7 @@ if TYPE_CHECKING:
         ActivationsConfig,
         CheckpointConfig,
         ChunkedLossConfig,
+        CompileConfig,
         LossScaleConfig,
         NVMeIOConfig,
         OffloadConfig,
@@ -76,6 +77,7 @@ __all__ = [
     "CheckpointConfig",
     "CheckpointError",
     "ChunkedLossConfig",
+    "CompileConfig",
     "ConfigError",
     "DiLoCo",
     "ElasticTraining",
@@ -136,9 +138,9 @@ _HOME = {
         "extras.callbacks.elastic": "ElasticTraining",
         "extras.callbacks.preemption": "PreemptionHandler",
         "config": (
-            "ActivationOffloadConfig ActivationsConfig CheckpointConfig ChunkedLossConfig LossScaleConfig NVMeIOConfig "
-            "OffloadConfig ParallelConfig PipelineConfig PrecisionConfig RecomputeConfig ShardingConfig "
-            "TensorConfig TierConfig TilingConfig"
+            "ActivationOffloadConfig ActivationsConfig CheckpointConfig ChunkedLossConfig CompileConfig "
+            "LossScaleConfig NVMeIOConfig OffloadConfig ParallelConfig PipelineConfig PrecisionConfig RecomputeConfig "
+            "ShardingConfig TensorConfig TierConfig TilingConfig"
         ),
         "extras.data_efficiency.curriculum": "SequenceCurriculum",
         "extras.data_efficiency.packing": "PackedDocuments document_mask",

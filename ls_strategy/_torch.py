@@ -532,10 +532,33 @@ def route_calls(module: nn.Module, route: Callable[..., Any]) -> _Route:
     return made
 
 
+class CompiledCall:
+    """What ``module.compile()`` does, from construction until `remove`, and with an end: ``on`` switches it."""
+
+    def __init__(self, module: nn.Module, **options: Any) -> None:
+        self.on = True
+        self._module = weakref.ref(module)
+        self._plain = module._call_impl
+        self._compiled = torch.compile(self._plain, **options)
+        vars(module)["_compiled_call_impl"] = self
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return (self._compiled if self.on else self._plain)(*args, **kwargs)
+
+    def remove(self) -> None:
+        """Undo it, also where a route was set after it."""
+        self.on = False
+        module = self._module()
+        if module is not None and vars(module).get("_compiled_call_impl") is self:
+            del vars(module)["_compiled_call_impl"]
+
+
 def is_compiled_in_place(module: nn.Module) -> bool:
     """Return whether ``module.compile()`` was called, so that the module's hooks are part of what is compiled."""
     call = vars(module).get("_compiled_call_impl")
-    return (call.compiled if isinstance(call, _Route) else call) is not None
+    while isinstance(call, _Route):
+        call = call.compiled
+    return call.on if isinstance(call, CompiledCall) else call is not None
 
 
 def without_torch_functions() -> AbstractContextManager[Any]:

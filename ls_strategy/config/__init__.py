@@ -11,6 +11,7 @@ from ls_strategy.config.activations import (
     TilingConfig,
 )
 from ls_strategy.config.checkpoint import CheckpointConfig
+from ls_strategy.config.compile import CompileConfig
 from ls_strategy.config.offload import NVMeIOConfig, OffloadConfig, StepDevice, TierConfig, TierName
 from ls_strategy.config.option_names import nested
 from ls_strategy.config.parallel import ParallelConfig, PipelineConfig, Schedule, TensorConfig
@@ -23,6 +24,7 @@ __all__ = [
     "ActivationsConfig",
     "CheckpointConfig",
     "ChunkedLossConfig",
+    "CompileConfig",
     "FrozenFormat",
     "LossScaleConfig",
     "MomentFormat",

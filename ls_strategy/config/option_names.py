@@ -16,6 +16,7 @@ from typing import Any, TypeVar, cast
 from ls_strategy.checked import call, inner_kinds, show
 from ls_strategy.config.activations import ActivationsConfig
 from ls_strategy.config.checkpoint import CheckpointConfig
+from ls_strategy.config.compile import CompileConfig
 from ls_strategy.config.group import Group
 from ls_strategy.config.offload import OffloadConfig
 from ls_strategy.config.parallel import ParallelConfig
@@ -30,6 +31,7 @@ GROUPS: dict[str, type[Group]] = {
     "activations": ActivationsConfig,
     "parallel": ParallelConfig,
     "checkpoint": CheckpointConfig,
+    "compile": CompileConfig,
 }
 """Every group by the name of its argument."""
 

@@ -9,6 +9,7 @@ from typing import Any, Literal
 from ls_strategy.checked import check_fields
 from ls_strategy.config.activations import ActivationsConfig
 from ls_strategy.config.checkpoint import CheckpointConfig
+from ls_strategy.config.compile import CompileConfig
 from ls_strategy.config.group import Group
 from ls_strategy.config.offload import OffloadConfig
 from ls_strategy.config.option_names import GROUPS
@@ -33,6 +34,7 @@ class ZeROConfig(Group):
     activations: ActivationsConfig = field(default_factory=ActivationsConfig)
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
+    compile: CompileConfig = field(default_factory=CompileConfig)
 
     @classmethod
     def of(cls, stage: Literal[0, 1, 2, 3, "auto"], **groups: Any) -> ZeROConfig:
@@ -69,6 +71,7 @@ def check_together(config: ZeROConfig) -> None:
     _check_shard_groups(config)
     _check_offload(config)
     _check_virtual_ranks(config)
+    _check_compile(config)
     if config.activations.tiling is not None and config.parallel.tp.sequence_parallel:
         raise ConfigError(
             "Got activations.tiling with parallel.tensor.sequence_parallel=True, which shards the tokens of a layer's "
@@ -83,6 +86,32 @@ def check_together(config: ZeROConfig) -> None:
         raise ConfigError(
             f"Got checkpoint.format='file' with parallel.pipeline={config.parallel.pp.size}, but no rank has all "
             "layers. Save folders (checkpoint.format='sharded'); `ls-strategy consolidate` makes one file of them."
+        )
+
+
+def _check_compile(config: ZeROConfig) -> None:
+    compiled = config.compile
+    if compiled.regions is None:
+        return
+    if config.stage == 3 and compiled.records_addresses:
+        raise ConfigError(
+            f"Got compile.mode={compiled.mode!r} with stage=3, but CUDA graphs record where parameters are, and stage "
+            "3 gathers them to new addresses. Set compile.mode='max-autotune-no-cudagraphs', or stage 2."
+        )
+    if config.stage == 3 and compiled.regions == "model" and compiled.fullgraph:
+        raise ConfigError(
+            "Got compile='model' and compile.fullgraph=True with stage=3, but there graphs end at blocks, whose "
+            "parameters are gathered in between. Set compile='blocks', or leave fullgraph out."
+        )
+    if config.parallel.pp.size > 1 and compiled.regions == "model":
+        raise ConfigError(
+            f"Got compile='model' with parallel.pipeline={config.parallel.pp.size}, but a pipeline runs the blocks of "
+            "a stage one by one. Set compile='blocks'."
+        )
+    if config.activations.partitioning:
+        raise ConfigError(
+            f"Got compile={compiled.regions!r} with activations.partitioning=True, but compiled code chooses itself "
+            "what it saves for backward. Leave one of them out."
         )
 
 

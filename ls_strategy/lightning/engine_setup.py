@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 from torch.optim import Optimizer
 
+from ls_strategy._torch import CompiledCall
 from ls_strategy.activations.storage import NVMeFolder
 from ls_strategy.checkpoint.full import StateDictHooks
 from ls_strategy.config import ZeROConfig
@@ -24,6 +25,7 @@ from ls_strategy.layout import TensorPart
 from ls_strategy.lightning import guards, module_state
 from ls_strategy.lightning._private import is_mock_optimizer, unwrap_optimizer
 from ls_strategy.lightning.activation_memory import ActivationMemory
+from ls_strategy.lightning.compiled import compile_parts
 from ls_strategy.precision import PrecisionPolicy, resolve_precision
 
 if TYPE_CHECKING:
@@ -89,6 +91,8 @@ class EngineSetup:
         """Make ``module.state_dict()`` return full tensors; None where every rank has them anyway."""
         self._strategy = strategy
         self._planner: Planner | None = None
+        self._compiled: list[CompiledCall] = []
+        """Of ``compile``: one for each part of the module, until another engine adopts it."""
 
     # plan ------------------------------------------------------------------------------------------------------------
 
@@ -176,6 +180,9 @@ class EngineSetup:
         assert strategy.parallel.mesh is not None
         self.choose_nvme_path(module.trainer)
         self.state_dict_hooks = None
+        for call in self._compiled:
+            call.remove()
+        self._compiled = compile_parts(module, strategy.config)  # before the engine's hooks, which stay outside
         optimizers = self._real_optimizers()
         engine = strategy.engine = Engine(
             module,
@@ -192,6 +199,7 @@ class EngineSetup:
             self.state_dict_hooks = StateDictHooks(module, engine.units, engine.mesh)
             engine.on_detach.append(self.state_dict_hooks.remove)
             engine.raw_states = self.state_dict_hooks.disabled
+        engine.on_detach += [call.remove for call in self._compiled]
         rank_zero_info(f"ZeROStrategy(stage={strategy.config.stage}): {engine.describe()}")
         plugin.attach(engine)
         plugin.on_batch = strategy.resume.on_batch
@@ -211,6 +219,8 @@ class EngineSetup:
             engine.state_offload.reload()
             complete = _complete_gradients(engine)
         self._strategy.loop.end_run()
+        for call in self._compiled:
+            call.on = False
         if engine is None:
             return
         engine.state_offload.reload()
@@ -260,6 +270,8 @@ class EngineSetup:
     def arm(self, trainer: pl.Trainer, module: pl.LightningModule, *, fitting: bool) -> None:
         """Set what the engine may do before user code could notice, and start the handling of activations."""
         strategy, engine = self._strategy, self._strategy.require_engine()
+        for call in self._compiled:
+            call.on = True
         overlap = strategy.config.sharding.overlap_step
         engine.schedule.overlap = fitting and overlap
         automatic = fitting and not guards.steps_by_itself(trainer, module, engine)

@@ -35,6 +35,7 @@ from ls_strategy.checked import at_least, checked
 from ls_strategy.config import (
     ActivationsConfig,
     CheckpointConfig,
+    CompileConfig,
     OffloadConfig,
     ParallelConfig,
     PrecisionConfig,
@@ -87,6 +88,8 @@ class ZeROStrategy(EngineStrategy):  # its many public members are Lightning's h
             ``{"context": 2}``, ``{"expert": 2}``, or a ``ParallelConfig``.
         checkpoint: ``"file"``, ``"sharded"`` (folders), or ``"auto"``: a file up to 2 GiB, a folder beyond;
             ``CheckpointConfig(...)`` writes in the background.
+        compile: ``"blocks"``: ``torch.compile`` compiles every block; ``"model"``: also what lies between them.
+            ``CompileConfig(...)`` chooses the backend.
         deepspeed_config: a DeepSpeed configuration, as a JSON file or a dictionary. It sets the options above, what the
             Trainer leaves at its default (precision, clipping, accumulation), and optimizer and schedule where the
             module has none. A contradiction, or a key without a counterpart here, is an error; the log shows every key.
@@ -118,6 +121,7 @@ class ZeROStrategy(EngineStrategy):  # its many public members are Lightning's h
         activations: Literal["full", "selective"] | ActivationsConfig | Mapping[str, Any] | None = ActivationsConfig(),
         parallel: ParallelConfig | Mapping[str, Any] = ParallelConfig(),
         checkpoint: Literal["auto", "sharded", "file"] | CheckpointConfig | Mapping[str, Any] = CheckpointConfig(),
+        compile: Literal["blocks", "model"] | CompileConfig | Mapping[str, Any] | None = CompileConfig(),
         deepspeed_config: str | Path | dict[str, Any] | None = None,
         accelerator: Accelerator | None = None,
         parallel_devices: list[torch.device] | None = None,
@@ -135,7 +139,7 @@ class ZeROStrategy(EngineStrategy):  # its many public members are Lightning's h
         """Whether `setup` still has to choose; until then this is stage 3, which builds on the meta device."""
         self.config = ZeROConfig.of(
             stage, sharding=sharding, precision=precision, offload=offload, activations=activations, parallel=parallel,
-            checkpoint=checkpoint,
+            checkpoint=checkpoint, compile=compile,
         )  # fmt: skip
         """Every option, in groups."""
         self.activations = activation_memory.ActivationMemory(self.config.activations)

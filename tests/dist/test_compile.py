@@ -5,6 +5,8 @@ Backends that compile nothing: ``Graphs`` runs what dynamo has captured, ``Trace
 
 from __future__ import annotations
 
+import copy
+import pickle
 from typing import Any
 
 import pytest
@@ -119,38 +121,73 @@ def assert_equal(actual: Net, expected: Net, what: str) -> None:
     ranks.assert_equal(values, weights(expected), what)
 
 
+def assert_graphs(stage: int, made: type[Plain], sizes: list[int]) -> None:
+    options = {"stage": stage, "sharding.min_unit_numel": 0}
+    plain, module = trained(options, Plain()), made()
+    assert_equal(trained(options, module), plain, f"stage {stage}, {made.__name__}")
+    assert module.backend.sizes == sizes
+    # A graph reads weights that the step before has sent, and nothing inside of it waits for them.
+    assert not plain.trainer.strategy.engine.gatherer._waits_before_steps
+    assert module.trainer.strategy.engine.gatherer._waits_before_steps == (made in (Whole, Function) and stage < 3)
+
+
 @on_ranks(2, timeout_s=120)
 def test_graphs_are_those_of_plain_code(rank: int, world_size: int) -> None:
     """Below stage 3 a model is one graph; blocks are one graph for all of them at every stage, without a break."""
-    for stage in (1, 3):
-        options = {"stage": stage, "sharding.min_unit_numel": 0}
-        plain = trained(options, Plain())
-        for made, sizes in {
-            BlocksInPlace: [5],
-            BlocksInWrappers: [5],
-            Whole: [5 * BLOCKS + 2] if stage < 3 else [1, 5, 1],
-            Function: [5 * BLOCKS + 2] if stage < 3 else [1, 5, 1],
-        }.items():
-            module = made()
-            assert_equal(trained(options, module), plain, f"stage {stage}, {made.__name__}")
-            assert module.backend.sizes == sizes, (stage, made, module.backend.sizes)
+    assert_graphs(2, Whole, [5 * BLOCKS + 2])
+    assert_graphs(3, Whole, [1, 5, 1])
 
 
+@pytest.mark.wide
+@pytest.mark.parametrize("made", [BlocksInPlace, BlocksInWrappers, Function])
+@pytest.mark.parametrize("stage", [0, 1, 3])
 @on_ranks(2, timeout_s=120)
-def test_a_graph_without_hooks_waits_for_its_weights(rank: int, world_size: int) -> None:
-    """The graph reads weights that the step before has sent, and nothing in it waits for them."""
-    options = {"stage": 2, "sharding.min_unit_numel": 0}
-    module = trained(options, Whole())
-    assert module.trainer.strategy.engine.gatherer._waits_before_steps
-    plain = trained(options, Plain())
-    assert not plain.trainer.strategy.engine.gatherer._waits_before_steps
-    assert_equal(module, plain, "in one graph")
+def test_graphs_of_other_habits_are_those_of_plain_code(
+    rank: int, world_size: int, stage: int, made: type[Plain]
+) -> None:
+    blocks = made in (BlocksInPlace, BlocksInWrappers)
+    assert_graphs(stage, made, [5] if blocks else [5 * BLOCKS + 2] if stage < 3 else [1, 5, 1])
 
 
+@pytest.mark.wide
 @on_ranks(2, timeout_s=120)
 def test_a_model_in_one_graph_at_stage_3_is_refused(rank: int, world_size: int) -> None:
     with pytest.raises(Exception, match=r"gathers a unit's parameters before its module runs.*compile='blocks'"):
         trained({"stage": 3, "sharding.min_unit_numel": 0}, WholeInOneGraph())
+
+
+def graphs() -> int:
+    """How many dynamo has made since it was reset."""
+    return torch._dynamo.utils.counters["stats"]["unique_graphs"]  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("stage", [pytest.param(2, marks=pytest.mark.wide), 3])
+@on_ranks(2, timeout_s=120)
+def test_the_option_compiles_while_a_trainer_runs(rank: int, world_size: int, stage: int) -> None:
+    """Fit, test, fit again, a fit without it, by hand: in place, so that names of weights do not change."""
+    options = {"stage": stage, "sharding.min_unit_numel": 0}
+    plain, module = Plain(), Plain()
+    trained(options, plain)
+    torch._dynamo.utils.counters.clear()
+    trained(options | {"compile": {"regions": "blocks", "backend": "eager", "fullgraph": True}}, module)
+    assert graphs() == 1
+    assert_equal(module, plain, "fit")
+    trainer = module.trainer
+    tested = trainer.test(module, ranks.batches(), verbose=False)
+    assert graphs() in (1, 2)  # without gradients, or not traced again
+    assert tested == plain.trainer.test(plain, ranks.batches(), verbose=False)
+    made = graphs()
+    if stage < 3:
+        copied = pickle.loads(pickle.dumps(copy.deepcopy(module.net)))
+        assert torch.equal(copied(x := torch.ones(3, module.first.in_features)), module(x))
+    trained(options, module)
+    trained(options, plain)
+    assert_equal(module, plain, "fit without it")
+    assert graphs() in (0, made)
+    trained(options | {"compile": {"regions": "model", "backend": "eager"}}, module)
+    trained(options, plain)
+    assert_equal(module, plain, "fit with another")
+    assert graphs() > 0
 
 
 class RunsBefore(Plain):
@@ -211,6 +248,10 @@ def test_numbers_are_those_of_plain_code(rank: int, world_size: int, stage: int,
     if stage < 3:
         options.pop("offload.parameters", None)
     plain = trained(options, Plain(), **trainer)
+    for regions in ("blocks", "model"):
+        module = Plain()
+        trained(options | {"compile": {"regions": regions, "backend": "aot_eager"}}, module, **trainer)
+        assert_equal(module, plain, f"stage {stage}, compile={regions}, {cell}")
     for made in (BlocksInPlace, BlocksInWrappers, Whole):
         if cell == "tensor parallelism" and made is not Whole:
             continue  # the graph breaks at its collectives

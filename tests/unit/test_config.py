@@ -197,6 +197,34 @@ def test_a_group_refuses_names_that_it_does_not_have(make: Any, message: str) ->
         make()
 
 
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"compile": "whole"}, "Got compile='whole', but compile must be"),
+        ({"compile": {"region": "blocks"}}, "no option 'region'. Did you mean 'regions'"),
+        ({"compile": {"regions": "blocks", "mode": "reduce-overhead"}}, "CUDA graphs.*'max-autotune-no-cudagraphs'"),
+        ({"compile": {"regions": "model", "fullgraph": True}}, "graphs end at blocks.*compile='blocks'"),
+        ({"compile": "model", "parallel": {"pipeline": 2}}, "one by one. Set compile='blocks'"),
+        (
+            {"compile": "blocks", "activations": {"checkpointing": "full", "partitioning": True},
+             "parallel": {"tensor": 2}},
+            "partitioning=True, but compiled code chooses",
+        ),
+    ],
+)  # fmt: skip
+def test_what_cannot_be_compiled_is_refused(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        ZeROStrategy(3, **options)
+
+
+def test_what_can_be_compiled() -> None:
+    assert ZeROStrategy(3, compile=None).config.compile == ZeROStrategy(3).config.compile
+    assert ZeROStrategy(3, compile="blocks").config.compile.fullgraph is False
+    for stage in (0, 1, 2):
+        ZeROStrategy(stage, compile={"regions": "model", "mode": "reduce-overhead", "fullgraph": True})
+    ZeROStrategy(3, compile={"mode": "reduce-overhead"})  # without regions nothing is compiled
+
+
 # --- unknown names of the strategy ------------------------------------------------------------------------------------
 
 FLAT = {

@@ -268,7 +268,7 @@ KEYS: Table = {
     "datastates_ckpt": AnyBlock(ignored("use `checkpoint.background=True` to save in the background")),
     "nebula": AnyBlock(ignored("use `checkpoint.background=True` to save in the background")),
     "dataloader_drop_last": ignored("use `DataLoader(drop_last=True)`"),
-    "compile": AnyBlock(ignored("use `torch.compile(module)`")),
+    "compile": AnyBlock(ignored("use `ZeROStrategy(compile='blocks')` or `torch.compile`")),
     "steps_per_print": _LOGGER,
     "wall_clock_breakdown": _REPORTS,
     "memory_breakdown": _REPORTS,

@@ -152,7 +152,10 @@ class Gatherer:
             self.fetch(unit)
 
     def wait_before_steps(self) -> None:
-        """Let new weights of all units arrive before a step from now on, and now (stages 0 to 2). Not collective."""
+        """Let new weights of all units arrive before a step from now on, and now (stages 0 to 2).
+
+        Collective if weights still have to be sent.
+        """
         if not self.releases:
             self._waits_before_steps = True
             self.finish_all()

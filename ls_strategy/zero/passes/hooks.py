@@ -48,7 +48,7 @@ def _wait_before_steps() -> None:
 
 
 def _run(hook: _Hook, args: tuple[Any, ...]) -> None:
-    hook.run(*args)
+    hook(*args)
 
 
 @cache
@@ -74,15 +74,12 @@ class _Hook(Transient):
         self._run_untraced = _run_untraced()
 
     def __call__(self, *args: Any) -> None:
-        if not torch.compiler.is_dynamo_compiling():
-            self.run(*args)
-        elif self._left_out:
-            _wait_before_steps()
-        else:
-            self._run_untraced(self, args)
-
-    def run(self, *args: Any) -> None:
-        if is_transforming():
+        if torch.compiler.is_dynamo_compiling():
+            if self._left_out:
+                _wait_before_steps()
+            else:
+                self._run_untraced(self, args)
+        elif is_transforming():
             with outside_transforms():
                 self._call(*args)
         else:
@@ -99,8 +96,10 @@ class _AfterForward(_Hook):
         super().__init__(call, left_out=False)
         self._unit = unit
 
-    def run(self, *args: Any) -> None:
-        if is_transforming():
+    def __call__(self, *args: Any) -> None:
+        if torch.compiler.is_dynamo_compiling():
+            self._run_untraced(self, args)
+        elif is_transforming():
             self._unit.pin()
         else:
             self._call(*args)
