@@ -481,6 +481,11 @@ def is_compiled(module: nn.Module) -> bool:
     return "_orig_mod" in module._modules or is_compiled_in_place(module)
 
 
+def inside_compiled(model: nn.Module) -> set[int]:
+    """Return ``id`` of the modules inside of a compiled one. Its graph calls them without what `route_calls` sets."""
+    return {id(inner) for m in model.modules() if is_compiled(m) for inner in m.modules() if inner is not m}
+
+
 def is_compiled_function(function: Any) -> bool:
     """Return whether a function or method is the result of ``torch.compile``."""
     return hasattr(function, "_torchdynamo_orig_callable")
@@ -508,11 +513,11 @@ class _Route:
     def __init__(self, module: nn.Module, route: Callable[..., Any]) -> None:
         self.compiled: Any = vars(module).get("_compiled_call_impl")
         self._module = weakref.ref(module)
-        self._call = self.compiled or module._call_impl
+        self.call = self.compiled or module._call_impl
         self._route: Callable[..., Any] | None = route
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return self._call(*args, **kwargs) if self._route is None else self._route(self._call, args, kwargs)
+        return self.call(*args, **kwargs) if self._route is None else self._route(self.call, args, kwargs)
 
     def remove(self) -> None:
         """Undo the route, also where another one was set after it."""
@@ -533,20 +538,26 @@ def route_calls(module: nn.Module, route: Callable[..., Any]) -> _Route:
 
 
 class CompiledCall:
-    """What ``module.compile()`` does, from construction until `remove`, and with an end: ``on`` switches it."""
+    """What ``module.compile()`` does, from construction until `remove`, inside of all routes; ``on`` switches it."""
 
     def __init__(self, module: nn.Module, **options: Any) -> None:
         self.on = True
         self._module = weakref.ref(module)
         self._plain = module._call_impl
         self._compiled = torch.compile(self._plain, **options)
-        vars(module)["_compiled_call_impl"] = self
+        outer = vars(module).get("_compiled_call_impl")
+        if not isinstance(outer, _Route):
+            vars(module)["_compiled_call_impl"] = self
+            return
+        while isinstance(outer.compiled, _Route):
+            outer = outer.compiled
+        outer.call = outer.compiled = self
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return (self._compiled if self.on else self._plain)(*args, **kwargs)
 
     def remove(self) -> None:
-        """Undo it, also where a route was set after it."""
+        """Undo it, also inside of routes."""
         self.on = False
         module = self._module()
         if module is not None and vars(module).get("_compiled_call_impl") is self:

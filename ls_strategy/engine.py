@@ -27,7 +27,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from ls_strategy import spans
-from ls_strategy._torch import storage_key
+from ls_strategy._torch import inside_compiled, storage_key
 from ls_strategy.config import LossScaleConfig, ZeROConfig
 from ls_strategy.distributed.mesh import Mesh
 from ls_strategy.layout import TensorPart
@@ -129,7 +129,13 @@ class Engine:
         self.gradients, self.schedule = self.stepper.gradients, self.stepper.schedule
         self._subscribe_features()
         self.reducer.reset()
-        self.hooks = UnitHooks(self.units, self.gatherer, self.reducer, sharded=self.gatherer.releases)
+        self.hooks = UnitHooks(
+            self.units,
+            self.gatherer,
+            self.reducer,
+            sharded=self.gatherer.releases,
+            nested=inside_compiled(model),
+        )
         self.hooks.watch_rows(self.flats)
         self._boundaries = fp32_boundaries(draft)
         self._broadcast_buffers_next = True

@@ -385,24 +385,29 @@ class CompiledParts(Tied):
             part.compile(backend=counting)
 
 
-def train_compiled(rank: int, world_size: int, wrapped: bool) -> tuple[dict[str, Tensor], int]:
+def train_compiled(rank: int, world_size: int, how: str) -> tuple[dict[str, Tensor], int]:
     COMPILED.clear()
-    strategy = ZeROStrategy(1, sharding={"min_unit_numel": 0}, parallel={"pipeline": {"size": 2, "micro_batches": 4}})
+    options: Any = {"sharding": {"min_unit_numel": 0}, "parallel": {"pipeline": {"size": 2, "micro_batches": 4}}}
+    if how == "option":
+        torch._dynamo.register_backend(counting, name="counting")
+        options["compile"] = {"regions": "blocks", "backend": "counting"}
+        options["sharding"]["block_classes"] = ["Linear"]
+    strategy = ZeROStrategy(1, **options)
     trainer = trainer_of(strategy, max_epochs=2, use_distributed_sampler=False, accumulate_grad_batches=2)
-    trainer.fit(CompiledParts(wrapped), words())
+    trainer.fit(Tied() if how == "option" else CompiledParts(how == "wrapped"), words())
     weights = trainer.strategy.lightning_module_state_dict()
     return {k.replace("_orig_mod.", ""): v.clone() for k, v in weights.items()}, len(COMPILED)
 
 
 @pytest.mark.wide
-@pytest.mark.parametrize("wrapped", [pytest.param(False, marks=pytest.mark.slow), True])
-def test_compiled_blocks_and_layers_around_them(wrapped):
+@pytest.mark.parametrize("how", [pytest.param("in place", marks=pytest.mark.slow), "wrapped", "option"])
+def test_compiled_blocks_and_layers_around_them(how):
     expected = once(train_tied, 1, None, "32-true")[0]
-    found = spawn(train_compiled, 2, wrapped, init_process_group=False)
+    found = spawn(train_compiled, 2, how, init_process_group=False)
     for weights, compiled in found:
         # A block, and what comes before or after all blocks. The latter is a module of torch's own with a hook, whose
         # frame torch 2.11 does not compile after it has left the hook out.
-        assert compiled >= (1 if torch.__version__.startswith("2.11.") else 2)
+        assert compiled >= (1 if how == "option" or torch.__version__.startswith("2.11.") else 2)
         for key, value in expected.items() if weights else ():
             torch.testing.assert_close(weights[key], value, rtol=2e-6, atol=2e-6)
     assert found[0][0].keys() == expected.keys()

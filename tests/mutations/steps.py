@@ -13,6 +13,20 @@ STEPS = (
         ("tests/unit/test_zero_gather.py::test_a_fetch_starts_the_next_units",),
     ),
     Mutation(
+        "a graph that leaves hooks out runs before its weights have arrived",
+        "ls_strategy/zero/passes/gather.py",
+        "            self._waits_before_steps = True\n",
+        "            self._waits_before_steps = False\n",
+        ("tests/dist/test_compile.py::test_graphs_are_those_of_plain_code",),
+    ),
+    Mutation(
+        "blocks that a model holds under two names are in no unit of their own",
+        "ls_strategy/blocks.py",
+        "            seen.add(id(uncompiled(child)))\n",
+        "            seen.add(0)\n",
+        ("tests/unit/test_blocks.py::test_a_child_in_two_places_is_yielded_once",),
+    ),
+    Mutation(
         "stage 3 never releases a unit after its forward",
         "ls_strategy/zero/passes/hooks.py",
         "        if not self.gatherer.is_last(unit) and current_backward_pass() < 0:\n",

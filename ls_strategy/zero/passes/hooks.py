@@ -14,7 +14,7 @@ a parameter's gradient is complete  pass it to the reducer
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass, fields, is_dataclass
 from functools import cache
 from typing import Any
@@ -191,11 +191,22 @@ class _RowHook:
 class UnitHooks:
     """Connects modules and parameters to the gatherer and the reducer."""
 
-    def __init__(self, units: list[Unit], gatherer: Gatherer, reducer: Reducer, *, sharded: bool) -> None:
-        """Attach everything. ``sharded``: parameters are sharded (stage 3)."""
+    def __init__(
+        self, units: list[Unit], gatherer: Gatherer, reducer: Reducer, *, sharded: bool, nested: Collection[int] = ()
+    ) -> None:
+        """Attach everything.
+
+        Args:
+            units: of the model.
+            gatherer: gathers and releases them.
+            reducer: takes their gradients.
+            sharded: parameters are sharded (stage 3).
+            nested: ``id`` of the modules that are inside of compiled ones.
+        """
         self.gatherer = gatherer
         self.reducer = reducer
         self.sharded = sharded
+        self._nested = nested
         self._handles: list[Any] = []
         _ATTACHED.add(self)
         for unit in units:
@@ -234,7 +245,7 @@ class UnitHooks:
 
         releases = self.sharded and not unit.is_root
         around = _AroundForward(_Hook(before, left_out=not releases), _AfterForward(after, unit) if releases else None)
-        if is_compiled_in_place(module):  # or its hooks would be compiled too
+        if is_compiled_in_place(module) and id(module) not in self._nested:  # or its hooks would be compiled too
             self._handles.append(route_calls(module, around))
             return
         # Before all other hooks, which may read parameters.
