@@ -2,6 +2,7 @@
 
 ``python -m benchmarks trainer_time --record``                     two ranks, and the tables of README.md and docs/
 ``python -m benchmarks.trainer_time --ranks 1 --sizes 5M 10M --record benchmarks/records/trainer_time_1_rank.json``
+``python -m benchmarks.trainer_time --compile blocks --rounds 6 --record benchmarks/records/trainer_time_compiled.json``
 
 Every round builds and runs one Trainer per strategy in the same processes, in another order than the round before, and
 takes the median of its later steps, from the end of one batch to the end of the next: data loading, Lightning's loop,
@@ -73,15 +74,19 @@ class UsersCallback(pl.Callback):
         self.losses.append(float(outputs["loss"]))
 
 
-def strategy_of(name: str, world_size: int) -> Any:
-    """What is given to the Trainer."""
+def strategy_of(name: str, world_size: int, regions: str | None = None) -> Any:
+    """What is given to the Trainer. ``regions``: what is compiled."""
     if name == "fsdp2":
         return ModelParallelStrategy(data_parallel_size=world_size, tensor_parallel_size=1)
+    if regions is not None and name.startswith("zero"):
+        from ls_strategy import ZeROStrategy
+
+        return ZeROStrategy(int(name[-1]), compile=regions)  # type: ignore[arg-type]
     return name
 
 
-def module_of(name: str, size: str, block: int) -> pl.LightningModule:
-    """The GPT recipe's module; for ``fsdp2`` as its user has to change it."""
+def module_of(name: str, size: str, block: int, regions: str | None = None) -> pl.LightningModule:
+    """The GPT recipe's module; for ``fsdp2`` as its user has to change it, and for all peers to compile it."""
     from recipes.gpt.model import GPTModule, OptimConfig, SampleConfig
     from recipes.gpt.network import GPTConfig
 
@@ -93,12 +98,26 @@ def module_of(name: str, size: str, block: int) -> pl.LightningModule:
             if self.model is not None:
                 return
             super().configure_model()
+            compile_parts(self.network)
             mesh = self.device_mesh["data_parallel"]  # type: ignore[index]
             for each in self.network.blocks:
                 fully_shard(each, mesh=mesh)
             fully_shard(self.network, mesh=mesh)
 
-    kind = FullyShardedGPT if name == "fsdp2" else GPTModule
+    class CompiledGPT(GPTModule):
+        """Compiles itself."""
+
+        def configure_model(self) -> None:
+            """Build, then compile."""
+            if self.model is None:
+                super().configure_model()
+                compile_parts(self.network)
+
+    def compile_parts(network: Any) -> None:
+        for part in [] if regions is None else network.blocks if regions == "blocks" else [network]:
+            part.compile()
+
+    kind = FullyShardedGPT if name == "fsdp2" else GPTModule if name.startswith("zero") else CompiledGPT
     return kind(
         GPTConfig(vocab_size=256, block_size=block, **SIZES[size]),
         OptimConfig(warmup_steps=2),
@@ -107,8 +126,9 @@ def module_of(name: str, size: str, block: int) -> pl.LightningModule:
 
 
 def run_rank(
-    rank: int, world_size: int, size: str, strategies: list[str], rounds: int, steps: int, batch: int, block: int
-) -> Any:
+    rank: int, world_size: int, size: str, strategies: list[str], rounds: int, steps: int, batch: int, block: int,
+    regions: str | None = None,
+) -> Any:  # fmt: skip
     """Measure on one rank; returns seconds per strategy and round, and the losses of all ranks' last step."""
 
     logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
@@ -120,12 +140,14 @@ def run_rank(
     losses: dict[str, float] = {}
     for _, name in turns(strategies, rounds):
         pl.seed_everything(0, verbose=False)
-        module = module_of(name, size, block)
+        module = module_of(name, size, block, regions)
+        if regions is not None:
+            torch.compiler.reset()  # or dynamo reaches its limit of graphs, which counts those of all contenders
         clock, callback = Clock(), UsersCallback()
         trainer = pl.Trainer(
             accelerator="cpu",
             devices=world_size,
-            strategy=strategy_of(name, world_size),
+            strategy=strategy_of(name, world_size, regions),
             max_steps=steps,
             use_distributed_sampler=world_size > 1,  # on one rank it would only change the order of the data
             logger=False,
@@ -173,16 +195,17 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=7, help="steps per Trainer")
     parser.add_argument("--batch", type=int, default=8, help="sequences per rank and step")
     parser.add_argument("--block", type=int, default=128, help="tokens per sequence")
+    parser.add_argument("--compile", choices=["blocks", "model"], help="compile this for every contender")
     args = parser.parse_args()
     peers = ["auto"] if args.ranks == 1 else ["ddp", "fsdp2"]
     strategies = args.strategies or [*peers, "zero1", "zero2", "zero3"]
     found: dict[str, Any] = {
         **record.header("trainer_time"), "ranks": args.ranks, "rounds": args.rounds, "steps": args.steps,
-        "baseline": strategies[0], "results": {},
+        "baseline": strategies[0], "compile": args.compile, "results": {},
     }  # fmt: skip
     for size in args.sizes:
         times, losses = spawn(
-            run_rank, args.ranks, size, strategies, args.rounds, args.steps, args.batch, args.block,
+            run_rank, args.ranks, size, strategies, args.rounds, args.steps, args.batch, args.block, args.compile,
             timeout_s=3600, init_process_group=False,
         )[0]  # fmt: skip
         table = against(times, strategies[0])

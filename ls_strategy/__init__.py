@@ -26,6 +26,7 @@ if TYPE_CHECKING:
         CheckpointConfig,
         ChunkedLossConfig,
         CompileConfig,
+        Float8Config,
         LossScaleConfig,
         NVMeIOConfig,
         OffloadConfig,
@@ -83,6 +84,7 @@ __all__ = [
     "ElasticTraining",
     "ExpertMonitor",
     "FeedForward",
+    "Float8Config",
     "GatedFeedForward",
     "InferenceEngine",
     "LSError",
@@ -139,8 +141,8 @@ _HOME = {
         "extras.callbacks.preemption": "PreemptionHandler",
         "config": (
             "ActivationOffloadConfig ActivationsConfig CheckpointConfig ChunkedLossConfig CompileConfig "
-            "LossScaleConfig NVMeIOConfig OffloadConfig ParallelConfig PipelineConfig PrecisionConfig RecomputeConfig "
-            "ShardingConfig TensorConfig TierConfig TilingConfig"
+            "Float8Config LossScaleConfig NVMeIOConfig OffloadConfig ParallelConfig PipelineConfig PrecisionConfig "
+            "RecomputeConfig ShardingConfig TensorConfig TierConfig TilingConfig"
         ),
         "extras.data_efficiency.curriculum": "SequenceCurriculum",
         "extras.data_efficiency.packing": "PackedDocuments document_mask",

@@ -15,7 +15,14 @@ from ls_strategy.config.compile import CompileConfig
 from ls_strategy.config.offload import NVMeIOConfig, OffloadConfig, StepDevice, TierConfig, TierName
 from ls_strategy.config.option_names import nested
 from ls_strategy.config.parallel import ParallelConfig, PipelineConfig, Schedule, TensorConfig
-from ls_strategy.config.precision import FrozenFormat, LossScaleConfig, MomentFormat, PrecisionConfig, ReduceDtype
+from ls_strategy.config.precision import (
+    Float8Config,
+    FrozenFormat,
+    LossScaleConfig,
+    MomentFormat,
+    PrecisionConfig,
+    ReduceDtype,
+)
 from ls_strategy.config.sharding import ShardingConfig
 from ls_strategy.config.zero import ZeROConfig, ZeroStage
 
@@ -25,6 +32,7 @@ __all__ = [
     "CheckpointConfig",
     "ChunkedLossConfig",
     "CompileConfig",
+    "Float8Config",
     "FrozenFormat",
     "LossScaleConfig",
     "MomentFormat",

@@ -50,6 +50,23 @@ class LossScaleConfig(Group):
 
 
 @dataclass(frozen=True, kw_only=True)
+class Float8Config(Group):
+    """How linear layers multiply in fp8. torchao converts them (``pip install torchao``)."""
+
+    recipe: Literal["tensorwise", "rowwise", "rowwise_with_gw_hp"] = "tensorwise"
+    """As in torchao: one scale for each tensor, which is the fastest; or one for each row, which rounds less;
+    ``rowwise_with_gw_hp`` also computes the gradients of weights in the layer's own precision."""
+
+    skip: tuple[str, ...] = ()
+    """Modules that are left as they are, with all that they contain: names, or the ends of names, in which ``*``
+    matches anything, such as ``"vision_tower"`` or ``"layers.0.*.down_proj"``."""
+
+    def __post_init__(self) -> None:
+        """Refuse invalid values."""
+        check_fields(self, group="precision.matmul")
+
+
+@dataclass(frozen=True, kw_only=True)
 class PrecisionConfig(Group):
     """Master weights, sums, moments and the loss scale. ``Trainer(precision=...)`` sets the computation's precision."""
 
@@ -75,6 +92,12 @@ class PrecisionConfig(Group):
     """``bf16`` and ``int8`` store the optimizer's moments in 2 bytes and 1 byte instead of 4, rounded stochastically.
     For AdamW, Adam, SGD, Adagrad and Lion, with or without offload."""
 
+    matmul: Literal["fp8"] | Float8Config | None = None
+    """``fp8``: linear layers multiply in fp8, forward and backward, where both of their sizes are multiples of 16.
+    Weights, gradients and checkpoints stay what they are; output heads, routers and adapters multiply as before. For
+    GPUs from sm_89 on; other devices emulate it, slower than without. None: in the precision of the
+    Trainer."""
+
     frozen: FrozenFormat | None = None
     """``nf4``, ``int4`` and ``int8`` store the frozen weights of linear layers in 4 or 8 bits (QLoRA): on the device,
     on every tier and on the wire. A unit's weights are dequantized while it computes. Output heads and embeddings keep
@@ -84,9 +107,22 @@ class PrecisionConfig(Group):
     """Modules that ``frozen`` leaves as they are, with all that they contain: names, or the ends of names, in which
     ``*`` matches anything, such as ``"vision_tower"`` or ``"layers.0.*.down_proj"``."""
 
+    @property
+    def float8(self) -> Float8Config | None:
+        """How linear layers multiply in fp8; None: they do not."""
+        assert not isinstance(self.matmul, str)
+        return self.matmul
+
     def __post_init__(self) -> None:
         """Refuse invalid values."""
         check_fields(self, group="precision")
+        if isinstance(self.matmul, str):
+            self._set("matmul", Float8Config())
+        if self.matmul is not None and self.frozen is not None:
+            raise ConfigError(
+                f"Got precision.matmul='fp8' with precision.frozen={self.frozen!r}, but quantized weights are rounded "
+                "already. Choose one of them."
+            )
         if self.frozen_except and self.frozen is None:
             raise ConfigError(
                 f"Got precision.frozen_except={list(self.frozen_except)} without precision.frozen, which quantizes "

@@ -72,6 +72,11 @@ def check_together(config: ZeROConfig) -> None:
     _check_offload(config)
     _check_virtual_ranks(config)
     _check_compile(config)
+    if config.precision.float8 is not None and config.parallel.tp.size > 1:
+        raise ConfigError(
+            f"Got precision.matmul='fp8' with parallel.tensor={config.parallel.tp.size}, but every rank would scale "
+            "its own part of a weight, so numbers would depend on the number of ranks. Choose one of them."
+        )
     if config.activations.tiling is not None and config.parallel.tp.sequence_parallel:
         raise ConfigError(
             "Got activations.tiling with parallel.tensor.sequence_parallel=True, which shards the tokens of a layer's "

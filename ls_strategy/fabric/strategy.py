@@ -129,6 +129,11 @@ class ZeROFabricStrategy(Connection, DDPStrategy):  # pyright: ignore[reportInco
             checkpoint=checkpoint,
         )
         """Every option, in groups."""
+        if self.config.precision.float8 is not None:
+            raise ConfigError(
+                "Got precision.matmul='fp8' for a Fabric, which does not convert modules. Convert the module before "
+                "fabric.setup(), with torchao.float8.convert_to_float8_training(module)."
+            )
         self.models: MutableMapping[nn.Module, Model] = {}
         """The modules that were set up, in this order."""
         self.collection: checkpoints.Collection | None = None

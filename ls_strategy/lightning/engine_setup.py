@@ -13,7 +13,6 @@ import torch
 import torch.distributed as dist
 from torch.optim import Optimizer
 
-from ls_strategy._torch import CompiledCall
 from ls_strategy.activations.storage import NVMeFolder
 from ls_strategy.checkpoint.full import StateDictHooks
 from ls_strategy.config import ZeROConfig
@@ -26,6 +25,7 @@ from ls_strategy.lightning import guards, module_state
 from ls_strategy.lightning._private import is_mock_optimizer, unwrap_optimizer
 from ls_strategy.lightning.activation_memory import ActivationMemory
 from ls_strategy.lightning.compiled import compile_parts
+from ls_strategy.lightning.float8 import multiply_in_fp8
 from ls_strategy.precision import PrecisionPolicy, resolve_precision
 
 if TYPE_CHECKING:
@@ -83,6 +83,22 @@ class Planner(Protocol):
         ...
 
 
+class Switch(Protocol):
+    """Makes a part of a module compute in another way while ``on``: compiled, or in another format."""
+
+    @property
+    def on(self) -> bool:
+        """Whether it does so now."""
+        ...
+
+    @on.setter
+    def on(self, on: bool) -> None: ...
+
+    def remove(self) -> None:
+        """Make the part what it was, for good."""
+        ...
+
+
 class EngineSetup:
     """Plans, builds and rebuilds the engine of a strategy."""
 
@@ -91,8 +107,8 @@ class EngineSetup:
         """Make ``module.state_dict()`` return full tensors; None where every rank has them anyway."""
         self._strategy = strategy
         self._planner: Planner | None = None
-        self._compiled: list[CompiledCall] = []
-        """Of ``compile``: one for each part of the module, until another engine adopts it."""
+        self._switches: list[Switch] = []
+        """What the module computes in another way while a Trainer runs, until another engine adopts it."""
 
     # plan ------------------------------------------------------------------------------------------------------------
 
@@ -180,17 +196,21 @@ class EngineSetup:
         assert strategy.parallel.mesh is not None
         self.choose_nvme_path(module.trainer)
         self.state_dict_hooks = None
-        for call in self._compiled:
-            call.remove()
-        self._compiled = compile_parts(module, strategy.config)  # before the engine's hooks, which stay outside
+        for switch in self._switches:
+            switch.remove()
+        policy, device = self._policy(), strategy.root_device
+        self._switches = [
+            *multiply_in_fp8(module, strategy.config.precision, policy.compute, device),
+            *compile_parts(module, strategy.config),  # before the engine's hooks, which stay outside
+        ]
         optimizers = self._real_optimizers()
         engine = strategy.engine = Engine(
             module,
             optimizers,
             config=strategy.config,
-            precision=self._policy(),
+            precision=policy,
             mesh=strategy.parallel.mesh,
-            device=strategy.root_device,
+            device=device,
             loss_scale=strategy.config.precision.loss_scale,
             parts=parts,
             share=strategy.parallel.share(module, optimizers),
@@ -199,7 +219,7 @@ class EngineSetup:
             self.state_dict_hooks = StateDictHooks(module, engine.units, engine.mesh)
             engine.on_detach.append(self.state_dict_hooks.remove)
             engine.raw_states = self.state_dict_hooks.disabled
-        engine.on_detach += [call.remove for call in self._compiled]
+        engine.on_detach += [switch.remove for switch in self._switches]
         rank_zero_info(f"ZeROStrategy(stage={strategy.config.stage}): {engine.describe()}")
         plugin.attach(engine)
         plugin.on_batch = strategy.resume.on_batch
@@ -219,8 +239,8 @@ class EngineSetup:
             engine.state_offload.reload()
             complete = _complete_gradients(engine)
         self._strategy.loop.end_run()
-        for call in self._compiled:
-            call.on = False
+        for switch in self._switches:
+            switch.on = False
         if engine is None:
             return
         engine.state_offload.reload()
@@ -270,8 +290,8 @@ class EngineSetup:
     def arm(self, trainer: pl.Trainer, module: pl.LightningModule, *, fitting: bool) -> None:
         """Set what the engine may do before user code could notice, and start the handling of activations."""
         strategy, engine = self._strategy, self._strategy.require_engine()
-        for call in self._compiled:
-            call.on = True
+        for switch in self._switches:
+            switch.on = True
         overlap = strategy.config.sharding.overlap_step
         engine.schedule.overlap = fitting and overlap
         automatic = fitting and not guards.steps_by_itself(trainer, module, engine)

@@ -167,7 +167,7 @@ class ModelParallel:
         if self.replica_ranks == self.config.expert == 1:
             return {}
         if self.config.pp.size > 1:
-            refuse(module, self.config)
+            refuse(module, self.config, device)
         self._start_from_rank_0(module)
         self._share_random_states()
         done = _Sharded(self.config, ranks)

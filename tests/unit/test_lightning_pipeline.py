@@ -578,6 +578,15 @@ def test_a_compiled_step_is_refused(name: str, monkeypatch: pytest.MonkeyPatch) 
         refuse(Module(), ParallelConfig(pipeline=2))
 
 
+def test_launches_that_block_are_refused_where_they_would_hang(monkeypatch: pytest.MonkeyPatch) -> None:
+    config = ParallelConfig(pipeline=2)
+    refuse(Module(), config, torch.device("cuda"))
+    monkeypatch.setenv("CUDA_LAUNCH_BLOCKING", "1")
+    refuse(Module(), config, torch.device("cpu"))
+    with pytest.raises(PlanError, match=r"all ranks would wait for ever\. Unset it"):
+        refuse(Module(), config, torch.device("cuda"))
+
+
 @pytest.mark.parametrize("options", [{}, {"schedule": "dualpipe_v", "micro_batches": 4}, {"micro_batches": 1}], ids=str)
 def test_what_a_pipeline_can_do_is_not_refused(options: dict[str, Any]) -> None:
     refuse(Module(), ParallelConfig(pipeline=PipelineConfig(size=2, **options)))

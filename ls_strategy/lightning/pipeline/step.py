@@ -13,6 +13,7 @@ bar and checkpoints get the same values everywhere. So are the states of torchme
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Sequence
 from functools import cache
 from typing import Any, cast
@@ -394,7 +395,7 @@ def _side_loss(module: nn.Module) -> SideLoss:
     return SideLoss(give=give, receive=receive)
 
 
-def refuse(module: pl.LightningModule, config: ParallelConfig) -> None:
+def refuse(module: pl.LightningModule, config: ParallelConfig, device: torch.device | None = None) -> None:
     """Refuse what a pipeline cannot do, before anything is partitioned.
 
     Raises:
@@ -411,6 +412,12 @@ def refuse(module: pl.LightningModule, config: ParallelConfig) -> None:
         raise PlanError(
             f"Got parallel.pipeline.micro_batches={config.pp.micro_batches}, but {config.pp.schedule} over "
             f"{config.pp.size} ranks needs {least} or more. Set as many, or parallel.pipeline.schedule='zbv'."
+        )
+    if device is not None and device.type == "cuda" and os.environ.get("CUDA_LAUNCH_BLOCKING") == "1":
+        raise PlanError(
+            "Got a pipeline with CUDA_LAUNCH_BLOCKING=1 in the environment, but a rank that waits for every launch "
+            "waits for a receive before it sends what the sender needs, and all ranks would wait for ever. Unset it; "
+            "to find a kernel that fails, train on one rank."
         )
     for name in ("forward", "training_step", "validation_step", "test_step", "predict_step"):
         if is_compiled_function(getattr(module, name)):

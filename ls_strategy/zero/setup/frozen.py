@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import fnmatch
 from collections import Counter
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Sequence
 
 import torch
 from torch import nn
@@ -50,17 +50,7 @@ def quantized_params(
     if options.frozen is None:
         return set()
     modules = {_plain(name): module for name, module in model.named_modules()}
-    skipped: list[nn.Module] = []
-    for pattern in options.frozen_except:
-        found = [m for name, m in modules.items() if fnmatch.fnmatchcase(f".{name}", f"*.{pattern}")]
-        if not found:
-            raise PlanError(
-                f"Got precision.frozen_except={list(options.frozen_except)}, but no module has the name {pattern!r} or "
-                f"a name that ends so, such as {next(iter(_linear_names(modules)), 'layers.0.up')!r}. Correct it, or "
-                "leave it out."
-            )
-        skipped += found
-    inside = {id(m) for module in skipped for m in module.modules()} | set(_not_quantized(modules))
+    inside = _keeping_precision(modules, options.frozen_except, "precision.frozen_except")
     owners = Counter(id(p) for m in modules.values() for p in m.parameters(recurse=False))
     chosen = {
         id(p)
@@ -84,6 +74,35 @@ def quantized_params(
             "the optimizer only the trainable ones; or leave precision.frozen out."
         )
     return chosen
+
+
+def linear_layers(model: nn.Module, skip: Sequence[str], option: str) -> dict[str, nn.Module]:
+    """Return the linear layers whose products may be rounded, by name: no output heads, routers and adapters.
+
+    Args:
+        model: the full model.
+        skip: names of modules that are left out with all that they contain, as in ``precision.frozen_except``.
+        option: the option with these names, for the message.
+
+    Raises:
+        PlanError: a name in ``skip`` matches no module.
+    """
+    modules = {_plain(name): module for name, module in model.named_modules()}
+    kept = _keeping_precision(modules, skip, option)
+    return {name: m for name, m in modules.items() if is_linear(m) and id(m) not in kept}
+
+
+def _keeping_precision(modules: dict[str, nn.Module], skip: Sequence[str], option: str) -> set[int]:
+    skipped: list[nn.Module] = []
+    for pattern in skip:
+        found = [m for name, m in modules.items() if fnmatch.fnmatchcase(f".{name}", f"*.{pattern}")]
+        if not found:
+            raise PlanError(
+                f"Got {option}={list(skip)}, but no module has the name {pattern!r} or a name that ends so, such as "
+                f"{next(iter(_linear_names(modules)), 'layers.0.up')!r}. Correct it, or leave it out."
+            )
+        skipped += found
+    return {id(m) for module in skipped for m in module.modules()} | set(_not_quantized(modules))
 
 
 def _matrices(module: nn.Module) -> Iterator[nn.Parameter]:

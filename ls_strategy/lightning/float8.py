@@ -1,0 +1,126 @@
+"""``precision.matmul="fp8"``: linear layers of a module multiply in fp8 while a Trainer runs, as torchao computes it.
+
+A layer becomes torchao's in place: it stays the same object with the same parameter, name and hooks, and checkpoints
+hold plain weights. Stage 3 gathers the full weight before a layer runs, so scales are those of one process.
+
+Source: torchao.float8 (https://github.com/pytorch/ao), and its paper, arXiv 2507.16099.
+"""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import nn
+
+from ls_strategy.config import PrecisionConfig
+from ls_strategy.errors import PlanError
+from ls_strategy.host.pytorch import rank_zero_info
+from ls_strategy.zero.setup.frozen import linear_layers
+from ls_strategy.zero.setup.kept import kept_in_fp32
+
+_MULTIPLE = 16
+"""Both sizes of a weight are multiples of this in products of fp8."""
+
+_FIRST_CAPABILITY = (8, 9)
+"""Of GPUs that multiply in fp8."""
+
+
+class Float8Layer:
+    """A linear layer that multiplies in fp8 while ``on``, from construction until `remove`."""
+
+    def __init__(self, layer: nn.Linear, config: Any) -> None:
+        from torchao.float8 import convert_to_float8_training
+
+        twin = convert_to_float8_training(nn.Linear(_MULTIPLE, _MULTIPLE, device="meta"), config=config)
+        plain: Any = type(layer)
+        made: Any = type(twin)
+        self._layer: Any = layer
+        self._plain = plain
+        self._made = made if plain is nn.Linear else type(f"Float8{plain.__name__}", (made, plain), {})
+        self._state = {name: value for name, value in vars(twin).items() if name not in vars(layer)}
+        self.on = True
+
+    @property
+    def on(self) -> bool:
+        """Whether the layer multiplies in fp8."""
+        return type(self._layer) is self._made
+
+    @on.setter
+    def on(self, on: bool) -> None:
+        if on == self.on:
+            return
+        self._layer.__class__ = self._made if on else self._plain
+        for name, value in self._state.items():
+            if on:
+                vars(self._layer)[name] = value
+            else:
+                vars(self._layer).pop(name, None)
+
+    def remove(self) -> None:
+        """Make the layer what it was."""
+        self.on = False
+
+
+def multiply_in_fp8(
+    module: nn.Module, options: PrecisionConfig, compute: torch.dtype, device: torch.device
+) -> list[Float8Layer]:
+    """Let linear layers of ``module`` multiply in fp8, but none that stays in fp32. Not collective.
+
+    Args:
+        module: the full module.
+        options: ``options.float8`` says whether, and how.
+        compute: dtype of the parameters that the forward reads.
+        device: of the products.
+
+    Raises:
+        PlanError: torchao is not installed, or no layer can multiply in fp8.
+    """
+    if options.float8 is None:
+        return []
+    if compute == torch.float64:
+        raise PlanError(
+            "Got precision.matmul='fp8' with Trainer(precision='64-true'), which asks for more digits than fp32 has. "
+            "Choose one of them."
+        )
+    emulated = device.type != "cuda" or torch.cuda.get_device_capability(device) < _FIRST_CAPABILITY
+    recipe = options.float8.recipe
+    config = replace(_recipe(recipe), emulate=emulated)
+    kept = kept_in_fp32(
+        module, options.fp32_modules, torch.float16
+    ).params  # what authors list for fp16 is listed for all
+    found = linear_layers(module, options.float8.skip, "precision.matmul.skip")
+    layers = {n: m for n, m in found.items() if isinstance(m, nn.Linear) and _fits(m) and id(m.weight) not in kept}
+    if not layers:
+        raise PlanError(
+            f"Got precision.matmul='fp8', but {type(module).__name__} has no nn.Linear, outside of output heads, "
+            "routers, precision.fp32_modules and precision.matmul.skip, with in_features and out_features that are "
+            f"multiples of {_MULTIPLE}. Change the sizes, or leave matmul out."
+        )
+    left = [name for name in found if name not in layers]
+    rank_zero_info(
+        f"ZeROStrategy: {len(layers)} linear layers multiply in fp8 ({recipe}"
+        + (f"; emulated on {device.type}, more slowly than without" if emulated else "")
+        + (f"); {len(left)} do not, such as {left[0]}" if left else ")")
+    )
+    return [Float8Layer(layer, config) for layer in layers.values()]
+
+
+def _recipe(name: str) -> Any:
+    try:
+        logging.getLogger("torchao").setLevel(logging.ERROR)  # of kernels for other releases, which nothing here uses
+        from torchao.float8 import Float8LinearConfig
+    except ImportError as error:
+        raise PlanError(
+            "Got precision.matmul='fp8', but products in fp8 are torchao's, which cannot be imported "
+            f"({type(error).__name__}: {error}). pip install torchao, or leave matmul out."
+        ) from error
+    return Float8LinearConfig.from_recipe_name(name)
+
+
+def _fits(layer: nn.Linear) -> bool:
+    """Return whether torchao's layer computes what this one does."""
+    own = type(layer).forward is nn.Linear.forward and "forward" not in vars(layer)
+    return own and not layer.in_features % _MULTIPLE and not layer.out_features % _MULTIPLE

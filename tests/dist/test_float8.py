@@ -1,0 +1,159 @@
+"""``precision.matmul="fp8"``, emulated: the numbers of DDP with torchao's own conversion, and plain weights."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from ls_strategy.config import nested
+from ls_strategy.errors import PlanError
+from ls_strategy.lightning.strategy import ZeROStrategy
+from tests.dist.ranks import Net, assert_close, assert_equal, batches, fit, on_ranks, weights
+
+pytest.importorskip("torchao.float8")
+pytestmark = pytest.mark.own_ranks  # torchao is imported, and replaces functions of torch
+
+D = 32
+
+
+class Narrowed(nn.Linear):
+    """A subclass that computes what its base does, as recipes have it."""
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(D)
+        self.up, self.down = nn.Linear(D, 2 * D), Narrowed(2 * D, D, bias=False)
+        self.odd = nn.Linear(D, 7)
+        self.back = nn.Linear(7, D)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        h = self.norm(x)
+        return x + self.down(torch.tanh(self.up(h))) + self.back(self.odd(h))
+
+
+class Plain(Net):
+    """A layer before the blocks that multiplies in fp8, too, and an output head that does not."""
+
+    def build(self) -> None:
+        self.first = nn.Linear(8, 2 * D)
+        self.middle = nn.Linear(2 * D, D)
+        self.blocks = nn.ModuleList([Block() for _ in range(3)])
+        self.lm_head = nn.Linear(D, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.middle(self.first(x))
+        for block in self.blocks:
+            x = block(x)
+        return self.lm_head(x)  # type: ignore[no-any-return]
+
+
+class ByHand(Plain):
+    """The same by torchao's own hand."""
+
+    recipe = "tensorwise"
+
+    def build(self) -> None:
+        super().build()
+        from torchao.float8 import Float8LinearConfig, convert_to_float8_training
+
+        wanted = [f"blocks.{i}.{name}" for i in range(3) for name in ("up", "down")] + ["middle"]
+        config = replace(Float8LinearConfig.from_recipe_name(self.recipe), emulate=True)
+        convert_to_float8_training(self, module_filter_fn=lambda module, name: name in wanted, config=config)
+
+
+class RowsByHand(ByHand):
+    recipe = "rowwise_with_gw_hp"
+
+
+SEEN: list[str] = []
+
+
+def note(name: str, module: nn.Module, _: Any, __: Any) -> None:
+    SEEN.append(f"{name} {type(module).__name__}")
+
+
+def trained(module: Net, options: Any, **trainer: Any) -> Net:
+    fit(ZeROStrategy(**nested({"sharding.min_unit_numel": 0, **options})), module, **trainer)
+    return module
+
+
+@pytest.mark.parametrize(
+    ("stage", "options", "trainer"),
+    [
+        (3, {}, {}),
+        pytest.param(1, {}, {"precision": "bf16-mixed"}, marks=pytest.mark.wide),
+        pytest.param(3, {}, {"precision": "bf16-mixed"}, marks=pytest.mark.wide),
+        pytest.param(2, {"offload": "cpu"}, {"gradient_clip_val": 0.1}, marks=pytest.mark.wide),
+        pytest.param(3, {"offload": "cpu"}, {"accumulate_grad_batches": 2}, marks=pytest.mark.wide),
+        pytest.param(3, {"activations": "full"}, {}, marks=pytest.mark.wide),
+        pytest.param(3, {"compile": {"regions": "blocks", "backend": "aot_eager"}}, {}, marks=pytest.mark.wide),
+        pytest.param(1, {"compile": {"regions": "model", "backend": "aot_eager"}}, {}, marks=pytest.mark.wide),
+        pytest.param(0, {"precision.matmul": {"recipe": "rowwise_with_gw_hp"}}, {}, marks=pytest.mark.wide),
+        pytest.param(3, {"precision.matmul": {"recipe": "rowwise_with_gw_hp"}}, {}, marks=pytest.mark.wide),
+    ],
+)
+@on_ranks(2, timeout_s=120)
+def test_numbers_are_those_of_ddp_with_the_same_conversion(
+    rank: int, world_size: int, stage: int, options: Any, trainer: Any
+) -> None:
+    rows = "precision.matmul" in options
+    by_hand, plain = RowsByHand() if rows else ByHand(), Plain()
+    fit("ddp", by_hand, **trainer)
+    fit("ddp", plain, **trainer)
+    module = trained(Plain(), {"precision.matmul": "fp8", **options, "stage": stage}, **trainer)
+    # Rounding to 4 bits can turn a difference in the last bit into another number: so sums are equal here.
+    assert_close(module.losses, by_hand.losses, f"stage {stage}")
+    assert_close(weights(module), weights(by_hand), f"stage {stage}")
+    assert max(abs(a - b) for a, b in zip(module.losses, plain.losses, strict=True)) > 1e-4  # it does round
+    own = trained(type(by_hand)(), {**options, "precision.matmul": None, "stage": stage}, **trainer)
+    assert_close(own.losses, by_hand.losses, f"stage {stage}, converted by hand")
+
+
+@on_ranks(2, timeout_s=120)
+def test_a_module_is_what_it_was_after_the_run(rank: int, world_size: int) -> None:
+    """Weights are plain; classes, hooks and copies, too; a test after the fit is in fp8 again."""
+    seen, module = SEEN, Plain()
+    seen.clear()
+    options = {"stage": 2, "precision.fp32_modules": ["middle"], "precision.matmul": {"skip": ["blocks.1.*"]}}
+    for name, layer in module.named_modules():
+        layer.register_forward_hook(partial(note, name))
+    before = {name: type(m) for name, m in module.named_modules()}
+    names = list(module.state_dict())
+    trained(module, options)
+    fp8 = {"blocks.0.up Float8Linear", "blocks.0.down Float8Narrowed", "blocks.2.up Float8Linear",
+           "blocks.2.down Float8Narrowed"}  # fmt: skip
+    assert {each for each in seen if "Float8" in each} == fp8
+    for state in (module.state_dict(), module.trainer.strategy.lightning_module_state_dict()):
+        assert list(state) == names
+        assert all(type(value) in (torch.Tensor, nn.Parameter) for value in state.values())
+    assert {name: type(m) for name, m in module.named_modules()} == before
+    assert not {name for m in module.modules() for name in vars(m) if "linear_mm" in name}
+    copied = pickle.loads(pickle.dumps(copy.deepcopy(module.blocks)))
+    assert_equal({n: p.detach() for n, p in copied.named_parameters()},
+                 {n: p.detach().clone() for n, p in module.blocks.named_parameters()}, "copies")  # fmt: skip
+    seen.clear()
+    module.trainer.test(module, batches(), verbose=False)
+    assert {each for each in seen if "Float8" in each} == fp8
+    seen.clear()
+    trained(module, {"stage": 1})
+    assert not {each for each in seen if "Float8" in each}
+
+
+@pytest.mark.wide
+@on_ranks(2, timeout_s=120)
+def test_what_cannot_multiply_in_fp8_is_refused(rank: int, world_size: int) -> None:
+    with pytest.raises(PlanError, match="no module has the name 'blok'"):
+        trained(Plain(), {"precision.matmul": {"skip": ["blok"]}})
+    with pytest.raises(PlanError, match="in_features and out_features that are multiples of 16"):
+        trained(Net(), {"precision.matmul": "fp8"})
+    with pytest.raises(PlanError, match="64-true"):
+        trained(Plain(), {"precision.matmul": "fp8"}, precision="64-true")
