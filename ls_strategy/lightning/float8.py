@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from ls_strategy import device as dev
 from ls_strategy.config import PrecisionConfig
 from ls_strategy.errors import PlanError
 from ls_strategy.host.pytorch import rank_zero_info
@@ -85,7 +86,7 @@ def multiply_in_fp8(
             "Got precision.matmul='fp8' with Trainer(precision='64-true'), which asks for more digits than fp32 has. "
             "Choose one of them."
         )
-    emulated = device.type != "cuda" or torch.cuda.get_device_capability(device) < _FIRST_CAPABILITY
+    emulated = dev.compute_capability(device) < _FIRST_CAPABILITY
     recipe = options.float8.recipe
     config = replace(_recipe(recipe), emulate=emulated)
     kept = kept_in_fp32(

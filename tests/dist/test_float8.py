@@ -12,8 +12,9 @@ import pytest
 import torch
 from torch import nn
 
-from ls_strategy.config import nested
+from ls_strategy.config import PrecisionConfig, nested
 from ls_strategy.errors import PlanError
+from ls_strategy.lightning.float8 import multiply_in_fp8
 from ls_strategy.lightning.strategy import ZeROStrategy
 from tests.dist.ranks import Net, assert_close, assert_equal, batches, fit, on_ranks, weights
 
@@ -116,6 +117,18 @@ def test_numbers_are_those_of_ddp_with_the_same_conversion(
     assert max(abs(a - b) for a, b in zip(module.losses, plain.losses, strict=True)) > 1e-4  # it does round
     own = trained(type(by_hand)(), {**options, "precision.matmul": None, "stage": stage}, **trainer)
     assert_close(own.losses, by_hand.losses, f"stage {stage}, converted by hand")
+
+
+@pytest.mark.parametrize(("capability", "emulated"), [((0, 0), True), ((8, 6), True), ((8, 9), False), ((9, 0), False)])
+def test_devices_without_fp8_emulate_it(
+    capability: tuple[int, int], emulated: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("ls_strategy.device.compute_capability", lambda device: capability)
+    module = Plain()
+    made = multiply_in_fp8(module, PrecisionConfig(matmul="fp8"), torch.float32, torch.device("cpu"))
+    assert len(made) == 7
+    assert module.blocks[0].up.config.emulate == emulated
+    made[0].remove()
 
 
 @on_ranks(2, timeout_s=120)
