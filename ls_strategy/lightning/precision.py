@@ -29,6 +29,25 @@ if TYPE_CHECKING:
 _FOREIGN_SCALER_KEYS = ("MixedPrecision", "FSDPPrecision", "native_amp_scaling_state")
 """Where other strategies' checkpoints keep the loss scale."""
 
+_LIGHTNING = ("lightning.", "pytorch_lightning.", "lightning_fabric.")
+_EQUIVALENT = (
+    "Precision",
+    "MixedPrecision",
+    "HalfPrecision",
+    "DoublePrecision",
+    "FSDPPrecision",
+    "DeepSpeedPrecision",
+)
+"""Plugins of Lightning that do what their precision says, and nothing else."""
+
+_CURES = {
+    "BitsandbytesPrecision": "For frozen weights in 4 or 8 bits (QLoRA) leave the plugin out, and set "
+    "ZeROStrategy(precision=PrecisionConfig(frozen='nf4')).",
+    "TransformerEnginePrecision": "For products in fp8 leave the plugin out, and set "
+    "ZeROStrategy(precision=PrecisionConfig(matmul='fp8')).",
+}
+"""What to use instead of plugins that change layers."""
+
 
 class Result:
     """The closure that an optimizer gets after forward and backward have run: it returns their result, once."""
@@ -94,15 +113,30 @@ class ZeROPrecision(Precision):
         """Return the equivalent of one of Lightning's own plugins.
 
         Raises:
-            ConfigError: the plugin has none of the six precisions (quantised, ...).
+            ConfigError: there is none: the plugin has another precision, or does what its name does not say.
         """
         if isinstance(plugin, cls):
             return plugin
-        name = str(plugin.precision)
-        if name not in PRECISIONS:
+        kind, name = type(plugin).__name__, str(plugin.precision)
+        cure = _CURES.get(kind, "")
+        if cure or name not in PRECISIONS:
             raise ConfigError(
-                f"Got the precision plugin {type(plugin).__name__} (precision={name!r}), but ZeROStrategy supports "
-                f"{', '.join(PRECISIONS)}. Set one of these with Trainer(precision=...)."
+                f"Got the precision plugin {kind} (precision={name!r}), but ZeROStrategy supports "
+                f"{', '.join(PRECISIONS)}. {cure or 'Set one of these with Trainer(precision=...).'}"
+            )
+        if isinstance(plugin, ZeROPrecision):
+            return cls(name)
+        if kind not in _EQUIVALENT or not type(plugin).__module__.startswith(_LIGHTNING):
+            raise ConfigError(
+                f"Got the precision plugin {kind} (precision={name!r}), a class of your own, but ZeROStrategy puts its "
+                f"own plugin in its place, and its methods would not be called. Set Trainer(precision={name!r}), or "
+                "derive your class from ls_strategy.ZeROPrecision."
+            )
+        if kind == "MixedPrecision" and _has_own_scaler(plugin):
+            raise ConfigError(
+                f"Got {kind}({name!r}, scaler=...), but ZeROStrategy has a loss scale of its own, with which all ranks "
+                "agree on skipping a step. Leave the plugin out, and set "
+                "ZeROStrategy(precision=PrecisionConfig(loss_scale=LossScaleConfig(initial_power=..., window=...)))."
             )
         return cls(name)
 
@@ -250,3 +284,14 @@ class ZeROPrecision(Precision):
     @override
     def teardown(self) -> None:
         """Keep the engine: a checkpoint may be saved after the fit."""
+
+
+def _has_own_scaler(plugin: Any) -> bool:
+    """Return whether a user has chosen the loss scale of Lightning's plugin."""
+    scaler = plugin.scaler
+    if scaler is None:
+        return False
+    default = torch.amp.GradScaler(device=plugin.device)
+    values = [(s.get_scale(), s.get_growth_factor(), s.get_backoff_factor(), s.get_growth_interval())
+              for s in (scaler, default)]  # fmt: skip
+    return type(scaler) is not type(default) or values[0] != values[1]

@@ -8,10 +8,17 @@ from typing import Any
 
 import pytest
 import torch
-from lightning.pytorch.plugins.precision import HalfPrecision, MixedPrecision
+from lightning.pytorch.plugins.precision import (
+    BitsandbytesPrecision,
+    DoublePrecision,
+    HalfPrecision,
+    MixedPrecision,
+    TransformerEnginePrecision,
+)
 from torch import nn
 
 from ls_strategy.errors import ConfigError, PlanError
+from ls_strategy.fabric.precision import ZeROFabricPrecision
 from ls_strategy.lightning.precision import ZeROPrecision
 
 
@@ -50,6 +57,34 @@ def test_the_default_dtype_comes_back_after_an_error() -> None:
 def test_a_plugin_of_lightning_becomes_ours() -> None:
     assert ZeROPrecision.from_plugin(MixedPrecision("bf16-mixed", "cpu")).precision == "bf16-mixed"
     assert ZeROPrecision.from_plugin(HalfPrecision("bf16-true")).policy.cast == torch.bfloat16
+
+
+class Mine(MixedPrecision):
+    """A user's own."""
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: object.__new__(BitsandbytesPrecision), r"BitsandbytesPrecision.*frozen='nf4'"),
+        (lambda: object.__new__(TransformerEnginePrecision), r"TransformerEnginePrecision.*matmul='fp8'"),
+        (lambda: Mine("bf16-mixed", "cpu"), r"Mine \(precision='bf16-mixed'\), a class of your own.*ZeROPrecision"),
+        (
+            lambda: MixedPrecision("16-mixed", "cpu", scaler=torch.amp.GradScaler("cpu", init_scale=4.0)),
+            "a loss scale of its own.*initial_power",
+        ),
+    ],
+)
+@pytest.mark.parametrize("ours", [ZeROPrecision, ZeROFabricPrecision])
+def test_what_would_be_dropped_silently_is_refused(make: Any, message: str, ours: type[ZeROPrecision]) -> None:
+    with pytest.raises(ConfigError, match=message):
+        ours.from_plugin(make())
+
+
+def test_plugins_that_do_what_they_say_are_taken() -> None:
+    assert ZeROPrecision.from_plugin(MixedPrecision("16-mixed", "cpu")).precision == "16-mixed"
+    assert ZeROFabricPrecision.from_plugin(ZeROPrecision("16-mixed")).precision == "16-mixed"
+    assert ZeROPrecision.from_plugin(DoublePrecision()).precision == "64-true"
 
 
 def test_a_plugin_without_an_equivalent_is_refused() -> None:
