@@ -149,7 +149,9 @@ class SavedTensors:
         """Install the hooks."""
         if not self._entries:
             self._protected = self._find_protected()
-        with torch.autograd.graph.saved_tensors_hooks(self._pack, self._unpack):
+        # Around a compiled part dynamo looks at every function that is called, and compiles what it can.
+        pack, unpack = torch.compiler.disable(self._pack), torch.compiler.disable(self._unpack)
+        with torch.autograd.graph.saved_tensors_hooks(pack, unpack):
             yield
 
     def _pack(self, tensor: Tensor) -> Any:

@@ -19,6 +19,9 @@ from tests.dist.ranks import OPTIONS, Net, assert_close, fit, on_ranks, weights
 
 pytestmark = pytest.mark.own_ranks  # dynamo replaces functions of torch
 
+WITHOUT_BLOCKS = [] if torch.__version__.startswith("2.11.") else [1]
+"""Graphs of the layers before or after blocks at stage 3: torch 2.11 compiles no module of torch's own with a hook."""
+
 BLOCKS = 10
 """More than dynamo's limit of recompilations, 8: if blocks did not share a graph, it would give up."""
 
@@ -125,7 +128,7 @@ def assert_graphs(stage: int, made: type[Plain], sizes: list[int]) -> None:
     options = {"stage": stage, "sharding.min_unit_numel": 0}
     plain, module = trained(options, Plain()), made()
     assert_equal(trained(options, module), plain, f"stage {stage}, {made.__name__}")
-    assert module.backend.sizes == sizes
+    assert module.backend.sizes == sizes, module.backend.sizes
     # A graph reads weights that the step before has sent, and nothing inside of it waits for them.
     assert not plain.trainer.strategy.engine.gatherer._waits_before_steps
     assert module.trainer.strategy.engine.gatherer._waits_before_steps == (made in (Whole, Function) and stage < 3)
@@ -135,7 +138,7 @@ def assert_graphs(stage: int, made: type[Plain], sizes: list[int]) -> None:
 def test_graphs_are_those_of_plain_code(rank: int, world_size: int) -> None:
     """Below stage 3 a model is one graph; blocks are one graph for all of them at every stage, without a break."""
     assert_graphs(2, Whole, [5 * BLOCKS + 2])
-    assert_graphs(3, Whole, [1, 5, 1])
+    assert_graphs(3, Whole, [*WITHOUT_BLOCKS, 5, *WITHOUT_BLOCKS])
 
 
 @pytest.mark.wide
@@ -145,8 +148,8 @@ def test_graphs_are_those_of_plain_code(rank: int, world_size: int) -> None:
 def test_graphs_of_other_habits_are_those_of_plain_code(
     rank: int, world_size: int, stage: int, made: type[Plain]
 ) -> None:
-    blocks = made in (BlocksInPlace, BlocksInWrappers)
-    assert_graphs(stage, made, [5] if blocks else [5 * BLOCKS + 2] if stage < 3 else [1, 5, 1])
+    blocks, between = made in (BlocksInPlace, BlocksInWrappers), [*WITHOUT_BLOCKS, 5, *WITHOUT_BLOCKS]
+    assert_graphs(stage, made, [5] if blocks else [5 * BLOCKS + 2] if stage < 3 else between)
 
 
 @pytest.mark.wide

@@ -406,8 +406,9 @@ def test_compiled_blocks_and_layers_around_them(how):
     found = spawn(train_compiled, 2, how, init_process_group=False)
     for weights, compiled in found:
         # A block, and what comes before or after all blocks. The latter is a module of torch's own with a hook, whose
-        # frame torch 2.11 does not compile after it has left the hook out.
-        assert compiled >= (1 if how == "option" or torch.__version__.startswith("2.11.") else 2)
+        # frame torch 2.11 does not compile after it has left the hook out. With the option it is linear layers, of
+        # which torch 2.11 compiles none by themselves.
+        assert compiled >= (2 if how != "option" else 1) - torch.__version__.startswith("2.11.")
         for key, value in expected.items() if weights else ():
             torch.testing.assert_close(weights[key], value, rtol=2e-6, atol=2e-6)
     assert found[0][0].keys() == expected.keys()
