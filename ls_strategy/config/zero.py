@@ -72,11 +72,7 @@ def check_together(config: ZeROConfig) -> None:
     _check_offload(config)
     _check_virtual_ranks(config)
     _check_compile(config)
-    if config.precision.float8 is not None and config.parallel.tp.size > 1:
-        raise ConfigError(
-            f"Got precision.matmul='fp8' with parallel.tensor={config.parallel.tp.size}, but every rank would scale "
-            "its own part of a weight, so numbers would depend on the number of ranks. Choose one of them."
-        )
+    _check_fp8(config)
     if config.activations.tiling is not None and config.parallel.tp.sequence_parallel:
         raise ConfigError(
             "Got activations.tiling with parallel.tensor.sequence_parallel=True, which shards the tokens of a layer's "
@@ -92,6 +88,29 @@ def check_together(config: ZeROConfig) -> None:
             f"Got checkpoint.format='file' with parallel.pipeline={config.parallel.pp.size}, but no rank has all "
             "layers. Save folders (checkpoint.format='sharded'); `ls-strategy consolidate` makes one file of them."
         )
+
+
+def _check_fp8(config: ZeROConfig) -> None:
+    float8 = config.precision.float8
+    if float8 is not None and config.parallel.tp.size > 1:
+        raise ConfigError(
+            f"Got precision.matmul='fp8' with parallel.tensor={config.parallel.tp.size}, but every rank would scale "
+            "its own part of a weight, so numbers would depend on the number of ranks. Choose one of them."
+        )
+    if float8 is None or float8.recipe == "rowwise_with_gw_hp":
+        return
+    splits = {
+        "parallel.pipeline": config.parallel.pp.size > 1,
+        "parallel.context": config.parallel.context > 1,
+        "activations.tiling": config.activations.tiling is not None,
+    }
+    for option, splits_tokens in splits.items():
+        if splits_tokens:
+            raise ConfigError(
+                f"Got precision.matmul='fp8' with recipe={float8.recipe!r} and {option}, but a scale of several tokens "
+                "depends on how the batch is split, and so would the numbers. Set "
+                "precision.matmul=Float8Config(recipe='rowwise_with_gw_hp'), which scales every token by itself."
+            )
 
 
 def _check_compile(config: ZeROConfig) -> None:

@@ -22,6 +22,7 @@ from ls_strategy._torch import CompiledCall, is_compiled
 from ls_strategy.blocks import container_children, instances, is_block
 from ls_strategy.config import ZeROConfig
 from ls_strategy.errors import PlanError
+from ls_strategy.host.pytorch import rank_zero_info
 
 
 def compile_parts(module: nn.Module, config: ZeROConfig) -> list[CompiledCall]:
@@ -48,7 +49,11 @@ def compile_parts(module: nn.Module, config: ZeROConfig) -> list[CompiledCall]:
         "dynamic": options.dynamic,
         "fullgraph": options.fullgraph,
     }
-    return [CompiledCall(part, **given) for part in parts if not is_compiled(part)]
+    calls = [CompiledCall(part, **given) for part in parts if not is_compiled(part)]
+    what = "blocks are" if options.regions == "blocks" else "parts of the model are"
+    already = f"; {len(parts) - len(calls)} were compiled before" if len(calls) < len(parts) else ""
+    rank_zero_info(f"ZeROStrategy: {len(calls)} {what} compiled ({options.backend}) when they run first{already}")
+    return calls
 
 
 def _blocks(module: nn.Module, config: ZeROConfig) -> Iterator[nn.Module]:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import logging
 from dataclasses import replace
+from functools import cache
 from typing import Any
 
 import torch
@@ -29,30 +30,48 @@ _FIRST_CAPABILITY = (8, 9)
 """Of GPUs that multiply in fp8."""
 
 
+class _PlainInCopies:
+    """Base of the classes of layers that multiply in fp8: a copy or pickle of one has the class that it had before."""
+
+    plain: type[nn.Linear]
+    added: frozenset[str]
+    """Attributes that torchao's layer has and the other one has not."""
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        make, _, state, *rest = super().__reduce_ex__(protocol)
+        assert isinstance(state, dict)
+        return make, (self.plain,), {name: value for name, value in state.items() if name not in self.added}, *rest
+
+
+@cache
+def _made_of(plain: type[nn.Linear], made: type[nn.Linear], added: frozenset[str]) -> Any:
+    """Return the class of a converted layer: one for all layers of a class, which share graphs then."""
+    bases = (_PlainInCopies, made) if plain is nn.Linear else (_PlainInCopies, made, plain)
+    return type(made.__name__, bases, {"plain": plain, "added": added})
+
+
 class Float8Layer:
     """A linear layer that multiplies in fp8 while ``on``, from construction until `remove`."""
 
-    def __init__(self, layer: nn.Linear, config: Any) -> None:
-        from torchao.float8 import convert_to_float8_training
-
-        twin = convert_to_float8_training(nn.Linear(_MULTIPLE, _MULTIPLE, device="meta"), config=config)
-        plain: Any = type(layer)
-        made: Any = type(twin)
+    def __init__(self, layer: nn.Linear, twin: nn.Linear) -> None:
+        """``twin``: a layer that torchao has converted."""
         self._layer: Any = layer
-        self._plain = plain
-        self._made = made if plain is nn.Linear else type(f"Float8{plain.__name__}", (made, plain), {})
-        self._state = {name: value for name, value in vars(twin).items() if name not in vars(layer)}
+        self._plain = type(layer)
+        self._state = added_by(twin)
+        self._made = _made_of(self._plain, type(twin), frozenset(self._state))
+        self._on = False
         self.on = True
 
     @property
     def on(self) -> bool:
         """Whether the layer multiplies in fp8."""
-        return type(self._layer) is self._made
+        return self._on
 
     @on.setter
     def on(self, on: bool) -> None:
-        if on == self.on:
+        if on == self._on:
             return
+        self._on = on
         self._layer.__class__ = self._made if on else self._plain
         for name, value in self._state.items():
             if on:
@@ -63,6 +82,12 @@ class Float8Layer:
     def remove(self) -> None:
         """Make the layer what it was."""
         self.on = False
+
+
+def added_by(twin: nn.Linear) -> dict[str, Any]:
+    """Return the attributes of a layer that torchao has converted which a plain one has not."""
+    plain = vars(nn.Linear(1, 1, device="meta"))
+    return {name: value for name, value in vars(twin).items() if name not in plain}
 
 
 def multiply_in_fp8(
@@ -88,12 +113,12 @@ def multiply_in_fp8(
         )
     emulated = dev.compute_capability(device) < _FIRST_CAPABILITY
     recipe = options.float8.recipe
-    config = replace(_recipe(recipe), emulate=emulated)
+    twin = _converted(recipe, emulated=emulated)
     kept = kept_in_fp32(
         module, options.fp32_modules, torch.float16
     ).params  # what authors list for fp16 is listed for all
     found = linear_layers(module, options.float8.skip, "precision.matmul.skip")
-    layers = {n: m for n, m in found.items() if isinstance(m, nn.Linear) and _fits(m) and id(m.weight) not in kept}
+    layers = {n: m for n, m in found.items() if _fits(m, twin) and id(m.weight) not in kept}
     if not layers:
         raise PlanError(
             f"Got precision.matmul='fp8', but {type(module).__name__} has no nn.Linear, outside of output heads, "
@@ -106,22 +131,25 @@ def multiply_in_fp8(
         + (f"; emulated on {device.type}, more slowly than without" if emulated else "")
         + (f"); {len(left)} do not, such as {left[0]}" if left else ")")
     )
-    return [Float8Layer(layer, config) for layer in layers.values()]
+    return [Float8Layer(layer, twin) for layer in layers.values()]
 
 
-def _recipe(name: str) -> Any:
+def _converted(recipe: str, *, emulated: bool) -> nn.Linear:
     try:
         logging.getLogger("torchao").setLevel(logging.ERROR)  # of kernels for other releases, which nothing here uses
-        from torchao.float8 import Float8LinearConfig
+        from torchao.float8 import Float8LinearConfig, convert_to_float8_training
     except ImportError as error:
         raise PlanError(
             "Got precision.matmul='fp8', but products in fp8 are torchao's, which cannot be imported "
             f"({type(error).__name__}: {error}). pip install torchao, or leave matmul out."
         ) from error
-    return Float8LinearConfig.from_recipe_name(name)
+    config = replace(Float8LinearConfig.from_recipe_name(recipe), emulate=emulated)
+    layer: Any = convert_to_float8_training(nn.Linear(_MULTIPLE, _MULTIPLE, device="meta"), config=config)
+    return layer  # type: ignore[no-any-return]
 
 
-def _fits(layer: nn.Linear) -> bool:
-    """Return whether torchao's layer computes what this one does."""
-    own = type(layer).forward is nn.Linear.forward and "forward" not in vars(layer)
-    return own and not layer.in_features % _MULTIPLE and not layer.out_features % _MULTIPLE
+def _fits(layer: Any, twin: nn.Linear) -> bool:
+    """Return whether torchao's layer computes what this one does, and needs no attribute that this one has itself."""
+    plain = isinstance(layer, nn.Linear) and type(layer).forward is nn.Linear.forward and "forward" not in vars(layer)
+    free = plain and not any(hasattr(layer, name) for name in added_by(twin))
+    return free and not layer.in_features % _MULTIPLE and not layer.out_features % _MULTIPLE

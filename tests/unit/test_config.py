@@ -217,6 +217,22 @@ def test_what_cannot_be_compiled_is_refused(options: dict[str, Any], message: st
         ZeROStrategy(3, **options)
 
 
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"precision": {"frozen": "nf4"}}, "quantized weights are rounded"),
+        ({"parallel": {"tensor": 2}}, "own part of a weight"),
+        ({"parallel": {"pipeline": 2}}, "parallel.pipeline, but a scale.*rowwise_with_gw_hp"),
+        ({"parallel": {"context": 2}}, "parallel.context, but a scale.*rowwise_with_gw_hp"),
+        ({"activations": {"tiling": "mlp"}}, "activations.tiling, but a scale.*rowwise_with_gw_hp"),
+    ],
+)
+def test_what_cannot_multiply_in_fp8_is_refused(options: dict[str, Any], message: str) -> None:
+    precision = {"matmul": "fp8", **options.pop("precision", {})}
+    with pytest.raises(ConfigError, match=message):
+        ZeROStrategy(3, precision=precision, **options)
+
+
 def test_what_can_be_compiled() -> None:
     assert ZeROStrategy(3, compile=None).config.compile == ZeROStrategy(3).config.compile
     assert ZeROStrategy(3, compile="blocks").config.compile.fullgraph is False

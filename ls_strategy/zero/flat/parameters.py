@@ -63,8 +63,12 @@ NEED_NO_VALUES = (
 )
 """Torch functions that read or set attributes of a parameter and need no values."""
 
-_GIVE_MEMORY = _ways("__array__ __dlpack__ data_ptr detach numpy storage untyped_storage")
-"""Torch functions with results to which writes do not count in ``_version``, as in ``p.detach().numpy()[0] = 1``."""
+_FUSED = "_fused_adam_ _fused_adamw_ _fused_sgd_ _fused_adagrad_ _amp_foreach_non_finite_check_and_unscale_"
+_GIVE_MEMORY = _ways("__array__ __dlpack__ data_ptr detach numpy storage untyped_storage") | {
+    getattr(torch, name) for name in _FUSED.split() if hasattr(torch, name)
+}
+"""Torch functions whose writes do not count in ``_version``: to results that share memory, as in
+``p.detach().numpy()[0] = 1``, and the updates of ``torch.optim.AdamW(..., fused=True)`` and the like."""
 
 
 class Writes(Protocol):

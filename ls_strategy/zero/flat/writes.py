@@ -147,8 +147,10 @@ class UserWrites:
         with unnoticed():
             moved = [i for i, p in enumerate(flat.params) if p.data_ptr() != self._versions[i][1]]
             counted = any(p._version != version for p, (version, _) in zip(flat.params, self._versions, strict=True))
+            # By an optimizer of the user's own: the updates of torch's fused ones do not count in ``_version``.
+            by_hand = not flat.has_optimizer and any(p.requires_grad for p in flat.params)
         detected = bool(moved) or counted
-        if not (detected or self.possible):
+        if not (detected or self.possible or by_hand):
             return False
         if flat.update in (UpdateState.UPDATED_EARLY, UpdateState.DELAYED) or flat.updating is not None:
             # The masters are newer: what differs from them need not be a write.

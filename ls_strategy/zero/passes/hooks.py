@@ -254,7 +254,9 @@ class UnitHooks:
             self._handles.append(module.register_forward_hook(around.after, with_kwargs=True))
 
     def on_grad(self, unit: Unit, flat: FlatBuffer, index: int, param: nn.Parameter) -> None:
-        """Handle a finished gradient."""
+        """Handle a finished gradient. After the run it is the user's, and nothing is sent."""
+        if flat.local.ended:
+            return
         self.reducer.on_grad(unit, flat, index, param)
         if self.sharded and unit.waiting_for <= 0 and not unit.is_root:
             self._close_all(unit)
