@@ -254,6 +254,7 @@ class EngineSetup:
                     engine.detach()
         finally:
             engine.offload.rest()
+            engine.hooks.ended = engine.hooks.ended or fitted
             for flat in engine.flats if fitted else ():
                 flat.local.end_run(keep=complete)
 

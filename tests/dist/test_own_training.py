@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from tests.dist.ranks import WIDTH, Block, Net, assert_close, fit, on_ranks, samples, weights
+from tests.dist.ranks import WIDTH, Block, Net, assert_close, batches, fit, on_ranks, samples, weights
 
 
 class BlocksOnly(Net):
@@ -41,7 +41,7 @@ def test_a_backward_by_hand_and_a_fit_of_ddp_after_a_fit(
 ) -> None:
     """The first gradients are not an engine's any more, although its hooks stay at stage 3."""
     module, fresh = kind(), kind()
-    fit(stage, module)
+    fit(stage, module).test(module, batches(), verbose=False)
     fresh.load_state_dict(weights(module))
     assert_close(gradients(module), gradients(fresh), "gradients by hand")
     module.losses.clear()

@@ -207,6 +207,8 @@ class UnitHooks:
         self.reducer = reducer
         self.sharded = sharded
         self._nested = nested
+        self.ended = False
+        """Whether the run is over: gradients are the user's from then on, and nothing is sent."""
         self._handles: list[Any] = []
         _ATTACHED.add(self)
         for unit in units:
@@ -254,8 +256,8 @@ class UnitHooks:
             self._handles.append(module.register_forward_hook(around.after, with_kwargs=True))
 
     def on_grad(self, unit: Unit, flat: FlatBuffer, index: int, param: nn.Parameter) -> None:
-        """Handle a finished gradient. After the run it is the user's, and nothing is sent."""
-        if flat.local.ended:
+        """Handle a finished gradient."""
+        if self.ended:
             return
         self.reducer.on_grad(unit, flat, index, param)
         if self.sharded and unit.waiting_for <= 0 and not unit.is_root:
