@@ -150,7 +150,8 @@ class SavedTensors:
         if not self._entries:
             self._protected = self._find_protected()
         # Around a compiled part dynamo looks at every function that is called, and compiles what it can.
-        pack, unpack = torch.compiler.disable(self._pack), torch.compiler.disable(self._unpack)
+        pack: Any = torch.compiler.disable(self._pack)
+        unpack: Any = torch.compiler.disable(self._unpack)
         with torch.autograd.graph.saved_tensors_hooks(pack, unpack):
             yield
 

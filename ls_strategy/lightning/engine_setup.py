@@ -254,9 +254,10 @@ class EngineSetup:
                     engine.detach()
         finally:
             engine.offload.rest()
-            engine.hooks.ended = engine.hooks.ended or fitted
-            for flat in engine.flats if fitted else ():
-                flat.local.end_run(keep=complete)
+            if fitted:
+                engine.hooks.ended = True
+                for flat in engine.flats:
+                    flat.local.end_run(keep=complete)
 
     def _policy(self) -> PrecisionPolicy:
         config = self._strategy.config.precision

@@ -117,7 +117,7 @@ def multiply_in_fp8(
     kept = kept_in_fp32(
         module, options.fp32_modules, torch.float16
     ).params  # what authors list for fp16 is listed for all
-    found = linear_layers(module, options.float8.skip, "precision.matmul.skip")
+    found: dict[str, Any] = linear_layers(module, options.float8.skip, "precision.matmul.skip")
     layers = {n: m for n, m in found.items() if _fits(m, twin) and id(m.weight) not in kept}
     if not layers:
         raise PlanError(
