@@ -20,6 +20,27 @@ STEPS = (
         ("tests/dist/test_compile.py::test_graphs_are_those_of_plain_code",),
     ),
     Mutation(
+        "a backward after the run gives its gradients to the engine",
+        "ls_strategy/zero/passes/hooks.py",
+        "        if self.ended:\n            return\n",
+        "",
+        ("tests/dist/test_own_training.py::test_a_backward_by_hand_and_a_fit_of_ddp_after_a_fit",),
+    ),
+    Mutation(
+        "fused updates of parameters that no optimizer of the module has are lost",
+        "ls_strategy/zero/flat/writes.py",
+        "        if not (detected or self.possible or by_hand):\n",
+        "        if not (detected or self.possible):\n",
+        ("tests/dist/test_own_training.py::test_fused_updates_of_the_users_own_are_kept",),
+    ),
+    Mutation(
+        "fused updates of released parameters are lost",
+        "ls_strategy/zero/flat/parameters.py",
+        '_FUSED = "_fused_adam_ _fused_adamw_ _fused_sgd_',
+        '_FUSED = "_fused_adam_ _fused_sgd_',
+        ("tests/dist/test_own_training.py::test_a_backward_by_hand_and_a_fit_of_ddp_after_a_fit",),
+    ),
+    Mutation(
         "blocks that a model holds under two names are in no unit of their own",
         "ls_strategy/blocks.py",
         "            seen.add(id(uncompiled(child)))\n",
