@@ -164,7 +164,8 @@ def graphs() -> int:
     return torch._dynamo.utils.counters["stats"]["unique_graphs"]  # type: ignore[no-any-return]
 
 
-@pytest.mark.parametrize("stage", [pytest.param(2, marks=pytest.mark.wide), 3])
+@pytest.mark.wide
+@pytest.mark.parametrize("stage", [2, 3])
 @on_ranks(2, timeout_s=120)
 def test_the_option_compiles_while_a_trainer_runs(rank: int, world_size: int, stage: int) -> None:
     """Fit, test, fit again, a fit without it, by hand: in place, so that names of weights do not change."""

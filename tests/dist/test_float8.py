@@ -149,6 +149,7 @@ def test_devices_without_fp8_emulate_it(
     made[0].remove()
 
 
+@pytest.mark.wide
 @on_ranks(2, timeout_s=120)
 def test_a_module_is_what_it_was_after_the_run(rank: int, world_size: int) -> None:
     """Weights are plain; classes, hooks and copies, too; a test after the fit is in fp8 again."""

@@ -96,7 +96,7 @@ class ByHandInside(ByHand):
     inside = True
 
 
-@pytest.mark.parametrize("kind", [ByHand, ByHandInside])
+@pytest.mark.parametrize("kind", [pytest.param(ByHand, marks=pytest.mark.wide), ByHandInside])
 @pytest.mark.parametrize("stage", [pytest.param(1, marks=pytest.mark.wide), 3])
 @on_ranks(2)
 def test_fused_updates_of_the_users_own_are_kept(rank: int, world_size: int, stage: int, kind: type[ByHand]) -> None:
