@@ -538,30 +538,48 @@ def route_calls(module: nn.Module, route: Callable[..., Any]) -> _Route:
 
 
 class CompiledCall:
-    """What ``module.compile()`` does, from construction until `remove`, inside of all routes; ``on`` switches it."""
+    """What ``module.compile()`` does, inside of all routes, while ``on``: from construction until `remove`."""
 
     def __init__(self, module: nn.Module, **options: Any) -> None:
-        self.on = True
         self._module = weakref.ref(module)
         self._plain = module._call_impl
         self._compiled = torch.compile(self._plain, **options)
-        outer = vars(module).get("_compiled_call_impl")
-        if not isinstance(outer, _Route):
-            vars(module)["_compiled_call_impl"] = self
+        self._on = False
+        self.on = True
+
+    @property
+    def on(self) -> bool:
+        """Whether the module runs compiled."""
+        return self._on
+
+    @on.setter
+    def on(self, on: bool) -> None:
+        self._on = on
+        module = self._module()
+        if module is None:
             return
-        while isinstance(outer.compiled, _Route):
-            outer = outer.compiled
-        outer.call = outer.compiled = self
+        outer = vars(module).get("_compiled_call_impl")
+        if isinstance(outer, _Route):
+            while isinstance(outer.compiled, _Route):
+                outer = outer.compiled
+            if on and _is_free(outer.compiled):  # when it is off, it stays there and calls the plain module
+                outer.call = outer.compiled = self
+        elif on and _is_free(outer):
+            vars(module)["_compiled_call_impl"] = self
+        elif not on and outer is self:
+            del vars(module)["_compiled_call_impl"]
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return (self._compiled if self.on else self._plain)(*args, **kwargs)
+        return (self._compiled if self._on else self._plain)(*args, **kwargs)
 
     def remove(self) -> None:
-        """Undo it, also inside of routes."""
+        """Let the module run plainly."""
         self.on = False
-        module = self._module()
-        if module is not None and vars(module).get("_compiled_call_impl") is self:
-            del vars(module)["_compiled_call_impl"]
+
+
+def _is_free(call: Any) -> bool:
+    """Return whether nothing else compiles the calls of the module with this ``_compiled_call_impl``."""
+    return call is None or (isinstance(call, CompiledCall) and not call.on)
 
 
 def is_compiled_in_place(module: nn.Module) -> bool:
@@ -569,7 +587,7 @@ def is_compiled_in_place(module: nn.Module) -> bool:
     call = vars(module).get("_compiled_call_impl")
     while isinstance(call, _Route):
         call = call.compiled
-    return call.on if isinstance(call, CompiledCall) else call is not None
+    return not _is_free(call)
 
 
 def without_torch_functions() -> AbstractContextManager[Any]:

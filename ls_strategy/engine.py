@@ -129,13 +129,8 @@ class Engine:
         self.gradients, self.schedule = self.stepper.gradients, self.stepper.schedule
         self._subscribe_features()
         self.reducer.reset()
-        self.hooks = UnitHooks(
-            self.units,
-            self.gatherer,
-            self.reducer,
-            sharded=self.gatherer.releases,
-            nested=inside_compiled(model),
-        )
+        nested = inside_compiled(model)
+        self.hooks = UnitHooks(self.units, self.gatherer, self.reducer, sharded=self.gatherer.releases, nested=nested)
         self.hooks.watch_rows(self.flats)
         self._boundaries = fp32_boundaries(draft)
         self._broadcast_buffers_next = True

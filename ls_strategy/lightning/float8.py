@@ -53,12 +53,12 @@ def _made_of(plain: type[nn.Linear], made: type[nn.Linear], added: frozenset[str
 class Float8Layer:
     """A linear layer that multiplies in fp8 while ``on``, from construction until `remove`."""
 
-    def __init__(self, layer: nn.Linear, twin: nn.Linear) -> None:
-        """``twin``: a layer that torchao has converted."""
+    def __init__(self, layer: nn.Linear, converted: nn.Linear) -> None:
+        """``converted``: a layer that torchao has converted."""
         self._layer: Any = layer
         self._plain = type(layer)
-        self._state = added_by(twin)
-        self._made = _made_of(self._plain, type(twin), frozenset(self._state))
+        self._state = added_by(converted)
+        self._made = _made_of(self._plain, type(converted), frozenset(self._state))
         self._on = False
         self.on = True
 
@@ -84,10 +84,10 @@ class Float8Layer:
         self.on = False
 
 
-def added_by(twin: nn.Linear) -> dict[str, Any]:
+def added_by(converted: nn.Linear) -> dict[str, Any]:
     """Return the attributes of a layer that torchao has converted which a plain one has not."""
     plain = vars(nn.Linear(1, 1, device="meta"))
-    return {name: value for name, value in vars(twin).items() if name not in plain}
+    return {name: value for name, value in vars(converted).items() if name not in plain}
 
 
 def multiply_in_fp8(
@@ -113,12 +113,11 @@ def multiply_in_fp8(
         )
     emulated = dev.compute_capability(device) < _FIRST_CAPABILITY
     recipe = options.float8.recipe
-    twin = _converted(recipe, emulated=emulated)
-    kept = kept_in_fp32(
-        module, options.fp32_modules, torch.float16
-    ).params  # what authors list for fp16 is listed for all
+    converted = _convert(recipe, emulated=emulated)
+    # Authors of models list more for fp16 than for bf16: what either needs in fp32 is not rounded to fp8.
+    kept = kept_in_fp32(module, options.fp32_modules, torch.float16).params
     found: dict[str, Any] = linear_layers(module, options.float8.skip, "precision.matmul.skip")
-    layers = {n: m for n, m in found.items() if _fits(m, twin) and id(m.weight) not in kept}
+    layers = {n: m for n, m in found.items() if _fits(m, converted) and id(m.weight) not in kept}
     if not layers:
         raise PlanError(
             f"Got precision.matmul='fp8', but {type(module).__name__} has no nn.Linear, outside of output heads, "
@@ -131,10 +130,10 @@ def multiply_in_fp8(
         + (f"; emulated on {device.type}, more slowly than without" if emulated else "")
         + (f"); {len(left)} do not, such as {left[0]}" if left else ")")
     )
-    return [Float8Layer(layer, twin) for layer in layers.values()]
+    return [Float8Layer(layer, converted) for layer in layers.values()]
 
 
-def _converted(recipe: str, *, emulated: bool) -> nn.Linear:
+def _convert(recipe: str, *, emulated: bool) -> nn.Linear:
     try:
         logging.getLogger("torchao").setLevel(logging.ERROR)  # of kernels for other releases, which nothing here uses
         from torchao.float8 import Float8LinearConfig, convert_to_float8_training
@@ -148,8 +147,8 @@ def _converted(recipe: str, *, emulated: bool) -> nn.Linear:
     return layer  # type: ignore[no-any-return]
 
 
-def _fits(layer: Any, twin: nn.Linear) -> bool:
+def _fits(layer: Any, converted: nn.Linear) -> bool:
     """Return whether torchao's layer computes what this one does, and needs no attribute that this one has itself."""
     plain = isinstance(layer, nn.Linear) and type(layer).forward is nn.Linear.forward and "forward" not in vars(layer)
-    free = plain and not any(hasattr(layer, name) for name in added_by(twin))
+    free = plain and not any(hasattr(layer, name) for name in added_by(converted))
     return free and not layer.in_features % _MULTIPLE and not layer.out_features % _MULTIPLE
