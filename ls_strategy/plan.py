@@ -64,6 +64,10 @@ class FlatPlan:
     gathered_as: FrozenFormat | None = None
     """Stage 3: format in which exact parameters are gathered."""
 
+    cast_to: torch.dtype | None = None
+    """Stage 3: dtype to which autocast casts the parameters wherever their modules use them, and in which they are
+    gathered for these."""
+
     reduced_as: FrozenFormat | None = None
     """Format in which gradients are sent; None for their dtype."""
 
@@ -115,7 +119,7 @@ class FlatPlan:
     @property
     def gathered_itemsize(self) -> int:
         """Return the bytes of an element of `gathered_numel`."""
-        return self.dtype.itemsize if self.wire_format is None else 1
+        return (self.cast_to or self.dtype).itemsize if self.wire_format is None else 1
 
     @property
     def shard_bytes(self) -> int:

@@ -52,6 +52,9 @@ class ParamFacts:
     quantized: FrozenFormat | None = None
     """Format of a frozen weight in 4 or 8 bits."""
 
+    cast_to: torch.dtype | None = None
+    """Dtype to which autocast casts it wherever its modules use it."""
+
     frozen: bool = False
     """Whether it is in an optimizer, but requires no gradient."""
 
@@ -127,6 +130,7 @@ class _Together(NamedTuple):
     expert: bool
     replicated: bool
     quantized: FrozenFormat | None
+    cast_to: torch.dtype | None
     frozen: tuple[bool, bool]
     """Whether they are frozen, and then whether they are an adapter's."""
 
@@ -154,6 +158,8 @@ class _PlanSetting:
 
     def together(self, p: ParamFacts) -> _Together:
         """Return what decides into which buffer of its unit a parameter comes."""
+        replicated = p.replicated and p.optimizer == FROZEN and self.policy.parameters
+        exact = not self.policy.parameters or replicated or p.quantized is not None
         return _Together(
             p.optimizer,
             p.dtype,
@@ -161,8 +167,9 @@ class _PlanSetting:
             tied=p.tied,
             replica=p.replica,
             expert=p.part is not None and p.part.axis == "expert",
-            replicated=p.replicated and p.optimizer == FROZEN and self.policy.parameters,
+            replicated=replicated,
             quantized=p.quantized,
+            cast_to=None if exact or self.config.sharding.quantized_gathers is not None else p.cast_to,
             frozen=(p.frozen, p.frozen and p.adapter),
         )
 
@@ -194,6 +201,7 @@ class _PlanSetting:
             exact_norm=self.exact_norm,
             node=self.node if copied else 0,
             gathered_as=gathered,
+            cast_to=what.cast_to,
             reduced_as=reduced,
             shared_by=members[0].shared_by,
             replicated=what.replicated,

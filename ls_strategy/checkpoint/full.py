@@ -271,9 +271,10 @@ def _write(flat: FlatBuffer, i: int, value: Tensor) -> None:
     for at, part in parts_of(value, piece.param_start, piece.param_start + piece.numel, align):
         flat.write_master(piece.start + at - piece.param_start, part)
     flat.require_refresh(flat.has_own_shard)
-    if flat.is_gathered:
+    flat.written([i])
+    if flat.is_fetched:
         for at, part in parts_of(value, 0, slot.numel, align):
-            flat.full[slot.offset + at : slot.offset + at + part.numel()].copy_(flat.rounded(part))
+            flat.write_fetched(slot.offset + at, part)
 
 
 def _extra_names(model: nn.Module) -> set[str]:

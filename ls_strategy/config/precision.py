@@ -78,6 +78,11 @@ class PrecisionConfig(Group):
     """NCCL: sum gradients over ranks in ``fp32``, or with ``compute`` in the dtype they were computed in, which halves
     the bytes in the 16-bit modes. gloo always sums in fp32."""
 
+    gather: Literal["compute", "fp32"] = "compute"
+    """Stage 3 with ``bf16-mixed`` and ``16-mixed``: ``compute`` gathers the weights of linear layers and convolutions
+    in 16 bits, as autocast casts them: half of the bytes on the wire and in memory, with the same results. Any other
+    use of such a weight gathers it in fp32. ``fp32`` gathers everything in fp32."""
+
     fp32_modules: tuple[str, ...] = ()
     """What stays in fp32 with ``bf16-true`` and ``16-true``: classes of modules, such as ``"Router"``, and names, or
     the ends of names, of modules, parameters and buffers, in which ``*`` matches anything, such as ``"layers.*.gate"``

@@ -108,6 +108,37 @@ class QuantizedWire(WireFormat):
         return torch.where(changes.isfinite(), changes, 0.0).sum()
 
 
+class CastWireFormat(WireFormat):
+    """Elements cast to a dtype of fewer bits, as autocast casts them."""
+
+    lossless = False
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        """Record the dtype."""
+        self.dtype = dtype
+        self.name = str(dtype).removeprefix("torch.")
+
+    @override
+    def numel(self, elements: int) -> int:
+        """Return as many."""
+        return elements
+
+    @override
+    def encode(self, values: Tensor, out: Tensor) -> None:
+        """Cast, to the nearest."""
+        out.copy_(values)
+
+    @override
+    def decode(self, wire: Tensor, out: Tensor) -> None:
+        """Cast back."""
+        out.copy_(wire)
+
+    @override
+    def rounded(self, values: Tensor) -> Tensor:
+        """Return the values cast and cast back."""
+        return values.to(self.dtype).to(values.dtype)
+
+
 FORMATS: dict[str, WireFormat] = {name: QuantizedWire(name) for name in get_args(FrozenFormat)}
 """By the name that a plan has: ``gathered_as``, ``reduced_as``, or ``quantized`` of weights that are stored so."""
 

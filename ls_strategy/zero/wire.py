@@ -22,6 +22,9 @@ from ls_strategy.layout import FlatLayout
 class Wire:
     """The memory of one buffer's gathers in another format."""
 
+    keeps = False
+    """Whether what has arrived is read as it is. Otherwise it is decoded into ``full``."""
+
     def __init__(
         self,
         form: WireFormat,

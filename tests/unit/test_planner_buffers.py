@@ -57,6 +57,7 @@ def flat(ledger: SimulatedLedger, numel: int = 8, world: int = 2, **plan: Any) -
         "wire_format": None,
         "reduced_as": None,
         "gathered_as": None,
+        "cast_to": None,
         **plan,
     }
     return SimulatedFlat(SimpleNamespace(layout=layout, replicated=False, **given), ledger, reads_ahead=False)  # type: ignore[arg-type]
@@ -67,9 +68,9 @@ def test_a_gathered_buffer_is_held_until_it_is_released() -> None:
     one = flat(ledger)
     one.start_gather()
     one.finish_gather()
-    assert (ledger.now["parameters"], one.is_gathered) == (16, True)
+    assert (ledger.now["parameters"], one.is_fetched) == (16, True)
     one.release()
-    assert (ledger.now["parameters"], one.is_gathered) == (0, False)
+    assert (ledger.now["parameters"], one.is_fetched) == (0, False)
 
 
 def reducer(stage: Any, ledger: SimulatedLedger, world: int = 2, **setting: Any) -> tuple[Any, Any, Any]:

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from ls_strategy.distributed.wire_format import FORMATS, WireFormat
+from ls_strategy.distributed.wire_format import FORMATS, CastWireFormat, WireFormat
 from ls_strategy.ops.quantized import TILE
 from ls_strategy.testing import spawn
 from tests.models import Case, PrivateNet, bare_trainer, loader, quiet
@@ -57,7 +57,7 @@ class AllBits(HalfTheBits):
         return values
 
 
-EVERY: list[WireFormat] = [*FORMATS.values(), HalfTheBits(), AllBits()]
+EVERY: list[WireFormat] = [*FORMATS.values(), CastWireFormat(torch.bfloat16), HalfTheBits(), AllBits()]
 
 
 def encoded(form: WireFormat, values: Tensor) -> Tensor:

@@ -119,7 +119,7 @@ class SimulatedFlat:
     pool: SimulatedPool | None = None
     """Of the ranks that shard it."""
 
-    is_gathered: bool = False
+    is_fetched: bool = False
     gathering: bool | None = None
     reading: bool | None = None
     held: bool = False
@@ -139,12 +139,12 @@ class SimulatedFlat:
 
     def __post_init__(self) -> None:
         """Begin as `FlatBuffer` does."""
-        self.is_gathered |= self.plan.replicated and self.plan.quantized is None
+        self.is_fetched |= self.plan.replicated and self.plan.quantized is None
 
     @property
     def gathered_bytes(self) -> int:
         """Bytes of the gathered buffer."""
-        return self.plan.layout.numel * self.plan.dtype.itemsize
+        return self.plan.layout.numel * (self.plan.cast_to or self.plan.dtype).itemsize
 
     @property
     def resident(self) -> bool:
@@ -177,7 +177,8 @@ class SimulatedFlat:
     def start_gather(self) -> None:
         """See `FlatBuffer`."""
         self._hold_wire()
-        if self.plan.gathered_as is not None and self.sharded and self.pool is not None:
+        encodes = self.plan.gathered_as is not None or self.plan.cast_to is not None
+        if encodes and self.sharded and self.pool is not None:
             # This rank's shard before it is rounded.
             self.pool.give([self.pool.take(self.plan.layout.shard, self.plan.dtype.itemsize)])
         self.reading = None
@@ -185,7 +186,7 @@ class SimulatedFlat:
 
     def start_read(self) -> None:
         """See `FlatBuffer`."""
-        if self.reads_ahead and not self.is_gathered and self.gathering is None and self.reading is None:
+        if self.reads_ahead and not self.is_fetched and self.gathering is None and self.reading is None:
             self._hold_wire()
             self.reading = True
 
@@ -195,12 +196,12 @@ class SimulatedFlat:
             self._hold()
             self._free_packed()
         self.gathering = None
-        self.is_gathered = True
+        self.is_fetched = True
 
     def release(self) -> None:
         """See `FlatBuffer`."""
         self.gathering = self.reading = None
-        self.is_gathered = False
+        self.is_fetched = False
         self._free_packed()
         if self.held:
             self.held = False

@@ -78,7 +78,9 @@ class Replay:
     def run(self, names: Sequence[Sequence[str]]) -> Peak:
         """Replay two steps."""
         states = self.begin()
-        events = self.condense(self.trace.events)
+        trace = self.trace
+        casts = trace.casts if any(flat.cast_to for unit in self.plan.units for flat in unit.flats) else frozenset()
+        events = self.condense(e for e in trace.events if e.kind not in ("bytes", "saved") or e.number not in casts)
         for _ in range(_STEPS):
             for micro_batch in range(self.setting.micro_batches):
                 last = micro_batch == self.setting.micro_batches - 1

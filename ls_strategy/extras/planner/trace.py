@@ -29,6 +29,7 @@ from ls_strategy.extras.planner.simulated import simulated_batch
 from ls_strategy.precision import PrecisionPolicy
 from ls_strategy.zero.flat.units import Unit
 from ls_strategy.zero.passes.hooks import UnitHooks
+from ls_strategy.zero.setup.autocast_layers import autocast_params
 from ls_strategy.zero.setup.kept import kept_in_fp32
 from ls_strategy.zero.setup.materialize import Fp32Boundary
 from ls_strategy.zero.setup.partition import UnitSpec
@@ -73,6 +74,9 @@ class Trace:
 
     assumed: tuple[str, ...] = ()
     """Lines of code, as ``file:line``, that branched by a tensor's value, which was taken to be False."""
+
+    casts: frozenset[int] = frozenset()
+    """Numbers of the storages that hold a parameter as autocast casts it. There are none where it is gathered so."""
 
 
 def condensed(events: Iterable[Event]) -> tuple[Event, ...]:
@@ -154,6 +158,10 @@ class _Watch(StorageWatch):
         self.flops = 0
         self.assumed: dict[str, None] = {}
         """Lines that branched by a value, in order."""
+        cast = autocast_params(model)
+        self._cast_ids = {id(p.untyped_storage()) for p in model.parameters() if id(p) in cast}
+        self.casts: set[int] = set()
+        """See `Trace.casts`."""
 
     def note(self, tensor: Tensor) -> None:
         """Ignore views of parameters, which are not activations."""
@@ -171,6 +179,9 @@ class _Watch(StorageWatch):
         if func in _SELECTIONS and any(type(t) is not Tensor for t in tree_iter(args) if isinstance(t, Tensor)):
             func, args, kwargs = _selecting_all(func, args)
         output = super().__torch_dispatch__(func, types, args, kwargs)
+        if func is _aten._to_copy.default and id(args[0].untyped_storage()) in self._cast_ids:
+            number = self.number_of(output)
+            self.casts.update(() if number is None else (number,))
         self.flops += _flops(func, args, kwargs or {}, output)
         return output
 
@@ -361,7 +372,7 @@ class Tracer:
                 boundary.remove()
             for spec, its in zip(self.specs, modules, strict=True):
                 spec.modules[:] = its  # `UnitHooks` has cleared the list
-        return Trace(tuple(events), watch.flops, tuple(watch.assumed))
+        return Trace(tuple(events), watch.flops, tuple(watch.assumed), frozenset(watch.casts))
 
     def _run_step(
         self, watch: _Watch, events: list[Event], batch: Any, around: Callable[[], AbstractContextManager[None]],

@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from concurrent.futures import Future
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NoReturn, Protocol
@@ -29,6 +29,7 @@ from torch import Tensor, nn
 
 from ls_strategy import device as dev
 from ls_strategy import spans
+from ls_strategy._torch import current_backward_pass, is_transforming
 from ls_strategy.config import TierName
 from ls_strategy.distributed.axis import Axis
 from ls_strategy.distributed.buffer_pool import allocate
@@ -42,6 +43,7 @@ from ls_strategy.tiers import TIERS
 from ls_strategy.tiers.arrival import Arrival
 from ls_strategy.tiers.stream import Ticket
 from ls_strategy.zero.flat.averages import Averages
+from ls_strategy.zero.flat.cast import CastWire
 from ls_strategy.zero.flat.hpz_copy import Secondary
 from ls_strategy.zero.flat.initial import full_values, shard_values
 from ls_strategy.zero.flat.local_gradients import LocalGradients, slot_views
@@ -111,6 +113,9 @@ class FlatBuffer:
 
     is_gathered = True
     """Whether the parameters point at ``full``. Follows from `state`."""
+
+    is_fetched = True
+    """Whether the buffer is gathered, in ``full`` or in 16 bits. Follows from `state`."""
 
     gathered_on_demand = False
     """Stage 3: gathered because a parameter was used outside the unit's own module. Follows from `state`."""
@@ -254,13 +259,40 @@ class FlatBuffer:
 
     @property
     def encoded_wire(self) -> Wire | None:
-        """Return the wire of the next gather, or of the one in flight. None: it is in place."""
-        return None if self.wire is None or self.wire.exact else self.wire
+        """Return the wire of the next gather, or of the one in flight or in ``full``. None: it is in place."""
+        wire = self.wire
+        return None if wire is None or wire.exact or (wire.keeps and self.is_gathered) else wire
+
+    @property
+    def gathers_exactly(self) -> bool:
+        """Return whether gathers in 16 bits have ended, so that its own module has gathered the buffer in fp32."""
+        return isinstance(self.wire, CastWire) and self.wire.always_exact
 
     def gather_exactly(self) -> None:
         """Let the next gather bring the parameters as they are: it is for user code. On all ranks."""
-        if self.wire is not None and self.wire.encodes and self.reading is None:
+        if isinstance(self.wire, CastWire):
+            self._end_cast(self.wire)
+        elif self.wire is not None and self.wire.encodes and self.reading is None:
             self.wire.exact = True
+
+    def _end_cast(self, wire: CastWire) -> None:
+        """End a gather in 16 bits, or a read for one, before one in fp32."""
+        if wire.exact:
+            return
+        # Reading without gradients and outside of autocast is what callbacks do now and then.
+        if self.state is ParameterState.CAST and (wire.casts_now() or torch.is_grad_enabled()):
+            if self.comm.rank == 0:
+                _log.info(
+                    "%s",
+                    f"a parameter in the buffer of {self.name!r} is used in fp32, too, so the buffer will be gathered "
+                    "in fp32 and not as autocast casts it (precision.gather)",
+                )
+            wire.end_casts()
+        if self.gathering is not None:
+            self.finish_gather()
+        if self.reading is not None:
+            self._end_read()
+        wire.exact = True
 
     def refuse_tracing(self) -> NoReturn:
         """Refuse to gather while a graph is traced.
@@ -374,9 +406,28 @@ class FlatBuffer:
         self.replace_master(other)
         other.copy_(mine)
 
+    def outdate_casts(self) -> None:
+        """Refuse backward passes through forwards of before, which used the parameters in 16 bits."""
+        if isinstance(self.wire, CastWire):
+            self.wire.outdate()
+
+    def written(self, indices: Iterable[int]) -> None:
+        """Refuse them for parameters that user code has written to."""
+        if isinstance(self.wire, CastWire):
+            self.wire.written(indices, self.full if self.is_gathered else None)
+
+    def write_fetched(self, start: int, values: Tensor) -> None:
+        """Write ``values`` to what was gathered, from element ``start`` of the buffer on; the masters have them."""
+        stop = start + values.numel()
+        if self.is_gathered:
+            self.full[start:stop].copy_(self.rounded(values))
+        if isinstance(self.wire, CastWire) and self.wire.is_here:
+            self.wire.values[start:stop].copy_(values)
+
     def replace_master(self, values: Tensor) -> None:
         """Replace the master shard by ``values``, of the same shape. Publishing updates the parameters."""
         self.write_master(0, values)
+        self.outdate_casts()
         self.require_refresh(self.steps_in_background or self.has_own_shard)
 
     def gathered_shard(self, master: Tensor) -> Tensor:
@@ -455,7 +506,11 @@ class FlatBuffer:
         """
         self.averages = Averages(self)
         self._fill(values, device)
-        if self._wire_format is not None:
+        if self.plan.cast_to is not None and self.policy.parameters:
+            self.wire = CastWire(
+                self.plan.cast_to, self.layout, self.stepped, stored=self.dtype, device=device, pool=self.comm.pool
+            )
+        elif self._wire_format is not None:
             self.wire = Wire(
                 self._wire_format, self.layout, self.stepped,
                 dtype=self.dtype, device=device, pool=self.comm.pool, encodes=self.encodes,
@@ -574,14 +629,15 @@ class FlatBuffer:
         if to not in FOLLOWS[self.state]:
             raise not_next(self.state, to, self.name)
         self.state = to
-        self.is_gathered = to is not ParameterState.RELEASED
+        self.is_fetched = to is not ParameterState.RELEASED
+        self.is_gathered = to not in (ParameterState.RELEASED, ParameterState.CAST)
         self.gathered_on_demand = to is ParameterState.ON_DEMAND
         self.hidden = to is ParameterState.AWAITED
 
     @property
     def is_in_use(self) -> bool:
         """Stage 3: whether its own module, or the step, has gathered the buffer, and will release it."""
-        return self.is_gathered and not self.gathered_on_demand
+        return self.is_fetched and not self.gathered_on_demand
 
     def _switch(self, to: type[nn.Parameter]) -> None:
         for p in self._switched:
@@ -664,6 +720,14 @@ class FlatBuffer:
         """Return ``value``, or a copy if it is a view of a flat buffer."""
         return value.detach().clone() if self.on_demand is not None and self.on_demand.holds(value) else value
 
+    def cast_of(self, param: nn.Parameter) -> Tensor | None:
+        """Return a parameter as autocast would cast it now, if it was gathered so. Otherwise None."""
+        wire = self.wire
+        if self.state is not ParameterState.CAST or not isinstance(wire, CastWire) or not wire.casts_now():
+            return None
+        traced = is_transforming() or torch.jit.is_tracing()
+        return None if traced else wire.view_for(self._index[id(param)], param)
+
     def is_collecting(self) -> bool:
         """Return whether a state dict is being collected, for which hooks fetch the values."""
         return self.on_demand is not None and self.on_demand.is_collecting()
@@ -728,7 +792,9 @@ class FlatBuffer:
 
     def start_read(self) -> None:
         """Start reading this rank's shard of the parameters from its tier (stage 3). Not collective."""
-        if not self._reads_ahead or self.is_gathered or self.gathering is not None or self.reading is not None:
+        if not self._reads_ahead or self.gathering is not None or self.reading is not None:
+            return
+        if self.is_gathered or (self.is_fetched and self.encoded_wire is not None):
             return
         if self.has_secondary:
             return
@@ -775,11 +841,32 @@ class FlatBuffer:
             elif self.wire is not None and not self.wire.exact:
                 if self.secondary is not None:
                     self.secondary.arrived(self.wire.values)
-                self.wire.decode(self.full)
+                if not self.wire.keeps:
+                    self.wire.decode(self.full)
+        if isinstance(self.wire, CastWire) and self._is_cast(self.wire, on_demand=on_demand):
+            return
         if not self.is_gathered:
             self.bind(on_demand=on_demand)
         elif (self.hidden or self.gathered_on_demand) and not on_demand:
             self._reveal()
+
+    def _is_cast(self, wire: CastWire, *, on_demand: bool) -> bool:
+        """End a gather of a buffer that may be gathered in 16 bits; return whether it was."""
+        if not wire.exact and not self.is_gathered:
+            self._move(ParameterState.CAST)
+            return True
+        wire.end_exact()
+        if self.gathered_on_demand and not on_demand:  # by user code; now its own module needs it
+            if self.users and torch.is_grad_enabled():
+                wire.always_exact = True  # user code holds it, and autograd may save it
+            if not self.users and not wire.always_exact:
+                self.take_writes()
+                wire.fill(self.full)
+                self.release(ParameterState.CAST)
+                return True
+        if wire.is_saved and not on_demand and current_backward_pass() >= 0:
+            wire.fill(self.full)
+        return False
 
     def _begin_gather(self, gathering: PendingGather) -> None:
         self.gathering = gathering
@@ -803,23 +890,44 @@ class FlatBuffer:
             self.writes.end_outdated()
             self.writes.record()
 
-    def release(self) -> None:
-        """Free the full buffer, unless user code has a view of it (stage 3). The parameters keep their shapes."""
+    def release(self, to: ParameterState = ParameterState.RELEASED) -> None:
+        """Free the full buffer, unless user code has a view of it (stage 3). The parameters keep their shapes.
+
+        ``to``: the next state. What was gathered in 16 bits stays for `ParameterState.CAST`.
+        """
         if self._end_gather() and self.secondary is not None:
             self.secondary.dropped()
         if self.reading is not None:
-            self.reading.result().wait_on_device()
-            self.reading = None
+            self._end_read()
         keeps_memory = self.writes.begin_release()
         with unnoticed():
             for p, placeholder in zip(self.params, self._released, strict=True):
                 point(p, placeholder)
         self._switch(ShardedParameter)
-        self._move(ParameterState.RELEASED)
+        self._move(to)
         if not keeps_memory:
             self._free()
-        if self.wire is not None:
+        if self.wire is not None and to is ParameterState.RELEASED:
             self.wire.release()
+
+    def _end_read(self) -> None:
+        """Wait for the shard that is being read, and do not use it."""
+        assert self.reading is not None
+        self.reading.result().wait_on_device()
+        self.reading = None
+
+    def release_on_demand(self) -> None:
+        """Release what was gathered on demand. What its own module has gathered in 16 bits stays."""
+        if isinstance(self.wire, CastWire) and self.wire.is_here and not self.wire.always_exact:
+            self.wire.fill(self.full)  # user code may have written to the parameters
+            self.release(ParameterState.CAST)
+        else:
+            self.release()
+
+    def release_cast(self) -> None:
+        """Free what was gathered in 16 bits, if user code keeps the parameters in fp32."""
+        if isinstance(self.wire, CastWire) and self.is_gathered:
+            self.wire.free()
 
     def _free(self) -> None:
         """Free the memory of ``full``. A NumPy array made of it fixes its size; then ``full`` gets a new storage."""

@@ -8,7 +8,8 @@ class                its values                                     what happens
 `ResidentParameter`  in memory; at stage 3 while its unit computes  an ordinary parameter to torch. Access to ``.data``
                                                                     is noted: ``_version`` does not count writes there
 `ShardedParameter`   released, in flight, or gathered on demand     any torch function asks its `Home` to gather it,
-                                                                    or to wait
+                                                                    or to wait; what autocast would cast uses the values
+                                                                    in 16 bits, if they were gathered so
 ===================  =============================================  ====================================================
 
 Functions that need no values (shape, dtype, ``requires_grad``) do not gather. A copy or a pickle of either class is a
@@ -25,6 +26,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional
 
 from ls_strategy._torch import WeakIdKeyDictionary, is_tracing, torch_function_is_on, tree_iter, without_torch_function
 from ls_strategy.errors import StateError
@@ -62,6 +64,9 @@ NEED_NO_VALUES = (
     | {getattr(torch, name) for name in _FUNCTIONS.split()}
 )
 """Torch functions that read or set attributes of a parameter and need no values."""
+
+AUTOCAST_FUNCTIONS = frozenset({functional.linear, torch.conv1d, torch.conv2d, torch.conv3d})
+"""Functions that autocast runs in 16 bits on every device, and that layers call with their parameters as they are."""
 
 _FUSED = "_fused_adam_ _fused_adamw_ _fused_sgd_ _fused_adagrad_ _amp_foreach_non_finite_check_and_unscale_"
 _GIVE_MEMORY = _ways("__array__ __dlpack__ data_ptr detach numpy storage untyped_storage") | {
@@ -146,6 +151,10 @@ class Home(Protocol):
 
     def write_grad(self, param: nn.Parameter, value: Tensor | None) -> None:
         """Set ``param.grad``. Collective."""
+
+    def cast_of(self, param: nn.Parameter) -> Tensor | None:
+        """Return a parameter as autocast would cast it now, if it was gathered so. Otherwise None."""
+        ...
 
     def is_collecting(self) -> bool:
         """Return whether a state dict is being collected, for which hooks fetch the values."""
@@ -257,25 +266,39 @@ class ShardedParameter(ResidentParameter):
         if _needs_no_values(func, args):
             with without_torch_function():
                 return func(*args, **kwargs)
-        params: list[nn.Parameter] = [leaf for leaf in tree_iter((args, kwargs)) if type(leaf) is ShardedParameter]
-        homes = {id(home): home for home in map(_home_now, params)}
-        for home in homes.values():
-            home.touch()
-        # Inside the call torch sees ordinary parameters; all other absent ones stay absent.
-        for p in params:
-            p.__class__ = ResidentParameter
-        try:
-            if func in _GIVE_MEMORY:
-                for home in homes.values():
-                    home.writes.possible = True
-            with next(iter(homes.values())).saving() if homes else nullcontext():
-                return func(*args, **kwargs)
-        finally:
-            for p in params:
-                if (home := home_of(p)) is not None and home.gathered_on_demand:
-                    p.__class__ = ShardedParameter
+        if func in AUTOCAST_FUNCTIONS:
+            args = tuple(_as_cast(arg) for arg in args)
+        return _with_values(func, args, kwargs)
+
+
+def _with_values(func: Any, args: Any, kwargs: Any) -> Any:
+    """Gather the sharded parameters among the arguments, and call a torch function."""
+    params: list[nn.Parameter] = [leaf for leaf in tree_iter((args, kwargs)) if type(leaf) is ShardedParameter]
+    homes = {id(home): home for home in map(_home_now, params)}
+    for home in homes.values():
+        home.touch()
+    # Inside the call torch sees ordinary parameters; all other absent ones stay absent.
+    for p in params:
+        p.__class__ = ResidentParameter
+    try:
+        if func in _GIVE_MEMORY:
             for home in homes.values():
-                home.touched()
+                home.writes.possible = True
+        released_later = next((home for home in homes.values() if home.gathered_on_demand), None)
+        with nullcontext() if released_later is None else released_later.saving():
+            return func(*args, **kwargs)
+    finally:
+        for p in params:
+            if (home := home_of(p)) is not None and home.gathered_on_demand:
+                p.__class__ = ShardedParameter
+        for home in homes.values():
+            home.touched()
+
+
+def _as_cast(arg: Any) -> Any:
+    """Return what autocast would cast a sharded parameter to, if it was gathered so; anything else as it is."""
+    cast = _home_now(arg).cast_of(arg) if type(arg) is ShardedParameter else None
+    return arg if cast is None else cast
 
 
 def _is_called_by_torch(caller: FrameType) -> bool:

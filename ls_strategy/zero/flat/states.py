@@ -9,6 +9,9 @@ may run in any state of the parameters. Only `FlatBuffer` moves from one state t
        ^  └───────┬──────────┤                ├────> UPDATED_EARLY ───> NONE
        │          v          v                └────> DELAYED ─────────> NONE
        └────── GATHERED <──> AWAITED
+
+A buffer that is gathered in 16 bits goes from RELEASED to CAST and back; ON_DEMAND or GATHERED may follow, and CAST
+again.
 """
 
 from __future__ import annotations
@@ -21,6 +24,9 @@ class ParameterState(Enum):
 
     RELEASED = "released"
     """Nowhere in full: each rank has its shard. Any use gathers them."""
+
+    CAST = "cast"
+    """In 16 bits, for what autocast casts: see `ls_strategy.zero.flat.cast`. Any other use gathers them."""
 
     GATHERED = "gathered"
     """In the buffer, for their own module or for good: they are ordinary tensors."""
@@ -54,9 +60,10 @@ EARLY = (UpdateState.DIRECTED_EARLY, UpdateState.UPDATED_EARLY)
 _P, _U = ParameterState, UpdateState
 
 FOLLOWS: dict[Enum, frozenset[Enum]] = {
-    _P.RELEASED: frozenset({_P.RELEASED, _P.GATHERED, _P.ON_DEMAND}),
+    _P.RELEASED: frozenset({_P.RELEASED, _P.CAST, _P.GATHERED, _P.ON_DEMAND}),
+    _P.CAST: frozenset({_P.CAST, _P.RELEASED, _P.ON_DEMAND, _P.GATHERED}),
     _P.GATHERED: frozenset({_P.GATHERED, _P.RELEASED, _P.AWAITED}),
-    _P.ON_DEMAND: frozenset({_P.GATHERED, _P.RELEASED, _P.AWAITED}),
+    _P.ON_DEMAND: frozenset({_P.GATHERED, _P.RELEASED, _P.CAST, _P.AWAITED}),
     _P.AWAITED: frozenset({_P.GATHERED, _P.RELEASED, _P.AWAITED}),
     _U.NONE: frozenset({_U.NONE, _U.DIRECTED_EARLY, _U.UPDATED_EARLY, _U.DELAYED}),
     _U.DIRECTED_EARLY: frozenset({_U.NONE, _U.DIRECTED_EARLY}),

@@ -146,10 +146,10 @@ class UserWrites:
             return False
         with unnoticed():
             moved = [i for i, p in enumerate(flat.params) if p.data_ptr() != self._versions[i][1]]
-            counted = any(p._version != version for p, (version, _) in zip(flat.params, self._versions, strict=True))
+            counted = [i for i, p in enumerate(flat.params) if p._version != self._versions[i][0]]
             # By an optimizer of the user's own: the updates of torch's fused ones do not count in ``_version``.
             by_hand = not flat.has_optimizer and any(p.requires_grad for p in flat.params)
-        detected = bool(moved) or counted
+        detected = bool(moved or counted)
         if not (detected or self.possible or by_hand):
             return False
         if flat.update in (UpdateState.UPDATED_EARLY, UpdateState.DELAYED) or flat.updating is not None:
@@ -162,6 +162,8 @@ class UserWrites:
             self._restore(i)
         viewed = not flat.master_is_slice and self.has_memory_views
         changed = detected if flat.master_is_slice else self._take_shard()
+        if flat.plan.cast_to is not None:
+            flat.written({*moved, *counted} if detected else range(len(flat.params)) if changed else ())
         flat.show_stored()
         flat.update_secondary()
         self.record()
@@ -215,6 +217,7 @@ class UserWrites:
             raise self._too_late()
         take_elements(flat, 0, now, before)
         self._viewed_shard = now.clone()
+        flat.written(range(len(flat.params)))
         self.detected = True
         return True
 

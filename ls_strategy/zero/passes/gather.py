@@ -42,7 +42,7 @@ class Gatherer:
     def start(self, unit: Unit) -> None:
         """Start gathering a released unit. Collective at stage 3."""
         for flat in unit.flats:
-            if not flat.resident and not flat.is_gathered and flat.gathering is None:
+            if not flat.resident and not flat.is_fetched and flat.gathering is None:
                 flat.start_gather()
 
     def fetch(self, unit: Unit, *, backward: bool = False) -> None:
@@ -74,7 +74,7 @@ class Gatherer:
         It sends nothing if user code holds the unit (`Engine.gathered`), or if the unit is replicated. Then nothing is
         prefetched either, because ranks may run such a forward a different number of times.
         """
-        return all(flat.resident or (flat.is_gathered and flat.users) for flat in unit.flats)
+        return all(flat.resident or (flat.is_fetched and flat.users) for flat in unit.flats)
 
     @contextmanager
     def keeping(self, flats: list[FlatBuffer]) -> Iterator[None]:
@@ -110,10 +110,11 @@ class Gatherer:
         if self.releases and not unit.pinned:
             for flat in unit.flats:
                 if flat.resident or (flat.users and not (kept or stepped)):
+                    flat.release_cast()
                     continue
                 if not stepped:
                     flat.take_writes()
-                if flat.is_gathered or flat.gathering is not None or flat.reading is not None:
+                if flat.is_fetched or flat.gathering is not None or flat.reading is not None:
                     flat.release()
 
     def forward_order(self) -> list[Unit]:
@@ -175,7 +176,9 @@ class Gatherer:
         for flat in flats:
             if self.sharded:
                 flat.outdate_secondary()
-                if flat.is_gathered:
+                if flat.plan.cast_to is not None:
+                    flat.outdate_casts()
+                if flat.is_fetched:
                     flat.release()
                 flat.writes.outdate_memory()
             elif flat.policy.optimizer or not flat.master_is_slice:  # else the step changes the parameters at once

@@ -26,6 +26,7 @@ from ls_strategy.zero.flat.quantized import QuantizedFlat
 from ls_strategy.zero.flat.units import Unit
 from ls_strategy.zero.setup import agreement
 from ls_strategy.zero.setup import materialize as materials
+from ls_strategy.zero.setup.autocast_layers import autocast_params
 from ls_strategy.zero.setup.frozen import adapter_params, quantized_params
 from ls_strategy.zero.setup.kept import KeptInFp32, kept_in_fp32
 from ls_strategy.zero.setup.partition import UnitSpec, partition
@@ -171,6 +172,9 @@ class Draft:
     def resolve(self, mesh: Mesh, held: dict[int, FlatBuffer], weights: Sequence[Fraction] = (), rank: int = 0) -> Plan:
         """Lay out the buffers. ``held`` is as in `setup.shard`, ``weights`` and ``rank`` as in `resolve_plan`."""
         adapters = adapter_params(self.model)
+        sixteen = self.precision.autocast if self.config.precision.gather == "compute" else None
+        # Layers in fp8 read their weights in torch functions of their own.
+        cast = autocast_params(self.model) if sixteen is not None and self.config.precision.matmul is None else set()
 
         def facts(name: str, p: nn.Parameter) -> ParamFacts:
             dtype = held[id(p)].master_dtype if id(p) in held else p.dtype
@@ -194,6 +198,7 @@ class Draft:
                 shared_by=together,
                 replicated=id(p) in self._replicated,
                 quantized=self.config.precision.frozen if id(p) in self._quantized else None,
+                cast_to=sixteen if id(p) in cast and dtype == torch.float32 else None,
                 frozen=id(p) in self._owners and not p.requires_grad and not trained,
                 adapter=id(p) in adapters,
             )

@@ -85,8 +85,9 @@ class OnDemandGather:
             flat.finish_gather()
             return
         if not flat.is_gathered:
+            in_use = flat.is_in_use
             self.begin(flat)
-            flat.finish_gather(on_demand=True)
+            flat.finish_gather(on_demand=not (in_use and flat.gathers_exactly))
         if flat.gathered_on_demand:
             self._on_demand_flats.pop(id(flat), None)
             self._on_demand_flats[id(flat)] = flat
@@ -107,9 +108,11 @@ class OnDemandGather:
 
     def begin(self, flat: FlatBuffer) -> None:
         """Start gathering a buffer, without waiting. Collective."""
-        if not flat.resident and not flat.is_gathered and flat.gathering is None:
-            flat.gather_exactly()
-            flat.start_gather()
+        if not flat.resident and not flat.is_gathered:
+            if flat.gathering is None or flat.plan.cast_to is not None:
+                flat.gather_exactly()
+            if flat.gathering is None:
+                flat.start_gather()
 
     def touched(self, flat: FlatBuffer) -> None:
         """End the use that `touch` began, and release all idle buffers but the last `KEPT`."""
@@ -163,7 +166,7 @@ class OnDemandGather:
         if not flat.gathered_on_demand:
             return  # gathered by the unit's own module since
         flat.take_writes()
-        flat.release()
+        flat.release_on_demand()
 
     @contextmanager
     def all_gathered(self, flats: list[FlatBuffer], world: Comm, *, modify: bool) -> Iterator[None]:

@@ -1,0 +1,137 @@
+"""Parameters gathered in the dtype to which autocast casts them (stage 3 with ``bf16-mixed`` and ``16-mixed``).
+
+Under autocast, a linear layer casts its fp32 weight to 16 bits and multiplies with that. So its shards are cast before
+they are gathered, and the product reads what has arrived: the same bits as casting after an fp32 gather, with half of
+the bytes on the wire and in memory, and autograd saves no copy of the weight.
+
+::
+
+    master          | b | c  |              fp32, this rank's shard
+    wire.values | a | b | c      |....|     16 bits, while the unit computes; `CastWire.views` has one per parameter
+    full        | a | b | c      |....|     fp32, only while other code uses a parameter
+
+The parameter stays a `ShardedParameter` in fp32. Where autocast would cast it, its torch function takes the view
+instead, and autograd adds the view's gradient to that of the parameter in fp32, as that of autocast's cast. Any other
+use gathers it in fp32, on demand; once that happens while its module or the step uses it, the buffer is always gathered
+in fp32. A forward finds it in one of the two forms, and so does its backward.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import increment_version
+
+from ls_strategy.distributed.buffer_pool import BufferPool, allocate
+from ls_strategy.distributed.wire_format import CastWireFormat
+from ls_strategy.layout import FlatLayout
+from ls_strategy.zero.wire import Wire
+
+
+class CastWire(Wire):
+    """The memory of gathers in 16 bits. It is read as it is, and not decoded."""
+
+    keeps = True
+
+    def __init__(
+        self,
+        dtype: torch.dtype,
+        layout: FlatLayout,
+        shard: tuple[int, int],
+        *,
+        stored: torch.dtype,
+        device: torch.device,
+        pool: BufferPool,
+    ) -> None:
+        """Describe the wire, see `Wire`. ``stored``: the dtype of the parameters."""
+        super().__init__(CastWireFormat(dtype), layout, shard, dtype=stored, device=device, pool=pool, encodes=True)
+        self.dtype = dtype
+        allocate(self.values)
+        # `.data` has a version of its own, which a gather does not change: autograd finds the values that it has saved.
+        self.views = [self.values[s.offset : s.end].view(s.shape).data for s in layout.slots]
+        """One view of ``values`` per parameter."""
+        self._slots = layout.slots
+        self.free()
+        self.always_exact = False
+        """Whether code under autocast uses the parameters otherwise, so that they are gathered in fp32."""
+        self._exact_next = False
+        """Whether they will be, from the next step on."""
+        self.is_saved = False
+        """Whether autograd may have saved a view since `outdate`."""
+
+    @property
+    def is_here(self) -> bool:
+        """Return whether ``values`` has memory."""
+        return self.values.untyped_storage().size() > 0
+
+    def view_for(self, index: int, param: nn.Parameter) -> Tensor:
+        """Return a parameter in 16 bits, whose gradient autograd adds to the parameter's."""
+        view = self.views[index]
+        if not torch.is_grad_enabled():
+            return view
+        self.is_saved = True
+        return _Cast.apply(param, view) if param.requires_grad else view  # type: ignore[no-any-return]
+
+    def casts_now(self) -> bool:
+        """Return whether autocast is on here, with this dtype."""
+        kind = self.values.device.type
+        return torch.is_autocast_enabled(kind) and torch.get_autocast_dtype(kind) == self.dtype
+
+    def fill(self, full: Tensor) -> None:
+        """Let ``values`` be those of ``full``."""
+        allocate(self.values)
+        self.form.encode(full, self.values)
+
+    def outdate(self) -> None:
+        """Let autograd refuse a backward pass through what it has saved: the parameters are stepped."""
+        if self.is_saved:
+            self.is_saved = False
+            increment_version(self.views)
+        if self._exact_next:
+            self.always_exact = self.exact = True
+
+    def written(self, indices: Iterable[int], full: Tensor | None = None) -> None:
+        """Let it refuse one through parameters that user code has written to.
+
+        ``full``: the new values, ``(numel,)``. Parameters whose views have these already are as they were.
+        """
+        for i in indices if self.is_saved else ():
+            view, slot = self.views[i], self._slots[i]
+            now = None if full is None else full[slot.offset : slot.end].to(self.dtype)
+            if now is None or not self.is_here or not torch.equal(now, view.flatten()):
+                increment_version(view)
+
+    def end_casts(self) -> None:
+        """Gather in fp32 from now on, or from the next step on, if a forward has used the views.
+
+        Backward may run such a forward again, and has to find what the first one has found.
+        """
+        if self.is_saved:
+            self._exact_next = True
+        else:
+            self.always_exact = True
+
+    def end_exact(self) -> None:
+        """Let the next gather be in 16 bits again."""
+        self.exact = self.always_exact
+
+    def release(self) -> None:
+        """Free all memory."""
+        super().release()
+        self.end_exact()
+
+
+class _Cast(torch.autograd.Function):
+    """A cast whose result exists already."""
+
+    @staticmethod
+    def forward(ctx: Any, param: Tensor, cast: Tensor) -> Tensor:  # type: ignore[override]
+        ctx.dtype = param.dtype
+        return cast.detach()  # of the same version: see `CastWire.outdate`
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:  # type: ignore[override]
+        return grad.to(ctx.dtype), None

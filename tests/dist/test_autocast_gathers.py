@@ -1,0 +1,284 @@
+"""Stage 3 gathers in 16 bits what autocast casts: the bits of gathers in fp32, with half of the bytes."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+from torch.nn.utils import parametrizations
+
+from ls_strategy._torch import storage_key
+from ls_strategy.config import nested
+from ls_strategy.lightning.precision import ZeROPrecision
+from ls_strategy.lightning.strategy import ZeROStrategy
+from tests.dist.ranks import WIDTH, Net, assert_equal, fit, on_ranks, weights
+
+OFFLOAD = {"offload.optimizer": "cpu", "offload.parameters": "cpu"}
+NVME = {"offload.optimizer": "nvme", "offload.parameters": "nvme", "offload.nvme_allow_ram": True}
+
+
+class Plain(Net):
+    """Counts the bytes of each step's gathers."""
+
+    strategy: Any = property(lambda self: self.trainer.strategy)
+
+    def on_train_start(self) -> None:
+        self.traffic = self.strategy.engine.comm.traffic.bytes
+        self.before = self.traffic["all_gather"]
+        self.bytes: list[int] = []
+
+    def on_train_batch_end(self, *_: Any) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
+        self.bytes.append(self.traffic["all_gather"] - self.before)
+        self.before = self.traffic["all_gather"]
+
+    def note(self, value: Tensor) -> None:
+        self.seen.append(float(value.detach()))
+
+
+class Convolution(Plain):
+    def build(self) -> None:
+        super().build()
+        self.blocks.append(nn.Sequential(nn.Unflatten(1, (1, WIDTH)), nn.Conv1d(1, 1, 3, padding=1), nn.Flatten()))
+
+
+class Tied(Plain):
+    def build(self) -> None:
+        super().build()
+        self.table = nn.Embedding(WIDTH, WIDTH)
+        self.last.weight = self.table.weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x + self.table(torch.arange(len(x)) % WIDTH))
+
+
+class Frozen(Plain):
+    def build(self) -> None:
+        super().build()
+        self.first.requires_grad_(False)
+        self.blocks[1].requires_grad_(False)
+
+
+class Twice(Plain):
+    """Runs every block twice in a forward, and two forwards in a step."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(block(x) / 2)
+        return super().forward(x)
+
+    def loss(self, batch: Any) -> Tensor:
+        return super().loss(batch) + super().loss([batch[0].flip(0), batch[1]])
+
+
+class InItsLoss(Plain):
+    def loss(self, batch: Any) -> Tensor:
+        return super().loss(batch) + 1e-2 * (self.last.weight.square().mean() + self.blocks[1].wide.weight.abs().mean())
+
+
+class BeforeBackward(Plain):
+    def on_before_backward(self, loss: Tensor) -> None:
+        for layer in (self.last, self.blocks[2].wide, self.blocks[0].narrow):
+            self.note(layer.weight.norm())
+
+
+class AfterSteps(Plain):
+    """Reads in hooks, and computes without autocast there: a model in fp32."""
+
+    def on_train_batch_end(self, *args: Any) -> None:
+        super().on_train_batch_end()
+        with torch.no_grad():
+            self.note(self(torch.ones(1, WIDTH)).sum())
+        self.note(sum(value.sum() for value in self.state_dict().values()))  # type: ignore[arg-type]
+        self.note(copy.deepcopy(self.blocks[1]).wide.weight.sum())
+        with self.strategy.gathered_parameters(modify=True), torch.no_grad():
+            self.blocks[0].wide.weight.mul_(0.5)
+
+
+class InOtherWays(Plain):
+    """A product of autograd's own, a scaled weight, a layer without autocast, a write in the forward."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        one, two, three = self.blocks
+        with torch.no_grad():
+            self.first.weight.clamp_(-0.2, 0.2)
+        x = functional.linear(x, one.wide.weight * 0.5, one.wide.bias) @ two.wide.weight
+        with torch.autocast("cpu", enabled=False):
+            x = three.narrow(three.wide(x.float()))
+        return super().forward(x)
+
+
+class WritesInBlocks(Plain):
+    """Clamps its weights in every forward of a block, also in one that is recomputed."""
+
+    def build(self) -> None:
+        super().build()
+        for block in self.blocks:
+            block.register_forward_pre_hook(clamp)
+
+
+def clamp(block: Any, _: Any) -> None:
+    with torch.no_grad():
+        block.wide.weight.clamp_(-0.2, 0.2)
+
+
+class Reparametrized(Plain):
+    def build(self) -> None:
+        super().build()
+        parametrizations.weight_norm(self.blocks[0].wide)
+
+
+class CompiledBlock(Plain):
+    def build(self) -> None:
+        super().build()
+        self.blocks[0].compile(backend="eager")
+        self.blocks[1] = torch.compile(self.blocks[1], backend="eager")
+
+
+class ByHand(Plain):
+    manual = True
+
+
+ALL = [Plain, Convolution, Tied, Frozen, Twice, InItsLoss, BeforeBackward, AfterSteps, InOtherWays, WritesInBlocks,
+       Reparametrized, CompiledBlock]  # fmt: skip
+
+
+def trained(module: Net, gather: str, options: dict[str, Any] | None = None, **trainer: Any) -> Any:
+    options = {"sharding.min_unit_numel": 0, "precision.gather": gather, **(options or {})}
+    fit(ZeROStrategy(3, **nested(options)), module, **{"precision": "bf16-mixed", **trainer})
+    return module
+
+
+def compare(kind: type[Net], options: dict[str, Any] | None = None, **trainer: Any) -> tuple[Any, Any]:
+    fp32, cast = (trained(kind(), gather, options, **trainer) for gather in ("fp32", "compute"))
+    assert cast.losses == fp32.losses, kind
+    assert cast.seen == fp32.seen, kind
+    assert_equal(weights(cast), weights(fp32), str(kind))
+    return fp32, cast
+
+
+@on_ranks(2)
+def test_bits_are_those_of_gathers_in_fp32_and_bytes_are_half(rank: int, world_size: int) -> None:
+    fp32, cast = compare(Plain)
+    norms = sum(p.numel() for block in cast.blocks for p in block.norm.parameters())
+    total = sum(p.numel() for p in cast.parameters())
+    # Each rank sends its half; blocks are gathered twice, but the last one, from which backward begins, and the root.
+    root = sum(p.numel() for layer in (cast.first, cast.last) for p in layer.parameters())
+    block = (total - root) // 3
+    sent = (2 * (root + 5 * (block - norms // 3)) + 4 * 5 * norms // 3) // 2
+    assert cast.bytes == [pytest.approx(sent, abs=2 * 64 * 4)] * len(cast.bytes)  # padding of each buffer
+    assert max(cast.bytes) < 0.6 * min(fp32.bytes)
+
+
+@on_ranks(2, timeout_s=120)
+def test_every_other_use_of_a_weight_has_its_fp32_bits(rank: int, world_size: int) -> None:
+    for kind in (InItsLoss, BeforeBackward, AfterSteps, InOtherWays):
+        compare(kind)
+    compare(WritesInBlocks, {"activations": "full"}, accumulate_grad_batches=2)
+    compare(InOtherWays, NVME)
+
+
+@pytest.mark.wide
+@pytest.mark.parametrize(
+    "options",
+    [{}, OFFLOAD, NVME, {"activations": "full"}, {"activations": "selective", **OFFLOAD},
+     {"activations.offload": "cpu"}, {"sharding.prefetch_units": 0}, {"sharding.prefetch_units": 3},
+     {"sharding.overlap_step": False}, {"sharding.min_unit_numel": 10**9}, {"parallel.virtual_ranks": 4},
+     {"sharding.rank_weights": (1.0, 2.0)}],
+    ids=str,
+)  # fmt: skip
+@on_ranks(2, timeout_s=240)
+def test_bits_are_the_same_in_every_setting(rank: int, world_size: int, options: dict[str, Any]) -> None:
+    for kind in ALL:
+        compare(kind, options, gradient_clip_val=0.1)
+    if "parallel.virtual_ranks" not in options:  # which refuse it
+        compare(ByHand, options)
+
+
+@pytest.mark.wide
+@pytest.mark.parametrize(
+    "options",
+    [{"sharding.hpz": 2}, {"sharding.shard_size": 2},
+     {"parallel.tensor": {"size": 2, "plan": {"blocks.*.wide": "column", "blocks.*.narrow": "row"}}}],
+    ids=str,
+)  # fmt: skip
+@on_ranks(4, timeout_s=240)
+def test_bits_are_the_same_over_groups_of_ranks(rank: int, world_size: int, options: dict[str, Any]) -> None:
+    if "parallel.tensor" in options:
+        compare(EvenWidths, options)
+        return
+    for kind in (Plain, InItsLoss, Frozen) if "sharding.hpz" in options else (Plain,):
+        compare(kind, options)
+
+
+class EvenWidths(Plain):
+    def build(self) -> None:
+        super().build()
+        for block in self.blocks:
+            block.wide, block.narrow = nn.Linear(WIDTH, 2 * WIDTH), nn.Linear(2 * WIDTH, WIDTH)
+
+
+@pytest.mark.wide
+@on_ranks(2)
+def test_bits_are_the_same_with_a_loss_scale(rank: int, world_size: int) -> None:
+    for kind in (Plain, InItsLoss):
+        runs = []
+        for gather in ("fp32", "compute"):
+            module = kind()
+            options = nested({"sharding.min_unit_numel": 0, "precision.gather": gather})
+            fit(ZeROStrategy(3, precision_plugin=ZeROPrecision("16-mixed"), **options), module)
+            runs.append((module.losses, weights(module)))
+        assert runs[0][0] == runs[1][0]
+        assert_equal(runs[1][1], runs[0][1], str(kind))
+
+
+class Measured(Plain):
+    """Looks at the memory of a block in its forward, and at what autograd saves."""
+
+    def build(self) -> None:
+        super().build()
+        self.saved: list[Tensor] = []
+        self.blocks[0].register_forward_hook(self.look)
+
+    def look(self, block: nn.Module, _: Any, __: Any) -> None:
+        flats = [f for f in self.strategy.engine.flats if "blocks.0" in f.name]
+        self.held = {f.layout.slots[0].name: f.full.untyped_storage().nbytes() for f in flats}
+        every = [f.wire for f in self.strategy.engine.flats if f.wire is not None]
+        self.storages = {storage_key(wire.values) for wire in every}
+
+    def training_step(self, batch: Any, i: int) -> Any:
+        with torch.autograd.graph.saved_tensors_hooks(lambda t: self.saved.append(t) or t, lambda t: t):
+            return super().training_step(batch, i)
+
+
+@on_ranks(2)
+def test_a_block_holds_16_bits_and_autograd_saves_no_copy(rank: int, world_size: int) -> None:
+    module = trained(Measured(), "compute", max_steps=1)
+    assert sorted(size > 0 for size in module.held.values()) == [False, True]  # linear layers; the norm
+    shapes = {(WIDTH, 2 * WIDTH + 1), (2 * WIDTH + 1, WIDTH)}  # of no activation
+    saved = [t for t in module.saved if tuple(t.shape) in shapes and t.dtype == torch.bfloat16]
+    assert len(saved) == 6  # two for every block
+    assert sum(storage_key(t) in module.storages for t in saved) == 6
+
+
+class OldGraph(Plain):
+    """Goes back through a forward that ran before a step."""
+
+    manual = True
+
+    def training_step(self, batch: Any, i: int) -> Any:
+        optimizer: Any = self.optimizers()
+        before = self.loss(batch)
+        self.manual_backward(self.loss(batch))
+        optimizer.step()
+        self.manual_backward(before)
+
+
+@on_ranks(2)
+def test_a_backward_through_weights_of_before_a_step_is_refused(rank: int, world_size: int) -> None:
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        trained(OldGraph(), "compute")
+    trained(OldGraph(), "fp32")  # which keeps a copy of every weight
