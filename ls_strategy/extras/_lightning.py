@@ -136,15 +136,69 @@ def before_batches(trainer: Any, action: Callable[[], None]) -> Callable[[], Non
         a function that undoes this.
     """
     loop = trainer.fit_loop.epoch_loop
+    actions: list[Callable[[], None]] = getattr(vars(loop).get("advance"), "actions", [])
+    if not actions:
 
-    def advance(data_fetcher: Any) -> None:
-        action()
-        type(loop).advance(loop, data_fetcher)
+        def advance(data_fetcher: Any) -> None:
+            for each in actions:
+                each()
+            type(loop).advance(loop, data_fetcher)
 
-    loop.advance = advance
+        advance.actions = actions  # type: ignore[attr-defined]
+        loop.advance = advance
+    actions.append(action)
 
     def undo() -> None:
-        vars(loop).pop("advance", None)
+        actions.remove(action)
+        if not actions:
+            vars(loop).pop("advance", None)
+
+    return undo
+
+
+def around_left_out_steps(
+    trainer: Any, left_out: Callable[[], bool], batches: Callable[[], int], done: Callable[[bool], None]
+) -> Callable[[], None]:
+    """Make the fit loop count no step that was left out, and step no schedulers for it.
+
+    Args:
+        trainer: with automatic optimization.
+        left_out: returns whether the optimizer's step on the current batch was left out.
+        batches: returns how many batches of this epoch were, for schedulers that step after several.
+        done: called twice after such a step: with False before ``on_train_batch_end``, and with True when the loop has
+            nothing more to do with the batch.
+
+    Returns:
+        a function that undoes this.
+    """
+    loop = trainer.fit_loop.epoch_loop
+
+    def update_lr_schedulers(interval: str, update_plateau_schedulers: bool) -> None:
+        if interval != "step" or not left_out():
+            type(loop).update_lr_schedulers(loop, interval, update_plateau_schedulers)
+            return
+        if update_plateau_schedulers:
+            loop._batches_that_stepped -= 1  # the loop is about to count it, for the loggers
+        else:
+            steps = loop.automatic_optimization.optim_progress.optimizer.step
+            for count in (steps.total, steps.current):
+                count.ready -= 1
+                count.completed -= 1
+        done(update_plateau_schedulers)
+
+    def update_learning_rates(interval: str, update_plateau_schedulers: bool) -> None:
+        progress, without = loop.batch_progress.current, batches() if interval == "step" else 0
+        progress.ready -= without
+        try:
+            type(loop)._update_learning_rates(loop, interval, update_plateau_schedulers)
+        finally:
+            progress.ready += without
+
+    loop.update_lr_schedulers, loop._update_learning_rates = update_lr_schedulers, update_learning_rates
+
+    def undo() -> None:
+        for name in ("update_lr_schedulers", "_update_learning_rates"):
+            vars(loop).pop(name, None)
 
     return undo
 

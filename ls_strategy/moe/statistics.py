@@ -36,7 +36,8 @@ class Counts:
 
     def __init__(self, num_experts: int) -> None:
         self._num_experts = num_experts
-        self._loads: Tensor | None = None
+        self.loads: Tensor | None = None
+        """Pairs per expert since the last call of `take_loads`; never changed in place."""
         self.reset()
 
     def reset(self) -> None:
@@ -52,7 +53,7 @@ class Counts:
             kept: ``(E,)`` pairs that are not dropped. None: all.
             values: ``(3,)``: entropy, balance loss, z loss.
         """
-        self._loads = routed.clone() if self._loads is None else self._loads.to(routed.device) + routed
+        self.loads = routed.clone() if self.loads is None else self.loads.to(routed.device) + routed
         call = (routed, routed if kept is None else kept, values)
         if not self._sums or self._sums[0].device != routed.device:
             self._sums, self._calls = [tensor.clone() for tensor in call], 1
@@ -73,5 +74,5 @@ class Counts:
 
     def take_loads(self, device: torch.device) -> Tensor:
         """Return the pairs per expert since the last call of this method, ``(E,)`` fp32."""
-        loads, self._loads = self._loads, None
+        loads, self.loads = self.loads, None
         return torch.zeros(self._num_experts, device=device) if loads is None else loads.to(device, torch.float32)

@@ -74,6 +74,16 @@ class VirtualRandom:
                 self._streams[rank].take()
             outside.put()
 
+    def mark(self) -> Callable[[], None]:
+        """Return a function that lets the virtual ranks draw again what they draw from now on."""
+        kept = {rank: copy.copy(stream) for rank, stream in self._streams.items()}
+
+        def go_back() -> None:
+            self._streams.clear()
+            self._streams.update((rank, copy.copy(stream)) for rank, stream in kept.items())
+
+        return go_back
+
     def saved(self) -> dict[str, Any]:
         """Return the states of this process's virtual ranks, for a checkpoint."""
         return {
