@@ -45,6 +45,7 @@ if TYPE_CHECKING:
     from ls_strategy.extras.callbacks.elastic import ElasticTraining
     from ls_strategy.extras.callbacks.expert_monitor import ExpertMonitor
     from ls_strategy.extras.callbacks.preemption import PreemptionHandler
+    from ls_strategy.extras.callbacks.spike_guard import SpikeGuard
     from ls_strategy.extras.data_efficiency.curriculum import SequenceCurriculum
     from ls_strategy.extras.data_efficiency.packing import PackedDocuments, document_mask
     from ls_strategy.extras.data_efficiency.token_dropping import RandomTokenDropping
@@ -110,6 +111,7 @@ __all__ = [
     "SequenceCurriculum",
     "ShardedEMA",
     "ShardingConfig",
+    "SpikeGuard",
     "StateError",
     "TensorConfig",
     "TierConfig",
@@ -139,6 +141,7 @@ _HOME = {
         "extras.callbacks.diloco": "DiLoCo",
         "extras.callbacks.elastic": "ElasticTraining",
         "extras.callbacks.preemption": "PreemptionHandler",
+        "extras.callbacks.spike_guard": "SpikeGuard",
         "config": (
             "ActivationOffloadConfig ActivationsConfig CheckpointConfig ChunkedLossConfig CompileConfig "
             "Float8Config LossScaleConfig NVMeIOConfig OffloadConfig ParallelConfig PipelineConfig PrecisionConfig "

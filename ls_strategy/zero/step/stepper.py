@@ -85,6 +85,8 @@ class OptimizerStep:
     """Factor that the fused update applies to the gradients; None if it was applied in place, or is 1."""
     folded: bool = False
     """Whether the fused update applies loss scale and ``clip``, so that the averages do not include them."""
+    left_out: bool = False
+    """Whether the next step changes nothing; see `Stepper.leave_out`."""
 
     @property
     def is_averaged(self) -> bool:
@@ -443,7 +445,7 @@ class Stepper:
             norm = global_norm.global_norm(state.flats, self._world, norm_type)
         state.norm = norm if norm_type == 2.0 else None
         factor = global_norm.clip_factor(norm, max_norm)
-        if factor is None or state.overflow:  # a factor of NaN would stay in the padding, which nothing overwrites
+        if factor is None or state.overflow or state.left_out:  # a factor of NaN would stay in the padding
             return norm
         for flat in state.flats:
             if state.folded and flat.averages.folds_factors:
@@ -490,16 +492,25 @@ class Stepper:
 
     # step ------------------------------------------------------------------------------------------------------------
 
+    def leave_out(self, index: int) -> None:
+        """Let the optimizer's next step change nothing, neither states nor loss scale, as if it had no gradients.
+
+        Call it between backward and step, on all ranks. No update may begin in backward: see ``Engine.early_step``.
+        """
+        self.optimizers[index].left_out = True
+
     def step(self, index: int, run: Callable[[], Any]) -> Any:
         """Let the optimizer update its master shards by calling ``run``, then publish the new weights.
 
-        After an overflow nothing is updated on any rank, and the step is counted in ``skipped_steps``.
+        After an overflow nothing is updated on any rank, and the step is counted in ``skipped_steps``; but not if it is
+        left out.
         """
         proceed = self.finish(index)
         state = self.as_they_are(index)
         result = None
         self._events.after_user_code()
-        if proceed:
+        left_out, state.left_out = state.left_out, False
+        if proceed and not left_out:
             number = self.schedule.begin_step(index)
             result = self._run_own_step(index, run)
             if has_step_hooks(state.sharded.optimizer, besides=self):
@@ -507,9 +518,9 @@ class Stepper:
             self.schedule.publish(index)
             if number == 1 and self._model.config.offload.any_state:
                 trim_heap()  # free the first step's transient buffers before long-lived ones fragment the heap
-        else:
+        elif not left_out:
             self.skipped_steps += 1
-        if self.scaler is not None:
+        if self.scaler is not None and not left_out:
             self.scaler.update(state.overflow)
         if state.is_averaged:  # a hook after the step may have dropped the gradients
             state.stepped()

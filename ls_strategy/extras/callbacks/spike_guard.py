@@ -1,0 +1,326 @@
+"""`SpikeGuard`: a step whose loss or gradient norm is far above those before it is left out, on all ranks."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.optim import Optimizer
+from typing_extensions import override
+
+from ls_strategy.checked import above, at_least, checked
+from ls_strategy.errors import PlanError, StateError
+from ls_strategy.extras._lightning import accumulates, around_left_out_steps, before_batches
+from ls_strategy.extras.callbacks.before_step import BeforeStep
+from ls_strategy.extras.callbacks.sharded import zero_strategy
+from ls_strategy.extras.callbacks.spike_window import SpikeWindow
+from ls_strategy.host.pytorch import Callback, pl, rank_zero_info, rank_zero_warn
+from ls_strategy.lightning._private import unwrap_optimizer
+from ls_strategy.lightning.strategy import ZeROStrategy
+from ls_strategy.transient import Method
+
+_BEGINNING: Mapping[str, Any] = {"windows": {}, "skipped": 0, "in_row": 0, "epoch": (-1, 0), "owed": False}
+"""The state of a run that has not begun."""
+
+
+class SpikeGuard(Callback):
+    """Leaves out an optimizer step if its loss or gradient norm is not finite, or far above those before it.
+
+    ::
+
+        training_step            the loss of every micro-batch is noted
+        backward                 as ever
+        before the step          all ranks agree on the mean loss; the gradient norm is global already
+            inside the window    the step runs, and both numbers join the window
+            above it             no rank steps, and all goes on as if the data did not have these batches
+
+    A number is above its window if it exceeds the 95th percentile of the last ``window`` accepted ones by
+    ``deviations`` robust standard deviations (1.4826 times the median absolute deviation). Until the window is half
+    full, only numbers that are not finite are.
+
+    A step that is left out leaves no trace in parameters, optimizer states, step counts, loss scale, buffers and random
+    numbers. It does not count in ``trainer.global_step``, ``max_steps`` and schedulers of every step, so the run ends
+    with the bits of a run whose data never had its batches. It does count where Lightning counts batches: epochs,
+    ``val_check_interval``, the progress bar. What ``training_step`` has logged stays. With accumulation, one bad
+    micro-batch leaves out all of its step.
+
+    With fp16, gradients that overflow although the loss is inside its window are left to the loss scale. Nothing else
+    that is left out reaches it.
+
+    Every such step is a line in the log, and values under ``zero_spikes/`` in the loggers. The window is part of
+    checkpoints, so a run that resumes decides as one that was not interrupted.
+    """
+
+    @checked(window=at_least(8), deviations=above(0), max_skips=at_least(1))
+    def __init__(self, window: int = 128, deviations: float = 6.0, max_skips: int = 10) -> None:
+        """Set the options; none is required.
+
+        Args:
+            window: accepted steps that the next one is compared with.
+            deviations: robust standard deviations from the level of the window to its limit.
+            max_skips: the most steps in a row that are left out. One more is an error.
+
+        Raises:
+            ConfigError: a value is out of its range.
+        """
+        self.max_skips = max_skips
+        self.skipped = 0
+        """Steps that the run has left out."""
+        self._windows = {name: SpikeWindow(window, deviations) for name in ("loss", "grad_norm")}
+        self._in_row = 0
+        self._left_out = False
+        """Whether the step of the current batch is left out."""
+        self._owed = False
+        """Whether the loop is still to count that batch for the loggers, or has when the run resumes."""
+        self._batches = 0
+        """Batches since the last step."""
+        self._epoch = (-1, 0)
+        """An epoch, and how many of its batches were left out."""
+        self._noted: dict[int, list[Tensor]] = {}
+        """Losses since the last step, by the number of the rank or of the virtual rank."""
+        self._before: BeforeStep | None = None
+        self._takes_again = False
+        """Whether random states are restored between the next fetch and its batch, because the run resumes."""
+        self._undo: list[Callable[[], None]] = []
+        self._loaded = False
+        """Whether the next fit continues from a checkpoint."""
+
+    # fit -------------------------------------------------------------------------------------------------------------
+
+    @override
+    def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
+        """Refuse what cannot be guarded, before anything is sharded.
+
+        Raises:
+            PlanError: with the cure.
+        """
+        if stage == "fit":
+            _check(pl_module, zero_strategy(trainer, self))
+
+    @override
+    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Take part in the fit loop."""
+        strategy = zero_strategy(trainer, self)
+        self._release()
+        if trainer.global_step == 0 and not self._loaded:  # the first fit, or that of another model
+            self._restore(_BEGINNING)
+        self._left_out, self._loaded, self._batches = False, False, 0
+        self._noted.clear()
+        self._before = BeforeStep(strategy, pl_module)
+        self._takes_again = strategy.virtual is not None
+        self._undo = [
+            before_batches(trainer, lambda: self._before_batch(trainer)),
+            around_left_out_steps(
+                trainer, lambda: self._left_out, lambda: self._left_out_of(trainer.current_epoch), self._done
+            ),
+        ]
+        if strategy.config.parallel.pp.size == 1:
+            method = Method(pl_module, "training_step", lambda step, *args, **kwargs: self._step(step, args, kwargs))
+            self._undo.append(method.remove)
+
+    @override
+    def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Report, and leave the fit loop."""
+        self._release()
+        if self.skipped:
+            rank_zero_info(f"SpikeGuard: the run has left out {self.skipped} steps; {trainer.global_step} have run")
+
+    @override
+    def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
+        """Leave the fit loop."""
+        self._release()
+
+    @override
+    def teardown(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
+        """Leave the fit loop."""
+        self._release()
+
+    def _release(self) -> None:
+        while self._undo:
+            self._undo.pop()()
+        self._before = None
+
+    # batches ---------------------------------------------------------------------------------------------------------
+
+    def _before_batch(self, trainer: pl.Trainer) -> None:
+        """Take the states before a step, before its first batch is fetched."""
+        if self._owed:  # the checkpoint that the run has resumed from was saved in the middle of such a batch
+            self._owed = False
+            trainer.fit_loop.epoch_loop._batches_that_stepped -= 1
+        if accumulates(trainer):
+            return
+        assert self._before is not None
+        self._takes_again = self._takes_again or zero_strategy(trainer, self).resume.pending
+        self._before.take()
+
+    @override
+    def on_train_batch_start(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
+    ) -> None:
+        """Count the batch."""
+        self._batches += 1
+        if self._takes_again and self._before is not None:
+            self._takes_again = False
+            self._before.take()
+
+    def _step(self, step: Method, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run ``training_step``, and note its loss."""
+        output = step.original(*args, **kwargs)
+        loss = output.get("loss") if isinstance(output, Mapping) else output
+        trainer: pl.Trainer = step.owner.trainer
+        if isinstance(loss, Tensor) and trainer.training:  # ``validation_step`` may call it, too
+            strategy = zero_strategy(trainer, self)
+            virtual = strategy.virtual
+            self._note(strategy.global_rank if virtual is None else virtual.random.current, loss)
+        return output
+
+    def _note(self, rank: int | None, loss: Tensor) -> None:
+        if rank is not None and rank >= 0:
+            self._noted.setdefault(rank, []).append(loss.detach())
+
+    @override
+    def on_before_backward(self, trainer: pl.Trainer, pl_module: pl.LightningModule, loss: Tensor) -> None:
+        """Let no update begin in the backward that follows, as its step may be left out."""
+        strategy = zero_strategy(trainer, self)
+        engine = strategy.require_engine()
+        engine.early_step = False
+        if strategy.config.parallel.pp.size > 1:  # ``training_step`` has run for micro-batches, on the last stage
+            scale = 1.0 if engine.scaler is None else engine.scaler.scale
+            self._note(strategy.global_rank, loss * trainer.accumulate_grad_batches / scale)
+
+    # decision --------------------------------------------------------------------------------------------------------
+
+    @override
+    def on_before_optimizer_step(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, optimizer: Optimizer
+    ) -> None:
+        """Decide whether the step runs, in the same way on all ranks. Collective.
+
+        Raises:
+            StateError: too many steps in a row are left out.
+        """
+        strategy = zero_strategy(trainer, self)
+        stepper = strategy.require_engine().stepper
+        index = stepper.index_of(unwrap_optimizer(optimizer))
+        if index is None:  # without optimizers, Lightning has a placeholder
+            return
+        losses = self._agree(strategy)
+        found = {"loss": sum(losses.values()) / len(losses)} if losses else {}
+        overflow = stepper.optimizers[index].overflow
+        with contextlib.suppress(StateError):  # there are no gradients, on any rank
+            found |= {} if overflow else {"grad_norm": stepper.grad_norm(index).item()}
+        batches, self._batches = self._batches, 0
+        if any(self._windows[name].refuses(value) for name, value in found.items()):
+            self._refuse(trainer, found, losses)
+            stepper.leave_out(index)
+            epoch = trainer.current_epoch
+            self._epoch = (epoch, self._left_out_of(epoch) + batches)
+            self._left_out = True
+        elif not overflow:
+            self._in_row = 0
+            for name, value in found.items():
+                self._windows[name].add(value)
+
+    def _agree(self, strategy: ZeROStrategy) -> dict[int, float]:
+        """Return the loss of every rank, or virtual rank, that has one: the mean over its micro-batches. Collective."""
+        virtual = strategy.virtual
+        table = torch.zeros(strategy.world_size if virtual is None else virtual.count, 2, dtype=torch.float64)
+        noted, self._noted = self._noted, {}
+        if virtual is None or strategy.parallel.first_rank == strategy.global_rank:
+            for rank, losses in noted.items():
+                table[rank] = torch.stack(
+                    [torch.stack(losses).double().mean().cpu(), torch.ones((), dtype=torch.float64)]
+                )
+        # Every number is that of one rank, and zeros: the sum is exact, and the same in any order.
+        strategy.require_engine().mesh.world.agree(table, dist.ReduceOp.SUM)
+        return {rank: loss for rank, (loss, has_one) in enumerate(table.tolist()) if has_one}
+
+    def _refuse(self, trainer: pl.Trainer, found: dict[str, float], losses: dict[int, float]) -> None:
+        """Count and report a step that is left out, unless it is one too many."""
+        self._in_row += 1
+        text = " and ".join(
+            f"{name} {value:.4g} (limit {self._windows[name].limit():.4g})" for name, value in found.items()
+        )
+        if len(losses) > 1:
+            worst = max(losses, key=lambda rank: math.inf if math.isnan(losses[rank]) else losses[rank])
+            kind = "rank" if zero_strategy(trainer, self).virtual is None else "virtual rank"
+            text += f"; the largest loss is {losses[worst]:.4g} on {kind} {worst}"
+        if self._in_row > self.max_skips:
+            raise StateError(
+                f"Got max_skips={self.max_skips}, but SpikeGuard would leave out one more step in a row, before step "
+                f"{trainer.global_step}: {text}. If the weights are damaged, resume from an earlier checkpoint with a "
+                "lower learning rate. If the data has changed and these values are right, set "
+                "SpikeGuard(deviations=...) higher."
+            )
+        self.skipped += 1
+        rank_zero_warn(
+            f"SpikeGuard: all ranks leave out a step after step {trainer.global_step}: {text}. The run has left out "
+            f"{self.skipped}."
+        )
+        numbers = {**found, "skipped_steps": float(self.skipped)}
+        values = {f"zero_spikes/{name}": number for name, number in numbers.items()}
+        for logger in trainer.loggers:
+            logger.log_metrics(values, step=trainer.global_step)
+
+    def _left_out_of(self, epoch: int) -> int:
+        """Return how many batches of an epoch were left out."""
+        return self._epoch[1] if self._epoch[0] == epoch else 0
+
+    def _done(self, last: bool) -> None:
+        """Put the states before the step back, and forget the step when its batch is over."""
+        if last:
+            self._left_out = self._owed = False
+            return
+        self._owed = True
+        if self._before is not None:
+            self._before.put_back()
+
+    # checkpoints -----------------------------------------------------------------------------------------------------
+
+    @override
+    def state_dict(self) -> dict[str, Any]:
+        """Return the windows and the counts."""
+        return {
+            "windows": {name: window.state() for name, window in self._windows.items()},
+            "skipped": self.skipped,
+            "in_row": self._in_row,
+            "epoch": list(self._epoch),
+            "owed": self._owed,
+        }
+
+    @override
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Continue with them."""
+        self._loaded = True
+        self._restore(state_dict)
+
+    def _restore(self, state: Mapping[str, Any]) -> None:
+        for name, window in self._windows.items():
+            window.restore(state["windows"].get(name, ()))
+        self.skipped, self._in_row, self._owed = state["skipped"], state["in_row"], state["owed"]
+        epoch, batches = state["epoch"]
+        self._epoch = (epoch, batches)
+
+
+def _check(module: pl.LightningModule, strategy: ZeROStrategy) -> None:
+    if not module.automatic_optimization:
+        raise PlanError(
+            "Got SpikeGuard with automatic_optimization=False, but then nothing says which batches a step belongs to, "
+            "nor which optimizers step together. Set automatic_optimization=True, or leave SpikeGuard out and skip "
+            "bad steps in training_step: all ranks have to, so compare a loss that is averaged over them."
+        )
+    if strategy.uneven.joins:
+        raise PlanError(
+            "Got SpikeGuard with uneven='join', whose finished ranks repeat batches that do not count. Leave one of "
+            "the two out."
+        )
+    if strategy.islands[1] > 1:
+        raise PlanError(
+            "Got SpikeGuard with DiLoCo, but islands that leave out other steps would exchange at other times. Leave "
+            "one of the two out."
+        )
