@@ -178,7 +178,7 @@ def around_left_out_steps(
             type(loop).update_lr_schedulers(loop, interval, update_plateau_schedulers)
             return
         if update_plateau_schedulers:
-            loop._batches_that_stepped -= 1  # the loop is about to count it, for the loggers
+            uncount_for_loggers(trainer)  # the loop is about to count it
         else:
             steps = loop.automatic_optimization.optim_progress.optimizer.step
             for count in (steps.total, steps.current):
@@ -201,6 +201,11 @@ def around_left_out_steps(
             vars(loop).pop(name, None)
 
     return undo
+
+
+def uncount_for_loggers(trainer: Any) -> None:
+    """Count one step less in what ``self.log`` gives to loggers as the step."""
+    trainer.fit_loop.epoch_loop._batches_that_stepped -= 1
 
 
 def accumulates(trainer: Any) -> bool:

@@ -141,13 +141,22 @@ def bits(rank: int, world_size: int, tmp_path: Path) -> None:
             assert unused.state_dict()["windows"] == guard.state_dict()["windows"]
 
 
+class Offset(Noisy):
+    """The poison adds to the loss, so the gradient norm does not show it."""
+
+    def loss(self, batch: Sequence[Tensor]) -> Tensor:
+        return Net.loss(self, batch) + (batch[2] - 1).mean()
+
+
 @on_ranks(2)
 def test_a_poison_of_one_rank_is_left_out_on_all(rank: int, world_size: int, tmp_path: Path) -> None:
     factors = with_poison(20, 4, 5)
-    guard = SpikeGuard(WINDOW)
-    found = train(2, poisoned(rank, factors, clean=False, on=1), tmp_path, guard)
-    assert_same(found, train(2, poisoned(rank, factors, clean=True), tmp_path), "rank 1 poisoned")
-    assert guard.skipped == 4
+    for kind in (Noisy, Offset):
+        guard = SpikeGuard(WINDOW)
+        found = train(2, poisoned(rank, factors, clean=False, on=1), tmp_path, guard, module=kind())
+        expected = train(2, poisoned(rank, factors, clean=True), tmp_path, module=kind())
+        assert_same(found, expected, f"rank 1 poisoned, {kind.__name__}")
+        assert guard.skipped == 4
 
 
 OFFLOAD = {"sharding": {"min_unit_numel": 0}, "offload": {"optimizer": "cpu"}}

@@ -31,6 +31,7 @@ def monitored(count: int = 40) -> dict[str, list[float]]:
         "zero/mfu": [0.4 * w for w in wave],
         "zero/sent_mib_per_step": [3.0] * count,
         "zero/skipped_steps": [float(i > 20) for i in range(count)],
+        "zero_spikes/skipped_steps": [float(i > 10) for i in range(count)],
         "zero_traffic/all_gather_mib_per_step": [2.0] * count,
         "zero_traffic/communication_gb_per_s": wave,
         "zero_time/step_ms": [150 * w for w in wave],

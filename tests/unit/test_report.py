@@ -191,7 +191,8 @@ def test_a_monitored_run_shows_everything(tmp_path: Path) -> None:
                  "Where the time went", "Memory by kind, at the end of a step", "Bytes per step",
                  "Speed while in flight",
                  "lr: 0.001", "sharding.hpz", "2.14.0", "bf16-true", "master weights", "GiB", "ms per optimizer step",
-                 "epoch=0-step=300.ckpt (stage 2)", "preemption", "restart", "steps skipped", *PHASES):  # fmt: skip
+                 "epoch=0-step=300.ckpt (stage 2)", "preemption", "restart", "steps skipped",
+                 "steps left out", *PHASES):  # fmt: skip
         assert name in seen, name
     assert "was not logged" not in seen
     assert "data:image/png;base64," in html

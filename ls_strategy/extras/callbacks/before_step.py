@@ -21,7 +21,10 @@ class BeforeStep:
 
     def __init__(self, strategy: ZeROStrategy, module: nn.Module) -> None:
         """Take the states of now."""
-        self._strategy, self._module = strategy, module
+        self._strategy = strategy
+        self._parts = list(module.modules())  # once: walking through a large model takes milliseconds
+        self._routers = [part for part in self._parts if isinstance(part, RoutingAccounts)]
+        self._clips = [part for part in self._parts if isinstance(part, QKClip)]
         self._random = RandomStream()
         self._draw_again: Callable[[], None] | None = None
         self._buffers: list[tuple[dict[str, Tensor | None], str, Tensor, Tensor]] = []
@@ -35,16 +38,15 @@ class BeforeStep:
         virtual = self._strategy.virtual
         self._draw_again = None if virtual is None else virtual.random.mark()
         self._random.take()
-        parts = list(self._module.modules())
         earlier = {id(buffer): copy for *_, buffer, copy in self._buffers}
         self._buffers = [
             (part._buffers, name, buffer, _copied(buffer, earlier.pop(id(buffer), None)))
-            for part in parts
+            for part in self._parts
             for name, buffer in part._buffers.items()
             if buffer is not None
         ]
-        self._loads = [(part, part.counts.loads) for part in parts if isinstance(part, RoutingAccounts)]
-        self._logits = [(part, part.max_logits) for part in parts if isinstance(part, QKClip)]
+        self._loads = [(router, router.counts.loads) for router in self._routers]
+        self._logits = [(clip, clip.max_logits) for clip in self._clips]
 
     @torch.no_grad()
     def put_back(self) -> None:

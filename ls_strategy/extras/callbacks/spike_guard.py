@@ -15,7 +15,7 @@ from typing_extensions import override
 
 from ls_strategy.checked import above, at_least, checked
 from ls_strategy.errors import PlanError, StateError
-from ls_strategy.extras._lightning import accumulates, around_left_out_steps, before_batches
+from ls_strategy.extras._lightning import accumulates, around_left_out_steps, before_batches, uncount_for_loggers
 from ls_strategy.extras.callbacks.before_step import BeforeStep
 from ls_strategy.extras.callbacks.sharded import zero_strategy
 from ls_strategy.extras.callbacks.spike_window import SpikeWindow
@@ -151,7 +151,7 @@ class SpikeGuard(Callback):
         """Take the states before a step, before its first batch is fetched."""
         if self._owed:  # the checkpoint that the run has resumed from was saved in the middle of such a batch
             self._owed = False
-            trainer.fit_loop.epoch_loop._batches_that_stepped -= 1
+            uncount_for_loggers(trainer)
         if accumulates(trainer):
             return
         assert self._before is not None

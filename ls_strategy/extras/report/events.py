@@ -97,17 +97,23 @@ def _time_at(series: Series | None, i: int) -> float | None:
 
 
 def _skipped(run: Run) -> Iterator[Event]:
-    series = run.get("zero/skipped_steps")
+    yield from _counted(run, "zero/skipped_steps", "steps skipped", "after an overflow in fp16")
+    yield from _counted(run, "zero_spikes/skipped_steps", "steps left out", "by SpikeGuard")
+
+
+def _counted(run: Run, tag: str, what: str, why: str) -> Iterator[Event]:
+    """Yield an event wherever a count has grown."""
+    series = run.get(tag)
     before = count = 0.0
     for i, (step, value) in enumerate(series.points() if series is not None else ()):
         if value > before:
             count += 1
             if count <= _MOST:
-                detail = f"{value - before:.0f} after an overflow in fp16 since the value before; {value:.0f} in all"
-                yield Event(step, _time_at(series, i), "steps skipped", detail)
+                detail = f"{value - before:.0f} {why} since the value before; {value:.0f} in all"
+                yield Event(step, _time_at(series, i), what, detail)
         before = value
     if count > _MOST:
-        yield Event(None, None, "steps skipped", f"{count - _MOST:.0f} more times")
+        yield Event(None, None, what, f"{count - _MOST:.0f} more times")
 
 
 def _not_finite(run: Run) -> Iterator[Event]:
