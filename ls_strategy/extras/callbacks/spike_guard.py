@@ -44,13 +44,13 @@ class SpikeGuard(Callback):
     full, only numbers that are not finite are.
 
     A step that is left out leaves no trace in parameters, optimizer states, step counts, loss scale, buffers and random
-    numbers. It does not count in ``trainer.global_step``, ``max_steps`` and schedulers of every step, so the run ends
-    with the bits of a run whose data never had its batches. It does count where Lightning counts batches: epochs,
-    ``val_check_interval``, the progress bar. What ``training_step`` has logged stays. With accumulation, one bad
-    micro-batch leaves out all of its step.
+    numbers. It does not count in ``trainer.global_step``, ``max_steps`` and schedulers with ``interval="step"``, so the
+    run ends with the bits of a run whose data never had its batches. It does count where Lightning counts batches:
+    epochs, ``val_check_interval``, the progress bar. What ``training_step`` has logged stays. With accumulation, one
+    bad micro-batch leaves out all of its step.
 
-    With fp16, gradients that overflow although the loss is inside its window are left to the loss scale. Nothing else
-    that is left out reaches it.
+    With fp16, gradients that overflow although the loss is inside its window are left to the loss scale. A step that is
+    left out does not change it.
 
     Every such step is a line in the log, and values under ``zero_spikes/`` in the loggers. The window is part of
     checkpoints, so a run that resumes decides as one that was not interrupted.
