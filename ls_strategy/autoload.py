@@ -37,6 +37,7 @@ if TYPE_CHECKING:
     from importlib.machinery import ModuleSpec
     from types import ModuleType
 
+    from ls_strategy.errors import ConfigError
     from ls_strategy.fabric.strategy import ZeROFabricStrategy
     from ls_strategy.lightning.strategy import ZeROStrategy
 
@@ -152,14 +153,19 @@ class _Names(list[str]):
         near = difflib.get_close_matches(name, self, n=1, cutoff=0.6)
         if not name.startswith("zero") and (not near or near[0] not in ALIASES):
             return False
-        from ls_strategy.errors import ConfigError
+        raise unknown_name(name, near)
 
-        ours = [alias for alias in ALIASES if "strategy" not in alias]
-        cure = next((alias for alias in near if alias in ALIASES), "zero3")
-        raise ConfigError(
-            f"Got strategy={name!r}, but it is not the name of a strategy. Set strategy={cure!r}; the names of "
-            f"ls_strategy are {', '.join(ours)}."
-        )
+
+def unknown_name(name: str, near: Sequence[str]) -> ConfigError:
+    """Return the error for a name that is not an alias, with the first of ``near`` that is one as the cure."""
+    from ls_strategy.errors import ConfigError
+
+    ours = [alias for alias in ALIASES if "strategy" not in alias]
+    cure = next((alias for alias in near if alias in ALIASES), "zero3")
+    return ConfigError(
+        f"Got strategy={name!r}, but it is not the name of a strategy. Set strategy={cure!r}; the names of "
+        f"ls_strategy are {', '.join(ours)}."
+    )
 
 
 def _create(package: str, **init_params: object) -> ZeROStrategy:

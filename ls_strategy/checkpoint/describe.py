@@ -25,7 +25,7 @@ from ls_strategy.checkpoint.history import HISTORY
 from ls_strategy.checkpoint.inert import Described, read_inert, tensors_in, wrong_records
 from ls_strategy.checkpoint.manifest import Manifest, read_manifest, verify
 from ls_strategy.checkpoint.place import CheckpointPath
-from ls_strategy.checkpoint.source import is_folder, open_folder
+from ls_strategy.checkpoint.source import OURS, is_folder, open_folder
 from ls_strategy.checkpoint.target import MANIFEST, META, METADATA
 from ls_strategy.errors import CheckpointError
 
@@ -237,8 +237,16 @@ def _of_file(place: CheckpointPath) -> Description:
         saved_at=_written(place),
         files={place.name: size},
         entries=of_tensors(tensors_in(found)),
+        layout=_saved_from(found),
         has_checksums=zipped,
     )
+
+
+def _saved_from(found: Any) -> dict[str, Any]:
+    """Return the world size that this package notes in a file; the file itself depends on nothing else."""
+    ours = found.get(OURS) if isinstance(found, dict) else None
+    ranks = ours.get("world_size") if isinstance(ours, dict) else None
+    return {"world_size": ranks} if isinstance(ranks, int) and not isinstance(ranks, bool) else {}
 
 
 def _progress(found: Any) -> tuple[int | None, int | None]:

@@ -237,27 +237,36 @@ def give_data(trainer: Any, source: Any) -> None:
 def intercept_cli(stop: Callable[[Any], None], make_trainer: Callable[[Any], Any]) -> Generator[None, None, None]:
     """Make a LightningCLI create its Trainer by ``make_trainer`` and call ``stop`` instead of training.
 
+    Its parser's errors come without the usage of all options.
+
     Args:
         stop: gets the LightningCLI.
         make_trainer: gets the options of the Trainer.
     """
     with ExitStack() as stack:
         for package in host.installed():  # the program decides which one it uses
-            stack.enter_context(_intercept(host.import_from(package, "pytorch.cli").LightningCLI, stop, make_trainer))
+            stack.enter_context(_intercept(host.import_from(package, "pytorch.cli"), stop, make_trainer))
         yield
 
 
 @contextmanager
 def _intercept(
-    cli: Any, stop: Callable[[Any], None], make_trainer: Callable[[Any], Any]
+    module: Any, stop: Callable[[Any], None], make_trainer: Callable[[Any], Any]
 ) -> Generator[None, None, None]:
+    cli, parser = module.LightningCLI, module.LightningArgumentParser
     run, instantiate = cli._run_subcommand, cli.instantiate_trainer
+    usage = vars(parser).get("print_usage")
+    parser.print_usage = lambda *_: None  # hundreds of lines before the error
     cli._run_subcommand = lambda self, _name: stop(self)
     cli.instantiate_trainer = lambda self, **_: make_trainer(self._get(self.config_init, "trainer", default={}))
     try:
         yield
     finally:
         cli._run_subcommand, cli.instantiate_trainer = run, instantiate
+        if usage is None:
+            del parser.print_usage
+        else:
+            parser.print_usage = usage
 
 
 def made_by_parser() -> bool:

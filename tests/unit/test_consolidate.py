@@ -396,12 +396,32 @@ def run(*arguments: object) -> int:
 def test_the_command_writes_a_file_and_says_so(tmp_path: Path, capsys: Any) -> None:
     folder, target = small_folder(tmp_path / "x.ckpt"), tmp_path / "one.ckpt"
     assert run(folder, target) == 0
-    assert capsys.readouterr().err.startswith(f"{target}: 0.00 of 0.00 GB in ")
+    out, err = capsys.readouterr()
+    assert err.startswith(f"{target}: 0.00 of 0.00 MB in ")
+    assert out.startswith(f"wrote {target}: weights, optimizer states and progress in one file of torch.save\n")
     assert "optimizer_states" in torch.load(target, weights_only=True)
     assert run(folder, target) == 1
     assert f"error: {target} exists" in capsys.readouterr().err
     assert run(folder, target, "--force", "--weights-only") == 0
     assert "optimizer_states" not in torch.load(target, weights_only=True)
+
+
+def test_what_the_command_prints_loads_what_it_wrote(tmp_path: Path, capsys: Any) -> None:
+    """Every line of code that it prints for torch is run as it stands there."""
+    pytest.importorskip("safetensors.torch")
+    folder, expected = small_folder(tmp_path / "x.ckpt"), small_tensors()["model", "table.weight"]
+    assert run(folder, tmp_path / "one.ckpt") == 0
+    assert run(folder, tmp_path / "weights", "--format", "safetensors") == 0
+    assert run(folder, tmp_path / "parts", "--format", "safetensors", "--max-shard-gb", "2e-7") == 0
+    out = capsys.readouterr().out
+    loads = [line.split(maxsplit=2)[2].split(", and so on")[0] for line in out.splitlines() if "  in torch " in line]
+    for code in loads:
+        names: dict[str, Any] = {}
+        exec(f"import torch, safetensors.torch\nfound = {code}", names)
+        found = names["found"]
+        assert "table.weight" not in found or torch.equal(found["table.weight"], expected)
+    assert len(loads) == 3
+    assert "trainer.fit(..., ckpt_path=" in out
 
 
 @pytest.mark.parametrize(

@@ -90,7 +90,7 @@ def test_the_folder_of_the_environment(capsys, tmp_path, monkeypatch):
 
 def test_unknown_checks_and_times(capsys):
     assert cli.main(["doctor", "--only", "hots"]) == 1
-    assert f"Got the unknown check hots. The checks are {', '.join(TOPICS)}" in capsys.readouterr().err
+    assert f"Got the unknown check hots.\n  The checks are {', '.join(TOPICS)}" in capsys.readouterr().err
     with pytest.raises(SystemExit, match="2"):
         cli.main(["doctor", "--only", "host", "--timeout-s", "0"])
     assert "argument --timeout-s: 0.0 is given" in capsys.readouterr().err

@@ -108,7 +108,7 @@ def test_folders_that_are_no_checkpoint(tmp_path: Path, capsys: Any) -> None:
     assert "does not exist" in capsys.readouterr().err
     small_folder(tmp_path / "whole.ckpt")
     assert run(tmp_path) == 1
-    assert "it is a folder of checkpoints. Give one of the 2 in it: whole.ckpt, x.ckpt." in capsys.readouterr().err
+    assert "folder of checkpoints.\n  Give one of the 2 in it: whole.ckpt, x.ckpt.\n" in capsys.readouterr().err
 
 
 def lightnings() -> dict[str, Any]:
@@ -139,10 +139,11 @@ def test_a_file_is_described_without_building_its_objects(
     tmp_path: Path, archive: bool, monkeypatch: pytest.MonkeyPatch, capsys: Any
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    torch.save(lightnings(), "one.ckpt", _use_new_zipfile_serialization=archive)
+    torch.save({**lightnings(), "ls_strategy": {"world_size": 3}}, "one.ckpt", _use_new_zipfile_serialization=archive)
     found = describe("one.ckpt")
     entries = {e.name: e for e in found.entries}
     assert (found.step, found.epoch, found.format) == (5, 1, "file of torch.save")
+    assert found.layout == {"world_size": 3}
     assert found.count("weights") == (2, 4 * 3 * 4 + 2 * 2)
     assert found.count("optimizer states") == (2, 4 * 3 * 4 + 4)
     assert entries["state_dict.b.weight"].same_as == "state_dict.a.weight"

@@ -300,7 +300,7 @@ def test_what_exists_is_not_changed(folder: Path, capsys: pytest.CaptureFixture[
 
 
 def test_the_folder_above_is_missing_or_a_file(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert "does not exist. Create it first: mkdir -p no/where" in error(capsys, "no/where/sorting")
+    assert "does not exist.\n  Create it first: mkdir -p no/where" in error(capsys, "no/where/sorting")
     (folder / "file").touch()
     assert "is not a folder" in error(capsys, "file/sorting")
     assert names(folder) == ["file"]

@@ -234,7 +234,7 @@ def test_devices_that_a_trainer_takes(devices, number):
 
 @pytest.mark.wide
 def test_a_program_that_cannot_begin_says_so_and_how_to_change_it(config):
-    with pytest.raises(ConfigError, match=r"prog ended with OSError .* cannot download there.* after --"):
+    with pytest.raises(ConfigError, match=r"prog ended with OSError .*: cannot download there\. Raised at .* after --"):
         run(config, "--", "--data.source=there")
     assert run(config, "--json", "--", "--data.source=here") == 0
 

@@ -18,11 +18,11 @@ from hypothesis import strategies as st
 
 from ls_strategy.extras import cli
 from ls_strategy.extras.report import csv_file, events_file, find
-from ls_strategy.extras.report.charts import round_ticks
+from ls_strategy.extras.report.charts import Chart, Line, draw, round_ticks
 from ls_strategy.extras.report.events import events_of
 from ls_strategy.extras.report.markup import number, short, text
 from ls_strategy.extras.report.page import page
-from ls_strategy.extras.report.run import Run, read
+from ls_strategy.extras.report.run import Checkpoint, Run, read
 from ls_strategy.extras.report.series import Series, columns_of
 from tests.unit.report_runs import PHASES, csv_log, monitored, run_file, start, tensorboard
 
@@ -264,10 +264,34 @@ def test_runs_are_compared_line_by_line(tmp_path: Path) -> None:
     assert html.count("<figcaption>Loss: ") == 2
 
 
+@pytest.mark.parametrize(
+    ("value", "noise", "axis"),
+    [
+        (0.0, 0.0, ["0", "0.2", "0.4", "0.6", "0.8", "1"]),
+        (2.0, 0.0, ["1.8", "1.9", "2", "2.1", "2.2"]),
+        (2.0, 1e-9, ["1.8", "1.9", "2", "2.1", "2.2"]),
+        (-2.5, 0.0, ["-2.8", "-2.7", "-2.6", "-2.5", "-2.4", "-2.3", "-2.2"]),
+        (1000.0, 0.2, ["1000", "1000.05", "1000.1", "1000.15", "1000.2"]),
+    ],
+)
+def test_values_that_are_equal_get_an_axis_around_them(value: float, noise: float, axis: list[str]) -> None:
+    series = Series()
+    for step in range(9):
+        series.add(step, value + noise * step / 8)
+    svg = draw(Chart("loss", "loss", [Line("loss", series)], may_be_log=True))
+    assert re.findall(r'text-anchor="end">([^<]*)</text>', svg)[: len(axis)] == axis
+
+
 def test_what_a_run_does_now(tmp_path: Path) -> None:
     run = Run("r", tmp_path, last_written=1000.0)
     assert run.state(now=1001.0) == "perhaps still running"
     assert run.state(now=9999.0) == "unknown"
+    run.configs["config.yaml"] = "trainer: {max_steps: 20}"
+    run.checkpoints = [Checkpoint("epoch=0-step=19.ckpt", 19, 0.0, "")]
+    assert run.state(now=1001.0) == "perhaps still running"
+    run.checkpoints = [Checkpoint("epoch=0-step=20.ckpt", 20, 0.0, "")]
+    assert run.state(now=1001.0) == "finished"
+    run.checkpoints = []
     for event, recent, late in (
         ("start", "running", "ended without a word (killed?)"),
         ("end", "finished", "finished"),

@@ -212,4 +212,4 @@ def test_the_command(tmp_path: Path, capsys: Any) -> None:
     assert found["embed.weight"][0] == "BF16"
     assert cli.main([*arguments, "--force", "--max-shard-gb", "1e-7"]) == 0
     assert (tmp_path / "out" / "model.safetensors.index.json").exists()
-    assert "GB in" in capsys.readouterr().err
+    assert "MB in" in capsys.readouterr().err

@@ -339,12 +339,22 @@ def test_files_that_other_machines_do_not_have_are_refused(program, to):
         cli(str(program / BASE), "--to", to, "--module=recipes.toy", "--dry-run")
 
 
+def test_a_job_for_kubernetes_without_an_image_is_noted(program, capsys):
+    cli(BASE, "--to=kubeflow", "--storage=claim:/data", "--dry-run")
+    said = capsys.readouterr()
+    assert "note: no --image is given, so Kubernetes uses the image of the runtime." in said.err
+    assert "image:" not in said.out
+    cli(BASE, "--to=skypilot", "--storage=s3://bucket/x:/data", "--dry-run")  # the machine's own Python
+    assert "--image" not in capsys.readouterr().err
+
+
 def test_checkpoints_that_would_be_lost_are_noted(program, capsys):
-    cli(BASE, "--to=kubeflow", "--dry-run")
+    to = ("--to=kubeflow", "--image=x", "--dry-run")
+    cli(BASE, *to)
     assert "lost with it" in capsys.readouterr().err
-    cli(BASE, "--to=kubeflow", "--dry-run", "--storage=claim:/data")
+    cli(BASE, *to, "--storage=claim:/data")
     assert capsys.readouterr().err == ""
-    cli(BASE, "--to=kubeflow", "--dry-run", "--storage=claim:/data", "--", "--trainer.default_root_dir=/tmp/x")
+    cli(BASE, *to, "--storage=claim:/data", "--", "--trainer.default_root_dir=/tmp/x")
     said = capsys.readouterr()
     assert "not in --storage" in said.err
     assert "/data/toy-base" not in said.out

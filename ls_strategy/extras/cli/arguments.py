@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
 from ls_strategy.checked import Range, above, accept, at_least
-from ls_strategy.errors import ConfigError
+from ls_strategy.errors import CheckpointError, ConfigError
+from ls_strategy.extras.planner.sizes import parse_bytes, parse_rate
 
 _MOST = 1 << 20
 
@@ -70,6 +72,16 @@ def location(text: str) -> str:
     return text
 
 
+def require_checkpoint(path: str) -> None:
+    """Refuse a path on this machine where nothing is, before torch is imported.
+
+    Raises:
+        CheckpointError: as reading it would raise.
+    """
+    if "://" not in path and not os.path.lexists(path):
+        raise CheckpointError(f"{Path(path).absolute()} does not exist. Give a checkpoint: a folder, or a .ckpt file.")
+
+
 def line(text: str) -> str:
     """Return a text that is a single line and not empty."""
     if not text.strip() or not text.isprintable():
@@ -79,8 +91,6 @@ def line(text: str) -> str:
 
 def size(text: str) -> str:
     """Return a size such as 80GB."""
-    from ls_strategy.extras.planner.hardware import parse_bytes
-
     try:
         nbytes = parse_bytes(text)
     except ConfigError as error:
@@ -92,8 +102,6 @@ def size(text: str) -> str:
 
 def rate(text: str) -> float:
     """Return a bandwidth such as 100Gbit, in 10**9 bytes per second."""
-    from ls_strategy.extras.planner.hardware import parse_rate
-
     try:
         return parse_rate(text)
     except ConfigError as error:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import sys
 import time
+from pathlib import Path
 
 from ls_strategy.checked import above
 from ls_strategy.errors import ConfigError
@@ -59,7 +60,9 @@ def add(subcommands: argparse._SubParsersAction[argparse.ArgumentParser]) -> Non
 
 
 def run(args: argparse.Namespace) -> int:
-    """Write the file or files, and print the time it took."""
+    """Write the file or files, and print what was written, how long it took, and how to load it."""
+    _check(args)
+    pairs: list[tuple[str, str]] = [(old, new) for old, _, new in (pair.partition("=") for pair in args.rename)]
     from ls_strategy.extras.deepspeed.checkpoint import consolidate_deepspeed, is_deepspeed
 
     theirs = is_deepspeed(args.source)
@@ -67,18 +70,8 @@ def run(args: argparse.Namespace) -> int:
         raise ConfigError(
             f"Got {args.source}, which is a DeepSpeed checkpoint. Write a .ckpt first (--format ckpt), and export that."
         )
-    if args.format == "ckpt" and (args.dtype != "keep" or (args.rename and not theirs) or args.ema):
-        raise ConfigError(
-            "--dtype, --rename and --ema need --format safetensors; a .ckpt keeps everything as it was saved."
-        )
-    if args.format == "ckpt" and args.split_experts:
-        raise ConfigError("--split-experts needs --format safetensors; a .ckpt keeps everything as it was saved.")
-    if args.format == "safetensors" and args.weights_only:
-        raise ConfigError("--weights-only needs --format ckpt; safetensors contain only weights. Omit it.")
-    if not all("=" in pair for pair in args.rename):
-        raise ConfigError(f"Got --rename {' '.join(args.rename)}, but it needs OLD=NEW: a prefix and its replacement.")
-
-    pairs: list[tuple[str, str]] = [(old, new) for old, _, new in (pair.partition("=") for pair in args.rename)]
+    if args.format == "ckpt" and args.rename and not theirs:
+        raise ConfigError(_ONLY_SAFETENSORS)
     progress = ProgressLine(str(args.target))
     if theirs:
         consolidate_deepspeed(
@@ -94,23 +87,77 @@ def run(args: argparse.Namespace) -> int:
 
         consolidate(args.source, args.target, weights_only=args.weights_only, force=args.force, progress=progress)
     else:
-        import torch
-
-        from ls_strategy.checkpoint.safetensors import export_safetensors, rename_prefixes, split_experts
-
-        renamed = rename_prefixes(pairs)
-        export_safetensors(
-            args.source,
-            args.target,
-            dtype=None if args.dtype == "keep" else getattr(torch, DTYPES[args.dtype]),
-            max_shard_bytes=max(int(args.max_shard_gb * 1e9), 1),
-            rename=split_experts(renamed) if args.split_experts else renamed,
-            average=args.ema,
-            force=args.force,
-            progress=progress,
-        )
+        _export(args, pairs, progress)
     progress.finish()
+    print("\n".join(_what_it_is(args)))
     return 0
+
+
+_ONLY_SAFETENSORS = "--dtype, --rename and --ema need --format safetensors; a .ckpt keeps everything as it was saved."
+
+
+def _check(args: argparse.Namespace) -> None:
+    """Refuse what is wrong whatever the source holds.
+
+    Raises:
+        ConfigError: options contradict each other, or the target exists or has no folder.
+        CheckpointError: the source does not exist.
+    """
+    if args.format == "ckpt" and (args.dtype != "keep" or args.ema):
+        raise ConfigError(_ONLY_SAFETENSORS)
+    if args.format == "ckpt" and args.split_experts:
+        raise ConfigError("--split-experts needs --format safetensors; a .ckpt keeps everything as it was saved.")
+    if args.format == "safetensors" and args.weights_only:
+        raise ConfigError("--weights-only needs --format ckpt; safetensors contain only weights. Omit it.")
+    if not all("=" in pair for pair in args.rename):
+        raise ConfigError(f"Got --rename {' '.join(args.rename)}, but it needs OLD=NEW: a prefix and its replacement.")
+    arguments.require_checkpoint(args.source)
+    target: Path = args.target
+    if not target.parent.is_dir():
+        raise ConfigError(f"{target.parent} is not a folder. Create it first: mkdir -p {target.parent}")
+    if target.is_file() and not (target.is_symlink() or args.force or Path(args.source).resolve() == target.resolve()):
+        raise ConfigError(f"{target} exists. Give another name, or --force (force=True) to replace it.")
+
+
+def _export(args: argparse.Namespace, pairs: list[tuple[str, str]], progress: ProgressLine) -> None:
+    """Write safetensors."""
+    import torch
+
+    from ls_strategy.checkpoint.safetensors import export_safetensors, rename_prefixes, split_experts
+
+    renamed = rename_prefixes(pairs)
+    export_safetensors(
+        args.source,
+        args.target,
+        dtype=None if args.dtype == "keep" else getattr(torch, DTYPES[args.dtype]),
+        max_shard_bytes=max(int(args.max_shard_gb * 1e9), 1),
+        rename=split_experts(renamed) if args.split_experts else renamed,
+        average=args.ema,
+        force=args.force,
+        progress=progress,
+    )
+
+
+def _what_it_is(args: argparse.Namespace) -> list[str]:
+    """Return what was written and how to load it, in lines to print."""
+    target = str(args.target)
+    if args.format == "safetensors":
+        files = sorted(args.target.glob("*.safetensors"))
+        first = str(files[0])
+        more = f", and so on for {len(files)} files" if len(files) > 1 else ""
+        return [
+            f"wrote {target}: weights in {len(files)} {'files' if more else 'file'} of safetensors",
+            f"  in torch      safetensors.torch.load_file({first!r}){more}",
+            f"  in a module   ls_strategy.load_safetensors(module, {target!r})",
+            "  Hugging Face's from_pretrained needs its config.json and its names too: see --rename",
+        ]
+    content = "weights and hyper-parameters" if args.weights_only else "weights, optimizer states and progress"
+    load = [
+        f"wrote {target}: {content} in one file of torch.save",
+        f"  in a module   YourModule.load_from_checkpoint({target!r})",
+        f"  in torch      torch.load({target!r}, weights_only=True)['state_dict']",
+    ]
+    return load if args.weights_only else [*load, f"  train on      trainer.fit(..., ckpt_path={target!r})"]
 
 
 class ProgressLine:
@@ -133,8 +180,9 @@ class ProgressLine:
     def finish(self) -> None:
         """Print the last line."""
         seconds = time.monotonic() - self._started
-        start = "\r" if sys.stderr.isatty() else ""
-        print(f"{start}{self._line()} in {seconds:.1f} s".ljust(79), file=sys.stderr, flush=True)
+        line = f"{self._line()} in {seconds:.1f} s"
+        print(f"\r{line:<79}" if sys.stderr.isatty() else line, file=sys.stderr, flush=True)
 
     def _line(self) -> str:
-        return f"{self._name}: {self._done / 1e9:.2f} of {self._total / 1e9:.2f} GB"
+        unit, name = (1e9, "GB") if self._total >= 1e9 else (1e6, "MB")
+        return f"{self._name}: {self._done / unit:.2f} of {self._total / unit:.2f} {name}"

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ls_strategy.extras.cli import arguments
+from ls_strategy.extras.cli.parser import print_error
 
 if TYPE_CHECKING:
     from ls_strategy.checkpoint.describe import DescribedEntry, Description
@@ -32,13 +33,14 @@ def add(subcommands: argparse._SubParsersAction[argparse.ArgumentParser]) -> Non
 
 def run(args: argparse.Namespace) -> int:
     """Verify and print."""
+    arguments.require_checkpoint(args.path)
     from ls_strategy.checkpoint.describe import describe, verify_all
 
     description = _of_others(args.path)
     if args.verify and description is None:  # before anything is parsed, so that the error names the damaged file
         broken = verify_all(args.path, lambda name: print(f"reading {name}", file=sys.stderr))
         for message in broken:
-            print(f"ls-strategy inspect: error: {message}", file=sys.stderr)
+            print_error("ls-strategy inspect", message)
         if broken:
             return 1
     description = description or describe(args.path)

@@ -29,6 +29,37 @@ def infer_module(config: Path) -> str:
     raise ConfigError(f"Got {config}, but no folder above it has a __main__.py. Set --module package.program.")
 
 
+def require_module(module: str) -> None:
+    """Refuse a program that ``python -m`` would not find here. Neither it nor its packages are imported.
+
+    Raises:
+        ConfigError: a part of the name is not there.
+    """
+    places: Any = None
+    here, parts = str(Path.cwd()), module.split(".")
+    sys.path.insert(0, here)
+    try:
+        for number in range(1, len(parts) + 1):
+            spec = _find(".".join(parts[:number]), places)
+            places = None if spec is None else spec.submodule_search_locations
+            if spec is None or (places is None and number < len(parts)):
+                raise ConfigError(
+                    f"Got --module {module}, but {'.'.join(parts[:number])} is neither in {here} nor an installed "
+                    "package. Give a program as `python -m` takes it."
+                )
+    finally:
+        sys.path.remove(here)
+
+
+def _find(name: str, places: Any) -> Any:
+    """Return where a module is, of a package in its folders ``places``; None if it is not there."""
+    try:
+        finders = (finder.find_spec(name, places) for finder in sys.meta_path if hasattr(finder, "find_spec"))
+        return next((spec for spec in finders if spec is not None), None)
+    except (ImportError, ValueError):  # no name of a module
+        return None
+
+
 def trainer_options(configs: Sequence[Path]) -> dict[str, Any]:
     """Return the ``trainer`` sections of the files; later files override earlier ones.
 
@@ -65,7 +96,11 @@ def check_elastic(least: int | None, configs: Sequence[Path], extra: Sequence[st
 
 
 def given(option: str, trainer: dict[str, Any], extra: Sequence[str]) -> tuple[Any, bool]:
-    """Return what the program will use for ``trainer.<option>``, and whether its command line sets it."""
+    """Return what the program will use for ``trainer.<option>``, and whether its command line sets it.
+
+    Raises:
+        ConfigError: the value on the command line is not YAML.
+    """
     import yaml
 
     value, explicit = trainer.get(option), False
@@ -75,7 +110,10 @@ def given(option: str, trainer: dict[str, Any], extra: Sequence[str]) -> tuple[A
         if name != f"--trainer.{option}":
             continue
         text = text if equals else (argv[i + 1] if i + 1 < len(argv) else "")
-        value, explicit = yaml.safe_load(text), True
+        try:
+            value, explicit = yaml.safe_load(text), True
+        except (yaml.YAMLError, RecursionError, ValueError):
+            raise ConfigError(f"Got --trainer.{option}={text}, which is not valid YAML. Give one value.") from None
     return value, explicit
 
 

@@ -4,21 +4,23 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import difflib
 import runpy
 import sys
 import traceback
 from collections.abc import Generator, Iterator, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from ls_strategy.autoload import ALIASES, unknown_name
 from ls_strategy.checked import accept, at_least
 from ls_strategy.errors import ConfigError, LSError, PlanError
-from ls_strategy.extras.cli import arguments
+from ls_strategy.extras.cli import arguments, job_program
 from ls_strategy.extras.cli.arguments import keep_what_follows_two_dashes
-from ls_strategy.extras.cli.job_program import infer_module
 from ls_strategy.extras.cli.plan_longest import Reached
 from ls_strategy.extras.cli.plan_search import add_search, check_search, found_json, found_lines, run_search
+from ls_strategy.extras.cli.status_line import Progress, show_status
 
 
 def add(subcommands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -74,62 +76,133 @@ def add(subcommands: argparse._SubParsersAction[argparse.ArgumentParser]) -> Non
 
 def run(args: argparse.Namespace) -> int:
     """Predict and print. Returns 1 if nothing fits."""
-    from ls_strategy.extras.planner.forecast import assumptions, fastest, lightest, reason, table
-    from ls_strategy.extras.planner.scaling import scale, scaling_table
+    configs, module = _check(args)
+    show_status("... importing torch and Lightning")
+    from ls_strategy.extras.planner.forecast import fastest, lightest
+    from ls_strategy.extras.planner.scaling import scale
 
-    configs = arguments.yaml_files((*args.config, *args.more))
-    if not configs:
-        raise ConfigError("Got no YAML file. Give one: ls-strategy plan recipes/gpt/configs/base.yaml")
-    check_search(args)
-    for config in configs:
-        arguments.read_section(config, "trainer")  # report invalid YAML before the program runs
-    module = args.module or infer_module(configs[0])
     cli = build(module, configs, args.extra)
     trainer = trainer_options(cli)
     hardware = hardware_of(args, trainer)
+    _require_a_limit(args, hardware)
     with explaining_the_program(module):
         question = question_of(cli, trainer)
-    numel = sum(p.numel() for p in question.module.parameters())
-    _require_a_limit(args, hardware)
+    progress = Progress()
+    progress.phase("... tracing a step of the model on tensors without memory")
     with question.forecaster() as forecaster:
-        forecasts = forecaster.all(hardware)
+        forecasts = forecaster.all(hardware, progress.count)
         rows = scale(forecaster, hardware) if args.scaling else []
+        progress.phase("... searching for the longest samples of every strategy" if args.longest else "")
         reach = Reached(forecaster, hardware) if args.longest else None
-    found = run_search(args, question, hardware) if args.search else None
-    bubbles = pipeline_bubbles(strategy_options(trainer))
-    chosen = lightest(forecasts)
-    quickest = fastest(forecasts) if args.inter_node is not None else None
+    progress.phase(f"... searching every kind of parallelism, {args.search_seconds:g} s" if args.search else "")
+    result = Result(
+        module=module,
+        question=question,
+        hardware=hardware,
+        numel=sum(p.numel() for p in question.module.parameters()),
+        forecasts=forecasts,
+        chosen=lightest(forecasts),
+        quickest=fastest(forecasts) if args.inter_node is not None else None,
+        bubbles=pipeline_bubbles(strategy_options(trainer)),
+        rows=rows,
+        reach=reach,
+        found=run_search(args, question, hardware) if args.search else None,
+    )
+    progress.phase("")
     if args.json:
-        result: dict[str, Any] = {
-            "parameters": numel,
-            "ranks": hardware.ranks,
-            "batch": _shapes(question.batch),
-            "strategies": [f.to_dict() for f in forecasts],
-            "first_that_fits": None if chosen is None else chosen.candidate.name,
-            "reason": reason(forecasts),
-            "assumptions": assumptions(forecasts),
-            "fastest": None if quickest is None else quickest.candidate.name,
-            "pipeline_bubbles": bubbles,
-            "scaling": [vars(row) for row in rows],
-            "longest": None if reach is None else reach.to_json(),
-            "search": None if found is None else found_json(found),
+        arguments.print_json(args, result.to_json())
+    else:
+        print(result.to_text())
+    return 0 if result.fits else 1
+
+
+def _check(args: argparse.Namespace) -> tuple[list[Path], str]:
+    """Return the files and the program, after everything that can be wrong without running it.
+
+    Raises:
+        ConfigError: something is.
+    """
+    configs = arguments.yaml_files((*args.config, *args.more))
+    if not configs:
+        raise ConfigError("Got no YAML file. Give those of the program: ls-strategy plan CONFIG [CONFIG ...]")
+    check_search(args)
+    if args.longest and args.gpu_memory is None and args.host_memory is None:
+        raise ConfigError(_NO_LIMIT)
+    trainer = job_program.trainer_options(configs)
+    name, _ = job_program.given("strategy", trainer, args.extra)
+    if isinstance(name, str) and name.lower().startswith(("zero", "ddp_zero")) and name.lower() not in ALIASES:
+        raise unknown_name(name, difflib.get_close_matches(name.lower(), ALIASES, n=1))
+    module = args.module or job_program.infer_module(configs[0])
+    job_program.require_module(module)
+    return configs, module
+
+
+@dataclass(frozen=True, kw_only=True)
+class Result:
+    """What was found, for the terminal and as JSON."""
+
+    module: str
+    question: Any
+    hardware: Any
+    numel: int
+    forecasts: list[Any]
+    chosen: Any
+    quickest: Any
+    bubbles: dict[str, float]
+    rows: list[Any]
+    reach: Reached | None
+    found: Any
+
+    @property
+    def fits(self) -> bool:
+        """Whether any strategy fits, or any combination of the search."""
+        return self.chosen is not None or bool(self.found is not None and self.found.options)
+
+    def to_json(self) -> dict[str, Any]:
+        """Return it in JSON types, as ``plan.schema.json`` describes it."""
+        from ls_strategy.extras.planner.forecast import assumptions, reason
+
+        return {
+            "parameters": self.numel,
+            "ranks": self.hardware.ranks,
+            "batch": _shapes(self.question.batch),
+            "strategies": [f.to_dict() for f in self.forecasts],
+            "first_that_fits": None if self.chosen is None else self.chosen.candidate.name,
+            "reason": reason(self.forecasts),
+            "assumptions": assumptions(self.forecasts),
+            "fastest": None if self.quickest is None else self.quickest.candidate.name,
+            "pipeline_bubbles": self.bubbles,
+            "scaling": [vars(row) for row in self.rows],
+            "longest": None if self.reach is None else self.reach.to_json(),
+            "search": None if self.found is None else found_json(self.found),
         }
-        arguments.print_json(args, result)
-        return 0 if chosen is not None or (found is not None and found.options) else 1
-    print(f"{module}: {numel:,} parameters in {question.precision.name}, batch of one rank: {_shapes(question.batch)}")
-    print(table(forecasts, hardware))
-    print("\n".join([reason(forecasts), *assumptions(forecasts)]))
-    if quickest is not None and quickest.seconds is not None:
-        print(f"{quickest.candidate.name}: the fastest that fits, at most {quickest.seconds[1]:.3g} s per step.")
-    if bubbles:
-        print("pipeline bubble: " + ", ".join(f"{name} {bubble:.1%}" for name, bubble in bubbles.items()))
-    if rows:
-        print(scaling_table(rows))
-    if reach is not None:
-        print("\n".join(reach.lines()))
-    if found is not None:
-        print("\n".join(found_lines(found, hardware)))
-    return 0 if chosen is not None or (found is not None and found.options) else 1
+
+    def to_text(self) -> str:
+        """Return the tables and what they mean."""
+        from ls_strategy.extras.planner.forecast import assumptions, reason, table
+        from ls_strategy.extras.planner.scaling import scaling_table
+
+        precision, batch = self.question.precision.name, _shapes(self.question.batch)
+        lines = [f"{self.module}: {self.numel:,} parameters in {precision}, batch of one rank: {batch}"]
+        lines += [table(self.forecasts, self.hardware), reason(self.forecasts), *assumptions(self.forecasts)]
+        if self.quickest is not None and self.quickest.seconds is not None:
+            at_most = f"{self.quickest.seconds[1]:.3g} s per step."
+            lines.append(f"{self.quickest.candidate.name}: the fastest that fits, at most {at_most}")
+        if self.bubbles:
+            shares = ", ".join(f"{name} {bubble:.1%}" for name, bubble in self.bubbles.items())
+            lines.append(f"pipeline bubble: {shares}")
+        if self.rows:
+            lines.append(scaling_table(self.rows))
+        if self.reach is not None:
+            lines += self.reach.lines()
+        if self.found is not None:
+            lines += found_lines(self.found, self.hardware)
+        return "\n".join(lines)
+
+
+_NO_LIMIT = (
+    "Got --longest without a limit of memory. Give --gpu-memory, for example 80GB; for a run on the CPU --host-memory."
+)
 
 
 def _require_a_limit(args: argparse.Namespace, hardware: Any) -> None:
@@ -139,10 +212,7 @@ def _require_a_limit(args: argparse.Namespace, hardware: Any) -> None:
         ConfigError: the memory is not known.
     """
     if args.longest and hardware.device_room is None:
-        raise ConfigError(
-            "Got --longest without a limit of memory. Give --gpu-memory, for example 80GB; for a run on the CPU "
-            "--host-memory."
-        )
+        raise ConfigError(_NO_LIMIT)
 
 
 def hardware_of(args: argparse.Namespace, trainer: dict[str, Any]) -> Any:
@@ -151,7 +221,8 @@ def hardware_of(args: argparse.Namespace, trainer: dict[str, Any]) -> Any:
     Raises:
         ConfigError: a size is invalid.
     """
-    from ls_strategy.extras.planner.hardware import Hardware, parse_bytes
+    from ls_strategy.extras.planner.hardware import Hardware
+    from ls_strategy.extras.planner.sizes import parse_bytes
 
     def size(text: str | None) -> int | None:
         return None if text is None else parse_bytes(text)
@@ -225,12 +296,14 @@ def build(module: str, configs: Sequence[Path], extra: Sequence[str] = ()) -> An
             stack.enter_context(explaining_the_program(module))
             stack.enter_context(weightless())
             stack.enter_context(intercept_cli(stop, _bare_trainer))
+            show_status(f"... running {module} up to its first step")
             runpy.run_module(module, run_name="__main__", alter_sys=True)
     except _Built as built:
         return built.cli
     except SystemExit as error:
         raise ConfigError(
-            f"`python -m {' '.join(command)}` ended with status {error.code}; its output is above."
+            f"`python -m {' '.join(command)}` ended with status {error.code}; its output is above. Correct what it "
+            "names in the files, or in the options after --."
         ) from None
     finally:
         sys.path.remove(here)
@@ -252,9 +325,9 @@ def explaining_the_program(module: str) -> Generator[None, None, None]:
     except Exception as error:
         at = traceback.extract_tb(error.__traceback__)[-1]
         raise ConfigError(
-            f"{module} ended with {type(error).__name__} before its first step, at {at.filename}:{at.lineno}: {error} "
-            "A plan needs the program's model and one batch of its data. Give options of the program after --, for "
-            "example local data: ls-strategy plan CONFIG -- --data.corpus.tokenizer=bytes"
+            f"{module} ended with {type(error).__name__} before its first step: {str(error).rstrip('.')}. Raised at "
+            f"{at.filename}:{at.lineno}. A plan needs the program's model and one batch of its data. Give options of "
+            "the program after --, for example data of this machine: ls-strategy plan CONFIG -- --data.OPTION=VALUE"
         ) from error
 
 

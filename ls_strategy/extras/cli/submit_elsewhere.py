@@ -82,6 +82,12 @@ def run(args: argparse.Namespace) -> int:
     name = args.name or _default_name(module, configs, args.to)
     path = Path(args.to) / f"{name}-{time.strftime('%Y%m%d-%H%M%S')}.{'sh' if args.to == 'torchrun' else 'yaml'}"
     text = _render(args, configs, module, name, str(path))
+    if args.to == "kubeflow" and args.image is None:
+        print(
+            "note: no --image is given, so Kubernetes uses the image of the runtime. It has torch, but neither your "
+            f"program ({module}) nor ls_strategy unless you put them there. Give --image registry/name:tag.",
+            file=sys.stderr,
+        )
     if args.dry_run:
         print(text, end="")
         return 0

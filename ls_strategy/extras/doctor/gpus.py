@@ -70,7 +70,7 @@ def device(index: int) -> Finding:
     """Check one GPU that torch sees."""
     import torch
 
-    from ls_strategy.extras.planner.hardware import show_bytes
+    from ls_strategy.extras.planner.sizes import show_bytes
 
     properties = torch.cuda.get_device_properties(index)  # CUDA only
     name = f"GPU {index}"

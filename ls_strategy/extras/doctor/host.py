@@ -67,7 +67,7 @@ def _cpu_name() -> str:
 
 def memory() -> Iterator[Finding]:
     """Report the host's memory and what this process may still use."""
-    from ls_strategy.extras.planner.hardware import show_bytes
+    from ls_strategy.extras.planner.sizes import show_bytes
     from ls_strategy.host_memory import free_host_memory
 
     total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")

@@ -15,7 +15,7 @@ _PROBE_BYTES = 1 << 20
 
 def folder(path: str) -> Iterator[Finding]:
     """Check the folder, with `check_path` as training does. An empty path means that there is none."""
-    from ls_strategy.extras.planner.hardware import show_bytes
+    from ls_strategy.extras.planner.sizes import show_bytes
     from ls_strategy.tiers.nvme_folder import check_path, in_memory, mount_of
 
     if not path:

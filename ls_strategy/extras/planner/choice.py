@@ -25,8 +25,9 @@ from ls_strategy.extras.planner.forecast import (
     reason,
     table,
 )
-from ls_strategy.extras.planner.hardware import Hardware, found_here, show_bytes
+from ls_strategy.extras.planner.hardware import Hardware, found_here
 from ls_strategy.extras.planner.simulated import simulated
+from ls_strategy.extras.planner.sizes import show_bytes
 from ls_strategy.extras.planner.speeds import Speeds, quickest
 from ls_strategy.extras.planner.step import training_step
 from ls_strategy.precision import PrecisionPolicy

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -14,10 +14,11 @@ from ls_strategy.config import RecomputeConfig, TierName, ZeROConfig
 from ls_strategy.errors import PlanError
 from ls_strategy.extras.planner.buffers import Setting
 from ls_strategy.extras.planner.candidates import Candidate, ladder
-from ls_strategy.extras.planner.hardware import Hardware, show_bytes
+from ls_strategy.extras.planner.hardware import Hardware
 from ls_strategy.extras.planner.offloaded import saved_bytes, with_activations
 from ls_strategy.extras.planner.replay import Peak, replay
 from ls_strategy.extras.planner.simulated import Simulated
+from ls_strategy.extras.planner.sizes import show_bytes
 from ls_strategy.extras.planner.states import ModelStates, matrix_flops
 from ls_strategy.extras.planner.trace import Step, Trace, Tracer
 from ls_strategy.extras.planner.traffic import StepTraffic, traffic
@@ -239,9 +240,18 @@ class Forecaster:
             assumed=trace.assumed,
         )  # fmt: skip
 
-    def all(self, hardware: Hardware) -> list[Forecast]:
-        """Return the forecast of every candidate, the lightest first."""
-        return [self.forecast(candidate, hardware) for candidate in self.candidates(hardware)]
+    def all(self, hardware: Hardware, progress: Callable[[str, int, int], None] | None = None) -> list[Forecast]:
+        """Return the forecast of every candidate, the lightest first.
+
+        ``progress`` gets the candidate that begins, how many are done, and how many there are.
+        """
+        forecasts: list[Forecast] = []
+        candidates = self.candidates(hardware)
+        for candidate in candidates:
+            if progress is not None:
+                progress(candidate.name, len(forecasts), len(candidates))
+            forecasts.append(self.forecast(candidate, hardware))
+        return forecasts
 
     def candidates(self, hardware: Hardware) -> list[Candidate]:
         """Return every candidate, the lightest first."""

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from ls_strategy.extras.planner.hardware import Hardware, show_bytes
+from ls_strategy.extras.planner.hardware import Hardware
 from ls_strategy.extras.planner.search import Found
+from ls_strategy.extras.planner.sizes import show_bytes
 
 
 def front_table(found: Found) -> str:

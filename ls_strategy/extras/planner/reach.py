@@ -17,7 +17,8 @@ from ls_strategy.errors import PlanError
 from ls_strategy.extras.planner.batch import length_of, of_length, resized, rows_of
 from ls_strategy.extras.planner.candidates import Candidate
 from ls_strategy.extras.planner.forecast import Forecaster, lacks_of
-from ls_strategy.extras.planner.hardware import Hardware, show_bytes
+from ls_strategy.extras.planner.hardware import Hardware
+from ls_strategy.extras.planner.sizes import show_bytes
 from ls_strategy.extras.planner.trace import Trace
 
 What = Literal["tokens", "samples"]

@@ -8,7 +8,8 @@ from dataclasses import dataclass
 from ls_strategy.config import ZeroStage
 from ls_strategy.extras.planner.candidates import Candidate
 from ls_strategy.extras.planner.forecast import Forecaster
-from ls_strategy.extras.planner.hardware import Hardware, show_bytes
+from ls_strategy.extras.planner.hardware import Hardware
+from ls_strategy.extras.planner.sizes import show_bytes
 
 RANKS = (8, 64, 512, 4096)
 STAGES: tuple[ZeroStage, ...] = (0, 1, 2, 3)

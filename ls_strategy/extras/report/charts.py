@@ -31,6 +31,9 @@ _DOTS = 24
 _LOG_FROM = 50.0
 """A chart is logarithmic if its largest value is this many times the smallest, and all are above 0."""
 
+_EQUAL = 5e-5
+"""Values are equal for an axis if they differ by a smaller share: its six digits could not tell its numbers apart."""
+
 
 @dataclass(frozen=True)
 class Line:
@@ -167,9 +170,11 @@ def _scale(chart: Chart, columns: Sequence[Sequence[Column]]) -> _Scale:
         powers = range(round(math.log10(low)), round(math.log10(high)) + 1)
         every = -(-len(powers) // 6)
         return _Scale(span, (low, high), True, [10.0**p for p in powers[::every]])
-    if high == low:
-        around = abs(high) / 10 or 1.0
-        low, high = (low if chart.from_zero and low == 0 else low - around), high + around
+    if low == high == 0:
+        high = 1.0
+    elif high - low < _EQUAL * max(abs(low), abs(high)):
+        around = max(abs(low), abs(high)) / 10
+        low, high = low - around, high + around
     found = round_ticks(low, high, 6)
     return _Scale(span, (min(low, found[0]), max(high, found[-1])), False, found)
 

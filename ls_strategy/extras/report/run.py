@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -93,6 +94,8 @@ class Run:
     def state(self, now: float | None = None) -> str:
         """Say whether the run has ended."""
         recent = (time.time() if now is None else now) - self.last_written < _RECENT_S
+        if not self.lines and self._did_all_steps():
+            return "finished"
         if not self.lines:
             return "perhaps still running" if recent else "unknown"
         last = self.lines[-1]
@@ -101,6 +104,18 @@ class Run:
         if last["event"] == "error":
             return {"Preempted": "preempted", "KeyboardInterrupt": "interrupted"}.get(str(last.get("type")), "failed")
         return "running" if recent else "ended without a word (killed?)"
+
+    def _did_all_steps(self) -> bool:
+        """Return whether the log or a checkpoint has reached the number of steps in LightningCLI's configuration."""
+        import yaml
+
+        try:
+            most = yaml.safe_load(self.configs.get("config.yaml", ""))["trainer"]["max_steps"]
+        except (yaml.YAMLError, RecursionError, ValueError, TypeError, KeyError):
+            return False
+        logged = -1 if self.last_step is None else self.last_step
+        done = max([logged + 1, *(c.step for c in self.checkpoints if c.step is not None)])  # the log counts from 0
+        return isinstance(most, int) and 0 < most <= done
 
 
 def read(folder: Path, name: str, progress: Callable[[str], None] = lambda text: None) -> Run:
@@ -171,7 +186,8 @@ def _checkpoints(folder: Path) -> list[Checkpoint]:
 
 def _checkpoint(path: Path) -> Checkpoint | None:
     if path.is_file() and path.suffix == ".ckpt":
-        return Checkpoint(path.name, None, path.stat().st_mtime, "")
+        step = re.search(r"(?:^|[-_])step=(\d{1,18})(?:[-_.]|$)", path.name)  # as ModelCheckpoint names files
+        return Checkpoint(path.name, None if step is None else int(step[1]), path.stat().st_mtime, "")
     manifest = path / "manifest.json"
     if not manifest.is_file():
         return None
