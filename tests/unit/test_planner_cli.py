@@ -11,6 +11,7 @@ import pytest
 
 from ls_strategy.errors import ConfigError, PlanError
 from ls_strategy.extras.cli import plan
+from tests.unit.test_cli_json import check
 
 pytest.importorskip("jsonargparse")
 PROGRAM = """
@@ -106,7 +107,7 @@ def test_a_plan_in_json(config, capsys):
     """It has one amount of states and of traffic, in both of its tables."""
     more = ("--scaling", "--", "--trainer.accumulate_grad_batches=2")
     assert run(config, "--gpus", 8, "--gpu-memory", "2GB", "--json", *more) == 0
-    told = json.loads(capsys.readouterr().out)
+    told = check("plan", capsys.readouterr().out)
     assert told["parameters"] == 8 * 128 + 128 + 3 * (128 * 128 + 128)
     assert told["ranks"] == 8
     assert told["batch"] == "(4, 8) float32"
@@ -130,7 +131,7 @@ def test_a_plan_for_slow_links_between_nodes(config, capsys):
     """What sends least between nodes is fastest on a slow network, and the bytes of a node share its link."""
     words = ("--gpus=16", "--node-size=8", "--gpu-memory=80GB", "--tflops=300", "--link=100", "--inter-node=1Gbit")
     assert run(config, *words, "--json") == 0
-    result = json.loads(capsys.readouterr().out)
+    result = check("plan", capsys.readouterr().out)
     by_name = {s["name"]: s for s in result["strategies"]}
     assert result["fastest"].endswith("shard_size=node")
     between = {name: s["sent_bytes_between_nodes_per_step"] for name, s in by_name.items()}
@@ -154,7 +155,7 @@ def test_a_search_prints_and_tells_what_to_set(config, capsys, tmp_path):
     program.write_text(PROGRAM.replace("nn.Sequential(nn.Linear(self.width, self.width), nn.Tanh())", BLOCK))
     words = (config, "--gpus=8", "--gpu-memory=80GB", "--tflops=300", "--link=50", "--search")
     assert run(*words, "--json") == 0
-    found = json.loads(capsys.readouterr().out)["search"]
+    found = check("plan", capsys.readouterr().out)["search"]
     assert found["global_batch"] == 4 * 8
     assert found["front"]
     assert run(*words) == 0
@@ -170,7 +171,7 @@ def test_the_longest_samples_and_the_largest_micro_batch(config, capsys, tmp_pat
     program.write_text(longer.replace("nn.Sequential(nn.Linear(self.width, self.width), nn.Tanh())", BLOCK))
     words = (config, "--gpus=8", "--gpu-memory=1.2GB", "--longest")
     assert run(*words, "--json") == 0
-    told = json.loads(capsys.readouterr().out)
+    told = check("plan", capsys.readouterr().out)
     found = told["longest"]
     assert (found["tokens_per_sample_now"], found["samples_now"]) == (16, 4)
     assert found["model_accepts_the_longest"]
@@ -217,7 +218,7 @@ def test_a_plan_for_too_small_a_machine(config, capsys):
 def test_options_of_the_program_count_over_its_files(config, capsys):
     more = ("--", "--model.width=64", "--data.batch_size", 5, "--trainer.devices=3", "--trainer.accelerator=cpu")
     assert run(config, "--json", *more) == 0
-    told = json.loads(capsys.readouterr().out)
+    told = check("plan", capsys.readouterr().out)
     assert told["parameters"] == 8 * 64 + 64 + 3 * (64 * 64 + 64)
     assert told["batch"] == "(5, 8) float32"
     assert told["ranks"] == 3

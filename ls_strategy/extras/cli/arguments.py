@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import os
 from collections.abc import Callable, Iterable
 from pathlib import Path
@@ -176,6 +177,17 @@ def keep_what_follows_two_dashes(parser: argparse.ArgumentParser) -> None:
     parser.parse_known_args = parse_known_args  # type: ignore[method-assign]
 
 
-def print_json(args: argparse.Namespace, result: Any) -> None:
-    """Print a result where `ls_strategy.extras.cli.main` keeps standard output free for it."""
-    print(json.dumps(result, indent=2), file=getattr(args, "out", None))
+def print_json(args: argparse.Namespace, result: dict[str, Any]) -> None:
+    """Print a result where `ls_strategy.extras.cli.main` keeps standard output free for it.
+
+    Numbers that JSON does not have, NaN and infinity, are null.
+    """
+    print(json.dumps(_finite(result), indent=2, allow_nan=False), file=getattr(args, "out", None), flush=True)
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {str(key): _finite(each) for key, each in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_finite(each) for each in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value

@@ -41,6 +41,8 @@ def run(args: argparse.Namespace) -> int:
         broken = verify_all(args.path, lambda name: print(f"reading {name}", file=sys.stderr))
         for message in broken:
             print_error("ls-strategy inspect", message)
+        if broken and args.json:
+            arguments.print_json(args, {"error": "\n".join(broken)})
         if broken:
             return 1
     description = description or describe(args.path)
