@@ -16,6 +16,7 @@ include_patterns = [
     "README.md",
     "CHANGELOG.md",
     "CONTRIBUTING.md",
+    "SECURITY.md",
     "docs/**",
     "recipes/README.md",
     "recipes/*/README.md",

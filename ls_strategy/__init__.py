@@ -70,7 +70,7 @@ if TYPE_CHECKING:
     from ls_strategy.optimizers.soap import SOAP
     from ls_strategy.pretrained.load import load_safetensors
 
-__version__ = "0.2.0"
+__version__ = "0.3.0"
 
 __all__ = [
     "SOAP",

@@ -16,7 +16,7 @@ SOURCES = sorted(
     {
         *(ROOT / "docs").glob("*.md"),
         *(ROOT / "recipes").rglob("README.md"),
-        *(ROOT / name for name in ("README.md", "CHANGELOG.md", "CONTRIBUTING.md")),
+        *(ROOT / name for name in ("README.md", "CHANGELOG.md", "CONTRIBUTING.md", "SECURITY.md")),
     }
 )
 RAW = re.compile(r"`|<!--|-->|\]\(|^% |^#+ ", re.MULTILINE)
