@@ -398,7 +398,7 @@ def test_the_command_writes_a_file_and_says_so(tmp_path: Path, capsys: Any) -> N
     assert run(folder, target) == 0
     out, err = capsys.readouterr()
     assert err.startswith(f"{target}: 0.00 of 0.00 MB in ")
-    assert out.startswith(f"wrote {target}: weights, optimizer states and progress in one file of torch.save\n")
+    assert out.startswith(f"wrote {target}: all of the checkpoint in one file of torch.save\n")
     assert "optimizer_states" in torch.load(target, weights_only=True)
     assert run(folder, target) == 1
     assert f"error: {target} exists" in capsys.readouterr().err

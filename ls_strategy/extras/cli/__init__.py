@@ -36,8 +36,8 @@ from ls_strategy.extras.cli.parser import Parser, did_you_mean, print_error
 SUBCOMMANDS = (bench_inference, consolidate, doctor, inspect, meet, new, plan, report, submit, tune_io)
 """Modules with ``add(subcommands)``, which adds a parser; its ``run`` takes the arguments and returns the status."""
 
-_STDOUT = 1
-"""The file descriptor."""
+_STDOUT, _STDERR = 1, 2
+"""File descriptors."""
 
 
 def make_parser() -> Parser:
@@ -110,7 +110,7 @@ def _run(args: argparse.Namespace) -> int:
 def only_json(args: argparse.Namespace) -> Generator[None, None, None]:
     """Send to stderr what programs and packages print, also outside of Python; ``args.out`` stays for the JSON."""
     try:
-        is_real = sys.stdout.fileno() == _STDOUT
+        is_real = (sys.stdout.fileno(), sys.stderr.fileno()) == (_STDOUT, _STDERR)
     except (OSError, ValueError, AttributeError):  # a stand-in without a file, as in tests
         is_real = False
     with ExitStack() as stack:
@@ -119,7 +119,7 @@ def only_json(args: argparse.Namespace) -> Generator[None, None, None]:
             kept = os.dup(_STDOUT)
             stack.callback(os.close, kept)
             stack.callback(os.dup2, kept, _STDOUT)
-            os.dup2(sys.stderr.fileno(), _STDOUT)
+            os.dup2(_STDERR, _STDOUT)
             args.out = stack.enter_context(open(kept, "w", encoding="utf-8", closefd=False))
         stack.enter_context(redirect_stdout(sys.stderr))
         yield

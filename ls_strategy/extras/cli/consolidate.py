@@ -151,13 +151,13 @@ def _what_it_is(args: argparse.Namespace) -> list[str]:
             f"  in a module   ls_strategy.load_safetensors(module, {target!r})",
             "  Hugging Face's from_pretrained needs its config.json and its names too: see --rename",
         ]
-    content = "weights and hyper-parameters" if args.weights_only else "weights, optimizer states and progress"
+    content = "weights and hyper-parameters" if args.weights_only else "all of the checkpoint"
     load = [
         f"wrote {target}: {content} in one file of torch.save",
         f"  in a module   YourModule.load_from_checkpoint({target!r})",
         f"  in torch      torch.load({target!r}, weights_only=True)['state_dict']",
     ]
-    return load if args.weights_only else [*load, f"  train on      trainer.fit(..., ckpt_path={target!r})"]
+    return load if args.weights_only else [*load, f"  in a Trainer  trainer.fit(..., ckpt_path={target!r})"]
 
 
 class ProgressLine:

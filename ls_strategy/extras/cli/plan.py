@@ -20,7 +20,7 @@ from ls_strategy.extras.cli import arguments, job_program
 from ls_strategy.extras.cli.arguments import keep_what_follows_two_dashes
 from ls_strategy.extras.cli.plan_longest import Reached
 from ls_strategy.extras.cli.plan_search import add_search, check_search, found_json, found_lines, run_search
-from ls_strategy.extras.cli.status_line import Progress, show_status
+from ls_strategy.extras.cli.status_line import Progress
 
 
 def add(subcommands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -77,7 +77,7 @@ def add(subcommands: argparse._SubParsersAction[argparse.ArgumentParser]) -> Non
 def run(args: argparse.Namespace) -> int:
     """Predict and print. Returns 1 if nothing fits."""
     configs, module = _check(args)
-    show_status("... importing torch and Lightning")
+    print("... importing torch and Lightning", file=sys.stderr, flush=True)
     from ls_strategy.extras.planner.forecast import fastest, lightest
     from ls_strategy.extras.planner.scaling import scale
 
@@ -296,7 +296,7 @@ def build(module: str, configs: Sequence[Path], extra: Sequence[str] = ()) -> An
             stack.enter_context(explaining_the_program(module))
             stack.enter_context(weightless())
             stack.enter_context(intercept_cli(stop, _bare_trainer))
-            show_status(f"... running {module} up to its first step")
+            print(f"... running {module} up to its first step", flush=True)  # a line of its own: the program prints
             runpy.run_module(module, run_name="__main__", alter_sys=True)
     except _Built as built:
         return built.cli
