@@ -10,6 +10,7 @@ import pytest
 from ls_strategy.checked import above
 from ls_strategy.errors import ConfigError
 from ls_strategy.extras.cli import arguments
+from ls_strategy.extras.cli.job_program import require_module
 
 
 @pytest.mark.parametrize(("text", "expected"), [("1", 1), (" 7 ", 7), ("1048576", 1 << 20)])
@@ -75,6 +76,19 @@ def test_what_is_no_file_of_a_program_says_why(tmp_path, content, message):
     file.write_bytes(content)
     with pytest.raises(ConfigError, match=message):
         arguments.read_section(file, "trainer")
+
+
+@pytest.mark.parametrize("module", ["alone", "package", "package.inner", "folder.inner", "folder.deeper.inner"])
+def test_programs_are_found_without_importing_them(tmp_path, monkeypatch, module):
+    monkeypatch.chdir(tmp_path)
+    for file in ("alone.py", "package/__init__.py", "package/inner.py", "folder/inner.py", "folder/deeper/inner.py"):
+        (tmp_path / file).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / file).write_text("raise SystemExit('imported')")
+    require_module(module)
+    for wrong in (f"{module}.typo", "typo", "", ".", f".{module}"):
+        if wrong != "folder.deeper.inner.typo":  # nobody knows before the folders are imported
+            with pytest.raises(ConfigError, match=r"neither in .* nor an installed package"):
+                require_module(wrong)
 
 
 @pytest.mark.parametrize("content", ["", "model: {}", "trainer:"])

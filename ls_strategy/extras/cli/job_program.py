@@ -40,7 +40,10 @@ def require_module(module: str) -> None:
     sys.path.insert(0, here)
     try:
         for number in range(1, len(parts) + 1):
-            spec = _find(".".join(parts[:number]), places)
+            try:
+                spec = _find(".".join(parts[:number]), places)
+            except KeyError:  # folders without __init__.py in each other: Python looks the outer one up as imported
+                return
             places = None if spec is None else spec.submodule_search_locations
             if spec is None or (places is None and number < len(parts)):
                 raise ConfigError(
