@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from tests.mutations import Mutation
 
+_CASTS = "tests/dist/test_autocast_gathers.py"
+
 COLLECTIVES = (
     Mutation(
         "a reduction sums the ranks in reverse order",
@@ -46,5 +48,35 @@ COLLECTIVES = (
         "total = terms[0].float() if terms[0].dtype in (torch.float16, torch.bfloat16) else terms[0].clone()",
         "total = terms[0].clone()",
         ("tests/unit/test_parallel_regions.py::test_16_bit_terms_are_summed_in_fp32_and_rounded_once",),
+    ),
+    Mutation(
+        "gathers in 16 bits: weights are read in 16 bits where autocast is off",
+        "ls_strategy/zero/flat/cast.py",
+        "        return torch.is_autocast_enabled(kind) and torch.get_autocast_dtype(kind) == self.dtype\n",
+        "        return torch.get_autocast_dtype(kind) == self.dtype\n",
+        (f"{_CASTS}::test_every_other_use_of_a_weight_has_its_fp32_bits",),
+    ),
+    Mutation(
+        "gathers in 16 bits: backward goes through weights of after the step",
+        "ls_strategy/zero/flat/cast.py",
+        "            self.is_saved = False\n            increment_version(self.views)\n",
+        "            self.is_saved = False\n",
+        (f"{_CASTS}::test_a_backward_through_weights_of_before_a_step_is_refused",),
+    ),
+    Mutation(
+        "gathers in 16 bits: a shard on NVMe is not read for a use in fp32",
+        "ls_strategy/zero/flat/flat_buffer.py",
+        "        if self.is_gathered or (self.is_fetched and self.encoded_wire is not None):\n",
+        "        if self.is_fetched:\n",
+        (f"{_CASTS}::test_every_other_use_of_a_weight_has_its_fp32_bits",),
+    ),
+    Mutation(
+        "gathers in 16 bits: what was gathered is gathered again",
+        "ls_strategy/zero/passes/gather.py",
+        "            if not flat.resident and not flat.is_fetched and flat.gathering is None:\n"
+        "                flat.start_gather()\n\n    def fetch",
+        "            if not flat.resident and not flat.is_gathered and flat.gathering is None:\n"
+        "                flat.start_gather()\n\n    def fetch",
+        (f"{_CASTS}::test_bits_are_those_of_gathers_in_fp32_and_bytes_are_half",),
     ),
 )
