@@ -153,6 +153,8 @@ class SimulatedDevice:
         collectives = torch.library.Library("c10d", "IMPL")
         for name in _COLLECTIVES:
             collectives.impl(name, _plainly(self._collective(getattr(torch.ops.c10d, name).default)), "PrivateUse1")
+        aten.impl("linear", _linear_under_autocast, "AutocastPrivateUse1")
+        rest.fallback(torch.library.fallthrough_kernel, "AutocastPrivateUse1")
         return [aten, rest, collectives]
 
     # operations ------------------------------------------------------------------------------------------------------
@@ -396,6 +398,13 @@ def _resize(tensor: Tensor, size: Any, memory_format: Any = None) -> Tensor:
         storage.resize_(needed)
     stride = torch.empty(shape, device="meta").stride()
     return tensor.set_(storage, tensor.storage_offset(), shape, stride)
+
+
+def _linear_under_autocast(*args: Any) -> Any:
+    """Multiply in 16 bits, as autocast of all real devices does. Other operations run in the dtypes they get."""
+    dtype = torch.get_autocast_dtype(NAME)
+    with torch._C._ExcludeDispatchKeyGuard(torch._C.DispatchKeySet(torch._C.DispatchKey.AutocastPrivateUse1)):
+        return torch.ops.aten.linear(*(None if t is None else t.to(dtype) for t in args))
 
 
 def _module() -> types.ModuleType:

@@ -340,6 +340,15 @@ FITS: dict[str, tuple[Any, ...]] = {
         {"stage": 3, "offload": {"optimizer": "cpu", "parameters": "cpu", "gradients": "cpu", "step_on": "device"}},
         {"precision": "bf16-true"},
     ),
+    "stage 3, bf16-mixed": ({"stage": 3}, {"precision": "bf16-mixed"}),
+    "stage 3, all on cpu, bf16-mixed": (
+        {"stage": 3, "offload": {"optimizer": "cpu", "parameters": "cpu", "gradients": "cpu", "step_on": "cpu"}},
+        {"precision": "bf16-mixed", "gradient_clip_val": 0.1},
+    ),
+    "stage 3, all on nvme, bf16-mixed": (
+        {"stage": 3, "offload": {"optimizer": "nvme", "parameters": "nvme"}},
+        {"precision": "bf16-mixed"},
+    ),
     "stage 2, cpu, 16-bit copies": (
         {"stage": 2, "offload": {"optimizer": "cpu", "step_on": "cpu"}},
         {"precision": "bf16-true"},
