@@ -68,7 +68,7 @@ class CastWire(Wire):
         return self.values.untyped_storage().size() > 0
 
     def view_for(self, index: int, param: nn.Parameter) -> Tensor:
-        """Return a parameter in 16 bits, whose gradient autograd adds to the parameter's."""
+        """Return a parameter in 16 bits, whose gradient autograd adds to the parameter's. Inside of `unnoticed`."""
         view = self.views[index]
         if not torch.is_grad_enabled():
             return view
@@ -129,9 +129,8 @@ class _Cast(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, param: Tensor, cast: Tensor) -> Tensor:  # type: ignore[override]
-        ctx.dtype = param.dtype
         return cast.detach()  # of the same version: see `CastWire.outdate`
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:  # type: ignore[override]
-        return grad.to(ctx.dtype), None
+        return grad.float(), None

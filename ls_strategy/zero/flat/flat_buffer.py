@@ -858,7 +858,7 @@ class FlatBuffer:
         wire.end_exact()
         if self.gathered_on_demand and not on_demand:  # by user code; now its own module needs it
             if self.users and torch.is_grad_enabled():
-                wire.always_exact = True  # user code holds it, and autograd may save it
+                wire.always_exact = wire.exact = True  # user code holds it, and autograd may save it
             if not self.users and not wire.always_exact:
                 self.take_writes()
                 wire.fill(self.full)

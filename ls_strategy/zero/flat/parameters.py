@@ -261,13 +261,16 @@ class ShardedParameter(ResidentParameter):
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Gather the values first, unless the function needs none."""
         kwargs = kwargs or {}
+        if func in AUTOCAST_FUNCTIONS:
+            with without_torch_function():
+                args = [_as_cast(arg) if type(arg) is ShardedParameter else arg for arg in args]
+            if ShardedParameter not in map(type, (*args, *kwargs.values())):
+                return func(*args, **kwargs)
         if func is _DETACH and (home := home_of(args[0])) is not None and home.is_collecting():
             return home.stand_in(args[0])
         if _needs_no_values(func, args):
             with without_torch_function():
                 return func(*args, **kwargs)
-        if func in AUTOCAST_FUNCTIONS:
-            args = tuple(_as_cast(arg) for arg in args)
         return _with_values(func, args, kwargs)
 
 
@@ -295,10 +298,10 @@ def _with_values(func: Any, args: Any, kwargs: Any) -> Any:
             home.touched()
 
 
-def _as_cast(arg: Any) -> Any:
-    """Return what autocast would cast a sharded parameter to, if it was gathered so; anything else as it is."""
-    cast = _home_now(arg).cast_of(arg) if type(arg) is ShardedParameter else None
-    return arg if cast is None else cast
+def _as_cast(param: nn.Parameter) -> Tensor:
+    """Return what autocast would cast a sharded parameter to, if it was gathered so. Otherwise the parameter."""
+    cast = _home_now(param).cast_of(param)
+    return param if cast is None else cast
 
 
 def _is_called_by_torch(caller: FrameType) -> bool:
