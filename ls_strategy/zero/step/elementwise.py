@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import copy
 import inspect
+import math
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from ls_strategy._torch import copy_of_optimizer, forget_step_hooks
+from ls_strategy._torch import TorchDispatchMode, copy_of_optimizer, forget_step_hooks, in_eager_mode
 from ls_strategy.errors import PlanError
 
 
@@ -41,6 +43,8 @@ def splits_tensors(optimizer: Optimizer, group: dict[str, Any]) -> bool:
     settings = {k: v for k, v in group.items() if k != "params"}
     known = known_of(optimizer, settings, *probed_shapes(group["params"]))
     if known not in _SPLITS:
+        if collective_of(optimizer) is not None:
+            return False
         found = _halves_agree(optimizer, settings, group["params"])
         if known is None:
             return found
@@ -63,32 +67,106 @@ def known_of(optimizer: Optimizer, settings: dict[str, Any], *more: Any) -> Any:
     return (kind, kind.step, repr(sorted(each for each in settings.items() if each[0] != "lr")), more)  # see `copy_of`
 
 
+class _CollectiveRefusal(TorchDispatchMode):
+    """Raises at the first collective inside, before it is sent, and notes its name in ``called``."""
+
+    def __init__(self) -> None:
+        """Begin without any call."""
+        super().__init__()
+        self.called: str | None = None
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Run an operation that sends nothing.
+
+        Raises:
+            RuntimeError: it sends.
+        """
+        if func.namespace in ("c10d", "_c10d_functional"):
+            self.called = func.overloadpacket.__name__.rstrip("_")
+            raise RuntimeError(f"Got a collective, {self.called}, where nothing may be sent.")
+        return func(*args, **(kwargs or {}))
+
+
+def collective_of(optimizer: Optimizer) -> str | None:
+    """Return the name of the first collective that ``step`` calls; None if it sends nothing. Nothing is sent.
+
+    A probe of such an optimizer could hang: its ranks may take different ways between two collectives.
+    """
+    if type(optimizer).__module__.startswith("torch.optim."):
+        return None
+    for group in optimizer.param_groups:
+        settings = {k: v for k, v in group.items() if k != "params"}
+        value = torch.ones(probed_shapes(group["params"])[0])
+        refusal = _CollectiveRefusal()
+        with suppress(Exception), refusal:  # the other probes report what else is wrong
+            probe(optimizer, settings, [value], [[value]])
+        if refusal.called:
+            return refusal.called
+    return None
+
+
 def _halves_agree(optimizer: Optimizer, settings: dict[str, Any], params: list[Tensor]) -> bool:
-    for shape in probed_shapes(params):
-        generator = torch.Generator().manual_seed(0)
-        value = torch.randn(shape, generator=generator)
-        grads = [torch.randn(shape, generator=generator) for _ in range(3)]
+    dimensions = probed_dimensions(params)
+    for shape in [*(_SHAPES[n] for n in dimensions), *(_LARGE_SHAPES[n] for n in dimensions)]:
+        value, grads = probed_values(optimizer, settings, shape)
         with on_gradients_alone(optimizer):
-            (full,) = probe(optimizer, settings, [value], [[g] for g in grads])
+            full = probe(optimizer, settings, [value], [[g] for g in grads])
         try:
             halves = [
-                probe(optimizer, settings, [half], [[_halves(g)[i]] for g in grads])[0]
+                probe(optimizer, settings, [half], [[_halves(g)[i]] for g in grads])
                 for i, half in enumerate(_halves(value))
             ]
         except Exception:
             return False
-        if not torch.allclose(full.flatten(), torch.cat(halves), rtol=1e-5, atol=1e-7):
+        joined = torch.cat([half.values[0] for half in halves])
+        numbers_agree = all(full.has_numbers_of(half) for half in halves)
+        if not (numbers_agree and same_updates(value.flatten(), full.values[0].flatten(), joined)):
             return False
     return True
 
 
 _SHAPES = {1: (48,), 2: (8, 6), 3: (4, 4, 3), 4: (4, 3, 2, 2)}
 
+_LARGE_SHAPES = {1: (20480,), 2: (160, 128), 3: (2, 160, 128), 4: (160, 128, 2, 1)}
+"""Optimizers may treat large tensors otherwise: Adafactor those with two dimensions of 128, 8-bit states those of 4096
+elements and full blocks. Parameters below such a limit are above it in a run."""
+
+
+def probed_dimensions(params: list[Tensor]) -> list[int]:
+    """Return the numbers of dimensions that the parameters have: optimizers may depend on it."""
+    return sorted({min(p.dim(), max(_SHAPES)) for p in params if p.dim() and p.numel()}) or [2]
+
 
 def probed_shapes(params: list[Tensor]) -> list[tuple[int, ...]]:
-    """Return one small shape for every number of dimensions that the parameters have: optimizers may depend on it."""
-    found = sorted({min(p.dim(), max(_SHAPES)) for p in params if p.dim() and p.numel()})
-    return [_SHAPES[n] for n in found or [2]]
+    """Return one small shape for every number of dimensions that the parameters have."""
+    return [_SHAPES[n] for n in probed_dimensions(params)]
+
+
+def probed_values(
+    optimizer: Optimizer, settings: dict[str, Any], shape: tuple[int, ...], seed: int = 0
+) -> tuple[Tensor, list[Tensor]]:
+    """Return a tensor and its gradients in three steps, in fp64 if the optimizer can step that.
+
+    Steps may be tiny: D-Adaptation and Prodigy begin with 1e-6. The gradients have a common part, from which these
+    find their rate, and the second one is orthogonal to the tensor, row by row, where AdamP projects.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    value, common, first, last = (torch.randn(shape, generator=generator, dtype=torch.float64) for _ in range(4))
+    rows = value.view(shape[0] if len(shape) > 1 else 1, -1)
+    along = (common.view_as(rows) * rows).sum(1, keepdim=True) / rows.square().sum(1, keepdim=True) * rows
+    grads = [common + 0.5 * first, common - along.view(shape), common + 0.5 * last]
+    try:
+        probe(optimizer, settings, [value], [[grad] for grad in grads])
+    except Exception:  # a kernel for 32 bits, or what the caller reports
+        return value.float(), [grad.float() for grad in grads]
+    return value, grads
+
+
+def same_updates(before: Tensor, a: Tensor, b: Tensor) -> bool:
+    """Return whether two results of steps from the same tensor agree, but for rounding."""
+    update = float((a - before).abs().max())
+    rounding = 8 * torch.finfo(a.dtype).eps * float(before.abs().max())
+    return torch.allclose(a, b, rtol=0.0, atol=1e-5 * update + rounding)
 
 
 ONE_PASS = (
@@ -129,6 +207,8 @@ def require_one_pass(optimizer: Optimizer) -> None:
     """
     if not takes_closure(optimizer) or isinstance(optimizer, torch.optim.SparseAdam):  # probes are dense
         return
+    if collective_of(optimizer) is not None:
+        return
     name = type(optimizer).__name__
     for group in optimizer.param_groups:
         settings = {k: v for k, v in group.items() if k != "params"}
@@ -167,6 +247,14 @@ def on_gradients_alone(optimizer: Optimizer) -> Iterator[None]:
 _CLOSURE_STEPS = 3
 
 
+@contextmanager
+def probing(seed: int = 0) -> Iterator[None]:
+    """Let a copy step inside: with random numbers of its own, and without compiling its code for the probe's shapes."""
+    with torch.random.fork_rng(devices=[]), in_eager_mode():
+        torch.manual_seed(seed)
+        yield
+
+
 def _probe_closure(optimizer: Optimizer, settings: dict[str, Any], *, inside: bool) -> tuple[int, Tensor]:
     """Return how often a copy of the optimizer calls its closure in `_CLOSURE_STEPS` steps, and the final weights.
 
@@ -190,8 +278,7 @@ def _probe_closure(optimizer: Optimizer, settings: dict[str, Any], *, inside: bo
             backward()
         return torch.tensor(1.5 if inside else 2.5)
 
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(0)
+    with probing():
         for _ in range(_CLOSURE_STEPS):
             if not inside:
                 backward()
@@ -204,6 +291,25 @@ def _halves(value: Tensor) -> list[Tensor]:
     return [flat[:19].clone(), flat[19:].clone()]
 
 
+@dataclass(frozen=True)
+class Stepped:
+    """What steps of a copy of an optimizer have left."""
+
+    values: list[Tensor]
+    group: dict[str, Any]
+
+    def has_numbers_of(self, other: Stepped) -> bool:
+        """Return whether the groups' settings are the same numbers. Sums over tensors, as Prodigy's, are not."""
+        mine, others = _numbers(self.group), _numbers(other.group)
+        same = mine.keys() == others.keys()
+        return same and all(math.isclose(mine[k], others[k], rel_tol=1e-5) or mine[k] == others[k] for k in mine)
+
+
+def _numbers(group: dict[str, Any]) -> dict[str, float]:
+    one = {k: v.item() if isinstance(v, Tensor) and v.numel() == 1 and not v.is_meta else v for k, v in group.items()}
+    return {k: float(v) for k, v in one.items() if isinstance(v, (int, float)) and not math.isnan(v)}
+
+
 def probe(
     optimizer: Optimizer,
     settings: dict[str, Any],
@@ -211,17 +317,16 @@ def probe(
     grads: list[list[Tensor]],
     *,
     seed: int = 0,
-) -> list[Tensor]:
+) -> Stepped:
     """Run a copy of the optimizer on ``values`` for ``len(grads)`` steps; return their values after it."""
     params = [v.clone().requires_grad_() for v in values]
     fresh = copy_of(optimizer, settings, params)
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed)
+    with probing(seed):
         for step_grads in grads:
             for p, g in zip(params, step_grads, strict=True):
                 p.grad = g.clone()
             type(optimizer).step(fresh)
-    return [p.detach() for p in params]
+    return Stepped([p.detach() for p in params], fresh.param_groups[0])
 
 
 def early_state(optimizer: Optimizer) -> dict[str, Any]:
@@ -240,8 +345,9 @@ def copy_of(
     settings = {k: (v.detach().cpu() if isinstance(v, Tensor) and not v.is_meta else v) for k, v in settings.items()}
     if settings.get("capturable"):  # only on a GPU
         settings["capturable"] = False
-    if "lr" in settings:
-        settings["lr"] = 1e-2  # a warm-up may start at 0, which would change nothing
+    if "lr" in settings:  # a warm-up may start at 0, which would change nothing
+        lr = settings["lr"]
+        settings["lr"] = torch.full_like(lr, 1e-2) if isinstance(lr, Tensor) and not lr.is_meta else 1e-2
     fresh = copy_of_optimizer(optimizer, [{**settings, "params": params}])
     forget_step_hooks(fresh)
     _own_attributes(fresh, optimizer)
@@ -253,6 +359,8 @@ def copy_of(
                 fresh.state[p][k] = torch.full_like(p, float(v.flatten()[0]))
             else:
                 fresh.state[p][k] = copy.deepcopy(v)
+    if callable(getattr(type(optimizer), "train", None)):  # schedule-free ones step in this mode only
+        type(optimizer).train(fresh)  # type: ignore[attr-defined]
     return fresh
 
 

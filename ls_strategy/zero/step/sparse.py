@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from ls_strategy.errors import PlanError
-from ls_strategy.zero.step.elementwise import copy_of, early_state, known_of
+from ls_strategy.zero.step.elementwise import collective_of, copy_of, early_state, known_of, probing
 
 _SHAPE = (8, 6)
 _ROWS = ((1, 4), (1, 2), (0, 4))
@@ -119,6 +119,8 @@ def sees_rows(optimizer: Optimizer, settings: dict[str, Any], name: str, early: 
 
 
 def _sees_rows(optimizer: Optimizer, settings: dict[str, Any], name: str, early: Mapping[str, Any]) -> bool:
+    if collective_of(optimizer) is not None:
+        return True
     generator = torch.Generator().manual_seed(0)
     value = torch.randn(_SHAPE, generator=generator)
     grads = [_rows(rows, torch.randn(len(rows), _SHAPE[1], generator=generator)) for rows in _ROWS]
@@ -141,8 +143,7 @@ def _sees_rows(optimizer: Optimizer, settings: dict[str, Any], name: str, early:
 
 def _stepped(optimizer: Optimizer, grads: Sequence[Tensor]) -> Tensor:
     (param,) = optimizer.param_groups[0]["params"]
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(0)
+    with probing():
         for grad in grads:
             param.grad = grad.clone()
             type(optimizer).step(optimizer)

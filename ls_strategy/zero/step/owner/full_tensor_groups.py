@@ -20,7 +20,15 @@ from torch.optim import Optimizer
 
 from ls_strategy.errors import PlanError
 from ls_strategy.layout import TensorPart
-from ls_strategy.zero.step.elementwise import on_gradients_alone, probe, probed_shapes, splits_tensors
+from ls_strategy.zero.step.elementwise import (
+    collective_of,
+    on_gradients_alone,
+    probe,
+    probed_shapes,
+    probed_values,
+    same_updates,
+    splits_tensors,
+)
 
 _ONE_BY_ONE: tuple[type[Optimizer], ...] = tuple(
     getattr(torch.optim, name) for name in ("Muon", "Adafactor") if hasattr(torch.optim, name)
@@ -62,9 +70,17 @@ def check_full_tensor_groups(optimizer: Optimizer, parts: Mapping[int, TensorPar
         names: ``id(parameter)`` -> its name.
 
     Raises:
-        PlanError: the optimizer computes over several tensors, is random, or steps a stack of experts as one tensor.
+        PlanError: the optimizer calls collectives, computes over several tensors, is random, or steps a stack of
+            experts as one tensor.
     """
     name = type(optimizer).__name__
+    collective = collective_of(optimizer)
+    if collective is not None:
+        raise PlanError(
+            f"{name}.step() calls {collective}() for ranks that step the same tensors, but above stage 0 each rank "
+            "steps others. Use a version for one device (SingleDeviceMuon, torch.optim.Muon, ls_strategy.Muon): the "
+            "strategy itself shares the work among ranks. Or use stage 0."
+        )
     full = full_tensor_groups(optimizer)
     for group in (g for g, needed in zip(optimizer.param_groups, full, strict=True) if needed):
         _check_alone(optimizer, group)
@@ -93,25 +109,26 @@ def _check_alone(optimizer: Optimizer, group: dict[str, Any]) -> None:
     settings = {k: v for k, v in group.items() if k != "params"}
     shapes = probed_shapes(group["params"])
     shapes = shapes * 2 if len(shapes) == 1 else shapes
-    generator = torch.Generator().manual_seed(1)
-    values = [torch.randn(s, generator=generator) for s in shapes]
-    grads = [[3.0**i * torch.randn(s, generator=generator) for i, s in enumerate(shapes)] for _ in range(3)]
+    probed = [probed_values(optimizer, settings, shape, seed=1 + i) for i, shape in enumerate(shapes)]
+    values = [value for value, _ in probed]
+    grads = [[3.0**i * each[k] for i, (_, each) in enumerate(probed)] for k in range(3)]
+    name = type(optimizer).__name__
+    cure = "Use an element-wise optimizer (AdamW, SGD, Lion, ...), or stage 0, where every rank steps all parameters."
     with on_gradients_alone(optimizer):
         together = probe(optimizer, settings, values, grads)
         again = probe(optimizer, settings, values, grads, seed=1)
-        alone = [probe(optimizer, settings, [v], [[g[i]] for g in grads])[0] for i, v in enumerate(values)]
-    name = type(optimizer).__name__
-    cure = "Use an element-wise optimizer (AdamW, SGD, Lion, ...), or stage 0, where every rank steps all parameters."
-    if not _equal(together, again):
+        alone = [probe(optimizer, settings, [v], [[g[i]] for g in grads]) for i, v in enumerate(values)]
+    if not _agree(values, together.values, again.values):
         raise PlanError(
             f"{name} is not element-wise, and it draws random numbers, which would differ on every world size. {cure}"
         )
-    if not _equal(together, alone):
+    numbers_agree = all(together.has_numbers_of(each) for each in alone)
+    if not (numbers_agree and _agree(values, together.values, [each.values[0] for each in alone])):
         raise PlanError(
             f"{name} is not element-wise, and it steps a tensor differently if it has a second one, so it computes "
             f"over all tensors (a norm, a common step size), while every rank has only some of them. {cure}"
         )
 
 
-def _equal(a: list[Tensor], b: list[Tensor]) -> bool:
-    return all(torch.allclose(x, y, rtol=1e-5, atol=1e-7) for x, y in zip(a, b, strict=True))
+def _agree(before: list[Tensor], a: list[Tensor], b: list[Tensor]) -> bool:
+    return all(same_updates(*each) for each in zip(before, a, b, strict=True))
