@@ -29,6 +29,7 @@ from ls_strategy.lightning._private import logs_graph, rewinds_pruned_weights, u
 from ls_strategy.lightning.precision import ZeROPrecision
 from ls_strategy.transient import Method
 from ls_strategy.zero.flat.parameters import unnoticed
+from ls_strategy.zero.step.stepper import MODES
 from ls_strategy.zero_stages import POLICIES
 
 _BEFORE_STEP = ("on_after_backward", "on_before_optimizer_step")
@@ -132,10 +133,17 @@ def _has_hooks(trainer: pl.Trainer, module: pl.LightningModule, hooks: tuple[str
     )
 
 
-def forward_zero_grad(wrappers: list[LightningOptimizer]) -> None:
-    """Make ``opt.zero_grad()`` on Lightning's wrapper run the optimizer's method instead of torch's on the wrapper."""
+def forward_methods(wrappers: list[LightningOptimizer]) -> None:
+    """Make methods of Lightning's wrapper, ``opt.zero_grad()``, ... run the optimizer's, and not with the wrapper."""
     for wrapper in wrappers:
         Method(wrapper, "zero_grad", _zero_inner)
+        for name in MODES:
+            if callable(getattr(type(wrapper), name, None)):
+                Method(wrapper, name, partial(_run_inner, name))
+
+
+def _run_inner(name: str, method: Method, *args: Any, **kwargs: Any) -> Any:
+    return getattr(unwrap_optimizer(method.owner), name)(*args, **kwargs)
 
 
 def _zero_inner(method: Method, set_to_none: bool = True) -> None:

@@ -208,7 +208,7 @@ class ZeROStrategy(EngineStrategy):  # its many public members are Lightning's h
     @optimizers.setter
     def optimizers(self, optimizers: list[Optimizer]) -> None:
         DDPStrategy.optimizers.fset(self, optimizers)  # type: ignore[attr-defined]
-        guards.forward_zero_grad(self._lightning_optimizers)
+        guards.forward_methods(self._lightning_optimizers)
 
     @override
     def connect(self, model: pl.LightningModule) -> None:

@@ -103,7 +103,7 @@ def test_zero_grad_of_lightnings_wrapper_is_the_optimizers() -> None:
 
     inner = Counts(nn.Linear(2, 1).parameters(), lr=0.1)
     wrapper = LightningOptimizer(inner)
-    guards.forward_zero_grad([wrapper])
+    guards.forward_methods([wrapper])
     wrapper.zero_grad()
     assert inner.calls == 1
 

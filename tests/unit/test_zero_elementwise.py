@@ -28,14 +28,14 @@ class Stepwise(Optimizer):
                 if p.grad is not None:
                     p.sub_(group["lr"] * self.direction(p, p.grad, self.state[p]))
 
-    def direction(self, param: Tensor, grad: Tensor, state: dict[str, Any]) -> Tensor:
+    def direction(self, param: Tensor, grad: Tensor, state: dict[Any, Any]) -> Tensor:
         return grad
 
 
 class ByBlocks(Stepwise):
     """Divides by the maximum of each block of 256, as 8-bit states do: of tensors of 4096 elements and more."""
 
-    def direction(self, param: Tensor, grad: Tensor, state: dict[str, Any]) -> Tensor:
+    def direction(self, param: Tensor, grad: Tensor, state: dict[Any, Any]) -> Tensor:
         if grad.numel() < 4096 or grad.numel() % 256:
             return grad
         blocks = grad.reshape(-1, 256)
@@ -45,7 +45,7 @@ class ByBlocks(Stepwise):
 class ByRowsIfWide(Stepwise):
     """Factors what has two dimensions of 128, as Adafactor of optax does."""
 
-    def direction(self, param: Tensor, grad: Tensor, state: dict[str, Any]) -> Tensor:
+    def direction(self, param: Tensor, grad: Tensor, state: dict[Any, Any]) -> Tensor:
         factored = grad.dim() > 1 and min(grad.shape[-2:]) >= 128
         return grad / grad.square().mean(-1, keepdim=True).sqrt() if factored else grad
 
@@ -53,7 +53,7 @@ class ByRowsIfWide(Stepwise):
 class Projected(Stepwise):
     """SGDP (Heo et al., arXiv:2006.08217): takes the radial part from the momentum where gradients have none."""
 
-    def direction(self, param: Tensor, grad: Tensor, state: dict[str, Any]) -> Tensor:
+    def direction(self, param: Tensor, grad: Tensor, state: dict[Any, Any]) -> Tensor:
         momentum = state.setdefault("momentum", torch.zeros_like(grad)).mul_(0.9).add_(grad)
         if grad.dim() == 1:
             return momentum
@@ -67,15 +67,42 @@ class Projected(Stepwise):
 class TinyNorm(Stepwise):
     """Its first updates are below the rounding of fp32, and differ with the norm."""
 
-    def direction(self, param: Tensor, grad: Tensor, state: dict[str, Any]) -> Tensor:
+    def direction(self, param: Tensor, grad: Tensor, state: dict[Any, Any]) -> Tensor:
         return 1e-7 * grad / grad.norm()
+
+
+class LateNorm(Stepwise):
+    """Divides by a sum over the tensor from a limit on that probes do not reach, as Apollo does."""
+
+    def direction(self, param: Tensor, grad: Tensor, state: dict[Any, Any]) -> Tensor:
+        state["curvature"] = state.get("curvature", torch.zeros_like(grad)) + 1e-6 * grad.square().sum()
+        return grad / state["curvature"].clamp(min=1)
+
+
+class Nested(Stepwise):
+    """Momentum in a dictionary of a dictionary, as heavyball has it."""
+
+    def direction(self, param: Tensor, grad: Tensor, state: dict[Any, Any]) -> Tensor:
+        inner = state.setdefault(0, {"momentum": torch.zeros_like(grad)})
+        return inner["momentum"].mul_(0.9).add_(grad)
+
+
+class Pairs(Stepwise):
+    """Steps tensors in pairs, and a single one never."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        params = self.param_groups[0]["params"]
+        for a, b in zip(params[::2], params[1::2], strict=False):
+            a.sub_(a.grad)
+            b.sub_(b.grad)
 
 
 def matrices() -> list[nn.Parameter]:
     return [nn.Parameter(torch.ones(4, 6)), nn.Parameter(torch.ones(6, 6))]
 
 
-@pytest.mark.parametrize("kind", [ByBlocks, ByRowsIfWide, Projected, TinyNorm])
+@pytest.mark.parametrize("kind", [ByBlocks, ByRowsIfWide, Projected, TinyNorm, LateNorm, Nested])
 def test_what_only_some_tensors_show_is_found(kind: type[Optimizer]) -> None:
     optimizer = kind(matrices())  # type: ignore[call-arg]
     assert full_tensor_groups(optimizer) == (True,)
@@ -96,9 +123,11 @@ class SlowRate(Stepwise):
             p.sub_(group["rate"] * p.grad)
 
 
-def test_a_sum_over_all_tensors_is_found_before_it_counts() -> None:
-    with pytest.raises(PlanError, match=r"SlowRate.*steps a tensor differently if it has a second one.*stage 0"):
-        check_full_tensor_groups(SlowRate(matrices()), {}, {})
+@pytest.mark.parametrize("kind", [SlowRate, Pairs])
+def test_tensors_that_depend_on_each_other_are_found_before_it_counts(kind: type[Optimizer]) -> None:
+    words = rf"{kind.__name__}.*steps a tensor differently if it has a second one.*stage 0"
+    with pytest.raises(PlanError, match=words):
+        check_full_tensor_groups(kind(matrices()), {}, {})  # type: ignore[call-arg]
 
 
 class Averaging(Stepwise):
@@ -106,7 +135,7 @@ class Averaging(Stepwise):
 
     sent = 0
 
-    def direction(self, param: Tensor, grad: Tensor, state: dict[str, Any]) -> Tensor:
+    def direction(self, param: Tensor, grad: Tensor, state: dict[Any, Any]) -> Tensor:
         dist.all_reduce(grad)
         Averaging.sent += 1
         return grad / dist.get_world_size()
@@ -125,7 +154,7 @@ def test_a_collective_in_step_is_refused_above_stage_0_and_never_probed() -> Non
 class Fixed32(Stepwise):
     """Has a kernel for fp32 only."""
 
-    def direction(self, param: Tensor, grad: Tensor, state: dict[str, Any]) -> Tensor:
+    def direction(self, param: Tensor, grad: Tensor, state: dict[Any, Any]) -> Tensor:
         assert grad.dtype == torch.float32
         return grad
 
@@ -133,7 +162,7 @@ class Fixed32(Stepwise):
 class TensorRate(Stepwise):
     """Refuses a rate that is no tensor, as torchao's optimizers do."""
 
-    def direction(self, param: Tensor, grad: Tensor, state: dict[str, Any]) -> Tensor:
+    def direction(self, param: Tensor, grad: Tensor, state: dict[Any, Any]) -> Tensor:
         assert isinstance(self.param_groups[0]["lr"], Tensor)
         return grad
 
@@ -148,15 +177,24 @@ class InTrainMode(Stepwise):
         for group in self.param_groups:
             group["ready"] = True
 
-    def direction(self, param: Tensor, grad: Tensor, state: dict[str, Any]) -> Tensor:
+    def direction(self, param: Tensor, grad: Tensor, state: dict[Any, Any]) -> Tensor:
         assert self.param_groups[0]["ready"]
         return grad
 
 
-@pytest.mark.parametrize("make", [Fixed32, lambda p: TensorRate(p, torch.tensor(0.1)), InTrainMode])
+class Counts(Stepwise):
+    """Notes how many elements it steps, as heavyball does."""
+
+    def direction(self, param: Tensor, grad: Tensor, state: dict[Any, Any]) -> Tensor:
+        self.param_groups[0]["numel"] = grad.numel()
+        return grad
+
+
+@pytest.mark.parametrize("make", [Fixed32, lambda p: TensorRate(p, torch.tensor(0.1)), InTrainMode, Counts])
 def test_probes_meet_what_a_step_requires(make: Any) -> None:
     optimizer = make(matrices())
     before = repr(optimizer.state_dict())
     require_one_pass(optimizer)
     assert is_elementwise(optimizer)
+    check_full_tensor_groups(optimizer, {}, {})
     assert repr(optimizer.state_dict()) == before

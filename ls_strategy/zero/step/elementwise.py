@@ -6,7 +6,7 @@ import copy
 import inspect
 import math
 from collections import defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any
@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from ls_strategy._torch import TorchDispatchMode, copy_of_optimizer, forget_step_hooks, in_eager_mode
+from ls_strategy._torch import TorchDispatchMode, copy_of_optimizer, forget_step_hooks, in_eager_mode, tree_iter
 from ls_strategy.errors import PlanError
 
 
@@ -107,8 +107,9 @@ def collective_of(optimizer: Optimizer) -> str | None:
 
 def _halves_agree(optimizer: Optimizer, settings: dict[str, Any], params: list[Tensor]) -> bool:
     dimensions = probed_dimensions(params)
-    for shape in [*(_SHAPES[n] for n in dimensions), *(_LARGE_SHAPES[n] for n in dimensions)]:
-        value, grads = probed_values(optimizer, settings, shape)
+    cases = [*((_SHAPES[n], STEPS) for n in dimensions), *((_LARGE_SHAPES[n], 3) for n in dimensions)]
+    for shape, steps in cases:
+        value, grads = probed_values(optimizer, settings, shape, steps)
         with on_gradients_alone(optimizer):
             full = probe(optimizer, settings, [value], [[g] for g in grads])
         try:
@@ -119,11 +120,15 @@ def _halves_agree(optimizer: Optimizer, settings: dict[str, Any], params: list[T
         except Exception:
             return False
         joined = torch.cat([half.values[0] for half in halves])
-        numbers_agree = all(full.has_numbers_of(half) for half in halves)
-        if not (numbers_agree and same_updates(value.flatten(), full.values[0].flatten(), joined)):
+        if torch.equal(full.values[0], value) or full.has_nested_states:
+            return False  # it steps something else, such as pairs of tensors, or no store could cut its states
+        if not (same_updates(value.flatten(), full.values[0].flatten(), joined) and full.has_states_of(halves)):
             return False
     return True
 
+
+STEPS = 12
+"""Steps of a probe on small tensors: AdaShift begins with SGD, and uses maxima over tensors from the tenth step on."""
 
 _SHAPES = {1: (48,), 2: (8, 6), 3: (4, 4, 3), 4: (4, 3, 2, 2)}
 
@@ -143,18 +148,19 @@ def probed_shapes(params: list[Tensor]) -> list[tuple[int, ...]]:
 
 
 def probed_values(
-    optimizer: Optimizer, settings: dict[str, Any], shape: tuple[int, ...], seed: int = 0
+    optimizer: Optimizer, settings: dict[str, Any], shape: tuple[int, ...], steps: int, seed: int = 0
 ) -> tuple[Tensor, list[Tensor]]:
-    """Return a tensor and its gradients in three steps, in fp64 if the optimizer can step that.
+    """Return a tensor and its gradients in at least three steps, in fp64 if the optimizer can step that.
 
-    Steps may be tiny: D-Adaptation and Prodigy begin with 1e-6. The gradients have a common part, from which these
-    find their rate, and the second one is orthogonal to the tensor, row by row, where AdamP projects.
+    Steps may be tiny: D-Adaptation and Prodigy begin with 1e-6. The second gradient is orthogonal to the tensor, row by
+    row, where AdamP projects. The third one is large, where optimizers clip.
     """
     generator = torch.Generator().manual_seed(seed)
-    value, common, first, last = (torch.randn(shape, generator=generator, dtype=torch.float64) for _ in range(4))
+    value, common, *noise = (torch.randn(shape, generator=generator, dtype=torch.float64) for _ in range(2 + steps))
     rows = value.view(shape[0] if len(shape) > 1 else 1, -1)
     along = (common.view_as(rows) * rows).sum(1, keepdim=True) / rows.square().sum(1, keepdim=True) * rows
-    grads = [common + 0.5 * first, common - along.view(shape), common + 0.5 * last]
+    grads = [common + 0.5 * each for each in noise]
+    grads[1], grads[2] = common - along.view(shape), 100 * grads[2]
     try:
         probe(optimizer, settings, [value], [[grad] for grad in grads])
     except Exception:  # a kernel for 32 bits, or what the caller reports
@@ -244,7 +250,7 @@ def on_gradients_alone(optimizer: Optimizer) -> Iterator[None]:
         raise PlanError(f"{name}.step() cannot run on gradients alone ({reason}). {ONE_PASS}") from error
 
 
-_CLOSURE_STEPS = 3
+_CLOSURE_STEPS = STEPS
 
 
 @contextmanager
@@ -261,7 +267,7 @@ def _probe_closure(optimizer: Optimizer, settings: dict[str, Any], *, inside: bo
     Args:
         optimizer: stays unchanged.
         settings: of a parameter group.
-        inside: the closure computes gradients. Otherwise they are computed before, and it returns a different loss.
+        inside: the closure computes gradients. Otherwise they are computed before, and it returns growing losses.
     """
     generator = torch.Generator().manual_seed(0)
     param = torch.randn(8, 6, generator=generator).requires_grad_()
@@ -276,7 +282,7 @@ def _probe_closure(optimizer: Optimizer, settings: dict[str, Any], *, inside: bo
         calls += 1
         if inside:
             backward()
-        return torch.tensor(1.5 if inside else 2.5)
+        return torch.tensor(1.5 if inside else 2.5**calls)
 
     with probing():
         for _ in range(_CLOSURE_STEPS):
@@ -296,18 +302,44 @@ class Stepped:
     """What steps of a copy of an optimizer have left."""
 
     values: list[Tensor]
+    states: list[dict[str, Any]]
     group: dict[str, Any]
 
-    def has_numbers_of(self, other: Stepped) -> bool:
-        """Return whether the groups' settings are the same numbers. Sums over tensors, as Prodigy's, are not."""
-        mine, others = _numbers(self.group), _numbers(other.group)
-        same = mine.keys() == others.keys()
-        return same and all(math.isclose(mine[k], others[k], rel_tol=1e-5) or mine[k] == others[k] for k in mine)
+    @property
+    def has_nested_states(self) -> bool:
+        """Return whether some states are tensors in dictionaries or lists."""
+        values = (v for state in self.states for v in state.values() if not isinstance(v, Tensor))
+        return any(isinstance(leaf, Tensor) for v in values for leaf in tree_iter(v))
+
+    def has_states_of(self, parts: Sequence[Stepped], number: int = 0) -> bool:
+        """Return whether a tensor's states are those of ``parts`` of it, and its group's numbers too.
+
+        States show what updates do not yet: a sum over tensors (Prodigy), a norm that only counts from a limit on.
+        """
+        groups = [self.group, *(part.group for part in parts)]
+        names = {k for group in groups for k in group if k != "params"}
+        if not all(_same_numbers([group.get(name) for group in groups]) for name in names):
+            return False
+        shape, mine = self.values[number].shape, self.states[number]
+        return all(_same_state(shape, mine.get(k), [part.states[0].get(k) for part in parts]) for k in mine)
 
 
-def _numbers(group: dict[str, Any]) -> dict[str, float]:
-    one = {k: v.item() if isinstance(v, Tensor) and v.numel() == 1 and not v.is_meta else v for k, v in group.items()}
-    return {k: float(v) for k, v in one.items() if isinstance(v, (int, float)) and not math.isnan(v)}
+def _same_numbers(values: Sequence[Any]) -> bool:
+    """Return whether values are the same, as long as they are real numbers: counts may be of elements."""
+    found = [v.item() if isinstance(v, Tensor) and v.numel() == 1 and not v.is_meta else v for v in values]
+    numbers = [v for v in found if isinstance(v, float)]
+    return all(math.isclose(n, numbers[0], rel_tol=1e-5) or n == numbers[0] or math.isnan(n) for n in numbers)
+
+
+def _same_state(shape: torch.Size, full: Any, parts: Sequence[Any]) -> bool:
+    if not isinstance(full, Tensor) or full.dim() == 0:
+        return _same_numbers([full, *parts])
+    if not all(isinstance(part, Tensor) for part in parts):
+        return False
+    if full.shape == shape and sum(part.numel() for part in parts) == full.numel():
+        both = full.detach().flatten().double(), torch.cat([part.detach().flatten() for part in parts]).double()
+        return torch.allclose(*both, rtol=0.0, atol=1e-5 * float(both[0].abs().max()))
+    return all(torch.equal(full, part) for part in parts)  # a table
 
 
 def probe(
@@ -326,7 +358,7 @@ def probe(
             for p, g in zip(params, step_grads, strict=True):
                 p.grad = g.clone()
             type(optimizer).step(fresh)
-    return Stepped([p.detach() for p in params], fresh.param_groups[0])
+    return Stepped([p.detach() for p in params], [dict(fresh.state[p]) for p in params], fresh.param_groups[0])
 
 
 def early_state(optimizer: Optimizer) -> dict[str, Any]:

@@ -26,7 +26,7 @@ from torch.optim import Optimizer
 
 from ls_strategy.config import MomentFormat
 from ls_strategy.distributed.mesh import Mesh
-from ls_strategy.errors import PlanError
+from ls_strategy.errors import PlanError, StateError
 from ls_strategy.ops.update import native_available
 from ls_strategy.zero.flat.flat_buffer import FlatBuffer
 from ls_strategy.zero.step.elementwise import is_elementwise, takes_closure
@@ -350,6 +350,30 @@ class ShardedOptimizer:
         if self._clip_due:
             self._clip_due = False
             clip_logits(self.optimizer, self.flats)
+
+    @contextmanager
+    def showing_states(self) -> Iterator[None]:
+        """Let the groups hold this rank's ranges of all parameters that have states, with these, and no gradients.
+
+        For code of the optimizer that changes weights or states apart from ``step``, on all ranks alike.
+
+        Raises:
+            StateError: not only the optimizer's own ``step`` has the states.
+        """
+        if any(updater is not self._torch for updater in self._updater_of):
+            name = type(self.optimizer).__name__
+            raise StateError(
+                f"{name}.train() and eval() change weights by states that are with one rank per tensor, or not in "
+                "memory. Use stage 0, or for an element-wise optimizer offload.optimizer='cpu' in place of 'nvme'."
+            )
+        self._collect()
+        for flat in self.flats:
+            flat.wait_updated()
+            flat.before_change()
+        begun = [bool(self.states.entries.get(number)) for number in range(self.states.offsets[-1])]
+        self._torch.prepare([run for _, run in compose(self.states, begun, self._updater_of, cuts=self._cuts)])
+        with self._torch.showing():
+            yield
 
     def describe(self) -> str:
         """Return one line that says what steps the parameters."""

@@ -50,6 +50,10 @@ if TYPE_CHECKING:
     from ls_strategy.zero.setup.shard import ShardedModel  # the floor above
 
 
+MODES = ("train", "eval")
+"""Methods by which a schedule-free optimizer swaps the weights that train with those that are used."""
+
+
 class Phase(Enum):
     """The phase of an optimizer's gradients since the last backward."""
 
@@ -203,6 +207,9 @@ class Stepper:
         Method(optimizer, "zero_grad", partial(self._on_zero_grad, index))
         Method(optimizer, "state_dict", lambda _: sharded.refuse_state("state_dict()"))
         Method(optimizer, "load_state_dict", lambda _, state_dict: sharded.states.load_full_state_dict(state_dict))
+        for name in MODES:
+            if callable(getattr(type(optimizer), name, None)):
+                Method(optimizer, name, partial(self._on_mode, index))
         return state
 
     @property
@@ -565,6 +572,25 @@ class Stepper:
         """Run as the first hook after ``optimizer.step``."""
         if self._own_step is not None and self._own_step.sharded.optimizer is optimizer:
             self._own_step.end()
+
+    # weights that a schedule-free optimizer swaps ---------------------------------------------------------------------
+
+    def _on_mode(self, index: int, method: Method, *args: Any, **kwargs: Any) -> Any:
+        """Handle a call of ``optimizer.train()`` or ``eval()``: let it change this rank's shards, and publish them."""
+        sharded = self.optimizers[index].sharded
+        if self._own_step is not None and self._own_step.sharded is sharded:
+            return method.original(*args, **kwargs)
+        self._events.before_read()
+        self._events.after_user_code()
+        self.schedule.bring_in_delayed(index)
+        with sharded.showing_states():
+            result = method.original(*args, **kwargs)
+        if sharded.has_state():
+            flats = [flat for flat in sharded.flats if not flat.is_frozen]
+            self._model.gatherer.outdate(flats)
+            self.schedule.note_stepped(flats)
+            self.schedule.publish(index)
+        return result
 
     # zero_grad -------------------------------------------------------------------------------------------------------
 

@@ -21,6 +21,7 @@ from torch.optim import Optimizer
 from ls_strategy.errors import PlanError
 from ls_strategy.layout import TensorPart
 from ls_strategy.zero.step.elementwise import (
+    STEPS,
     collective_of,
     on_gradients_alone,
     probe,
@@ -109,9 +110,9 @@ def _check_alone(optimizer: Optimizer, group: dict[str, Any]) -> None:
     settings = {k: v for k, v in group.items() if k != "params"}
     shapes = probed_shapes(group["params"])
     shapes = shapes * 2 if len(shapes) == 1 else shapes
-    probed = [probed_values(optimizer, settings, shape, seed=1 + i) for i, shape in enumerate(shapes)]
+    probed = [probed_values(optimizer, settings, shape, STEPS, seed=1 + i) for i, shape in enumerate(shapes)]
     values = [value for value, _ in probed]
-    grads = [[3.0**i * each[k] for i, (_, each) in enumerate(probed)] for k in range(3)]
+    grads = [[3.0**i * each[k] for i, (_, each) in enumerate(probed)] for k in range(STEPS)]
     name = type(optimizer).__name__
     cure = "Use an element-wise optimizer (AdamW, SGD, Lion, ...), or stage 0, where every rank steps all parameters."
     with on_gradients_alone(optimizer):
@@ -122,8 +123,8 @@ def _check_alone(optimizer: Optimizer, group: dict[str, Any]) -> None:
         raise PlanError(
             f"{name} is not element-wise, and it draws random numbers, which would differ on every world size. {cure}"
         )
-    numbers_agree = all(together.has_numbers_of(each) for each in alone)
-    if not (numbers_agree and _agree(values, together.values, [each.values[0] for each in alone])):
+    states_agree = all(together.has_states_of([each], i) for i, each in enumerate(alone))
+    if not (states_agree and _agree(values, together.values, [each.values[0] for each in alone])):
         raise PlanError(
             f"{name} is not element-wise, and it steps a tensor differently if it has a second one, so it computes "
             f"over all tensors (a norm, a common step size), while every rank has only some of them. {cure}"
