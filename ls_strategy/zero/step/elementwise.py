@@ -332,14 +332,15 @@ def _same_numbers(values: Sequence[Any]) -> bool:
 
 
 def _same_state(shape: torch.Size, full: Any, parts: Sequence[Any]) -> bool:
-    if not isinstance(full, Tensor) or full.dim() == 0:
+    """Return whether a tensor of shape ``shape`` has the state of its parts, or of itself if there is only one."""
+    if not isinstance(full, Tensor) or full.numel() == 1:
         return _same_numbers([full, *parts])
-    if not all(isinstance(part, Tensor) for part in parts):
+    if not all(isinstance(part, Tensor) for part in parts) or type(full) is not Tensor:
+        return len(parts) == 1
+    if full.numel() != sum(part.numel() for part in parts) or (full.shape != shape and len(parts) > 1):
         return False
-    if full.shape == shape and sum(part.numel() for part in parts) == full.numel():
-        both = full.detach().flatten().double(), torch.cat([part.detach().flatten() for part in parts]).double()
-        return torch.allclose(*both, rtol=0.0, atol=1e-5 * float(both[0].abs().max()))
-    return all(torch.equal(full, part) for part in parts)  # a table
+    a, b = full.detach().flatten().double(), torch.cat([part.detach().flatten() for part in parts]).double()
+    return torch.allclose(a, b, rtol=0.0, atol=1e-5 * float(a.abs().max()))
 
 
 def probe(

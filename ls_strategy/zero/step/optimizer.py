@@ -69,6 +69,7 @@ class ShardedOptimizer:
         )
         self.fused.bind(self.states)
         self.states.collect = self._collect
+        self.states.cuts = self._cuts
         self.owner = self._make_owner()
         self._torch = TorchUpdater(optimizer, self.states, cuts=self._cuts)
         self._others = [make(optimizer, self.states) for make in UPDATERS]

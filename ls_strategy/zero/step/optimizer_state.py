@@ -21,14 +21,14 @@ from itertools import count
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from ls_strategy.distributed.axis import Axis
 from ls_strategy.distributed.mesh import Mesh
 from ls_strategy.errors import StateError
 from ls_strategy.layout import Slot
-from ls_strategy.meta_init.lazy import parts_of
+from ls_strategy.meta_init.lazy import LazyTensor, parts_of
 from ls_strategy.zero.flat.flat_buffer import FlatBuffer
 from ls_strategy.zero.flat.state_store import chunks
 from ls_strategy.zero.parts import full_of, part_of
@@ -37,6 +37,17 @@ from ls_strategy.zero.user_code.optimizer_protocol import OptimizerProtocol
 
 ELEMENTWISE = "elementwise"
 """Placeholder for a state tensor with one element per parameter element, which is in the flat store."""
+
+
+def is_elementwise_state(key: Any, value: Any, *shapes: tuple[int, ...]) -> bool:
+    """Return whether a state of a tensor that is stepped in full has a number per element, which shards may cut.
+
+    Codes of 8 bits, and tensors of classes of their own, have a meaning only with the scales of their blocks.
+    """
+    if not isinstance(value, Tensor) or key == "step" or tuple(value.shape) not in shapes:
+        return False
+    is_plain = type(value) in (Tensor, nn.Parameter) or isinstance(value, LazyTensor)
+    return is_plain and (value.is_floating_point() or value.is_complex())
 
 
 @dataclass(frozen=True)
@@ -84,6 +95,8 @@ class OptimizerStates:
         """States by parameter number, with torch's names."""
         self.owners: dict[int, StateRole] = {}
         """What this rank does with parameters whose states are whole too, by number; no entry for those in shards."""
+        self.cuts = True
+        """Whether shards or runs may cut the states of those without an entry in `owners`."""
         self.steps_taken = 0
         """Number of steps so far, for states that do not count steps."""
         self.unfreeze: Callable[[list[FlatBuffer]], None] = _nothing_to_unfreeze
@@ -360,7 +373,8 @@ class OptimizerStates:
         kept: dict[str, Any] = {}
         for k, v in state.items():
             shape = tuple(v.shape) if isinstance(v, Tensor) and k != "step" else None
-            if shape in (slot.full_shape, slot.shape):
+            cut = self.cuts and number not in self.owners
+            if shape in (slot.full_shape, slot.shape) and (cut or is_elementwise_state(k, v, shape)):
                 if not self.store[n].has(k, piece.start, piece.stop):
                     continue  # of another group, whose update had this state
                 dtype = flat.master.dtype if v.is_floating_point() else v.dtype

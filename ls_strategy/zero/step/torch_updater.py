@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from ls_strategy.zero.step.optimizer_state import ELEMENTWISE, OptimizerStates
+from ls_strategy.zero.step.optimizer_state import ELEMENTWISE, OptimizerStates, is_elementwise_state
 from ls_strategy.zero.step.runs import Run
 from ls_strategy.zero.step.updater import StepArguments, Updater
 
@@ -133,7 +133,7 @@ class TorchUpdater(Updater):
                 store = self._states.store[run.flat_number].tensor(k, tensor.dtype)
                 result[k] = store[run.start : run.stop].view(tensor.shape)
             elif isinstance(v, Tensor):
-                result[k] = v.clone().to(tensor.device if on_device else "cpu")
+                result[k] = v.clone().to(tensor.device if on_device or v.dim() else "cpu")
             else:
                 result[k] = v
         return result
@@ -147,6 +147,8 @@ class TorchUpdater(Updater):
                 self._states.entries[number] = {}
             for k, v in self._state.get(tensor, {}).items():
                 elementwise = isinstance(v, Tensor) and v.shape == tensor.shape
+                if not self._cuts:
+                    elementwise = is_elementwise_state(k, v, tuple(tensor.shape))
                 if elementwise:
                     self._states.store[run.flat_number].write(k, run.start, v.reshape(-1))
                 for number in run.members:

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from ls_strategy.distributed.comm import Comm
-from ls_strategy.zero.step.optimizer_state import ELEMENTWISE, OptimizerStates
+from ls_strategy.zero.step.optimizer_state import ELEMENTWISE, OptimizerStates, is_elementwise_state
 from ls_strategy.zero.step.owner.full_tensors import FullTensor, FullTensorExchange
 from ls_strategy.zero.step.owner.split_tensors import SplitTensors
 
@@ -61,7 +61,7 @@ class OwnerStates:
     def _elementwise_of_mine(self) -> dict[int, dict[str, torch.dtype]]:
         """Return the names and dtypes of the element-wise states of this rank's tensors."""
         return {
-            m.number: {k: v.dtype for k, v in self.held[m.number].items() if _is_elementwise(k, v, m.shape)}
+            m.number: {k: v.dtype for k, v in self.held[m.number].items() if is_elementwise_state(k, v, tuple(m.shape))}
             for m in self._members
             if m.is_mine and self.held.get(m.number)
         }
@@ -140,10 +140,6 @@ class OwnerStates:
         """Return the states in memory that this rank owns."""
         own = [v for state in self.held.values() for v in state.values() if isinstance(v, Tensor)]
         return own if self._split is None else [*own, *self._split.tensors()]
-
-
-def _is_elementwise(name: str, value: Any, shape: tuple[int, ...]) -> bool:
-    return isinstance(value, Tensor) and name != "step" and tuple(value.shape) == tuple(shape)
 
 
 def _is_mark(value: Any) -> bool:
