@@ -6,6 +6,7 @@ parameters that require one when it wraps the model.
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -450,6 +451,21 @@ class ByTheLoss(Sam):
                 p.sub_(p.grad, alpha=0.05 * loss)
 
 
+class ByTheTrend(ByTheLoss):
+    """Steps less once the loss grows."""
+
+    last = math.inf
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:  # type: ignore[override]
+        with torch.enable_grad():
+            loss = 1.0 if closure is None else float(closure())
+        rate, self.last = 0.05 if loss <= self.last else 0.01, loss
+        for p in self.param_groups[0]["params"]:
+            if p.grad is not None:
+                p.sub_(p.grad, alpha=rate)
+
+
 class Asserts(Sam):
     @torch.no_grad()
     def step(self, closure: Any = None) -> Any:  # type: ignore[override]
@@ -511,6 +527,20 @@ class Lookahead(torch.optim.Optimizer):
         return self.inner.step(closure)
 
 
+class Borrows(torch.optim.Optimizer):
+    """Has another one's groups as a property, which a copy cannot set."""
+
+    param_groups: Any = property(lambda self: self.inner.param_groups)
+    state: Any = property(lambda self: self.inner.state)
+
+    def __init__(self, params: Any) -> None:
+        self.inner = torch.optim.AdamW(params, lr=1e-2)
+        self.defaults = self.inner.defaults
+
+    def step(self, closure: Any = None) -> Any:  # type: ignore[override]
+        return self.inner.step(closure)
+
+
 class With(Net):
     def __init__(self, make: Any, *, manual: bool = False) -> None:
         super().__init__()
@@ -540,8 +570,10 @@ SEVERAL_PASSES: list[tuple[Any, str]] = [
     (Sam, r"Sam\.step\(\) calls its closure 2 times in a step"),
     (Ahead, r"Ahead\.step\(closure\) computes something else"),
     (ByTheLoss, r"ByTheLoss\.step\(closure\) computes something else"),
+    (ByTheTrend, r"ByTheTrend\.step\(closure\) computes something else"),
     (Asserts, r"Asserts\.step\(\) calls its closure 2 times in a step"),
     (Lookahead, "Lookahead wraps another optimizer, AdamW.*on_train_batch_end"),
+    (Borrows, "Borrows wraps another optimizer, AdamW.*on_train_batch_end"),
     (Demands, r"Demands\.step\(\) cannot run on gradients alone \(AssertionError: give a closure\)"),
 ]
 

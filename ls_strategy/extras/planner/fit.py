@@ -24,6 +24,7 @@ from ls_strategy.extras.planner.out_of_memory import explaining
 from ls_strategy.extras.planner.speeds import measure
 from ls_strategy.extras.planner.step import first_batch
 from ls_strategy.lightning._private import is_mock_optimizer
+from ls_strategy.zero.step.elementwise import refuse_wrapper
 
 if TYPE_CHECKING:
     from ls_strategy.lightning.engine_setup import Fit
@@ -80,11 +81,16 @@ class FitPlanner:
 
 
 def before_sharding(optimizers: Sequence[Optimizer]) -> list[Optimizer]:
-    """Copy optimizers on the module's own parameters, which an engine removes from their groups. Skip mocks."""
+    """Copy optimizers on the module's own parameters, which an engine removes from their groups. Skip mocks.
+
+    Raises:
+        PlanError: an optimizer wraps another one.
+    """
     copies: list[Optimizer] = []
     for optimizer in optimizers:
         if is_mock_optimizer(optimizer):
             continue
+        refuse_wrapper(optimizer)  # its groups may be the other's, which a copy cannot have
         groups = [{**group, "params": list(group["params"])} for group in optimizer.param_groups]
         copies.append(copy_of_optimizer(optimizer, groups))
     return copies
