@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+from collections import defaultdict
 from pathlib import Path
 from typing import Any
 
@@ -38,11 +40,35 @@ class EightBit(Optimizer):
                     continue
                 state = self.state[p]
                 in_codes = p.numel() >= 4 * BLOCK and p.numel() % BLOCK == 0
-                momentum = self._decoded(state, p) if in_codes else state.setdefault("m", torch.zeros_like(p))
+                momentum = self._decoded(state, p) if in_codes else self._in_fp32(state, p)
                 p.sub_(momentum.mul_(0.9).add_(p.grad), alpha=group["lr"])
                 if in_codes:
                     self._encode(state, momentum)
         return loss
+
+    @staticmethod
+    def _in_fp32(state: dict[str, Any], param: Tensor) -> Tensor:
+        momentum = state.setdefault("m", torch.zeros_like(param, dtype=torch.float32))
+        assert momentum.dtype == torch.float32  # which a kernel takes it for
+        return momentum
+
+    def state_dict(self) -> dict[str, Any]:
+        result = super().state_dict()
+        result["state"] = {k: {"quantized": dict(v)} for k, v in result["state"].items()}
+        return result
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Put everything in place without torch."""
+        given = copy.deepcopy(state_dict)
+        params = [p for group in self.param_groups for p in group["params"]]
+        state: Any = defaultdict(dict)
+        for i, values in given["state"].items():
+            own = values.get("quantized", values)
+            state[params[i]] = {k: v.to(params[i].device) for k, v in own.items()}
+        groups = [dict(group) for group in given["param_groups"]]
+        for group, own in zip(groups, self.param_groups, strict=True):
+            group["params"] = own["params"]
+        self.__setstate__({"state": state, "param_groups": groups})
 
     @staticmethod
     def _decoded(state: dict[str, Any], param: Tensor) -> Tensor:

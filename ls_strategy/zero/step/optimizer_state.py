@@ -377,7 +377,7 @@ class OptimizerStates:
             if shape in (slot.full_shape, slot.shape) and (cut or is_elementwise_state(k, v, shape)):
                 if not self.store[n].has(k, piece.start, piece.stop):
                     continue  # of another group, whose update had this state
-                dtype = flat.master.dtype if v.is_floating_point() else v.dtype
+                dtype = flat.master.dtype if v.is_floating_point() and self.protocol.casts else v.dtype
                 self.store[n].ensure(k, dtype)
                 own = part_of(v, slot.part) if shape == slot.full_shape else v  # created by the constructor
                 for at, part in parts_of(own, piece.param_start, piece.param_start + piece.numel):

@@ -11,11 +11,13 @@ Both see states by number, as in torch, whether they are stored by number or by 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from itertools import count
 from typing import Any
 
+from torch import Tensor
 from torch.optim import Optimizer
 
-from ls_strategy._torch import OptimizerHooks, has_own_state_dict, torch_state_methods
+from ls_strategy._torch import OptimizerHooks, has_own_state_dict, torch_state_methods, tree_iter
 from ls_strategy.errors import StateError
 from ls_strategy.transient import Method
 
@@ -27,6 +29,8 @@ class OptimizerProtocol:
 
     def __init__(self, optimizer: Optimizer) -> None:
         self._optimizer = optimizer
+        self.casts = True
+        """Whether loaded states get the dtype of the master weights, as torch's ``load_state_dict`` has it."""
 
     @property
     def is_own(self) -> bool:
@@ -64,17 +68,23 @@ class OptimizerProtocol:
             for group in result["param_groups"]
         ]
         states = {flat[i] if isinstance(i, int) and i < len(flat) else i: v for i, v in result["state"].items()}
+        given = state["state"]
+        states = {k: given[k] if k in given and _nests(v, given[k]) else v for k, v in states.items()}
         return {**result, "state": states, "param_groups": groups}
 
     def load(self, state: State, load: Callable[[State], None]) -> None:
         """Pass states by number through the optimizer's ``load_state_dict``. ``load`` is torch's part of it.
 
+        One that does not call torch's may put states and groups in place by itself, as bitsandbytes does.
+
         Raises:
-            StateError: the optimizer's ``load_state_dict`` does not call torch's.
+            StateError: the optimizer's ``load_state_dict`` does neither.
         """
         if not self.is_own:
             load(state)
             return
+        optimizer = self._optimizer
+        groups, states = optimizer.param_groups, optimizer.state
         hooks, called = OptimizerHooks(self._optimizer), []
 
         def torchs(given: State) -> None:
@@ -83,7 +93,12 @@ class OptimizerProtocol:
 
         with torch_state_methods(self._optimizer, load=torchs):
             self._call("load_state_dict", state)
-        if not called:
+        if not called and optimizer.state is not states:
+            taken = _by_number(optimizer, groups)
+            optimizer.param_groups, optimizer.state = groups, states
+            self.casts = False
+            load(taken)
+        elif not called:
             raise StateError(
                 f"{self._name}.load_state_dict() did not call super().load_state_dict(), which gives every rank its "
                 "part of the states. Call it with the entries 'state' and 'param_groups'."
@@ -110,6 +125,25 @@ class OptimizerProtocol:
     @property
     def _name(self) -> str:
         return type(self._optimizer).__name__
+
+
+def _nests(saved: Any, given: Any) -> bool:
+    """Return whether a class has put states of a parameter into containers, where none would be cut, or found."""
+    own = {id(v) for v in given.values() if isinstance(v, Tensor)} if isinstance(given, Mapping) else set()
+    nested = [v for v in saved.values() if isinstance(v, (dict, list, tuple))] if isinstance(saved, Mapping) else []
+    return any(id(leaf) in own for leaf in tree_iter(nested))
+
+
+def _by_number(optimizer: Optimizer, groups: Sequence[Mapping[str, Any]]) -> State:
+    """Return what an optimizer holds as torch's state dict has it. ``groups``: with the parameters in their order."""
+    order = count()
+    numbers = [[next(order) for _ in group["params"]] for group in groups]
+    members = [p for group in groups for p in group["params"]]
+    number = {id(p): n for n, p in enumerate(members)}
+    return {
+        "state": {number.get(id(key), key): value for key, value in optimizer.state.items()},
+        "param_groups": [{**g, "params": own} for g, own in zip(optimizer.param_groups, numbers, strict=True)],
+    }
 
 
 def _numbered(state: State, names: Sequence[Sequence[str]]) -> State:
