@@ -22,7 +22,7 @@ class Stepwise(Optimizer):
         super().__init__(params, {"lr": lr, **settings})
 
     @torch.no_grad()
-    def step(self, closure: Any = None) -> None:
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
         for group in self.param_groups:
             for p in group["params"]:
                 if p.grad is not None:
