@@ -10,6 +10,7 @@ from types import FrameType
 from typing import Any
 
 from ls_strategy import host
+from ls_strategy.lightning._private import Once
 
 
 def before_iterators(trainer: Any, call: Callable[[], None]) -> None:
@@ -17,14 +18,7 @@ def before_iterators(trainer: Any, call: Callable[[], None]) -> None:
 
     An iterator that user code has caused earlier is replaced: see `around_data_setup`.
     """
-    loop = trainer.fit_loop
-
-    def load_states() -> None:
-        del loop._load_combined_loader_states  # only once
-        call()
-        loop._load_combined_loader_states()
-
-    loop._load_combined_loader_states = load_states
+    Once(trainer.fit_loop, "_load_combined_loader_states", call)
 
 
 def around_fetches(trainer: Any, before: Callable[[], None], after: Callable[[], None]) -> Callable[[], None]:

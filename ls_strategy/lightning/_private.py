@@ -74,13 +74,13 @@ def logs_graph(logger: Any) -> bool:
     return bool(vars(logger).get("_log_graph"))  # by vars: the logger of fast_dev_run has every attribute
 
 
-class _Once:
+class Once:
     """Takes the place of a loop's method for one call: does something first, then calls the method."""
 
     def __init__(self, loop: Any, name: str, first: Callable[[], None]) -> None:
         self._loop, self._name, self._first = loop, name, first
         before = vars(loop).get(name)
-        self.own: Any = before.own if isinstance(before, _Once) else before  # of a fit that ended before it began
+        self.own: Any = before.own if isinstance(before, Once) else before  # of a fit that ended before it began
         setattr(loop, name, self)
 
     def __call__(self) -> None:
@@ -113,18 +113,18 @@ def around_data_setup(
         with context():
             loop.setup_data()
             if early and loop._data_fetcher is not None:
-                waits = "_load_combined_loader_states" in vars(loop)  # of `before_iterators`
+                waits = isinstance(vars(loop).get("_load_combined_loader_states"), Once)  # of `before_iterators`
                 waits |= loop.restarting and bool(loop._combined_loader_states_to_load)
                 if go_on(training_loaders(trainer)) | waits:
                     loop._load_combined_loader_states()
                     iter(loop._data_fetcher)
 
-    _Once(loop, "run", begin)
+    Once(loop, "run", begin)
 
 
 def before_first_fetch(trainer: Any, call: Callable[[], None]) -> None:
     """Make the fit loop call ``call()`` before it fetches the first batch, and again later in that epoch."""
-    _Once(trainer.fit_loop.epoch_loop, "_on_before_fetch", call)
+    Once(trainer.fit_loop.epoch_loop, "_on_before_fetch", call)
 
 
 def around_batches(

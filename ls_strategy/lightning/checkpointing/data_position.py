@@ -88,17 +88,20 @@ def resume(trainer: pl.Trainer, loader: Any, saved: dict[str, Any]) -> bool:
     own = saved.get("own_batches")  # of ranks that have different numbers
     if own is None:
         _convert(trainer, loader, saved, no_more=no_more)
-    if not in_epoch:
-        return False
     sampler = loader.batch_sampler.sampler
     if hasattr(sampler, "set_epoch"):  # loaders with workers take their first indices before Lightning does this
         sampler.set_epoch(epochs.processed + no_more)
+    if not in_epoch:
+        return loader.num_workers > 0
     done = progress.current.processed  # a batch that an exception ended is repeated
     if own and own[trainer.global_rank] < done:
         return False  # this rank has finished the epoch
     if not no_more and done % len(loader):
         loader.batch_sampler.sampler = SkippingSampler(sampler, done % len(loader) * loader.batch_sampler.batch_size)
-        rank_zero_info(f"ZeROStrategy: the training data continues after batch {done} of {len(loader)} of the epoch")
+        lost = ". Its workers draw other random numbers than in an uninterrupted run" if loader.num_workers else ""
+        rank_zero_info(
+            f"ZeROStrategy: the training data continues after batch {done} of {len(loader)} of the epoch{lost}"
+        )
     warnings.filterwarnings("ignore", "You're resuming from a checkpoint that ended before the epoch ended")
     return True
 

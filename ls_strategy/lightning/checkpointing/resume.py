@@ -18,11 +18,13 @@ from ls_strategy.lightning._private import (
     around_data_setup,
     before_first_fetch,
     end_restart,
-    fetches_one_by_one,
     set_loader_states,
     unwrap_optimizer,
 )
+from ls_strategy.lightning._private_data import is_resuming
+from ls_strategy.lightning._private_uneven import hides_batches
 from ls_strategy.lightning.checkpointing import before_batch, contents, data_position
+from ls_strategy.lightning.checkpointing.data_resume import DataResume
 from ls_strategy.lightning.virtual.data import VirtualLoader
 from ls_strategy.lightning.virtual.random import VIRTUAL
 from ls_strategy.meta_init.lazy import LazyTensor
@@ -39,6 +41,8 @@ class Resume:
 
     def __init__(self, strategy: ZeROStrategy) -> None:
         self._strategy = strategy
+        self.reading = DataResume(strategy)
+        """Where the training data continue."""
         self._ours: dict[str, Any] = {}
         """The entries of the last loaded checkpoint that only this package reads."""
         self._position: dict[str, Any] | None = None
@@ -56,6 +60,7 @@ class Resume:
     def forget(self) -> None:
         """Forget what waits for a batch: an evaluation has loaded a checkpoint, or a fit had nothing left to do."""
         self._position = self._random = self._between = self._loaded = None
+        self.reading.forget()
         if self._strategy.virtual is not None:
             self._strategy.virtual.random.restore({})
 
@@ -106,6 +111,7 @@ class Resume:
     def _take_random_states(self, saved: dict[str, Any]) -> None:
         states, virtual = saved.pop(contents.RANDOM, {}), self._strategy.virtual
         self._between = None
+        self.reading.take(states, self._ours.get("world_size"))
         if self._ours.get(before_batch.MARK):
             self._take_between(states)
         self._random = states.get(f"rank_{self._strategy.parallel.first_rank}")
@@ -228,8 +234,9 @@ class Resume:
             self._strategy.virtual.begun = True
         with self.making_iterators():
             yield
+        self.reading.made()
         done: Any = trainer.fit_loop.epoch_loop.batch_progress.current
-        if self.pending and done.ready == done.processed and fetches_one_by_one(trainer):
+        if self.pending and done.ready == done.processed and not hides_batches(trainer.fit_loop._data_fetcher):
             # The states are those before the next fetch, in which samplers and datasets may draw.
             before_first_fetch(trainer, self.restore_random_states)
 
@@ -239,7 +246,8 @@ class Resume:
         moved = [
             self.data(each) for one in loaders for each in (one.loaders if isinstance(one, VirtualLoader) else [one])
         ]
-        return any(moved) or self.makes_iterators or self.between_batches or (virtual is not None and self.pending)
+        waits = self.makes_iterators or self.between_batches or self.reading.moves_iterators
+        return any(moved) or waits or (virtual is not None and self.pending)
 
     @property
     def makes_iterators(self) -> bool:
@@ -268,7 +276,7 @@ class Resume:
         module = self._strategy.lightning_module
         trainer = None if module is None else module._trainer
         data_position.forget(dataloader)
-        if not self._position or trainer is None or not trainer.training or not trainer.fit_loop.restarting:
+        if not self._position or trainer is None or not trainer.training or not is_resuming(trainer):
             return False
         self._strategy.loop.load(trainer, self._position)
         return data_position.resume(trainer, dataloader, self._position)

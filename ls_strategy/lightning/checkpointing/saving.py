@@ -28,6 +28,7 @@ from ls_strategy.host.pytorch import TrainerFn, TrainerStatus, rank_zero_info, r
 from ls_strategy.lightning._private import dump_for_resume, unwrap_optimizer
 from ls_strategy.lightning.checkpointing import before_batch, contents, data_position
 from ls_strategy.lightning.checkpointing.contents import Background, Collection
+from ls_strategy.lightning.checkpointing.data_resume import DATA
 from ls_strategy.lightning.checkpointing.kind import Kind, gets_checkpoints, kind_of
 from ls_strategy.lightning.virtual.random import VIRTUAL
 from ls_strategy.zero.flat.parameters import unnoticed
@@ -216,9 +217,10 @@ class Saves:
         contents.write(collection, checkpoint, name, strategy.checkpoint_io, None, background, random)
 
     def _random(self) -> dict[str, Any]:
-        """Return the random states of this process and of its virtual ranks."""
-        virtual = self._strategy.virtual
-        return random_states() if virtual is None else {**random_states(), VIRTUAL: virtual.random.saved()}
+        """Return the random states of this process and of its virtual ranks, and where its training data stand."""
+        virtual, module = self._strategy.virtual, self._strategy.lightning_module
+        data = {} if module is None else {DATA: self._strategy.resume.reading.saved()}
+        return {**random_states(), **data, **({} if virtual is None else {VIRTUAL: virtual.random.saved()})}
 
     def _background(self) -> BackgroundSaver:
         comm = self._strategy._comm

@@ -36,7 +36,7 @@ class JoinLoop(StepLoop):
 
     @override
     def fetcher(self, loop: Any, inner: Any) -> Any:
-        return self._uneven.fetcher(loop, inner)
+        return self._uneven.fetcher(loop, super().fetcher(loop, inner))
 
     @override
     def end_pass(self) -> None:

@@ -103,9 +103,13 @@ class VirtualLoader:
         found = getattr(self.__dict__["loaders"][0], name)
         return {"state_dict": self._states, "load_state_dict": self._load_states}.get(name, found)
 
+    def own_states(self) -> dict[str, Any]:
+        """Return the states of the loaders of this process's virtual ranks."""
+        return {VIRTUAL: {rank: loader.state_dict() for rank, loader in zip(self._ranks, self.loaders, strict=True)}}
+
     def _states(self) -> dict[str, Any]:
         """Return the states of the loaders of all virtual ranks. Collective."""
-        own = {rank: loader.state_dict() for rank, loader in zip(self._ranks, self.loaders, strict=True)}
+        own = self.own_states()[VIRTUAL]
         return {VIRTUAL: {rank: state for each in self.exchange(own) for rank, state in each.items()}}
 
     def _load_states(self, states: dict[str, Any]) -> None:
