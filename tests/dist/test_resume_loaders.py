@@ -6,6 +6,8 @@ to take its random numbers from the checkpoint.
 
 from __future__ import annotations
 
+import importlib
+import importlib.util
 import random
 import warnings
 from collections.abc import Callable, Iterator
@@ -151,6 +153,36 @@ LOADERS: dict[str, tuple[Make, dict[str, Any]]] = {
 }
 
 
+def torchdatas(dataset: Any, workers: int = 0, **options: Any) -> Any:
+    module = importlib.import_module("torchdata.stateful_dataloader")
+    return loader(dataset, workers, module.StatefulDataLoader, **options)
+
+
+def hugging_faces(rank: int, ranks: int, *, shuffle: bool = False) -> Any:
+    datasets = importlib.import_module("datasets")
+    datasets.disable_progress_bars()
+    found = datasets.Dataset.from_dict({"x": [[float(i)] for i in range(SAMPLES)]}).to_iterable_dataset(num_shards=12)
+    found = found.shuffle(seed=3, buffer_size=10) if shuffle else found
+    return (
+        importlib.import_module("datasets.distributed").split_dataset_by_node(found, rank, ranks).with_format("torch")
+    )
+
+
+LIBRARIES: dict[str, dict[str, tuple[Make, dict[str, Any]]]] = {
+    "torchdata": {
+        "Lightning's sampler": (lambda *_: torchdatas(Samples(), shuffle=True), {}),
+        "samples, workers": (lambda *_: torchdatas(Samples(), 2, shuffle=True), OWN_ORDER),
+        "stateful stream": (lambda *ranks: torchdatas(StatefulStream(*ranks)), {}),
+        "stream, workers": (lambda *ranks: torchdatas(Stream(*ranks), 2), {}),
+    },
+    "datasets": {
+        "in this process": (lambda *ranks: loader(hugging_faces(*ranks)), {}),
+        "shuffled": (lambda *ranks: loader(hugging_faces(*ranks, shuffle=True)), {}),
+        "workers": (lambda *ranks: loader(hugging_faces(*ranks), 2), {}),
+    },
+}
+
+
 class Seen(pl.LightningModule):
     """Notes the batches of all steps, which draw random numbers too."""
 
@@ -220,8 +252,10 @@ def moments(batches: int, folder: Path) -> list[SaveAt]:
     ]
 
 
-def check(name: str, rank: int, world_size: int, folder: Path, *, asks: bool = False, **options: Any) -> None:
-    make, more = LOADERS[name]
+def check(
+    name: str, rank: int, world_size: int, folder: Path, case: Any = None, *, asks: bool = False, **options: Any
+) -> None:
+    make, more = case or LOADERS[name]
     options = {**more, **options}
     replicas = 1 if more == OWN_ORDER else world_size
     batches = options.get("limit_train_batches", SAMPLES // BATCH // replicas)
@@ -262,6 +296,21 @@ def test_code_that_asks_for_the_number_of_batches_moves_nothing(
 ) -> None:
     for name in names:
         check(name, rank, world_size, tmp_path / name, asks=True)
+
+
+def _is_missing(name: str) -> bool:
+    return importlib.util.find_spec(name) is None
+
+
+@pytest.mark.wide
+@pytest.mark.parametrize(
+    "library",
+    [pytest.param(name, marks=pytest.mark.skipif(_is_missing(name), reason="not there")) for name in LIBRARIES],
+)
+@on_ranks(2, timeout_s=200)
+def test_loaders_and_datasets_of_libraries(rank: int, world_size: int, tmp_path: Path, library: str) -> None:
+    for name, case in LIBRARIES[library].items():
+        check(name, rank, world_size, tmp_path / name, case)
 
 
 class Continues(Stream):

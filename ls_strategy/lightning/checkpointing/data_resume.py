@@ -20,6 +20,8 @@ import warnings
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
+from torch.utils.data import DataLoader
+
 from ls_strategy.checkpoint.random import random_states, restore_random_states
 from ls_strategy.host.pytorch import rank_zero_info, rank_zero_warn
 from ls_strategy.lightning._private import training_loaders
@@ -150,7 +152,7 @@ class DataResume:
             load()
         else:
             self._load(states)
-            if place == "between" and saved is not None:
+            if place == "between" and states and saved is not None:
                 self._begin_next(states, exhausted=saved["exhausted"])
         if place == "inside" and self._again is None:
             notes.begin_at(self._done, states)
@@ -231,9 +233,12 @@ class DataResume:
         With the state of a pass that a limit ended, or of one at its last batch, the next iterator would end that pass.
         """
         before, goes_on = random_states(), False
-        for loader, (kind, _) in zip(self._notes.loaders, zip(self._notes.kinds, states, strict=False), strict=False):
+        for loader, kind in zip(self._notes.loaders, self._notes.kinds, strict=True):
             if kind in ("loader", "dataset"):
-                goes_on |= next(iter(loader if kind == "loader" else loader.dataset), _END) is not _END
+                iterator = iter(loader if kind == "loader" else loader.dataset)
+                # A DataLoader at its end begins the next pass itself, and must not read from it.
+                ready = exhausted and isinstance(loader, DataLoader) and kind == "loader"
+                goes_on |= not ready and next(iterator, _END) is not _END
             forget_start(loader)
         if goes_on and exhausted:  # it was the state of the next pass already
             self._load(states)
