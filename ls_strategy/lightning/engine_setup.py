@@ -175,7 +175,6 @@ class EngineSetup:
         kinds = "" if strategy.parallel.mesh is None else strategy.parallel.mesh.shape.kinds
         guards.check_trainer(trainer, strategy.zero_precision(), kinds)
         strategy.uneven.prepare(trainer)
-        strategy.resume.reading.prepare(trainer)
         strategy.loop.check(trainer, module)
 
     def place(self, module: pl.LightningModule) -> None:

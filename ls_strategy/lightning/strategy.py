@@ -214,6 +214,8 @@ class ZeROStrategy(EngineStrategy):  # its many public members are Lightning's h
     def connect(self, model: pl.LightningModule) -> None:
         super().connect(model)
         self.resume.forget()
+        if model._trainer is not None:
+            self.resume.reading.prepare(model.trainer)
         if self._deepspeed is not None:
             self._deepspeed.connect(model)
 
