@@ -4,6 +4,7 @@
 ``callbacks``         what a Trainer can watch and do beside training: Monitor, ShardedEMA, PreemptionHandler ...
 ``cli``               the command ``ls-strategy``
 ``clouds, slurm``     batch scripts and jobs that run a program on many nodes
+``conformance``       habits of people under any strategy of Lightning: what comes out right
 ``data_efficiency``   curricula, packed documents, dropped tokens
 ``deepspeed``         its configurations, schedules and checkpoints
 ``doctor``            checks of a machine

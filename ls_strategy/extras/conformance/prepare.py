@@ -1,0 +1,34 @@
+"""What strategies ask of the author of a module, written once for the networks of the habits."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any
+
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+
+def fully_shard(module: Any) -> None:
+    """Shard a LightningModule by FSDP2 over the ranks, as torch's documentation does.
+
+    Every child is a unit, and every layer of an `torch.nn.Sequential`. What is left is a unit whose parameters the
+    module's steps gather: its own parameters, and children that share one, since FSDP2 wants these in one unit. For
+    ``ModelParallelStrategy(data_parallel_size=devices, tensor_parallel_size=1)``. Without a mesh (outside of a run) the
+    module stays as it is.
+    """
+    from torch.distributed import fsdp
+
+    if module.device_mesh is None:
+        return
+    mesh = module.device_mesh["data_parallel"]
+    uses = Counter(id(p) for child in module.children() for p in child.parameters())
+    for child in module.children():
+        for each in (*(child if isinstance(child, nn.Sequential) else ()), child):
+            own = list(each.parameters())
+            if own and all(uses[id(p)] == 1 for p in own) and not isinstance(each, fsdp.FSDPModule):
+                fsdp.fully_shard(each, mesh=mesh)
+    if any(not isinstance(p, DTensor) for p in module.parameters()) and not isinstance(module, fsdp.FSDPModule):
+        fsdp.fully_shard(module, mesh=mesh)
+        for step in ("training_step", "validation_step", "test_step", "predict_step"):
+            fsdp.register_fsdp_forward_method(module, step)
