@@ -39,7 +39,7 @@ def main() -> None:
     parser = record.parser(__doc__)
     parser.add_argument("--only", nargs="+", default=[], help="these habits alone")
     parser.add_argument("--strategies", nargs="+", choices=list(STRATEGIES), default=list(STRATEGIES))
-    parser.add_argument("--limit", default="20", help="seconds of a phase; default: %(default)s")
+    parser.add_argument("--limit", default="10", help="seconds of a phase; default: %(default)s")
     args = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "verdicts.json"

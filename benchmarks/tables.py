@@ -328,6 +328,49 @@ def _finetune(record: dict[str, Any]) -> list[list[str]]:
     return rows
 
 
+_VERDICTS = {
+    "equal": "equal",
+    "refused": "refused",
+    "other, with a warning": "warned",
+    "silently other": "**other**",
+    "raw error": "error",
+    "hang": "**hang**",
+    "lost data": "**lost**",
+    "not run": "-",
+}
+"""Words of the conformance suite, as short as in a table."""
+
+
+def _conformance(record: dict[str, Any]) -> list[list[str]]:
+    """One row per habit: the verdict on each strategy."""
+    results = record["results"]
+    labels = list(results["strategies"])
+    rows = [["habit", *(f"`{label}`" for label in labels)]]
+    for habit, by in results["verdicts"].items():
+        rows.append([f"`{habit}`", *(_VERDICTS[by[label]["outcome"]] for label in labels)])
+    return rows
+
+
+def _verdict_counts(record: dict[str, Any]) -> list[list[str]]:
+    """One row per strategy: how many habits have come to each verdict."""
+    results = record["results"]
+    rows = [["strategy", *_VERDICTS.values()]]
+    for label in results["strategies"]:
+        outcomes = [by[label]["outcome"] for by in results["verdicts"].values()]
+        rows.append([f"`{label}`", *(str(outcomes.count(each)) for each in _VERDICTS)])
+    return rows
+
+
+def _verdict_details(record: dict[str, Any]) -> list[list[str]]:
+    """One row per verdict that is silent, a hang or a loss: what happened."""
+    rows = [["strategy, habit", "what happened"]]
+    for habit, by in record["results"]["verdicts"].items():
+        for label, verdict in by.items():
+            if _VERDICTS[verdict["outcome"]].startswith("**"):
+                rows.append([f"`{label}` `{habit}`", verdict["detail"].replace("|", "\\|").replace("<", "\\<")])
+    return rows
+
+
 def _published(record: dict[str, Any]) -> list[list[str]]:
     """One row per program: the largest relative difference of a loss from DDP's, by strategy."""
     strategies = list(next(iter(record["results"].values()))["all"])
@@ -453,6 +496,9 @@ _TABLES: dict[str, Callable[[dict[str, Any]], list[list[str]]]] = {
     "elastic": _elastic,
     "virtual_shares": _virtual_shares,
     "published_packages": _published,
+    "conformance": _conformance,
+    "conformance#counts": _verdict_counts,
+    "conformance#details": _verdict_details,
     "finetune": _finetune,
     "cifar_accuracy": _accuracy,
     "cpu_adam": _adam,

@@ -232,6 +232,10 @@ def check_module(words: list[str], parser: Any) -> None:
 
         names = itertools.takewhile(lambda word: not word.startswith("-"), words[3:])
         assert set(names) <= {*benches(), "all"}, words
+    elif program == "ls_strategy.conformance":
+        from ls_strategy.extras.conformance.__main__ import check
+
+        check(words[3:])
     else:
         raise AssertionError(f"no test for {shlex.join(words)}")
 

@@ -10,6 +10,7 @@ import dataclasses
 import importlib.metadata
 import json
 import platform
+import signal
 import sys
 import tempfile
 from collections.abc import Sequence
@@ -37,21 +38,27 @@ exit status: 0 if nothing is silently other, hangs or has lost data; 1 otherwise
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line, and return its exit status."""
-    parser = _parser()
-    given = parser.parse_args(arguments)
+    given, chosen, strategies = check(arguments)
     if given.list:
-        print("\n".join(_listed()))
+        print("\n".join(_listed(chosen)))
         return 0
-    if not given.strategy:
-        parser.error("Give one strategy or more with --strategy, for example: --strategy ddp zero2.")
-    chosen = _chosen(parser, given.only)
-    strategies = _strategies(parser, given.strategy)
     if given.keep is not None:
-        if given.keep.exists() and any(given.keep.iterdir()):
-            parser.error(f"Got --keep {given.keep}, which is not empty. Give a new folder.")
         return _run(given, chosen, strategies, given.keep)
     with tempfile.TemporaryDirectory(prefix="conformance_", ignore_cleanup_errors=True) as folder:
         return _run(given, chosen, strategies, Path(folder))
+
+
+def check(arguments: Sequence[str] | None = None) -> tuple[argparse.Namespace, list[Habit], list[Specification]]:
+    """Return the arguments with the habits and strategies that they name, or end with exit status 2."""
+    parser = _parser()
+    given = parser.parse_args(arguments)
+    if not given.list and not given.strategy:
+        parser.error("Give one strategy or more with --strategy, for example: --strategy ddp zero2.")
+    if given.json is not None and not given.json.absolute().parent.is_dir():
+        parser.error(f"Got --json {given.json}, whose folder does not exist. Make it first.")
+    if given.keep is not None and given.keep.exists() and (given.keep.is_file() or any(given.keep.iterdir())):
+        parser.error(f"Got --keep {given.keep}, which is not empty. Give a new folder.")
+    return given, _chosen(parser, given.only), _strategies(parser, given.strategy)
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -80,8 +87,8 @@ def _ranks(text: str) -> int:
     return count
 
 
-def _listed() -> list[str]:
-    return [f"{each.name}\n    {each.does}\n    right: {each.right}" for each in all_habits().values()]
+def _listed(habits: list[Habit]) -> list[str]:
+    return [f"{each.name}\n    {each.does}\n    right: {each.right}" for each in habits]
 
 
 def _chosen(parser: argparse.ArgumentParser, only: list[str] | None) -> list[Habit]:
@@ -119,6 +126,7 @@ def _run(given: argparse.Namespace, chosen: list[Habit], strategies: list[Specif
     labels = [each.label for each in strategies]
     total = len(chosen) * len(strategies)
     done = 0
+    status = None
     try:
         for habit, strategy, verdict in suite.run(chosen, strategies):
             verdicts.setdefault(habit.name, {})[strategy.label] = verdict
@@ -126,12 +134,15 @@ def _run(given: argparse.Namespace, chosen: list[Habit], strategies: list[Specif
             print(f"[{done}/{total}] {habit.name}  {strategy.label}  {verdict.outcome}  {verdict.seconds:g} s",
                   file=sys.stderr, flush=True)  # fmt: skip
     except SuiteError as error:
+        status = 2
         print(error, file=sys.stderr)
-        return 2
+    except KeyboardInterrupt:
+        status = 130
+        print("Interrupted; this is what there is so far.", file=sys.stderr)
     print(terminal(verdicts, labels))
     if given.json is not None:
         given.json.write_text(json.dumps(_document(given, strategies, chosen, verdicts), indent=1) + "\n")
-    return 1 if is_serious(verdicts) else 0
+    return int(is_serious(verdicts)) if status is None else status
 
 
 def _document(
@@ -160,4 +171,5 @@ def _document(
 
 
 if __name__ == "__main__":
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # ranks are ended, and what there is is printed
     sys.exit(main())

@@ -150,9 +150,11 @@ class Case:
             self.note(f"{prefix}loss of {name}", loss, "mean")
         model.losses.clear()
 
-    def note_outputs(self, outputs: Tensor, name: str = "outputs") -> None:
-        """Note what a trained module gives for `probe`."""
-        self.note(name, outputs)
+    def note_outputs(self, model: Any) -> None:
+        """Note what a trained module gives for `probe`, called without a Trainer."""
+        model.eval()
+        with torch.no_grad():
+            self.note("outputs", model(self.probe().to(next(iter(model.parameters())).device)))
 
     def probe(self) -> Tensor:
         """Return rows to try a trained module on, the same on every rank."""

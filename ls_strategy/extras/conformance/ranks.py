@@ -27,7 +27,7 @@ import torch
 
 from ls_strategy.extras.conformance.case import Case, Notes
 from ls_strategy.extras.conformance.habit import Phase
-from ls_strategy.extras.conformance.habits import all_habits
+from ls_strategy.extras.conformance.habits import MODULES, all_habits
 from ls_strategy.extras.conformance.specification import Specification
 
 if TYPE_CHECKING:
@@ -126,8 +126,7 @@ class Clock:
 
 def preload(modules: list[str]) -> None:
     """Have modules imported once, before the first rank is forked, and not by every rank."""
-    own = ["ls_strategy.extras.conformance.ranks", "ls_strategy.extras.conformance.lightning"]
-    multiprocessing.get_context("forkserver").set_forkserver_preload([*own, *modules])
+    multiprocessing.get_context("forkserver").set_forkserver_preload([__name__, *MODULES, *modules])
 
 
 def run_phase(job: Job) -> Ending:
@@ -260,8 +259,10 @@ def run_rank(job: Job, rank: int, port: int) -> None:
     path.with_suffix(".partial").rename(path)
     if report.error:
         os._exit(1)
-    while True:  # until the suite has all reports
-        time.sleep(60)
+    parent = os.getppid()
+    while os.getppid() == parent:  # until the suite has all reports and ends this process, or is gone itself
+        time.sleep(0.5)
+    os._exit(1)
 
 
 def _report(job: Job, rank: int) -> Report:

@@ -90,7 +90,9 @@ class Suite:
                 reports = [report for report in ending.reports if report is not None and not report.error]
                 if len(reports) < len(ending.reports):
                     failed = next((f"{each.error}: {each.message}" for each in ending.reports if each), "no report")
-                    raise SuiteError(f"The trusted run of {habit.name} failed: {failed}. Its log is in {folder}.")
+                    raise SuiteError(
+                        f"The trusted run of {habit.name} failed: {failed}. Its log is in {folder}, with --keep."
+                    )
                 phases.append([report.notes for report in reports])
             self._trusted[habit.name] = Trusted(phases)
         return self._trusted[habit.name]

@@ -33,17 +33,21 @@ LOST     what was saved cannot be loaded
 def terminal(verdicts: Verdicts, labels: list[str]) -> str:
     """Return the table, its legend, the numbers of outcomes, and a line on everything that is not equal."""
     rows = [["", *labels]]
-    rows += [[habit, *(_SHOWN[by[label].outcome] for label in labels)] for habit, by in verdicts.items()]
+    rows += [[habit, *(_cell(by, label) for label in labels)] for habit, by in verdicts.items()]
     widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
     table = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
     return "\n".join([*table, "", LEGEND, "", *_counts(verdicts, labels), "", *_details(verdicts, labels)])
+
+
+def _cell(by: Mapping[str, Verdict], label: str) -> str:
+    return _SHOWN[by[label].outcome] if label in by else ""  # it was interrupted before
 
 
 def _counts(verdicts: Verdicts, labels: list[str]) -> list[str]:
     width = max(map(len, labels))
     lines = []
     for label in labels:
-        outcomes = [by[label].outcome for by in verdicts.values()]
+        outcomes = [by[label].outcome for by in verdicts.values() if label in by]
         counted = ", ".join(f"{outcomes.count(each)} {each}" for each in _SHOWN if each in outcomes)
         lines.append(f"{label.ljust(width)}  {counted}")
     return lines
@@ -54,7 +58,7 @@ def _details(verdicts: Verdicts, labels: list[str]) -> list[str]:
         f"{label} {habit}: {by[label].outcome}: {by[label].detail}"
         for label in labels
         for habit, by in verdicts.items()
-        if by[label].outcome not in ("equal", "not run")
+        if label in by and by[label].outcome not in ("equal", "not run")
     ]
 
 

@@ -6,10 +6,14 @@ from importlib import import_module
 
 from ls_strategy.extras.conformance.habit import Habit
 
-_SUBJECTS = ("training", "gradients", "weights", "trainers", "after_fit", "checkpoints", "failures")
+MODULES = [
+    f"{__name__}.{subject}"
+    for subject in ("training", "gradients", "weights", "trainers", "after_fit", "checkpoints", "failures")
+]
+"""One for each subject."""
 
 
 def all_habits() -> dict[str, Habit]:
     """Return every habit by its name."""
-    modules = [import_module(f"{__name__}.{subject}") for subject in _SUBJECTS]
+    modules = map(import_module, MODULES)
     return {each.name: each for module in modules for each in vars(module).values() if isinstance(each, Habit)}

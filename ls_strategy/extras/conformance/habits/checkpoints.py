@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import time
+from contextlib import suppress
 from typing import Any
 
 import torch
@@ -106,8 +107,7 @@ def _train_and_save(case: Case) -> None:
 
 def _load(case: Case) -> None:
     model = AdamNet.load_from_checkpoint(case.saves / "model.ckpt", map_location="cpu")
-    with torch.no_grad():
-        case.note_outputs(model.eval()(case.probe()))
+    case.note_outputs(model)
 
 
 @habit(right="the outputs of one process")
@@ -138,8 +138,7 @@ def torch_load(case: Case) -> None:
 def _(case: Case) -> None:
     model = AdamNet()
     model.load_state_dict(torch.load(case.saves / "model.ckpt", map_location="cpu", weights_only=False)["state_dict"])
-    with torch.no_grad():
-        case.note_outputs(model.eval()(case.probe()))
+    case.note_outputs(model)
 
 
 def _continue(case: Case) -> None:
@@ -211,6 +210,25 @@ def _(case: Case) -> None:
     case.note("tensor", model.loaded)
     case.note("list", model.history)
     case.note("step", trainer.global_step)
+
+
+class _Fails(AdamNet):
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        if batch_idx == 4:
+            raise ValueError("all ranks fail")
+
+
+@habit(right="the outputs of one process after as many steps")
+def checkpoint_on_exception(case: Case) -> None:
+    """Fails on all ranks with OnExceptionCheckpoint, and loads what it has saved."""
+    saving = callbacks.OnExceptionCheckpoint(case.saves, "failed")
+    with suppress(ValueError):
+        case.fit(case.module(_Fails), callbacks=[saving], enable_checkpointing=True)
+
+
+@checkpoint_on_exception.then(ranks="one", strategy="none", loses_data=True)
+def _(case: Case) -> None:
+    case.note_outputs(AdamNet.load_from_checkpoint(case.saves / "failed.ckpt", map_location="cpu"))
 
 
 # --- a kill -----------------------------------------------------------------------------------------------------------

@@ -97,3 +97,18 @@ def logs_gradient_norms(case: Case) -> None:
     for name, value in trainer.logged_metrics.items():
         case.note(name, value)
     case.note_losses(model)
+
+
+class _Hooked(Net):
+    def build(self) -> None:
+        super().build()
+        self.head.weight.register_hook(lambda gradient: 0.25 * gradient)
+        self.blocks[1].register_full_backward_hook(lambda module, given, made: (0.5 * given[0],))
+
+
+@habit()
+def gradient_hooks(case: Case) -> None:
+    """Scales gradients by a hook of a parameter, and by a full backward hook of a module."""
+    model = case.module(_Hooked)
+    case.fit(model, max_epochs=2)
+    case.note_losses(model)

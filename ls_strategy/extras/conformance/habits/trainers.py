@@ -125,3 +125,20 @@ def save_top_k(case: Case) -> None:
     case.note("kept", sorted(path.name for path in case.saves.iterdir()))
     case.note("best score", kept.best_model_score)
     case.note_losses(model)
+
+
+@habit(right="one process: the losses, and the metrics of the last validation")
+def validates_in_epoch(case: Case) -> None:
+    """Validates before the fit and after every second batch."""
+    model = case.module(Net)
+    trainer = case.fit(model, max_epochs=2, limit_val_batches=2, num_sanity_val_steps=2, val_check_interval=2)
+    case.note("val_loss", trainer.callback_metrics["val_loss"])
+    case.note_losses(model)
+
+
+@habit()
+def accumulation_schedule(case: Case) -> None:
+    """Changes the number of accumulated batches with the epoch (GradientAccumulationScheduler)."""
+    model = case.module(Net)
+    case.fit(model, max_epochs=3, callbacks=[callbacks.GradientAccumulationScheduler({0: 1, 1: 3, 2: 2})])
+    case.note_losses(model)

@@ -178,6 +178,65 @@ def compiled_blocks(case: Case) -> None:
     _fit(case, _Compiled)
 
 
+class _OwnStep(AdamNet):
+    """As the page on optimizers of Lightning's documentation: a warm-up in ``optimizer_step``."""
+
+    def optimizer_step(self, epoch: int, batch_idx: int, optimizer: Any, optimizer_closure: Any = None) -> None:
+        optimizer.step(closure=optimizer_closure)
+        for group in optimizer.param_groups:
+            group["lr"] = 0.05 * min(1.0, (self.trainer.global_step + 1) / 6)
+
+
+@habit()
+def warm_up_by_hand(case: Case) -> None:
+    """Overrides optimizer_step, and sets the learning rate there after each step."""
+    _fit(case, _OwnStep, max_epochs=2)
+
+
+class _Penalty(_Manual):
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        optimizer: Any = self.optimizers()
+        _, x, y = batch
+        x = x.requires_grad_()
+        outputs = self(x)
+        (slope,) = torch.autograd.grad(outputs.sum(), x, create_graph=True)
+        loss = nn.functional.mse_loss(outputs, y) + 0.1 * slope.square().sum(1).mean()
+        self.keep(loss, batch_idx)
+        optimizer.zero_grad()
+        self.manual_backward(loss)
+        optimizer.step()
+
+
+@habit()
+def gradient_penalty(case: Case) -> None:
+    """Penalizes the gradient of the outputs by the inputs, with torch.autograd.grad(create_graph=True)."""
+    _fit(case, _Penalty)
+
+
+class _Functional(AdamNet):
+    def forward(self, x: Tensor) -> Tensor:
+        weights = {name: 0.9 * p for name, p in self.blocks.named_parameters()}
+        return self.head(torch.func.functional_call(self.blocks, weights, (x,)))
+
+
+@habit()
+def functional_call(case: Case) -> None:
+    """Calls blocks with other weights, computed from their own, by torch.func.functional_call."""
+    _fit(case, _Functional)
+
+
+class _Parametrized(AdamNet):
+    def build(self) -> None:
+        super().build()
+        nn.utils.parametrizations.weight_norm(self.head)
+
+
+@habit()
+def weight_norm(case: Case) -> None:
+    """Has a layer with torch.nn.utils.parametrizations.weight_norm."""
+    _fit(case, _Parametrized)
+
+
 # --- data -------------------------------------------------------------------------------------------------------------
 
 
@@ -247,3 +306,24 @@ class _Unused(AdamNet):
 def unused_layer(case: Case) -> None:
     """Has a layer that is never used."""
     _fit(case, _Unused)
+
+
+class _Sometimes(AdamNet):
+    def build(self) -> None:
+        super().build()
+        self.extra = nn.Linear(WIDTH, WIDTH)
+        self.ranks = 2
+
+    def loss(self, batch: Any) -> Tensor:
+        index, x, y = batch
+        is_odd = int(index[0]) // (ROWS * self.ranks) % 2
+        return nn.functional.mse_loss(self(self.extra(x) if is_odd else x), y)
+
+
+@habit()
+def unused_in_every_other_batch(case: Case) -> None:
+    """Has a layer that every other batch goes through, on all ranks; AdamW skips what has no gradient."""
+    model = case.module(_Sometimes)
+    model.ranks = case.ranks
+    case.fit(model, max_epochs=2)
+    case.note_losses(model)
