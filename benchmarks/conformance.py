@@ -23,7 +23,6 @@ _FSDP2 = "lightning.pytorch.strategies.ModelParallelStrategy(data_parallel_size=
 _SHARD = " @ ls_strategy.conformance.fully_shard"
 STRATEGIES = {
     "ddp": "ddp",
-    "ddp_unused": "ddp_unused=ddp_find_unused_parameters_true",
     "fsdp": "fsdp",
     "fsdp2": f"fsdp2={_FSDP2.format('')}{_SHARD}",
     "fsdp2_file": f"fsdp2_file={_FSDP2.format(', save_distributed_checkpoint=False')}{_SHARD}",
@@ -39,7 +38,7 @@ def main() -> None:
     parser = record.parser(__doc__)
     parser.add_argument("--only", nargs="+", default=[], help="these habits alone")
     parser.add_argument("--strategies", nargs="+", choices=list(STRATEGIES), default=list(STRATEGIES))
-    parser.add_argument("--limit", default="10", help="seconds of a phase; default: %(default)s")
+    parser.add_argument("--limit", default="6", help="seconds of a phase; default: %(default)s")
     args = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "verdicts.json"

@@ -64,7 +64,7 @@ ELSEWHERE = {
     "ckpt_path", "sync_dist", "sync_dist_group", "weights_only", "modify", "strict_loading", "save_last", "devices",
     "num_nodes", "num_workers", "max_failures", "every_n_epochs", "every", "rank", "drop_last", "cache",
     "seed", "full_sequences", "synced_gpus", "tensor_parallel", "quant", "reshard_after_forward", "param_dtype",
-    "use_reentrant",
+    "use_reentrant", "save_distributed_checkpoint",
 }  # fmt: skip
 
 

@@ -77,11 +77,9 @@ def test_a_difference_is_relative_to_the_largest_number(value: object, right: ob
 
 
 def test_notes_of_ranks_become_what_is_compared() -> None:
-    ranks = [
-        Notes({"a": Note(x, "mean"), "b": Note(x, "sum"), "c": Note(x, "first"), "d": Note(x, "each")})
-        for x in (1.0, 3.0)
-    ]
-    assert combined(ranks) == {"a": [2.0], "b": [4.0], "c": [1.0], "d": [1.0, 3.0]}
+    ranks = [Notes({"a": Note(x, "mean"), "b": Note(x, "first"), "c": Note(x, "each")}) for x in (1.0, 3.0)]
+    ranks[1].notes |= {"d": Note(1.0, "mean"), "e": Note(1.0, "each")}
+    assert combined(ranks) == {"a": [2.0], "b": [1.0], "c": [1.0, 3.0], "d": [None], "e": [None, 1.0]}
 
 
 @pytest.mark.parametrize(

@@ -19,7 +19,7 @@ from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 from ls_strategy.extras.conformance.lightning import pl
 from ls_strategy.extras.conformance.specification import Specification
 
-Over = Literal["each", "mean", "sum", "first"]
+Over = Literal["each", "mean", "first"]
 M = TypeVar("M", bound=pl.LightningModule)
 
 WIDTH = 8
@@ -31,7 +31,7 @@ class Note:
 
     value: Any
     over: Over
-    """Which values of the ranks are compared: that of each, their mean, their sum, or that of rank 0."""
+    """Which values of the ranks are compared: that of each, their mean, or that of rank 0."""
 
 
 @dataclass
@@ -39,8 +39,8 @@ class Notes:
     """All that a rank has noted in a phase."""
 
     notes: dict[str, Note] = field(default_factory=dict)
-    claims: list[tuple[str, bool, bool]] = field(default_factory=list)
-    """What has to hold, whether it does, and whether data is lost otherwise."""
+    claims: list[tuple[str, bool]] = field(default_factory=list)
+    """What has to hold, and whether it does."""
 
 
 @dataclass
@@ -140,9 +140,9 @@ class Case:
             value = value.to("cpu", copy=True)
         self.made.notes[name] = Note(value, over)
 
-    def claim(self, what: str, holds: bool, *, else_lost: bool = False) -> None:
-        """Keep whether something holds; if not, the verdict is "silently other" or "lost data"."""
-        self.made.claims.append((what, bool(holds), else_lost))
+    def claim(self, what: str, holds: bool) -> None:
+        """Keep whether something holds; if not, the verdict is "silently other"."""
+        self.made.claims.append((what, bool(holds)))
 
     def note_losses(self, model: Net, prefix: str = "") -> None:
         """Note the losses that a network has kept, each the mean over the ranks, and forget them."""

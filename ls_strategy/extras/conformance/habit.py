@@ -4,7 +4,7 @@
     def load_on_one(case):                   # the first phase, on all ranks; its docstring is what `does` says
         ...
 
-    @load_on_one.then(ranks=1, strategy="none")
+    @load_on_one.then(ranks="one", strategy="none")
     def _(case):                             # a later one, in new processes that share the folder
         ...
 

@@ -16,7 +16,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from ls_strategy.extras.conformance.case import Note, Notes
+from ls_strategy.extras.conformance.case import Note, Notes, Over
 from ls_strategy.extras.conformance.habit import Habit, Phase
 from ls_strategy.extras.conformance.ranks import Ending, Report
 
@@ -167,9 +167,9 @@ def says_what_to_do(message: str) -> bool:
 def _broken_claim(phases: list[list[Notes]]) -> Verdict | None:
     for notes in phases:
         for rank, each in enumerate(notes):
-            for what, holds, else_lost in each.claims:
+            for what, holds in each.claims:
                 if not holds:
-                    return Verdict("lost data" if else_lost else "silently other", f"not so on rank {rank}: {what}")
+                    return Verdict("silently other", f"not so on rank {rank}: {what}")
     return None
 
 
@@ -230,21 +230,18 @@ def _other_numbers(compared: list[_Compared]) -> Verdict | None:
 
 
 def combined(ranks: Sequence[Notes]) -> dict[str, list[Any]]:
-    """Return by name what is compared: one value for each rank, or one for all."""
-    found: dict[str, list[Any]] = {}
-    for name, first in ranks[0].notes.items() if ranks else ():
-        values = [each.notes[name].value for each in ranks if name in each.notes]
-        found[name] = _over(first, values)
-    return found
+    """Return by name what is compared: one value for each rank, or one for all; None where a rank has noted none."""
+    kinds: dict[str, Over] = {name: note.over for each in ranks for name, note in each.notes.items()}
+    nothing = Note(None, "each")
+    return {name: _over(over, [each.notes.get(name, nothing).value for each in ranks]) for name, over in kinds.items()}
 
 
-def _over(first: Note, values: list[Any]) -> list[Any]:
-    if first.over == "each":
+def _over(over: Over, values: list[Any]) -> list[Any]:
+    if over == "each":
         return values
-    if first.over == "first":
+    if over == "first":
         return values[:1]
-    total = sum(values[1:], values[0])
-    return [total if first.over == "sum" else total / len(values)]
+    return [None if any(value is None for value in values) else sum(values[1:], values[0]) / len(values)]
 
 
 def difference(value: Any, right: Any) -> float:

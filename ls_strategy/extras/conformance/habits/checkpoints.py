@@ -26,7 +26,14 @@ def _every(case: Case, **when: int) -> callbacks.ModelCheckpoint:
     return callbacks.ModelCheckpoint(case.saves, "{epoch}-{step}", save_top_k=-1, **when)  # type: ignore[arg-type]
 
 
-def _resume(case: Case, name: str, loader: Any = None) -> None:
+def _goes_on_from(case: Case, model: AdamNet, *batches: str) -> None:
+    """Claim that the first batch of a resumed run is one of these: a run from the start has right losses too."""
+    first = next(iter(model.losses), "none")
+    case.claim(f"it goes on from {' or '.join(batches)} (it did from {first})", first in batches)
+    case.note_losses(model)
+
+
+def _resume(case: Case, name: str, first: str, loader: Any = None) -> None:
     """Go on from a checkpoint, and compare with the same rank's losses of the phase before, bit for bit."""
     model = case.module(AdamNet)
     case.fit(model, loader or case.loader(_EPOCH), ckpt_path=case.saves / name, **_OPTIONS)
@@ -34,7 +41,7 @@ def _resume(case: Case, name: str, loader: Any = None) -> None:
         for batch, loss in model.losses.items():
             right = case.before.notes[f"loss of {batch}"].value
             case.claim(f"the loss of {batch} has the same bits ({loss!r} is {right!r})", loss == right)
-    case.note_losses(model)
+    _goes_on_from(case, model, first)
 
 
 def _interrupted(case: Case, loader: Any = None, **when: int) -> None:
@@ -51,7 +58,7 @@ def resume_after_epoch(case: Case) -> None:
 
 @resume_after_epoch.then()
 def _(case: Case) -> None:
-    _resume(case, "epoch=0-step=4.ckpt")
+    _resume(case, "epoch=0-step=4.ckpt", "epoch 1 batch 0")
 
 
 @habit(right=_RESUMED, trusted_phases="first", warning="your dataloader is not resumable")
@@ -62,7 +69,7 @@ def resume_in_epoch(case: Case) -> None:
 
 @resume_in_epoch.then()
 def _(case: Case) -> None:
-    _resume(case, "epoch=1-step=6.ckpt")
+    _resume(case, "epoch=1-step=6.ckpt", "epoch 1 batch 2")
 
 
 class _KeepsPosition(DataLoader[Any]):
@@ -96,7 +103,7 @@ def resume_in_epoch_stateful(case: Case) -> None:
 
 @resume_in_epoch_stateful.then()
 def _(case: Case) -> None:
-    _resume(case, "epoch=1-step=6.ckpt", _positioned(case))
+    _resume(case, "epoch=1-step=6.ckpt", "epoch 1 batch 2", _positioned(case))
 
 
 def _train_and_save(case: Case) -> None:
@@ -144,7 +151,7 @@ def _(case: Case) -> None:
 def _continue(case: Case) -> None:
     model = case.module(AdamNet)
     case.fit(model, case.loader(_EPOCH), ckpt_path=case.saves / "epoch=0-step=4.ckpt", **_OPTIONS)
-    case.note_losses(model)
+    _goes_on_from(case, model, "epoch 1 batch 0")
 
 
 @habit(trusted_phases="first")
@@ -279,4 +286,4 @@ def killed_in_save(case: Case) -> None:
 def _(case: Case) -> None:
     model = case.module(_Large)
     case.fit(model, case.loader(2), ckpt_path=case.saves / "last.ckpt", max_epochs=4)
-    case.note_losses(model)
+    _goes_on_from(case, model, "epoch 1 batch 0", "epoch 2 batch 0")
