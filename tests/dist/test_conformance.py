@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import json
+import multiprocessing
+import multiprocessing.forkserver
 from pathlib import Path
 
 import pytest
 
+from ls_strategy import testing
 from ls_strategy.extras.conformance.__main__ import main
 from ls_strategy.extras.conformance.habits import all_habits
 from ls_strategy.extras.conformance.specification import parse
@@ -14,6 +17,13 @@ from ls_strategy.extras.conformance.suite import Suite
 from ls_strategy.extras.conformance.verdict import Verdict
 
 WRONG = "tests.dist.wrong_strategies"
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _server() -> None:
+    """The one server of this process: tests of other files fork their ranks from it as well."""
+    multiprocessing.get_context("forkserver").set_forkserver_preload(testing._PRELOAD)
+    multiprocessing.forkserver.ensure_running()
 
 
 def verdict(tmp_path: Path, strategy: str, habit: str, *, limit_s: float = 60.0) -> Verdict:
@@ -46,6 +56,11 @@ def test_a_save_that_destroys_the_one_before_it_loses_data(tmp_path: Path) -> No
     assert verdict(tmp_path, f"{WRONG}.WritesInPlace", "killed_in_save").outcome == "lost data"
 
 
+def test_a_resume_that_forgets_moments_is_found(tmp_path: Path) -> None:
+    found = verdict(tmp_path, f"{WRONG}.Forgets", "resume_after_epoch")
+    assert (found.outcome, "the loss of epoch 1 batch 1 has the same bits" in found.detail) == ("silently other", True)
+
+
 def test_a_kill_between_two_saves_of_ours_loses_nothing(tmp_path: Path) -> None:
     found = verdict(tmp_path, "zero2", "killed_in_save")
     assert found.outcome == "equal", found
@@ -70,3 +85,9 @@ def test_what_cannot_run_the_plainest_habit_runs_no_other(
 def test_an_error_on_one_rank_that_leaves_others_waiting_is_a_hang(tmp_path: Path) -> None:
     assert verdict(tmp_path, "zero2", "error_on_one_rank").outcome == "equal"
     assert verdict(tmp_path, f"{WRONG}.Hangs", "error_on_one_rank", limit_s=2.0).outcome == "hang"
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(3600)
+def test_no_habit_is_silently_other_hangs_or_loses_data_under_ours() -> None:
+    assert main(["--strategy", "zero1", "zero2", "zero3", "zero3_offload"]) == 0

@@ -49,3 +49,10 @@ class Fails(DDPStrategy):
         super().setup(trainer)
         if self.global_rank == 1:
             raise KeyError("shard 7")
+
+
+class Forgets(DDPStrategy):
+    """Resumes without the states of optimizers."""
+
+    def load_optimizer_state_dict(self, checkpoint: Any) -> None:
+        pass
