@@ -5,6 +5,10 @@ from __future__ import annotations
 import json
 import multiprocessing
 import multiprocessing.forkserver
+import subprocess
+import sys
+import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -15,6 +19,7 @@ from ls_strategy.extras.conformance.habits import all_habits
 from ls_strategy.extras.conformance.specification import parse
 from ls_strategy.extras.conformance.suite import Suite
 from ls_strategy.extras.conformance.verdict import Verdict
+from tests.limits import clock
 
 WRONG = "tests.dist.wrong_strategies"
 
@@ -65,6 +70,36 @@ def test_a_kill_between_two_saves_of_ours_loses_nothing(tmp_path: Path) -> None:
     found = verdict(tmp_path, "zero2", "killed_in_save")
     assert found.outcome == "equal", found
     assert "before the kill" not in found.detail
+
+
+@pytest.mark.wide
+def test_killing_the_suite_leaves_no_rank_that_hangs(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "ls_strategy.conformance", "--strategy", f"{WRONG}.Hangs", "--only", "plain_sgd"]
+    with subprocess.Popen([*command, "--keep", str(tmp_path / "kept")], stderr=subprocess.PIPE, text=True) as suite:
+        log = tmp_path / "kept" / "Hangs" / "plain_sgd" / "phase0.rank1.log"
+        assert within(60.0, log.exists)
+        ranks = [pid for pid in processes() if str(log.parent) in files_of(pid)]
+        suite.kill()
+    assert ranks
+    assert within(30.0, lambda: not set(ranks) & set(processes()))
+
+
+def within(seconds: float, holds: Callable[[], bool]) -> bool:
+    end = clock() + seconds
+    while not holds() and clock() < end:
+        time.sleep(0.1)
+    return holds()
+
+
+def processes() -> list[int]:
+    return [int(path.name) for path in Path("/proc").iterdir() if path.name.isdigit()]
+
+
+def files_of(pid: int) -> str:
+    try:
+        return " ".join(str(path.readlink()) for path in Path(f"/proc/{pid}/fd").iterdir())
+    except OSError:
+        return ""
 
 
 @pytest.mark.parametrize(

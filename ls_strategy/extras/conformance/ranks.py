@@ -17,6 +17,7 @@ import multiprocessing
 import os
 import signal
 import socket
+import threading
 import time
 import traceback
 from dataclasses import dataclass, field
@@ -245,6 +246,7 @@ def _log(job: Job, rank: int) -> Path:
 def run_rank(job: Job, rank: int, port: int) -> None:
     """Run the phase as one of its ranks. Does not return."""
     os.setpgid(0, 0)
+    threading.Thread(target=_end_with_suite, daemon=True).start()
     log = _log(job, rank).open("w", buffering=1)
     os.dup2(log.fileno(), 1)
     os.dup2(log.fileno(), 2)
@@ -259,9 +261,15 @@ def run_rank(job: Job, rank: int, port: int) -> None:
     path.with_suffix(".partial").rename(path)
     if report.error:
         os._exit(1)
-    parent = os.getppid()
-    while os.getppid() == parent:  # until the suite has all reports and ends this process, or is gone itself
-        time.sleep(0.5)
+    while True:  # until the suite has all reports, and ends this process
+        time.sleep(60)
+
+
+def _end_with_suite() -> None:
+    """End this process as soon as the suite is gone, so that killing it leaves no ranks that hang."""
+    suite = multiprocessing.parent_process()
+    assert suite is not None
+    suite.join()
     os._exit(1)
 
 
