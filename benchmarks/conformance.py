@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import tempfile
 from pathlib import Path
+from typing import Any
 
 from benchmarks import record
 from ls_strategy.extras.conformance.__main__ import main as conformance
@@ -38,6 +39,9 @@ def main() -> None:
     parser = record.parser(__doc__)
     parser.add_argument("--only", nargs="+", default=[], help="these habits alone")
     parser.add_argument("--strategies", nargs="+", choices=list(STRATEGIES), default=list(STRATEGIES))
+    parser.add_argument(
+        "--update", action="store_true", help="replace these habits' verdicts in the record, keep others"
+    )
     parser.add_argument("--limit", default="6", help="seconds of a phase; default: %(default)s")
     args = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
@@ -46,7 +50,19 @@ def main() -> None:
         given = [STRATEGIES[label] for label in args.strategies]
         conformance(["--strategy", *given, *only, "--limit", args.limit, "--json", str(path)])
         results = json.loads(path.read_text())
-    record.write(args.record, {**record.header("conformance"), "results": results})
+    made = {**record.header("conformance"), "results": results}
+    record.write(args.record, _updated(args.record, made) if args.update else made)
+
+
+def _updated(path: Path, made: dict[str, Any]) -> dict[str, Any]:
+    """Return the record at ``path`` with the habits of a later run of the same strategies, and what says so."""
+    old = json.loads(path.read_text())
+    assert old["results"]["strategies"] == made["results"]["strategies"]
+    for part in ("habits", "verdicts"):
+        old["results"][part] |= made["results"][part]
+    said = {name: made[name] for name in ("command", "commit", "date")}
+    old["updated"] = {**old.get("updated", {}), **dict.fromkeys(made["results"]["verdicts"], said)}
+    return old
 
 
 if __name__ == "__main__":

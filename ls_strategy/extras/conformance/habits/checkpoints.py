@@ -227,13 +227,13 @@ class _Fails(AdamNet):
 
 @habit(right="the outputs of one process after as many steps")
 def checkpoint_on_exception(case: Case) -> None:
-    """Fails on all ranks with OnExceptionCheckpoint, and loads what it has saved."""
+    """Fails on all ranks with OnExceptionCheckpoint, and loads what it has saved without a strategy."""
     saving = callbacks.OnExceptionCheckpoint(case.saves, "failed")
     with suppress(ValueError):
         case.fit(case.module(_Fails), callbacks=[saving], enable_checkpointing=True)
 
 
-@checkpoint_on_exception.then(ranks="one", strategy="none", loses_data=True)
+@checkpoint_on_exception.then(ranks="one", strategy="none")
 def _(case: Case) -> None:
     case.note_outputs(AdamNet.load_from_checkpoint(case.saves / "failed.ckpt", map_location="cpu"))
 
