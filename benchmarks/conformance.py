@@ -39,9 +39,7 @@ def main() -> None:
     parser = record.parser(__doc__)
     parser.add_argument("--only", nargs="+", default=[], help="these habits alone")
     parser.add_argument("--strategies", nargs="+", choices=list(STRATEGIES), default=list(STRATEGIES))
-    parser.add_argument(
-        "--update", action="store_true", help="replace these habits' verdicts in the record, keep others"
-    )
+    parser.add_argument("--update", action="store_true", help="replace these verdicts in the record, keep others")
     parser.add_argument("--limit", default="6", help="seconds of a phase; default: %(default)s")
     args = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
@@ -55,13 +53,13 @@ def main() -> None:
 
 
 def _updated(path: Path, made: dict[str, Any]) -> dict[str, Any]:
-    """Return the record at ``path`` with the habits of a later run of the same strategies, and what says so."""
+    """Return the record at ``path`` with the verdicts of a later run in the place of its own, and what says so."""
     old = json.loads(path.read_text())
-    assert old["results"]["strategies"] == made["results"]["strategies"]
-    for part in ("habits", "verdicts"):
-        old["results"][part] |= made["results"][part]
+    for habit, by in made["results"]["verdicts"].items():
+        old["results"]["verdicts"][habit] |= by
+    old["results"]["habits"] |= made["results"]["habits"]
     said = {name: made[name] for name in ("command", "commit", "date")}
-    old["updated"] = {**old.get("updated", {}), **dict.fromkeys(made["results"]["verdicts"], said)}
+    old["updated"] = [*old.get("updated", []), said]
     return old
 
 

@@ -6,7 +6,6 @@ from collections import Counter
 from typing import Any
 
 from torch import nn
-from torch.distributed.tensor import DTensor
 
 
 def fully_shard(module: Any) -> None:
@@ -23,12 +22,15 @@ def fully_shard(module: Any) -> None:
         return
     mesh = module.device_mesh["data_parallel"]
     uses = Counter(id(p) for child in module.children() for p in child.parameters())
+    covered: set[int] = set()
     for child in module.children():
         for each in (*(child if isinstance(child, nn.Sequential) else ()), child):
             own = list(each.parameters())
-            if own and all(uses[id(p)] == 1 for p in own) and not isinstance(each, fsdp.FSDPModule):
-                fsdp.fully_shard(each, mesh=mesh)
-    if any(not isinstance(p, DTensor) for p in module.parameters()) and not isinstance(module, fsdp.FSDPModule):
+            if own and all(uses[id(p)] == 1 for p in own):
+                if not isinstance(each, fsdp.FSDPModule):  # it is called again before each run
+                    fsdp.fully_shard(each, mesh=mesh)
+                covered |= {id(p) for p in each.parameters()}
+    if any(id(p) not in covered for p in module.parameters()) and not isinstance(module, fsdp.FSDPModule):
         fsdp.fully_shard(module, mesh=mesh)
         for step in ("training_step", "validation_step", "test_step", "predict_step"):
             fsdp.register_fsdp_forward_method(module, step)
