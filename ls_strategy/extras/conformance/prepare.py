@@ -22,15 +22,18 @@ def fully_shard(module: Any) -> None:
         return
     mesh = module.device_mesh["data_parallel"]
     uses = Counter(id(p) for child in module.children() for p in child.parameters())
-    covered: set[int] = set()
-    for child in module.children():
+    alone = [
+        c
+        for c in module.children()
+        if all(uses[id(p)] == 1 for p in c.parameters()) and next(c.parameters(), None) is not None
+    ]
+    covered = {id(p) for child in alone for p in child.parameters()}
+    needs_root = any(id(p) not in covered for p in module.parameters())
+    for child in alone:
         for each in (*(child if isinstance(child, nn.Sequential) else ()), child):
-            own = list(each.parameters())
-            if own and all(uses[id(p)] == 1 for p in own):
-                if not isinstance(each, fsdp.FSDPModule):  # it is called again before each run
-                    fsdp.fully_shard(each, mesh=mesh)
-                covered |= {id(p) for p in each.parameters()}
-    if any(id(p) not in covered for p in module.parameters()) and not isinstance(module, fsdp.FSDPModule):
+            if not isinstance(each, fsdp.FSDPModule):  # this is called again before each run
+                fsdp.fully_shard(each, mesh=mesh)
+    if needs_root and not isinstance(module, fsdp.FSDPModule):
         fsdp.fully_shard(module, mesh=mesh)
         for step in ("training_step", "validation_step", "test_step", "predict_step"):
             fsdp.register_fsdp_forward_method(module, step)
