@@ -68,6 +68,9 @@ class FlatPlan:
     """Stage 3: dtype to which autocast casts the parameters wherever their modules use them, and in which they are
     gathered for these."""
 
+    reduced_in: torch.dtype | None = None
+    """Stage 3: dtype in which gradients are sent, if it is not that of the parameters."""
+
     reduced_as: FrozenFormat | None = None
     """Format in which gradients are sent; None for their dtype."""
 
@@ -120,6 +123,11 @@ class FlatPlan:
     def gathered_itemsize(self) -> int:
         """Return the bytes of an element of `gathered_numel`."""
         return (self.cast_to or self.dtype).itemsize if self.wire_format is None else 1
+
+    @property
+    def gradient_dtype(self) -> torch.dtype:
+        """Return the dtype of this rank's own gradients, which are sent."""
+        return self.reduced_in or self.dtype
 
     @property
     def shard_bytes(self) -> int:

@@ -202,12 +202,18 @@ class _PlanSetting:
             node=self.node if copied else 0,
             gathered_as=gathered,
             cast_to=what.cast_to,
+            reduced_in=what.cast_to if self._reduces_in_16_bits and reduced is None else None,
             reduced_as=reduced,
             shared_by=members[0].shared_by,
             replicated=what.replicated,
             quantized=what.quantized,
         )
         return replace(flat, master_dtype=what.dtype, unfrozen=flat) if members[0].frozen else flat
+
+    @property
+    def _reduces_in_16_bits(self) -> bool:
+        """Whether gradients of what is gathered in 16 bits are sent in them; terms of virtual ranks never are."""
+        return self.config.precision.reduce_dtype == "compute" and self.config.parallel.virtual_ranks is None
 
     def _sent_as(self, what: _Together, ranks: int) -> tuple[FrozenFormat | None, FrozenFormat | None]:
         """Return the formats in which parameters and gradients are sent; None: as they are."""

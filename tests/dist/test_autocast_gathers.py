@@ -282,3 +282,19 @@ def test_a_backward_through_weights_of_before_a_step_is_refused(rank: int, world
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         trained(OldGraph(), "compute")
     trained(OldGraph(), "fp32")  # which keeps a copy of every weight
+
+
+@on_ranks(2)
+def test_gradients_in_16_bits_are_exact_and_half_of_the_bytes(rank: int, world_size: int) -> None:
+    """A weight that is used once in a backward pass has a gradient of 16 bits, and sums are in fp32."""
+    for trainer in ({}, {"accumulate_grad_batches": 2, "gradient_clip_val": 0.1}):
+        runs = []
+        for dtype in ("fp32", "compute"):
+            module = trained(Plain(), "compute", {"precision.reduce_dtype": dtype}, **trainer)
+            runs.append((module.losses, weights(module), module.traffic["reduce_scatter"]))
+        assert runs[0][0] == runs[1][0]
+        assert_equal(runs[1][1], runs[0][1], str(trainer))
+        assert runs[1][2] < 0.6 * runs[0][2]
+    twice = [trained(Twice(), "compute", {"precision.reduce_dtype": dtype}) for dtype in ("fp32", "compute")]
+    assert twice[0].losses != twice[1].losses  # rounded
+    assert twice[0].losses == pytest.approx(twice[1].losses, rel=2**-7)

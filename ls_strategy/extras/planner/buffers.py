@@ -270,7 +270,7 @@ class SimulatedReducer:
 
     def _widen(self, flat: SimulatedFlat) -> None:
         """At stages 0 and 1, accumulate in fp32 from the second micro-batch on, and keep the buffer."""
-        size = flat.plan.dtype.itemsize
+        size = flat.plan.gradient_dtype.itemsize
         if flat.used and self.policy.optimizer and size < 4 and not flat.wide:
             numel = flat.plan.layout.numel
             self.ledger.add("gradients", numel * 4)
@@ -296,7 +296,7 @@ class SimulatedReducer:
 
     def _hold(self, flat: SimulatedFlat) -> None:
         if flat.grad is None:
-            size = flat.plan.dtype.itemsize
+            size = flat.plan.gradient_dtype.itemsize
             flat.grad = self.pool.take(flat.plan.layout.numel, max(size, 4) if self.holds else size)
 
     def end_backward(self) -> None:
@@ -330,7 +330,7 @@ class SimulatedReducer:
     def _sent_itemsize(self, flat: SimulatedFlat) -> int:
         if not self.policy.optimizer or flat.wide:
             return 4
-        return flat.plan.dtype.itemsize if flat.grad is None else flat.grad[1]
+        return flat.plan.gradient_dtype.itemsize if flat.grad is None else flat.grad[1]
 
     def _send(self, flat: SimulatedFlat) -> None:
         world, shard, size = flat.plan.layout.world_size, flat.plan.layout.shard, self._sent_itemsize(flat)
@@ -392,7 +392,7 @@ class SimulatedReducer:
         """Return the bytes per element of averages: a single rank does not widen its first ones, see `Averages`."""
         fused = self.setting.early_step and not self.setting.step_temporaries
         exact = self.policy.optimizer and self.plan.world_size == 1 and fused and not flat.landed
-        return min(flat.plan.dtype.itemsize, 4) if exact else 4
+        return min(flat.plan.gradient_dtype.itemsize, 4) if exact else 4
 
     def _is_copied(self, flat: SimulatedFlat) -> bool:
         """Return whether averages are reduced on the device and then copied to their tier."""

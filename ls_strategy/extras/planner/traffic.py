@@ -128,7 +128,7 @@ def _sent(plan: Plan, micro_batches: int, *, native_fp32: bool, once: bool, far:
     def reduced(flat: FlatPlan) -> int:
         if flat.reduced_as is not None:
             return (flat.reduced_numel if far is None else far.reduced(flat)) + crossing(flat)
-        size = flat.dtype.itemsize
+        size = flat.gradient_dtype.itemsize
         accumulates = policy.optimizer and not policy.gradients and micro_batches > 1
         fp32 = native_fp32 or not policy.optimizer or accumulates
         inside = among(flat.reduced_numel * (max(size, 4) if fp32 else size), flat.layout.world_size)

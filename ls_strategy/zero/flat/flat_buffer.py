@@ -251,6 +251,8 @@ class FlatBuffer:
         self.has_own_shard = plan.has_own_shard(self.policy)
         """Stage 3: whether that shard is stored in addition to the masters."""
         self.master_dtype = plan.master_dtype
+        self.gradient_dtype = plan.gradient_dtype
+        """Dtype in which this rank's gradients are sent."""
 
     @property
     def resident(self) -> bool:

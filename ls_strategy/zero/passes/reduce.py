@@ -176,7 +176,7 @@ class Reducer:
         # That of a frozen buffer stays here for the step, too: it may have come on this rank only.
         if self.policy.gradients:
             if flat.is_frozen or not unit.launched:
-                local.add(index, grad, flat.average_dtype if self.holds or flat.is_frozen else grad.dtype)
+                local.add(index, grad, flat.average_dtype if self.holds or flat.is_frozen else flat.gradient_dtype)
         elif not (unit.launched and local.reducing is not None):
             local.collect(index, grad, grad.dtype if self.policy.optimizer else flat.average_dtype)
 
@@ -236,7 +236,8 @@ class Reducer:
         local = flat.local
         if self.round is not None and self.round.expect(flat):
             return
-        local.allocate(flat.full.dtype if self.policy.optimizer else flat.average_dtype)
+        # Ranks that have no gradients send as many bytes as those that have some.
+        local.allocate(flat.average_dtype if self.holds or not self.policy.optimizer else flat.gradient_dtype)
         assert local.buffer is not None
         if self.policy.gradients:
             local.fill_missing()
