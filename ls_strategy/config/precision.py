@@ -76,8 +76,9 @@ class PrecisionConfig(Group):
 
     reduce_dtype: ReduceDtype = "fp32"
     """NCCL: sum gradients over ranks in ``fp32``, or with ``compute`` in the dtype they were computed in, which halves
-    the bytes in the 16-bit modes. gloo always sums in fp32. At stage 3 with ``bf16-mixed`` and ``16-mixed``, ``compute``
-    also sends the gradients of what is gathered in 16 bits in them, rounded where a weight is used several times."""
+    the bytes in the 16-bit modes. gloo always sums in fp32. At stage 3 with ``bf16-mixed`` and ``16-mixed``,
+    ``compute`` also sends the gradients of what is gathered in 16 bits in them, rounded where a weight is used several
+    times."""
 
     gather: Literal["compute", "fp32"] = "compute"
     """Stage 3 with ``bf16-mixed`` and ``16-mixed``: ``compute`` gathers the weights of linear layers and convolutions

@@ -60,6 +60,7 @@ def flat(ledger: SimulatedLedger, numel: int = 8, world: int = 2, **plan: Any) -
         "cast_to": None,
         **plan,
     }
+    given["gradient_dtype"] = given["dtype"]
     return SimulatedFlat(SimpleNamespace(layout=layout, replicated=False, **given), ledger, reads_ahead=False)  # type: ignore[arg-type]
 
 

@@ -373,7 +373,7 @@ class ShardedOptimizer:
             flat.before_change()
         begun = [bool(self.states.entries.get(number)) for number in range(self.states.offsets[-1])]
         self._torch.prepare([run for _, run in compose(self.states, begun, self._updater_of, cuts=self._cuts)])
-        with self._torch.showing():
+        with self._torch.stepping(gradients=False):
             yield
 
     def describe(self) -> str:

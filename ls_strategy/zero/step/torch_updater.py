@@ -63,37 +63,33 @@ class TorchUpdater(Updater):
 
     @override
     @contextmanager
-    def stepping(self) -> Iterator[None]:
-        fused = [g for i, g in enumerate(self._optimizer.param_groups) if self._may_fuse(i)]
-        with self.showing():
-            try:
-                for group in fused:
-                    group["fused"] = True
-                for shown in self._runs:
-                    self._show_gradient(shown)
-                yield
-            finally:
-                for group in fused:
-                    group["fused"] = None
-                for shown in self._runs:
-                    shown.tensor.grad = None
+    def stepping(self, *, gradients: bool = True) -> Iterator[None]:
+        """Let the optimizer's groups and its state hold the runs inside the context.
 
-    @contextmanager
-    def showing(self) -> Iterator[None]:
-        """Let the optimizer's groups and its state hold the runs inside the context, without gradients."""
+        ``gradients``: with their gradients, and for torch's fused kernels where there are such.
+        """
         groups = self._optimizer.param_groups
         pieces = [group["params"] for group in groups]
         piece_state = self._optimizer.state
+        fused = [g for i, g in enumerate(groups) if gradients and self._may_fuse(i)]
         try:
             for g, group in enumerate(groups):
                 group["params"] = [s.tensor for s in self._runs if s.run.group == g]
+            for group in fused:
+                group["fused"] = True
             self._optimizer.state = self._state
+            for shown in self._runs if gradients else ():
+                self._show_gradient(shown)
             yield
         finally:
             self._state = self._optimizer.state  # type: ignore[assignment]
             self._optimizer.state = piece_state
             for group, members in zip(groups, pieces, strict=True):
                 group["params"] = members
+            for group in fused:
+                group["fused"] = None
+            for shown in self._runs:
+                shown.tensor.grad = None
 
     def _show_gradient(self, shown: _ShownRun) -> None:
         run, flat = shown.run, shown.run.flat
