@@ -18,7 +18,7 @@ import copy
 import time
 import warnings
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 from torch.utils.data import DataLoader
 
@@ -40,18 +40,28 @@ from ls_strategy.lightning.checkpointing.data_position import forget
 if TYPE_CHECKING:
     import lightning.pytorch as pl
 
-    from ls_strategy.lightning.strategy import ZeROStrategy
-
 DATA = "data"
 """Under which a checkpoint has the notes of a rank, among its random states."""
 
 _END = object()
 
 
+class _Strategy(Protocol):
+    """What a strategy tells about its ranks and its fit."""
+
+    virtual: Any
+    resume: Any
+    world_size: Any
+    global_rank: Any
+    lightning_module: Any
+    data_parallel_size: Any
+    require_engine: Any
+
+
 class DataResume:
     """The training data of one rank, in a fit that may resume."""
 
-    def __init__(self, strategy: ZeROStrategy) -> None:
+    def __init__(self, strategy: _Strategy) -> None:
         """Begin without a checkpoint."""
         self._strategy = strategy
         self._notes = DataNotes()
