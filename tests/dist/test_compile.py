@@ -198,6 +198,25 @@ def test_the_option_compiles_while_a_trainer_runs(rank: int, world_size: int, st
     assert graphs() > 0
 
 
+class Counted(Plain):
+    """Counts the graphs after each step."""
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        self.seen.append(float(graphs()))
+
+
+@pytest.mark.wide
+@pytest.mark.parametrize("stage", [1, 3])
+@on_ranks(2, timeout_s=120)
+def test_nothing_is_compiled_after_the_first_step(rank: int, world_size: int, stage: int) -> None:
+    for precision in ("32-true", "bf16-mixed"):
+        torch._dynamo.utils.counters.clear()
+        options = {"stage": stage, "sharding.min_unit_numel": 0, "compile": {"regions": "blocks", "backend": "eager"}}
+        module = trained(options, Counted(), max_steps=50, max_epochs=-1, precision=precision)
+        assert len(module.seen) == 50
+        assert set(module.seen) == {module.seen[0]}, (precision, module.seen)
+
+
 class RunsBefore(Plain):
     """Runs its compiled model before any hook is attached: dynamo does not look for hooks that come later."""
 
