@@ -27,6 +27,14 @@ def is_web(path: object) -> bool:
     return isinstance(path, (str, os.PathLike)) and os.fspath(path).startswith(("http://", "https://"))
 
 
+def as_on_disk(path: object, weights_only: bool | None) -> bool | None:
+    """Return ``weights_only``, or True for an address on a web server where it is None, as ``torch.load`` has it.
+
+    Lightning's own default there is False, with which code in the file runs.
+    """
+    return True if weights_only is None and is_web(path) else weights_only
+
+
 def refuse_web_folder(path: str | os.PathLike[str]) -> None:
     """Check that an address is not of a checkpoint folder. Asks the server for the folder's manifest.
 

@@ -20,6 +20,7 @@ from torch.optim import Optimizer
 from ls_strategy.checkpoint.commit import recover
 from ls_strategy.checkpoint.full import full_state_dict, load_full_state_dict
 from ls_strategy.checkpoint.source import FABRIC, OURS, RANDOM, as_fabric
+from ls_strategy.checkpoint.web import as_on_disk
 from ls_strategy.errors import PlanError
 from ls_strategy.host.fabric import DDPStrategy, rank_zero_info
 from ls_strategy.lightning.checkpointing import contents
@@ -206,6 +207,7 @@ def _read(
     """Return a checkpoint under Fabric's keys, and the names of weights it was saved without; None for a file."""
     io = strategy.checkpoint_io
     if not contents.is_folder(path):
+        weights_only = as_on_disk(path, weights_only)
         load = partial(io.load_checkpoint, path, weights_only=weights_only)
         checkpoint = contents.read_file(path, io, weights_only, load)
         check = partial(contents.verify_file, path, checkpoint)

@@ -22,6 +22,7 @@ from ls_strategy.checkpoint.source import read_checkpoint
 from ls_strategy.config.checkpoint import CheckpointFormat
 from ls_strategy.errors import CheckpointError
 from ls_strategy.fabric.strategy import ZeROFabricStrategy
+from tests.pickles import Runs
 from tests.trainers import bare_trainer
 
 
@@ -61,10 +62,10 @@ def resume(strategy: Any, path: str) -> BoringModel:
     return model
 
 
-def through_fabric(path: str) -> Any:
+def through_fabric(path: str, weights_only: bool | None = False) -> Any:
     fabric = Fabric(accelerator="cpu", devices=1, strategy=ZeROFabricStrategy(1))
     fabric.launch()
-    return fabric.load(path, weights_only=False)
+    return fabric.load(path, weights_only=weights_only)
 
 
 READERS: dict[str, Callable[[str], Any]] = {
@@ -126,3 +127,24 @@ def test_what_is_not_there_or_no_checkpoint_stays_the_error_that_it_was(url: str
         with pytest.raises(Exception, match=r"404|invalid load key") as caught:
             READERS["Lightning"](f"{url}/{name}")
         assert not isinstance(caught.value, CheckpointError)
+
+
+ON_THE_WEB: dict[str, Callable[[str], Any]] = {
+    "fit": lambda path: trainer(ZeROStrategy(1), 3).fit(BoringModel(), ckpt_path=path),
+    "validate": lambda path: trainer(ZeROStrategy(1), 3).validate(BoringModel(), ckpt_path=path, verbose=False),
+    "ours": lambda path: load_from_checkpoint(BoringModel, path),
+    "fabric": lambda path: through_fabric(path, weights_only=None),
+}
+
+
+@pytest.mark.sample(2)
+@pytest.mark.parametrize("reader", ON_THE_WEB)
+def test_a_file_runs_no_code_unless_it_is_told_to(url: str, tmp_path: Path, reader: str) -> None:
+    """As on a disk. Lightning's own default for addresses builds whatever the file names."""
+    served, marker = tmp_path / "served" / "file.ckpt", tmp_path / "ran"
+    save(served, "file")
+    checkpoint = torch.load(served, weights_only=False)
+    torch.save({**checkpoint, "hyper_parameters": {"x": Runs(marker)}}, served)
+    with pytest.raises(Exception, match="weights_only"):
+        ON_THE_WEB[reader](f"{url}/file.ckpt")
+    assert not marker.exists()

@@ -9,6 +9,7 @@ from typing import Any, TypeVar, cast
 
 from ls_strategy.checked import checked
 from ls_strategy.checkpoint.source import device_of, is_folder, open_folder, read_checkpoint
+from ls_strategy.checkpoint.web import as_on_disk
 from ls_strategy.errors import CheckpointError
 from ls_strategy.host.fabric import TorchCheckpointIO
 from ls_strategy.host.pytorch import pl
@@ -46,6 +47,7 @@ def load_from_checkpoint(
         CheckpointError: the checkpoint is incomplete or damaged, or does not fit the module.
     """
     if not is_folder(path):
+        weights_only = as_on_disk(path, weights_only)
         load = partial(
             module_class.load_from_checkpoint,
             os.fspath(path), map_location=map_location, strict=strict, weights_only=weights_only, **kwargs,

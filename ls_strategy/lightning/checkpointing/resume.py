@@ -12,6 +12,7 @@ from ls_strategy.checkpoint.commit import recover
 from ls_strategy.checkpoint.full import load_full_state_dict
 from ls_strategy.checkpoint.history import HISTORY, History
 from ls_strategy.checkpoint.random import random_states, restore_random_states
+from ls_strategy.checkpoint.web import as_on_disk
 from ls_strategy.engine import Engine
 from ls_strategy.errors import CheckpointError, PlanError, StateError
 from ls_strategy.lightning._private import (
@@ -74,7 +75,7 @@ class Resume:
 
         Args:
             path: a file or a folder; a folder's tensors are lazy, and every rank reads its part later.
-            weights_only: as for ``torch.load``.
+            weights_only: as for ``torch.load``, also of a file on a web server.
             load_file: Lightning's own way to read a file.
 
         Raises:
@@ -86,6 +87,7 @@ class Resume:
             recover(path)
         strategy.barrier("ZeROStrategy.load_checkpoint")
         if not contents.is_folder(path):
+            weights_only = as_on_disk(path, weights_only)
             load = partial(load_file, path, weights_only)
             checkpoint = contents.read_file(path, strategy.checkpoint_io, weights_only, load)
             if not isinstance(checkpoint, dict):
