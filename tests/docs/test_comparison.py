@@ -13,12 +13,16 @@ TEXT = PAGE.read_text()
 DEFINED = dict(re.findall(r"^\[([\w-]+)\]: (\S+)$", TEXT, re.MULTILINE))
 LINK = re.compile(r"\[(?P<text>[^\]]+)\](?:\((?P<path>[^)]+)\)|\[(?P<name>[\w-]+)\])")
 PEERS = {
-    "ds": ("deepspeedai/DeepSpeed", "edaa7221"),
+    "ds": ("deepspeedai/DeepSpeed", "v0.19.8"),
     "pl": ("Lightning-AI/pytorch-lightning", "2.6.6"),
-    "tt": ("pytorch/torchtitan", "b5bcd76c"),
+    "tr": ("huggingface/transformers", "v5.24.0"),
+    "ac": ("huggingface/accelerate", "v1.15.0"),
+    "tt": ("pytorch/torchtitan", "4f9e9a47"),
     "mc": ("NVIDIA/Megatron-LM", "d98e8a64"),
 }
-COLUMNS = ("ds", "pl", "tt", "mc")
+# DeepSpeed's package has no documents; theirs are of a commit before it.
+DOCUMENTS = {"ds": "edaa7221"}
+COLUMNS = ("ds", "pl", "hf", "tt", "mc")
 
 
 def rows() -> list[list[str]]:
@@ -36,7 +40,7 @@ ROWS = rows()
 
 def test_there_are_rows() -> None:
     assert len(ROWS) > 20
-    assert all(len(row) == 6 for row in ROWS)
+    assert all(len(row) == 7 for row in ROWS)
 
 
 @pytest.mark.parametrize("row", ROWS, ids=lambda row: row[0])
@@ -49,14 +53,18 @@ def test_every_cell_has_evidence_of_its_own_column(row: list[str]) -> None:
         assert links or cell == "not found", f"{peer}: {cell!r} has no link"
         for link in links:
             # FSDP2 is PyTorch's, which torchtitan's documentation describes; what runs here was measured here.
-            of_others = {"pl": ("pl", "tt"), "ds": ("ds", "pl-ds")}.get(peer, (peer,))
+            of_others = {"pl": ("pl", "tt"), "ds": ("ds", "pl-ds"), "hf": ("tr", "ac")}.get(peer, (peer,))
             assert link["name"] is None or link["name"].startswith(of_others), f"{peer}: {link[0]}"
-            assert link["path"] is None or link["path"].startswith("benchmarks.md"), f"{peer}: {link[0]}"
+            measured_here = ("benchmarks.md", "conformance.md")
+            assert link["path"] is None or link["path"].startswith(measured_here), f"{peer}: {link[0]}"
 
 
 def test_links_are_of_the_versions_that_the_page_names() -> None:
     for name, url in DEFINED.items():
-        repository, version = PEERS[name.split("-")[0]]
+        peer = name.split("-")[0]
+        repository, version = PEERS[peer]
+        if "/docs/" in url:
+            version = DOCUMENTS.get(peer, version)
         assert re.match(rf"https://github.com/{repository}/(?:blob|tree)/{version}[0-9a-f]*/", url), (name, url)
         assert f"`{version}`" in TEXT or f"Lightning {version}" in TEXT
 
