@@ -13,7 +13,7 @@ import sys
 import threading
 import weakref
 from collections import OrderedDict, defaultdict
-from collections.abc import Callable, Generator, Iterable
+from collections.abc import Callable, Generator, Iterable, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from datetime import timedelta
 from functools import cache, cached_property
@@ -447,6 +447,12 @@ def outside_transforms() -> AbstractContextManager[Any]:
 def version_of(tensor: Tensor) -> int:
     """Return how often the tensor, or another view of its memory, was changed in place."""
     return tensor._version
+
+
+def set_versions(tensors: Sequence[Tensor], versions: Sequence[int]) -> None:
+    """Set what `version_of` returns: autograd refuses a tensor whose version is not that with which it was saved."""
+    autograd: Any = torch._C._autograd  # type: ignore[attr-defined]  # pyright: ignore[reportAttributeAccessIssue]
+    autograd._unsafe_set_version_counter(tuple(tensors), tuple(versions))
 
 
 def without_dispatch_modes() -> AbstractContextManager[Any]:

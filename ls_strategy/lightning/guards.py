@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import warnings
 from collections.abc import Generator
 from contextlib import contextmanager
@@ -28,6 +29,7 @@ from ls_strategy.host.pytorch import (
 from ls_strategy.lightning._private import logs_graph, rewinds_pruned_weights, unwrap_optimizer
 from ls_strategy.lightning.precision import ZeROPrecision
 from ls_strategy.transient import Method
+from ls_strategy.zero.flat.cast import AWAY, FIRST_VERSION
 from ls_strategy.zero.flat.parameters import unnoticed
 from ls_strategy.zero.step.stepper import MODES
 from ls_strategy.zero_stages import POLICIES
@@ -212,20 +214,29 @@ def unwatch_methods(module: pl.LightningModule) -> None:
 
 @contextmanager
 def explain_released_parameters() -> Generator[None, None, None]:
-    """Explain the error of a backward that uses memory that was released.
+    """Explain the error of a backward that uses memory that was released, or weights in 16 bits that have changed.
 
     Raises:
-        StateError: instead of torch's message about a storage of size 0.
+        StateError: instead of torch's message about a storage of size 0, or about versions.
     """
     try:
         yield
     except RuntimeError as error:
-        if "storage of size 0" not in str(error):
+        found = re.search(r"is at version (\d+); expected version (\d+)", str(error))
+        now, saved = (int(found[1]), int(found[2])) if found else (0, 0)
+        if saved >= FIRST_VERSION and now < FIRST_VERSION + AWAY:
+            raise StateError(
+                "weights were changed, by a step or a write, between a forward and its backward pass (stage 3). The "
+                "forward has read them in 16 bits, as they were gathered, and autograd keeps no copies. Run it again "
+                "after the change, or set precision.gather='fp32' on the strategy: then autograd keeps copies."
+            ) from error
+        if saved < FIRST_VERSION and "storage of size 0" not in str(error):
             raise
         raise StateError(
             "backward used a parameter of a unit that was already released (stage 3): a result left the unit's module "
             "by another way than its return value, for example as an attribute. Return it from forward, or make the "
-            "module that uses it the unit (sharding.block_classes=[...])."
+            "module that uses it the unit (sharding.block_classes=[...]). With precision 'bf16-mixed' or '16-mixed', "
+            "precision.gather='fp32' lets autocast keep copies of the weights of linear layers for that."
         ) from error
 
 

@@ -13,9 +13,10 @@ from torch.nn.utils import parametrizations
 
 from ls_strategy._torch import storage_key
 from ls_strategy.config import nested
+from ls_strategy.errors import StateError
 from ls_strategy.lightning.precision import ZeROPrecision
 from ls_strategy.lightning.strategy import ZeROStrategy
-from tests.dist.ranks import WIDTH, Net, assert_equal, fit, on_ranks, weights
+from tests.dist.ranks import WIDTH, Block, Net, assert_equal, fit, on_ranks, weights
 
 OFFLOAD = {"offload.optimizer": "cpu", "offload.parameters": "cpu"}
 NVME = {"offload.optimizer": "nvme", "offload.parameters": "nvme", "offload.nvme_allow_ram": True}
@@ -111,6 +112,25 @@ class InOtherWays(Plain):
         return super().forward(x)
 
 
+class KeepsCasts(Plain):
+    """Runs blocks twice where autocast keeps its casts, so that it sums the gradients of both in 16 bits."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.autocast("cpu", torch.bfloat16, cache_enabled=True):
+            for block in self.blocks:
+                x = block(block(x) / 2)
+            return super().forward(x)
+
+
+class Transformed(Plain):
+    """Runs a block inside of `torch.func`."""
+
+    def loss(self, batch: Any) -> Tensor:
+        self.note(torch.func.grad(lambda x: self.blocks[0](x).sum())(batch[0]).sum())
+        tangent = torch.func.jvp(self.blocks[1], (batch[0],), (torch.ones_like(batch[0]),))[1]
+        return super().loss(batch) + tangent.square().mean()
+
+
 class WritesInBlocks(Plain):
     """Clamps its weights in every forward of a block, also in one that is recomputed."""
 
@@ -175,7 +195,7 @@ def test_bits_are_those_of_gathers_in_fp32_and_bytes_are_half(rank: int, world_s
 
 @on_ranks(2, timeout_s=120)
 def test_every_other_use_of_a_weight_has_its_fp32_bits(rank: int, world_size: int) -> None:
-    for kind in (InItsLoss, BeforeBackward, AfterSteps, InOtherWays):
+    for kind in (InItsLoss, BeforeBackward, AfterSteps, InOtherWays, KeepsCasts, Transformed):
         compare(kind)
     compare(WritesInBlocks, {"activations": "full"}, accumulate_grad_batches=2)
     compare(InOtherWays, NVME)
@@ -279,9 +299,39 @@ class OldGraph(Plain):
 
 @on_ranks(2)
 def test_a_backward_through_weights_of_before_a_step_is_refused(rank: int, world_size: int) -> None:
-    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+    with pytest.raises(StateError, match="weights were changed"):
         trained(OldGraph(), "compute")
     trained(OldGraph(), "fp32")  # which keeps a copy of every weight
+
+
+class Gated(Block):
+    """Leaves a second result in an attribute."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate = nn.Linear(WIDTH, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out = super().forward(x)
+        self.extra = self.gate(x).softmax(-1).square().mean()
+        return out
+
+
+class InAttributes(Plain):
+    def build(self) -> None:
+        super().build()
+        self.blocks = nn.ModuleList([Gated() for _ in range(3)])
+
+    def loss(self, batch: Any) -> Tensor:
+        return super().loss(batch) + sum(block.extra for block in self.blocks)
+
+
+@on_ranks(2)
+def test_a_backward_while_its_weights_are_in_flight_is_refused(rank: int, world_size: int) -> None:
+    """Its block is prefetched, so that there is memory, but not yet its values."""
+    with pytest.raises(StateError, match="already released"):
+        trained(InAttributes(), "compute")
+    trained(InAttributes(), "fp32")
 
 
 @on_ranks(2)

@@ -25,10 +25,17 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import increment_version
 
+from ls_strategy._torch import set_versions, version_of
 from ls_strategy.distributed.buffer_pool import BufferPool, allocate
 from ls_strategy.distributed.wire_format import CastWireFormat
 from ls_strategy.layout import FlatLayout
 from ls_strategy.zero.wire import Wire
+
+FIRST_VERSION = 1 << 28
+"""Of the views. By it one recognizes them in autograd's error about a tensor that has changed since it was saved."""
+
+AWAY = 1 << 29
+"""What is added to it while they are not here."""
 
 
 class CastWire(Wire):
@@ -54,13 +61,16 @@ class CastWire(Wire):
         self.views = [self.values[s.offset : s.end].view(s.shape).data for s in layout.slots]
         """One view of ``values`` per parameter."""
         self._slots = layout.slots
-        self.free()
+        set_versions(self.views, [FIRST_VERSION] * len(self.views))
         self.always_exact = False
         """Whether code under autocast uses the parameters otherwise, so that they are gathered in fp32."""
         self._exact_next = False
         """Whether they will be, from the next step on."""
         self.is_saved = False
         """Whether autograd may have saved a view since `outdate`."""
+        self._is_away = False
+        """Whether autograd would refuse what it has saved: there is no memory, or a gather is in flight into it."""
+        self.free()
 
     @property
     def is_here(self) -> bool:
@@ -76,14 +86,34 @@ class CastWire(Wire):
         return _Cast.apply(param, view) if param.requires_grad else view  # type: ignore[no-any-return]
 
     def casts_now(self) -> bool:
-        """Return whether autocast is on here, with this dtype."""
+        """Return whether autocast is on here, with this dtype, and casts a parameter anew each time.
+
+        A cast that autocast keeps (``cache_enabled=True``) would sum the gradients of all its uses in 16 bits.
+        """
         kind = self.values.device.type
-        return torch.is_autocast_enabled(kind) and torch.get_autocast_dtype(kind) == self.dtype
+        casts = torch.is_autocast_enabled(kind) and torch.get_autocast_dtype(kind) == self.dtype
+        return casts and not (torch.is_grad_enabled() and torch.is_autocast_cache_enabled())
 
     def fill(self, full: Tensor) -> None:
         """Let ``values`` be those of ``full``."""
         allocate(self.values)
         self.form.encode(full, self.values)
+        self.arrived()
+
+    def arrived(self) -> None:
+        """Let autograd read what it has saved: ``values`` are here."""
+        if self._is_away:
+            self._move_versions(-AWAY)
+
+    def free(self) -> None:
+        """Free the memory of ``values``. Autograd refuses what it has saved until they have `arrived` again."""
+        super().free()
+        if self.is_saved and not self._is_away:  # a gather in flight has memory again, but not yet the values
+            self._move_versions(AWAY)
+
+    def _move_versions(self, by: int) -> None:
+        self._is_away = by > 0
+        set_versions(self.views, [version_of(view) + by for view in self.views])
 
     def outdate(self) -> None:
         """Let autograd refuse a backward pass through what it has saved: the parameters are stepped."""

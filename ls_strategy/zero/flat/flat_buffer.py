@@ -855,6 +855,7 @@ class FlatBuffer:
     def _is_cast(self, wire: CastWire, *, on_demand: bool) -> bool:
         """End a gather of a buffer that may be gathered in 16 bits; return whether it was."""
         if not wire.exact and not self.is_gathered:
+            wire.arrived()
             self._move(ParameterState.CAST)
             return True
         wire.end_exact()

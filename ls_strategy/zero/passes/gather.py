@@ -68,6 +68,16 @@ class Gatherer:
             flat.finish_gather()
 
     @staticmethod
+    def fetch_exactly(unit: Unit) -> None:
+        """Gather in fp32 what would be in 16 bits: transforms of `torch.func` need the parameters. Collective."""
+        for flat in unit.flats:
+            if flat.plan.cast_to is not None and not flat.resident and not flat.is_gathered:
+                flat.gather_exactly()
+                if flat.gathering is None:
+                    flat.start_gather()
+                flat.finish_gather()
+
+    @staticmethod
     def is_kept(unit: Unit) -> bool:
         """Return whether the forward of a unit sends nothing.
 

@@ -16,7 +16,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass, fields, is_dataclass
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -69,8 +69,10 @@ class _Hook(Transient):
     memory never runs without: then their class is another one, so it is traced again.
     """
 
-    def __init__(self, call: Callable[..., Any], *, left_out: bool) -> None:
-        self._call, self._left_out = call, left_out
+    def __init__(
+        self, call: Callable[..., Any], *, left_out: bool, in_transforms: Callable[[], Any] | None = None
+    ) -> None:
+        self._call, self._left_out, self._in_transforms = call, left_out, in_transforms
         self._run_untraced = _run_untraced()
 
     def __call__(self, *args: Any) -> None:
@@ -81,6 +83,8 @@ class _Hook(Transient):
                 self._run_untraced(self, args)
         elif is_transforming():
             with outside_transforms():
+                if self._in_transforms is not None:
+                    self._in_transforms()
                 self._call(*args)
         else:
             self._call(*args)
@@ -246,7 +250,8 @@ class UnitHooks:
             self._after_forward(unit, (args, kwargs), output)
 
         releases = self.sharded and not unit.is_root
-        around = _AroundForward(_Hook(before, left_out=not releases), _AfterForward(after, unit) if releases else None)
+        first = _Hook(before, left_out=not releases, in_transforms=partial(self.gatherer.fetch_exactly, unit))
+        around = _AroundForward(first, _AfterForward(after, unit) if releases else None)
         if is_compiled_in_place(module) and id(module) not in self._nested:  # or its hooks would be compiled too
             self._handles.append(route_calls(module, around))
             return
