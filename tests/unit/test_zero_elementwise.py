@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import random
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -198,3 +200,25 @@ def test_probes_meet_what_a_step_requires(make: Any) -> None:
     assert is_elementwise(optimizer)
     check_full_tensor_groups(optimizer, {}, {})
     assert repr(optimizer.state_dict()) == before
+
+
+class Draws(Stepwise):
+    """Adds noise from generators of the process."""
+
+    def direction(self, param: Tensor, grad: Tensor, state: dict[Any, Any]) -> Tensor:
+        return grad + random.random() + np.random.rand() + torch.rand(())
+
+
+def test_probes_leave_the_random_numbers_of_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On all devices: a seed for the CPU alone would not show in dropout on a GPU."""
+    seeded: list[int] = []
+    monkeypatch.setattr(torch.cuda, "manual_seed_all", seeded.append)
+    before = random.getstate(), np.random.get_state(legacy=True), torch.get_rng_state()
+    optimizer = Draws(matrices())
+    assert not is_elementwise(optimizer)
+    require_one_pass(optimizer)
+    with pytest.raises(PlanError, match="Draws.*random numbers.*stage 0"):
+        check_full_tensor_groups(optimizer, {}, {})
+    assert repr((random.getstate(), np.random.get_state(legacy=True))) == repr(before[:2])
+    assert torch.equal(torch.get_rng_state(), before[2])
+    assert not seeded

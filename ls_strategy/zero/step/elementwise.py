@@ -5,6 +5,8 @@ from __future__ import annotations
 import copy
 import inspect
 import math
+import random
+import sys
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
@@ -114,7 +116,7 @@ def _halves_agree(optimizer: Optimizer, settings: dict[str, Any], params: list[T
             full = probe(optimizer, settings, [value], [[g] for g in grads])
         try:
             halves = [
-                probe(optimizer, settings, [half], [[_halves(g)[i]] for g in grads])
+                probe(optimizer, settings, [half], [[_halves(g)[i]] for g in grads], seed=1)  # what is drawn differs
                 for i, half in enumerate(_halves(value))
             ]
         except Exception:
@@ -255,10 +257,23 @@ _CLOSURE_STEPS = STEPS
 
 @contextmanager
 def probing(seed: int = 0) -> Iterator[None]:
-    """Let a copy step inside: with random numbers of its own, and without compiling its code for the probe's shapes."""
+    """Let a copy step inside: with random numbers of its own, and without compiling its code for the probe's shapes.
+
+    Probes are on the CPU. Those of devices are left alone: ``torch.manual_seed`` would replace the user's seed there.
+    """
+    numpy, python = sys.modules.get("numpy"), random.getstate()
+    numbers = None if numpy is None else numpy.random.get_state(legacy=False)
     with torch.random.fork_rng(devices=[]), in_eager_mode():
-        torch.manual_seed(seed)
-        yield
+        try:
+            torch.default_generator.manual_seed(seed)
+            random.seed(seed)
+            if numpy is not None:
+                numpy.random.seed(seed)
+            yield
+        finally:
+            random.setstate(python)
+            if numpy is not None:
+                numpy.random.set_state(numbers)
 
 
 def _probe_closure(optimizer: Optimizer, settings: dict[str, Any], *, inside: bool) -> tuple[int, Tensor]:
