@@ -119,6 +119,23 @@ class StatefulBatches(Batches):
         self.done, self.loaded = state["done"], True
 
 
+class ModuleStream(Stream, nn.Module):
+    """Has weights, and with them a ``state_dict`` that says nothing about its position."""
+
+    def __init__(self, rank: int, ranks: int) -> None:
+        nn.Module.__init__(self)
+        super().__init__(rank, ranks)
+
+
+class FailingStream(Stream):
+    """Has methods for a state that do nothing but fail."""
+
+    def state_dict(self) -> None:
+        raise NotImplementedError
+
+    load_state_dict = state_dict
+
+
 class SizedStatefulBatches(StatefulBatches):
     def __len__(self) -> int:
         return len(self.indices) // BATCH
@@ -141,6 +158,8 @@ LOADERS: dict[str, tuple[Make, dict[str, Any]]] = {
     "sized stream, workers": (lambda *ranks: loader(SizedStream(*ranks), 3), {}),
     "stateful stream": (lambda *ranks: loader(StatefulStream(*ranks)), {}),
     "stateful stream, a limit": (lambda *ranks: loader(StatefulStream(*ranks)), {"limit_train_batches": 5}),
+    "stream of a module": (lambda *ranks: loader(ModuleStream(*ranks)), {}),
+    "stream without a state after all": (lambda *ranks: loader(FailingStream(*ranks)), {}),
     "object": (Batches, {}),
     "stateful object": (StatefulBatches, {}),
     "sized stateful object": (SizedStatefulBatches, {}),

@@ -217,7 +217,7 @@ def test_probes_leave_the_random_numbers_of_the_run(monkeypatch: pytest.MonkeyPa
     optimizer = Draws(matrices())
     assert not is_elementwise(optimizer)
     require_one_pass(optimizer)
-    with pytest.raises(PlanError, match="Draws.*random numbers.*stage 0"):
+    with pytest.raises(PlanError, match=r"Draws.*random numbers.*stage 0"):
         check_full_tensor_groups(optimizer, {}, {})
     assert repr((random.getstate(), np.random.get_state(legacy=True))) == repr(before[:2])
     assert torch.equal(torch.get_rng_state(), before[2])

@@ -8,12 +8,13 @@ invariant: what is saved here belongs to the batch that this rank has trained on
 from __future__ import annotations
 
 import copy
+import inspect
 import zlib
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils.data import DataLoader, IterableDataset
 
 from ls_strategy.checkpoint.random import random_states
@@ -30,7 +31,7 @@ _KEPT = 3
 """Batches whose notes are kept: the last that was trained on, the one in training, and one that is fetched ahead."""
 
 _SAMPLED = 256
-"""Elements of a tensor that a checksum reads."""
+"""Elements of a tensor or a list that a checksum reads, more or less."""
 
 
 class DataNotes:
@@ -62,6 +63,12 @@ class DataNotes:
         """Follow other loaders, whose iterators are about to be made."""
         self.loaders, self.kinds = list(loaders), [kind_of(each) for each in loaders]
         self.making()
+
+    def read_as(self, kinds: Sequence[Kind]) -> None:
+        """Read again what a run before has read, because its ``state_dict`` has failed there, or was not there yet."""
+        if len(kinds) == len(self.kinds):
+            pairs = zip(self.kinds, kinds, strict=True)
+            self.kinds = ["read" if now in ("loader", "dataset") and then == "read" else now for now, then in pairs]
 
     def begin_at(self, count: int, states: list[Any] | None = None) -> None:
         """Let the pass begin behind so many batches of the epoch, with the states that loaders have there."""
@@ -126,10 +133,10 @@ class DataNotes:
     def fetched(self, batch: Any) -> None:
         """Note a batch."""
         self._count += 1
+        self._note_states()
         if "read" in self.kinds and self._count - 1 in self._sums:
             self._sums[self._count] = checksum(batch, self._sums[self._count - 1])
             self._sums.pop(self._count - _KEPT, None)
-        self._note_states()
 
     def ended(self) -> None:
         """Note the states at the end, where some loaders prepare the next pass."""
@@ -139,10 +146,18 @@ class DataNotes:
 
     def _note_states(self) -> None:
         if "loader" in self.kinds or "dataset" in self.kinds:
-            pairs = zip(self.kinds, self.loaders, strict=True)
-            # Copies, because some loaders return what they change later.
-            self._states[self._count] = [copy.deepcopy(_state(kind, loader)) for kind, loader in pairs]
+            states = [self._state(number) for number in range(len(self.loaders))]
+            self._states[self._count] = states
             self._states.pop(self._count - _KEPT, None)
+
+    def _state(self, number: int) -> Any:
+        """Return a loader's state, or None if it has none after all. A plain fit would not have asked for it."""
+        try:
+            # A copy, because some loaders return what they change later.
+            return copy.deepcopy(_state(self.kinds[number], self.loaders[number]))
+        except Exception:
+            self.kinds[number] = "read"
+            return None
 
 
 def kind_of(loader: Any) -> Kind:
@@ -173,7 +188,20 @@ def _generators(part: Any) -> list[torch.Generator]:
 
 
 def _has_state(part: Any) -> bool:
-    return hasattr(part, "state_dict") and hasattr(part, "load_state_dict")
+    """Return whether a part says where it stands.
+
+    Modules have other things under these names. Datasets that have to be told their position (litdata,
+    mosaicml-streaming) leave it to their loaders.
+    """
+    if isinstance(part, nn.Module) or not (hasattr(part, "state_dict") and hasattr(part, "load_state_dict")):
+        return False
+    try:
+        inspect.signature(part.state_dict).bind()
+    except TypeError:
+        return False
+    except ValueError:  # it is written in C
+        return True
+    return True
 
 
 def _draws_again(loader: Any) -> bool:
@@ -213,15 +241,15 @@ def checksum(value: Any, before: int = 0) -> int:
         value = [part for pair in value.items() for part in pair]
     if isinstance(value, (list, tuple)):
         before = zlib.crc32(f"{type(value).__name__} {len(value)}".encode(), before)
-        for part in value:
+        for part in value[:: len(value) // _SAMPLED | 1]:  # odd, to meet keys and values
             before = checksum(part, before)
         return before
     if not isinstance(value, Tensor):
         known = isinstance(value, (int, float, str, bytes, bool, type(None)))
         return zlib.crc32((repr(value) if known else type(value).__name__).encode(), before)
-    before = zlib.crc32(f"{tuple(value.shape)} {value.dtype}".encode(), before)
-    if value.layout != torch.strided or value.numel() == 0:
-        return before
-    flat = value.detach().reshape(-1)
-    chosen: Any = flat[:: max(1, flat.numel() // _SAMPLED)].contiguous().cpu().view(torch.uint8)
-    return zlib.crc32(chosen.numpy(), before)
+    try:
+        flat = value.detach().reshape(-1)
+        chosen: Any = flat[:: max(1, flat.numel() // _SAMPLED)].resolve_conj().contiguous().cpu().view(torch.uint8)
+        return zlib.crc32(chosen.numpy(), zlib.crc32(f"{tuple(value.shape)} {value.dtype}".encode(), before))
+    except Exception:  # its bytes cannot be read: sparse, nested, without storage, a class with a layout of its own
+        return zlib.crc32(f"{type(value).__name__} {value.layout} {value.dtype}".encode(), before)

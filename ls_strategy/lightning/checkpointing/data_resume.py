@@ -149,6 +149,8 @@ class DataResume:
             load()
             return
         saved, self._saved = self._saved, None
+        if saved is not None:
+            notes.read_as(saved["kinds"])
         progress: Any = self._trainer.fit_loop.epoch_loop.batch_progress
         self._done = progress.current.processed if saved is None else saved["count"]
         if self._strategy.resume.between_batches:
