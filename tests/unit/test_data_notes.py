@@ -6,6 +6,7 @@ import threading
 from collections.abc import Iterator
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -104,6 +105,28 @@ def test_what_has_no_state_after_all_is_read(error: Any) -> None:
     saved = notes.saved(4)
     assert (saved["kinds"], saved["states"]) == (["read"], None)
     assert saved["sum"] == checksum(4, checksum(3, checksum(2, checksum(1))))
+
+
+def test_a_state_that_would_make_a_checkpoint_unreadable_stays_out_of_it() -> None:
+    """Checkpoints are opened without running code in them, and one object that needs it would be the end of all."""
+
+    class Arrays(StatefulStream):
+        extra: Any = np.arange(3)
+
+        def state_dict(self) -> dict[str, Any]:
+            return {"n": self.extra}
+
+    dataset, notes = Arrays(), DataNotes()
+    notes.follow([DataLoader(dataset)])
+    notes.made()
+    assert notes.saved(0)["kinds"] == ["read"]
+    dataset.extra = 1
+    notes.follow([DataLoader(dataset)])
+    notes.made()
+    assert notes.saved(0)["states"] == [{"n": 1}]
+    dataset.extra = np.arange(3)
+    notes.fetched(1)
+    assert notes.saved(1)["states"] is None
 
 
 def batch() -> dict[str, Any]:

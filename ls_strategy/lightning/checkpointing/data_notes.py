@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import copy
 import inspect
+import io
 import zlib
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal
@@ -58,10 +59,13 @@ class DataNotes:
         """Those of the loaders, by this count."""
         self._sums: dict[int, int] = {0: 0}
         """Running checksums of what was read."""
+        self._begun: set[int] = set()
+        """Numbers of loaders that have given a state."""
 
     def follow(self, loaders: Sequence[Any]) -> None:
         """Follow other loaders, whose iterators are about to be made."""
         self.loaders, self.kinds = list(loaders), [kind_of(each) for each in loaders]
+        self._begun.clear()
         self.making()
 
     def read_as(self, kinds: Sequence[Kind]) -> None:
@@ -78,6 +82,7 @@ class DataNotes:
     def saved(self, count: int) -> dict[str, Any]:
         """Return what a checkpoint needs of this rank if ``count`` batches are done, or all that it had."""
         count = min(count, self._count)
+        states = self._states.get(count)
         return {
             "count": count,
             "kinds": list(self.kinds),
@@ -86,7 +91,7 @@ class DataNotes:
             "generators": self._generators,
             "generators_now": self._generator_states(),
             "base": self._base,
-            "states": self._states.get(count),
+            "states": states if states is None or all(map(_is_readable, self.kinds, states)) else None,
             "sum": self._sums.get(count),
             "exhausted": self._exhausted,
         }
@@ -154,10 +159,14 @@ class DataNotes:
         """Return a loader's state, or None if it has none after all. A plain fit would not have asked for it."""
         try:
             # A copy, because some loaders return what they change later.
-            return copy.deepcopy(_state(self.kinds[number], self.loaders[number]))
+            state = copy.deepcopy(_state(self.kinds[number], self.loaders[number]))
         except Exception:
             self.kinds[number] = "read"
             return None
+        if number not in self._begun and not _is_readable(self.kinds[number], state):
+            self.kinds[number] = "read"
+        self._begun.add(number)
+        return state if self.kinds[number] != "read" else None
 
 
 def kind_of(loader: Any) -> Kind:
@@ -226,6 +235,18 @@ def _state(kind: Kind, loader: Any) -> Any:
     if kind != "loader":
         return None
     return loader.own_states() if isinstance(loader, VirtualLoader) else loader.state_dict()
+
+
+def _is_readable(kind: Kind, state: Any) -> bool:
+    """Return whether a checkpoint with a state can be opened as any other. Lightning saves those of loaders anyway."""
+    if kind != "dataset":
+        return True
+    try:
+        torch.save(state, file := io.BytesIO())
+        torch.load(io.BytesIO(file.getvalue()), weights_only=True)
+    except Exception:
+        return False
+    return True
 
 
 def merge_virtual(states: list[Any], others: Sequence[list[Any]]) -> None:

@@ -223,7 +223,10 @@ class DataResume:
         elif saved["kinds"] != kinds:
             why = "the checkpoint was saved with loaders of another kind. Use the same ones."
         elif saved["states" if "read" not in kinds else "sum"] is None:
-            why = f"training_step had fetched more batches than it had trained on. {_AT_END}"
+            why = (
+                "training_step had fetched more batches than it had trained on, or the state_dict of the data holds "
+                f"more than tensors, numbers and text. {_AT_END}"
+            )
         else:
             return ""
         return (
