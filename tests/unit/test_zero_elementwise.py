@@ -222,3 +222,26 @@ def test_probes_leave_the_random_numbers_of_the_run(monkeypatch: pytest.MonkeyPa
     assert repr((random.getstate(), np.random.get_state(legacy=True))) == repr(before[:2])
     assert torch.equal(torch.get_rng_state(), before[2])
     assert not seeded
+
+
+class CountsSteps(ByRowsIfWide):
+    steps = 0
+
+    def direction(self, param: Tensor, grad: Tensor, state: dict[Any, Any]) -> Tensor:
+        CountsSteps.steps += 1
+        return super().direction(param, grad, state)
+
+
+def test_groups_that_differ_by_their_rate_are_tested_once() -> None:
+    """A rate per layer makes hundreds of groups."""
+    taken = []
+    for count in (1, 40):
+        CountsSteps.steps = 0
+        groups = [{"params": [nn.Parameter(torch.ones(4, 4))], "lr": 0.1 / (1 + i)} for i in range(count)]
+        optimizer = CountsSteps(groups)
+        require_one_pass(optimizer)
+        assert not is_elementwise(optimizer)
+        assert full_tensor_groups(optimizer) == (True,) * count
+        check_full_tensor_groups(optimizer, {}, {})
+        taken.append(CountsSteps.steps)
+    assert taken[0] == taken[1]

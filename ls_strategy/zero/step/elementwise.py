@@ -29,7 +29,18 @@ def is_elementwise(optimizer: Optimizer) -> bool:
     """
     if isinstance(optimizer, torch.optim.SparseAdam):  # probes are dense
         return False
-    return all(splits_tensors(optimizer, group) for group in optimizer.param_groups)
+    return all(splits_tensors(optimizer, group) for group in unlike_groups(optimizer.param_groups))
+
+
+def unlike_groups(groups: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return one of the groups that a probe cannot tell apart: a rate per layer makes hundreds of them."""
+    return list({group_kind(group): group for group in reversed(groups)}.values())[::-1]
+
+
+def group_kind(group: dict[str, Any]) -> Any:
+    """Return what a probe depends on in a group: `copy_of` sets the rate."""
+    settings = {k: type(v) if k in ("lr", "initial_lr") else v for k, v in group.items() if k != "params"}
+    return repr(sorted(settings.items())), tuple(probed_dimensions(group["params"]))
 
 
 def splits_tensors(optimizer: Optimizer, group: dict[str, Any]) -> bool:
@@ -96,7 +107,7 @@ def collective_of(optimizer: Optimizer) -> str | None:
     """
     if type(optimizer).__module__.startswith("torch.optim."):
         return None
-    for group in optimizer.param_groups:
+    for group in unlike_groups(optimizer.param_groups):
         settings = {k: v for k, v in group.items() if k != "params"}
         value = torch.ones(probed_shapes(group["params"])[0])
         refusal = _CollectiveRefusal()
@@ -218,7 +229,7 @@ def require_one_pass(optimizer: Optimizer) -> None:
     if collective_of(optimizer) is not None:
         return
     name = type(optimizer).__name__
-    for group in optimizer.param_groups:
+    for group in unlike_groups(optimizer.param_groups):
         settings = {k: v for k, v in group.items() if k != "params"}
         known = known_of(optimizer, settings)
         if known in _TAKE_ONE_PASS:

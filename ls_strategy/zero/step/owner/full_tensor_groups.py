@@ -23,12 +23,14 @@ from ls_strategy.layout import TensorPart
 from ls_strategy.zero.step.elementwise import (
     STEPS,
     collective_of,
+    group_kind,
     on_gradients_alone,
     probe,
     probed_shapes,
     probed_values,
     same_updates,
     splits_tensors,
+    unlike_groups,
 )
 
 _ONE_BY_ONE: tuple[type[Optimizer], ...] = tuple(
@@ -59,7 +61,9 @@ def full_tensor_groups(optimizer: Optimizer) -> tuple[bool, ...]:
         return tuple(bool(declared(group)) for group in optimizer.param_groups)
     if declared:
         return tuple(True for _ in optimizer.param_groups)
-    return tuple(not splits_tensors(optimizer, group) for group in optimizer.param_groups)
+    groups = optimizer.param_groups
+    splits = {group_kind(group): splits_tensors(optimizer, group) for group in unlike_groups(groups)}
+    return tuple(not splits[group_kind(group)] for group in groups)
 
 
 def check_full_tensor_groups(optimizer: Optimizer, parts: Mapping[int, TensorPart], names: Mapping[int, str]) -> None:
@@ -82,9 +86,10 @@ def check_full_tensor_groups(optimizer: Optimizer, parts: Mapping[int, TensorPar
             "steps others. Use a version for one device (SingleDeviceMuon, torch.optim.Muon, ls_strategy.Muon): the "
             "strategy itself shares the work among ranks. Or use stage 0."
         )
-    full = full_tensor_groups(optimizer)
-    for group in (g for g, needed in zip(optimizer.param_groups, full, strict=True) if needed):
+    full = [g for g, needed in zip(optimizer.param_groups, full_tensor_groups(optimizer), strict=True) if needed]
+    for group in unlike_groups(full):
         _check_alone(optimizer, group)
+    for group in full:
         for p in group["params"]:
             part = parts.get(id(p))
             if part is None or (part.dim == 0 and _is_batch(optimizer, p)) or part.axis == "tensor":
