@@ -13,7 +13,7 @@ import sys
 import threading
 import weakref
 from collections import OrderedDict, defaultdict
-from collections.abc import Callable, Generator, Iterable, Sequence
+from collections.abc import Callable, Generator, Iterable
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from datetime import timedelta
 from functools import cache, cached_property
@@ -449,10 +449,8 @@ def version_of(tensor: Tensor) -> int:
     return tensor._version
 
 
-def set_versions(tensors: Sequence[Tensor], versions: Sequence[int]) -> None:
-    """Set what `version_of` returns: autograd refuses a tensor whose version is not that with which it was saved."""
-    autograd: Any = torch._C._autograd  # type: ignore[attr-defined]  # pyright: ignore[reportAttributeAccessIssue]
-    autograd._unsafe_set_version_counter(tuple(tensors), tuple(versions))
+set_versions: Callable[[tuple[Tensor, ...], tuple[int, ...]], None] = torch._C._autograd._unsafe_set_version_counter  # type: ignore[attr-defined]  # pyright: ignore[reportAttributeAccessIssue]
+"""Sets what `version_of` returns: autograd refuses a tensor whose version is not that with which it was saved."""
 
 
 def without_dispatch_modes() -> AbstractContextManager[Any]:

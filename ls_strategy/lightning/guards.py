@@ -30,6 +30,7 @@ from ls_strategy.lightning._private import logs_graph, rewinds_pruned_weights, u
 from ls_strategy.lightning.precision import ZeROPrecision
 from ls_strategy.transient import Method
 from ls_strategy.zero.flat.cast import AWAY, FIRST_VERSION
+from ls_strategy.zero.flat.flat_buffer import RELEASED_VERSIONS
 from ls_strategy.zero.flat.parameters import unnoticed
 from ls_strategy.zero.step.stepper import MODES
 from ls_strategy.zero_stages import POLICIES
@@ -230,7 +231,7 @@ def explain_released_parameters() -> Generator[None, None, None]:
                 "forward has read them in 16 bits, as they were gathered, and autograd keeps no copies. Run it again "
                 "after the change, or set precision.gather='fp32' on the strategy: then autograd keeps copies."
             ) from error
-        if saved < FIRST_VERSION and "storage of size 0" not in str(error):
+        if "storage of size 0" not in str(error) and now - saved < RELEASED_VERSIONS:
             raise
         raise StateError(
             "backward used a parameter of a unit that was already released (stage 3): a result left the unit's module "

@@ -329,8 +329,10 @@ class InAttributes(Plain):
 @on_ranks(2)
 def test_a_backward_while_its_weights_are_in_flight_is_refused(rank: int, world_size: int) -> None:
     """Its block is prefetched, so that there is memory, but not yet its values."""
-    with pytest.raises(StateError, match="already released"):
-        trained(InAttributes(), "compute")
+    for precision in ("bf16-mixed", "32-true", "bf16-true"):
+        for prefetch in (0, 1, 3):
+            with pytest.raises(StateError, match="already released"):
+                trained(InAttributes(), "compute", {"sharding.prefetch_units": prefetch}, precision=precision)
     trained(InAttributes(), "fp32")
 
 

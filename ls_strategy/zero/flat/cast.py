@@ -61,7 +61,7 @@ class CastWire(Wire):
         self.views = [self.values[s.offset : s.end].view(s.shape).data for s in layout.slots]
         """One view of ``values`` per parameter."""
         self._slots = layout.slots
-        set_versions(self.views, [FIRST_VERSION] * len(self.views))
+        set_versions(tuple(self.views), (FIRST_VERSION,) * len(self.views))
         self.always_exact = False
         """Whether code under autocast uses the parameters otherwise, so that they are gathered in fp32."""
         self._exact_next = False
@@ -113,7 +113,7 @@ class CastWire(Wire):
 
     def _move_versions(self, by: int) -> None:
         self._is_away = by > 0
-        set_versions(self.views, [version_of(view) + by for view in self.views])
+        set_versions(tuple(self.views), tuple(version_of(view) + by for view in self.views))
 
     def outdate(self) -> None:
         """Let autograd refuse a backward pass through what it has saved: the parameters are stepped."""

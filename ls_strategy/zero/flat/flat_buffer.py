@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NoReturn, Protocol
@@ -29,7 +29,7 @@ from torch import Tensor, nn
 
 from ls_strategy import device as dev
 from ls_strategy import spans
-from ls_strategy._torch import current_backward_pass, is_transforming
+from ls_strategy._torch import current_backward_pass, is_transforming, set_versions
 from ls_strategy.config import TierName
 from ls_strategy.distributed.axis import Axis
 from ls_strategy.distributed.buffer_pool import allocate
@@ -66,6 +66,9 @@ from ls_strategy.zero.wire import Wire
 from ls_strategy.zero_stages import StagePolicy
 
 _log = logging.getLogger("ls_strategy.zero")
+
+RELEASED_VERSIONS = 1 << 16
+"""What is added to the versions of parameters while they are released: more than a step writes to one."""
 
 
 def states_offloaded(kinds: str) -> StateError:
@@ -167,6 +170,9 @@ class FlatBuffer:
 
     encodes = True
     """Whether shards are encoded before they are sent, and not stored in the format in which they are."""
+
+    _versions_away: Sequence[int] = ()
+    """Versions of the parameters when they were released; meanwhile they have others."""
 
     _rounding_warned = False
     """Whether user code was warned that what it writes is rounded."""
@@ -623,6 +629,9 @@ class FlatBuffer:
         with unnoticed():
             for p, view in zip(self.params, self.views, strict=True):
                 point(p, view)
+            if self._versions_away:
+                set_versions(tuple(self.params), tuple(self._versions_away))
+                self._versions_away = []
         self._switch(ShardedParameter if on_demand else ResidentParameter)
         self._move(ParameterState.ON_DEMAND if on_demand else ParameterState.GATHERED)
         self.writes.record()
@@ -904,8 +913,14 @@ class FlatBuffer:
             self._end_read()
         keeps_memory = self.writes.begin_release()
         with unnoticed():
+            away: list[int] = []
             for p, placeholder in zip(self.params, self._released, strict=True):
                 point(p, placeholder)
+                if not self._versions_away:
+                    away.append(p._version)
+            if away:  # autograd refuses what it has saved of them: their memory may be that of a gather in flight
+                self._versions_away = away
+                set_versions(tuple(self.params), tuple(version + RELEASED_VERSIONS for version in away))
         self._switch(ShardedParameter)
         self._move(to)
         if not keeps_memory:
