@@ -128,6 +128,9 @@ class _Recorder:
             self._seen.append(unit)
         self._events.append(Event("refetch" if backward else "fetch", self._number[id(unit)]))
 
+    def fetch_exactly(self, unit: Unit) -> None:
+        """See `Gatherer`. A trace does not tell the two ways apart."""
+
     def release(self, unit: Unit) -> None:
         """See `Gatherer`."""
         if not unit.pinned:
