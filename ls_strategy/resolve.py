@@ -159,7 +159,7 @@ class _PlanSetting:
     def together(self, p: ParamFacts) -> _Together:
         """Return what decides into which buffer of its unit a parameter comes."""
         replicated = p.replicated and p.optimizer == FROZEN and self.policy.parameters
-        exact = not self.policy.parameters or replicated or p.quantized is not None
+        exact = not self.policy.parameters or replicated or p.quantized is not None or self._rounds_by_buffer
         return _Together(
             p.optimizer,
             p.dtype,
@@ -209,6 +209,14 @@ class _PlanSetting:
             quantized=what.quantized,
         )
         return replace(flat, master_dtype=what.dtype, unfrozen=flat) if members[0].frozen else flat
+
+    @property
+    def _rounds_by_buffer(self) -> bool:
+        """Whether runs at all stages need the same buffers: moments are rounded by their places, and have to be equal.
+
+        Only stage 3 would have buffers of what is gathered in 16 bits.
+        """
+        return self.config.parallel.virtual_ranks is not None and self.config.precision.moments != "fp32"
 
     @property
     def _reduces_in_16_bits(self) -> bool:
