@@ -255,7 +255,8 @@ class DataResume:
                 ready = exhausted and isinstance(loader, DataLoader) and kind == "loader"
                 goes_on |= not ready and next(iterator, _END) is not _END
             forget_start(loader)
-        if goes_on and exhausted:  # it was the state of the next pass already
+        complete = exhausted or all(_ends_with(loader, self._done) for loader in self._notes.loaders)
+        if goes_on and complete:  # it was the state of the next pass already
             self._load(states)
         restore_random_states(before)
 
@@ -329,6 +330,14 @@ class DataResume:
 
 
 _AT_END = "Resume at the end of an epoch, or give the loader state_dict and load_state_dict for the next time."
+
+
+def _ends_with(loader: Any, count: int) -> bool:
+    """Return whether a pass over a loader is known to end after ``count`` batches, or before."""
+    try:
+        return len(loader) <= count
+    except TypeError:  # it has no length
+        return False
 
 
 def forget_start(loader: Any) -> None:
