@@ -180,16 +180,6 @@ def copy_of_optimizer(optimizer: Optimizer, groups: list[dict[str, Any]]) -> Opt
     return copied
 
 
-@contextmanager
-def in_eager_mode() -> Generator[None, None, None]:
-    """Let functions that are wrapped by ``torch.compile`` run as they are, inside."""
-    if "torch._dynamo" not in sys.modules:  # nothing is wrapped, and the import takes seconds
-        yield
-        return
-    with torch.compiler.set_stance("force_eager"):
-        yield
-
-
 def forget_step_hooks(optimizer: Optimizer) -> None:
     """Give a copy of an optimizer its own, empty step hooks."""
     optimizer._optimizer_step_pre_hooks = OrderedDict()

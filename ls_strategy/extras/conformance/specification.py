@@ -24,7 +24,7 @@ class SpecificationError(ValueError):
 
 @dataclass(frozen=True)
 class Specification:
-    """A strategy, picklable: it is made anew for every Trainer."""
+    """A strategy, picklable: it is made again for every Trainer."""
 
     label: str
     target: str

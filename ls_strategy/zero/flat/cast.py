@@ -86,7 +86,7 @@ class CastWire(Wire):
         return _Cast.apply(param, view) if param.requires_grad else view  # type: ignore[no-any-return]
 
     def casts_now(self) -> bool:
-        """Return whether autocast is on here, with this dtype, and casts a parameter anew each time.
+        """Return whether autocast is on here, with this dtype, and casts a parameter again for each use.
 
         A cast that autocast keeps (``cache_enabled=True``) would sum the gradients of all its uses in 16 bits.
         """

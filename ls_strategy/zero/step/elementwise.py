@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from ls_strategy._torch import TorchDispatchMode, copy_of_optimizer, forget_step_hooks, in_eager_mode, tree_iter
+from ls_strategy._torch import TorchDispatchMode, copy_of_optimizer, forget_step_hooks, tree_iter, uncompiled_code
 from ls_strategy.errors import PlanError
 
 
@@ -274,7 +274,7 @@ def probing(seed: int = 0) -> Iterator[None]:
     """
     numpy, python = sys.modules.get("numpy"), random.getstate()
     numbers = None if numpy is None else numpy.random.get_state(legacy=False)
-    with torch.random.fork_rng(devices=[]), in_eager_mode():
+    with torch.random.fork_rng(devices=[]), uncompiled_code():
         try:
             torch.default_generator.manual_seed(seed)
             random.seed(seed)
