@@ -38,8 +38,16 @@ class Link:
         dev.select(self.device)
 
     @contextmanager
-    def aside(self, after: Any = None, *, work: str = "update on the device", down: bool = False) -> Iterator[None]:
-        """Run the device's work inside the context on a side stream, and wait for it at the end.
+    def aside(self, after: Any = None, *, work: str, down: bool = False) -> Iterator[None]:
+        """Do what `enqueued` does, and wait for the work on the host at the end."""
+        with self.enqueued(after, work=work, down=down):
+            yield
+            done = self.mark()
+        Arrival(done).wait_on_host()
+
+    @contextmanager
+    def enqueued(self, after: Any = None, *, work: str = "update on the device", down: bool = False) -> Iterator[None]:
+        """Run the device's work inside the context on a side stream; nobody waits for it.
 
         Args:
             after: from `mark`; begin when the device has passed it.
@@ -54,7 +62,6 @@ class Link:
             side.wait_event(after)
         with dev.on(side), spans.copying_on(side, work, 0):
             yield
-        side.synchronize()
 
     def to_host(self, host: Tensor, source: Tensor) -> Arrival:
         """Start copying ``source`` (on the device, after the current stream's work) into ``host`` (pinned)."""

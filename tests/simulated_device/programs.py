@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import tempfile
 import threading
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -21,7 +22,10 @@ from ls_strategy.distributed.buffer_pool import BufferPool
 from ls_strategy.extras.inference.stream import stream_blocks
 from ls_strategy.lightning.strategy import ZeROStrategy
 from ls_strategy.moe.dispatch import by_expert
+from ls_strategy.tiers.arrival import Arrival
 from ls_strategy.tiers.link import Link, host_empty
+from ls_strategy.zero.step import update
+from ls_strategy.zero.step.device_step import DeviceStep
 from ls_strategy.zero.step.fused_optimizers import Kernel
 from tests.dist.ranks import quiet
 from tests.simulated_device.device import BACKEND, NAME, SimulatedAccelerator
@@ -189,6 +193,32 @@ def streams_of_copies(device: torch.device, options: dict[str, Any], precision: 
     with mock.patch.object(Timeline, "begin", noting):
         fit(device, options, {"precision": precision})
     return found
+
+
+def in_chunks(device: torch.device) -> dict[str, Any]:
+    """Train with states that are updated on the device in many chunks, most of them while backward runs."""
+
+    def small(start: int, stop: int) -> Iterator[tuple[int, int]]:
+        for low in range(start, stop, 256):
+            yield low, min(low + 256, stop)
+
+    offload = {"optimizer": "cpu", "parameters": "cpu", "gradients": "cpu", "step_on": "device"}
+    with mock.patch.object(update, "chunks", small):
+        return fit(device, {"stage": 3, "offload": offload}, {"precision": "bf16-true"})
+
+
+def order_of_chunks(device: torch.device, count: int) -> tuple[list[str], Tensor]:
+    """Add 1 to ``count`` chunks of host memory on the device. Return what the host did, and the memory."""
+    states = host_empty(count << 12, torch.float32, device).copy_(torch.arange(count << 12))
+    step, order = DeviceStep(Link(device)), list[str]()
+    wait = Arrival.wait_on_host
+    with mock.patch.object(Arrival, "wait_on_host", lambda arrival: (order.append("wait"), wait(arrival))[1]):
+        for chunk in states.split(1 << 12):
+            with step.operation():
+                order.append("send")
+                step.bring(chunk, step.send(chunk) + 1)
+        step.finish()
+    return order, states.clone()
 
 
 def wide(device: torch.device, options: dict[str, Any]) -> tuple[int, int]:

@@ -14,6 +14,8 @@ from tests.simulated_device.programs import (
     all_parts,
     fit,
     fit_all,
+    in_chunks,
+    order_of_chunks,
     places_of_updates,
     saved,
     saved_through_device,
@@ -114,6 +116,21 @@ def test_updates_run_where_they_should_also_while_backward_runs(step_on: str, ki
     on_device = run(places_of_updates, step_on)
     assert on_device.hazards == []
     assert on_device.result == {kind}
+
+
+def test_updates_on_the_device_in_chunks_are_those_of_the_cpu() -> None:
+    on_device = run(in_chunks)
+    assert on_device.hazards == []
+    assert_equal(on_device.result, in_chunks(torch.device("cpu")))
+
+
+def test_the_host_waits_for_a_chunk_when_two_more_are_on_their_way() -> None:
+    """Else nothing goes to the device while results come back, and half of the bus is idle."""
+    on_device = run(order_of_chunks, 5)
+    order, states = on_device.result
+    assert on_device.hazards == []
+    assert order == ["send"] * 3 + ["wait", "send"] * 2 + ["wait"] * 3
+    assert torch.equal(states, torch.arange(5 << 12) + 1.0)
 
 
 ALL_ON_HOST = {"optimizer": "cpu", "parameters": "cpu", "gradients": "cpu", "step_on": "cpu"}

@@ -13,7 +13,18 @@ from typing import Any
 import torch
 
 from tests.simulated_device.collectives import between_groups
-from tests.simulated_device.programs import FITS, crowded, dropped, fit, given_up, saved, saved_through_device, streamed
+from tests.simulated_device.programs import (
+    FITS,
+    crowded,
+    dropped,
+    fit,
+    given_up,
+    in_chunks,
+    order_of_chunks,
+    saved,
+    saved_through_device,
+    streamed,
+)
 
 
 class WaitNotFoundError(Exception):
@@ -39,6 +50,7 @@ class Wait:
 
 
 LINK, STOCK, GROUPS = "tiers.link", "tiers.stock", "distributed.shard_groups"
+STEP = "zero.step.device_step"
 STOPS_EARLY = "stage 3, all on cpu, stops early"
 GRADIENTS_ADDED = "stage 2, gradients on cpu, accumulation"
 WAITS = (
@@ -47,8 +59,9 @@ WAITS = (
     Wait(STOCK, "busy.wait_on_host()", "pass", "stage 2, cpu, 16-bit copies", "take_idle"),
     Wait(STOCK, "each.busy.wait_on_host()", "pass", "activations on cpu"),
     Wait(LINK, "side.wait_event(after)", "pass", "stage 2, step on device, a forward before the step"),
-    Wait(LINK, "with dev.on(side), spans", "with spans", "save through device"),
-    Wait(LINK, "side.synchronize()", "pass", "stage 2, cpu, step on device"),
+    Wait(STEP, "flight.arrival.wait_on_host()", "pass", "in chunks"),
+    Wait(STEP, "self._link.enqueued(done, work", "self._link.enqueued(None, work", "order of chunks"),
+    Wait(STEP, "_Flight(arrival, self._results,", "_Flight(arrival, [],", "in chunks"),
     Wait(LINK, "stream.wait_stream(dev.stream(self.device))", "pass", "activations on cpu"),
     Wait(LINK, "stream.wait_event(after)", "pass", "stage 2, step on cpu, a forward before the step", "_copy"),
     Wait(LINK, "with dev.on(stream), spans", "with spans", "stage 2, cpu, step on cpu"),
@@ -140,6 +153,8 @@ def program_of(wait: Wait) -> tuple[Callable[..., Any], tuple[Any, ...]]:
         "between groups of one": (between_groups, 1, None),
         "crowded": (crowded,),
         "dropped": (dropped,),
+        "in chunks": (in_chunks,),
+        "order of chunks": (order_of_chunks, 6),
         "given up": (given_up, False),
         "given up, sent again": (given_up, True),
     }

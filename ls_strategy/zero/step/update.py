@@ -7,7 +7,7 @@ update, write. The result is the same bit for bit.
 from __future__ import annotations
 
 import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from functools import partial
@@ -22,8 +22,10 @@ from ls_strategy.ops.moments import BLOCK, Moment
 from ls_strategy.ops.norm import sum_of_squares
 from ls_strategy.tiers.base import Lease
 from ls_strategy.tiers.buffers import PAGE, AlignedBuffer
+from ls_strategy.tiers.stream import Job
 from ls_strategy.zero.flat.flat_buffer import FlatBuffer
 from ls_strategy.zero.flat.state_store import chunks
+from ls_strategy.zero.step.device_step import DeviceStep, Finish
 from ls_strategy.zero.step.elementwise_states import ElementwiseStates
 from ls_strategy.zero.step.fused_optimizers import Kernel
 
@@ -89,20 +91,23 @@ class Update:
         number = zlib.crc32(slots[0].name.encode()) if slots else 0
         return (number * 0x9E3779B1 + part.seed_step * 0xC2B2AE3D) & 0x7FFFFFFF
 
-    def jobs(self) -> list[_ChunkUpdate]:
+    def jobs(self) -> list[Job]:
         """Return the update's jobs, in order."""
         numel = self.flat.stepped_numel
-        if not self.states.resident or self.grads is None or self.streamed:
-            return [_ChunkUpdate(self, *self._needed(lo, hi)) for lo, hi in chunks(0, numel) if self._needed(lo, hi)]
-        return [_ChunkUpdate(self, 0, numel)]
+        if self.states.resident and self.grads is not None and not self.streamed:
+            return [_ChunkUpdate(self, 0, numel)]
+        step = DeviceStep(self.flat.store.link, self.after) if self.streamed else None
+        needed = (self._needed(lo, hi) for lo, hi in chunks(0, numel))
+        jobs: list[Job] = [_ChunkUpdate(self, *range_, step) for range_ in needed if range_ is not None]
+        return jobs if step is None else [*jobs, Finish(step)]
 
-    def _needed(self, lo: int, hi: int) -> tuple[int, ...]:
-        """Return the range of a chunk that the update needs, from page to page; empty if it needs nothing."""
+    def _needed(self, lo: int, hi: int) -> tuple[int, int] | None:
+        """Return the range of a chunk that the update needs, from page to page; None if it needs nothing."""
         if not self.in_parts:
             return lo, hi
         here = [(max(p.start, lo), min(p.stop, hi)) for p in self.parts if p.start < hi and p.stop > lo]
         if not here:
-            return ()
+            return None
         return min(first for first, _ in here) // PAGE * PAGE, min(round_up(max(last for _, last in here), PAGE), hi)
 
     def run(self) -> None:
@@ -111,6 +116,18 @@ class Update:
             job.read()
             job.update()
             job.write()
+
+
+@dataclass(frozen=True)
+class _PartStates:
+    """The states of a part in one chunk, where they are at home or were read to."""
+
+    part: UpdatePart
+    where: slice
+    """In the chunk."""
+
+    param: Tensor
+    moments: dict[str, Moment]
 
 
 class CopyOut:
@@ -141,9 +158,12 @@ class CopyOut:
 class _ChunkUpdate:
     """The job that updates elements ``[lo, hi)`` of the shard."""
 
-    def __init__(self, update: Update, lo: int, hi: int) -> None:
+    def __init__(self, update: Update, lo: int, hi: int, device_step: DeviceStep | None = None) -> None:
+        """``device_step``: copy the states to the device, update them there and copy them back."""
         self._update = update
         self._lo, self._hi = lo, hi
+        self._device_step = device_step
+        self._sent: list[tuple[_PartStates, Tensor, dict[str, Moment]]] = []
         self._leases: dict[str, Lease] = {}
         self._out: Tensor | None = None
         self._staging: AlignedBuffer | None = None
@@ -164,36 +184,56 @@ class _ChunkUpdate:
             yield "grad"
 
     def read(self) -> None:
-        """Start loading every state that is not resident."""
+        """Start loading every state that is not resident, or sending resident ones to the device."""
         self._update.flat.before_change()
         store = self._update.flat.store
         self._leases = {n: store.get(n, *self._range(n)) for n in self._leased_names()}
+        if self._device_step is not None and not self._leases:
+            self._send(self._device_step, self._host_states({}))
 
     def update(self) -> None:
         """Wait for the reads, then run the fused operation on every part that overlaps this chunk."""
-        update, flat = self._update, self._update.flat
+        update = self._update
         if update.landing is not None:
             update.landing.result()
         held = {name: lease.wait() for name, lease in self._leases.items()}
-        master = held.get("master")
-        if master is None:
-            master = flat.master.detach()[self._lo : self._hi]
         grads = held["grad"] if update.grads is None else update.grads[self._lo : self._hi]
+        self._out = self._output(self._master(held))
+        if self._device_step is not None:
+            self._on_device(self._device_step, grads, held)
+            return
         if update.sums is not None:
             update.sums.append(sum_of_squares(grads, unscale=update.unscale).tolist())
-        self._out = self._output(master)
+        for states in self._host_states(held):
+            self._run(states, states.param, states.moments, grads, update.clip, self._out)
+
+    def _master(self, held: dict[str, Tensor]) -> Tensor:
+        master = held.get("master")
+        return self._update.flat.master.detach()[self._lo : self._hi] if master is None else master
+
+    def _host_states(self, held: dict[str, Tensor]) -> Iterator[_PartStates]:
+        """Yield the states of every part that overlaps this chunk; those that are not resident are ``held``."""
+        update, master = self._update, self._master(held)
         for part in update.parts:
-            lo, hi = (max(part.start, self._lo) - self._lo, min(part.stop, self._hi) - self._lo)
-            if lo < hi:
-                self._update_part(part, slice(lo, hi), master, grads, held)
+            lo, hi = max(part.start, self._lo), min(part.stop, self._hi)
+            if lo >= hi:
+                continue
+            where = slice(lo - self._lo, hi - self._lo)
+            moments: dict[str, Moment] = {}
+            for name in part.names:
+                if update.states.resident:
+                    moments[name] = update.states.moment(name, lo, hi)
+                else:
+                    moment = Moment(held[name], held.get(f"{name}.scales"), update.states.moments[name])
+                    moments[name] = moment.narrow(where.start, where.stop)
+            yield _PartStates(part, where, master[where], moments)
 
     def _output(self, master: Tensor) -> Tensor | None:
         """Return the tensor that receives the new parameters: their final place, if the operation can write to it."""
         flat = self._update.flat
         if not self._update.publish:
             return None
-        stored = flat.has_own_shard and flat.shard is None
-        if stored:
+        if self._is_stored:
             out = torch.empty(self._hi - self._lo, dtype=flat.dtype)
         elif flat.shard is not None:
             out = flat.shard[self._lo : self._hi]
@@ -206,10 +246,16 @@ class _ChunkUpdate:
             numel = self._hi - self._lo
             self._staging = flat.store.link.stock.take_idle(numel * flat.dtype.itemsize)
             out = self._staging.elements(numel, flat.dtype)
-        if on_the_way or stored:
+        if on_the_way or self._is_stored:
             for lo, hi in self._left_out():
                 out[lo:hi].copy_(master[lo:hi])  # parameters that are not stepped keep their values
         return out
+
+    @property
+    def _is_stored(self) -> bool:
+        """Return whether new parameters go to a tier that is not in memory."""
+        flat = self._update.flat
+        return self._update.publish and flat.has_own_shard and flat.shard is None
 
     def _left_out(self) -> Iterator[tuple[int, int]]:
         """Yield the ranges of this chunk that no part updates."""
@@ -222,59 +268,59 @@ class _ChunkUpdate:
                 return
         yield position - self._lo, self._hi - self._lo
 
-    def _update_part(
-        self, part: UpdatePart, where: slice, master: Tensor, grads: Tensor, held: dict[str, Tensor]
-    ) -> None:
-        update = self._update
-        lo, hi = self._lo + where.start, self._lo + where.stop
-        moments: dict[str, Moment] = {}
-        for name in part.names:
-            if update.states.resident:
-                moments[name] = update.states.moment(name, lo, hi)
-            else:
-                moment = Moment(held[name], held.get(f"{name}.scales"), update.states.moments[name])
-                moments[name] = moment.narrow(where.start, where.stop)
-        param, grad = master[where], grads[where]
-        out = None if self._out is None else self._out[where]
-        factors = {"unscale": update.unscale, "seed": update.seed(part), "offset": update.flat.stepped[0] + lo}
-        if update.streamed:
-            self._on_device(part, param, moments, grad, out, factors)
-            return
-        if grad.device != param.device:
-            grad = grad.to(param.device)
-        clip = update.clip if update.clip is None else update.clip.to(param.device)
-        update.kernel.update(param, moments, grad, part.step, part.settings, clip=clip, out=out, **factors)
-
-    def _on_device(
+    def _run(
         self,
-        part: UpdatePart,
+        states: _PartStates,
         param: Tensor,
         moments: dict[str, Moment],
-        grad: Tensor,
+        grads: Tensor,
+        clip: Tensor | None,
         out: Tensor | None,
-        factors: dict[str, Any],
     ) -> None:
-        """Run the same operation on the device: copy the states there and back."""
-        update, device = self._update, self._update.flat.full.device
-        with update.flat.store.link.aside(update.after):
-            there = {
-                name: Moment(_up(m.codes, device), None if m.scales is None else _up(m.scales, device), m.signed)
-                for name, m in moments.items()
-            }
-            param_there = _up(param, device)
-            clip = update.clip if update.clip is None else update.clip.to(device)
-            out_there = None if out is None else torch.empty(out.numel(), dtype=out.dtype, device=device)
-            update.kernel.update(
-                param_there, there, _up(grad, device), part.step, part.settings, clip=clip, out=out_there, **factors
-            )
-            param.copy_(param_there, non_blocking=True)
-            for name, m in moments.items():
-                m.codes.copy_(there[name].codes, non_blocking=True)
-                scales = there[name].scales
-                if m.scales is not None and scales is not None:
-                    m.scales.copy_(scales, non_blocking=True)
-            if out is not None and out_there is not None:
-                out.copy_(out_there, non_blocking=True)
+        """Run the operation on the states of a part, here or on the device; ``grads`` and ``out`` are the chunk's."""
+        update, part, where = self._update, states.part, states.where
+        update.kernel.update(
+            param,
+            moments,
+            grads[where].to(param.device),
+            part.step,
+            part.settings,
+            clip=clip if clip is None else clip.to(param.device),
+            unscale=update.unscale,
+            out=None if out is None else out[where],
+            seed=update.seed(part),
+            offset=update.flat.stepped[0] + self._lo + where.start,
+        )
+
+    def _send(self, step: DeviceStep, parts: Iterable[_PartStates]) -> None:
+        with step.sending():
+            for states in parts:
+                there = {name: step.send_moment(moment) for name, moment in states.moments.items()}
+                self._sent.append((states, step.send(states.param), there))
+
+    def _on_device(self, step: DeviceStep, grads: Tensor, held: dict[str, Tensor]) -> None:
+        """Run the same operation on the device, on what was sent ahead or is sent now, and bring the states back."""
+        update, out = self._update, self._out
+        if self._leases:
+            self._send(step, self._host_states(held))
+        with step.operation():
+            there, clip = step.send(grads), step.send_clip(update.clip)
+            if update.sums is not None:
+                sums = sum_of_squares(there, unscale=update.unscale)
+                step.bring_numbers(sums, update.sums.append)
+            out_there = out
+            if out is not None and out.device != there.device:
+                out_there = torch.empty(out.numel(), dtype=out.dtype, device=there.device)
+            for states, param, moments in self._sent:
+                self._run(states, param, moments, there, clip, out_there)
+                step.bring(states.param, param)
+                for name, moment in states.moments.items():
+                    step.bring_moment(moment, moments[name])
+                if out is not None and out_there is not None and out_there is not out:
+                    step.bring(out[states.where], out_there[states.where])
+        self._sent = []
+        if self._leases or self._is_stored:
+            step.finish()  # `write` hands the memory on
 
     def write(self) -> None:
         """Start storing what changed, and copy the new parameters to the device."""
@@ -287,7 +333,7 @@ class _ChunkUpdate:
         self._leases = {}
         if self._out is None:
             return
-        if flat.has_own_shard and flat.shard is None:
+        if self._is_stored:
             store.put("param", self._out, self._lo)
         else:
             target = (flat.full[slice(*flat.stepped)] if flat.shard is None else flat.shard)[self._lo : self._hi]
@@ -297,7 +343,3 @@ class _ChunkUpdate:
                 if self._staging is not None:
                     store.link.stock.give(self._staging, arriving)
         self._out = self._staging = None
-
-
-def _up(tensor: Tensor, device: torch.device) -> Tensor:
-    return tensor.to(device, non_blocking=True)

@@ -17,6 +17,8 @@ import torch
 from ls_strategy.ops.moments import Moment
 from ls_strategy.ops.update import adamw_
 from ls_strategy.tiers.link import Link, host_empty
+from ls_strategy.zero.flat.state_store import chunks
+from ls_strategy.zero.step.device_step import DeviceStep
 
 _NUMEL = 8 << 20
 """Elements of the measured update: 128 MiB of states, larger than any cache."""
@@ -52,12 +54,14 @@ def measure(device: torch.device, link: Link) -> StepSpeed:
         adamw_(p, Moment(m, None, True), Moment(v, None, False), grad, **_SETTINGS)
 
     def by_device() -> None:
-        with link.aside():
-            p, m, v = (s.to(device, non_blocking=True) for s in states)
-            there = grad.to(device, non_blocking=True)
-            adamw_(p, Moment(m, None, True), Moment(v, None, False), there, **_SETTINGS)
-            for host, result in zip(states, (p, m, v), strict=True):
-                host.copy_(result, non_blocking=True)
+        step = DeviceStep(link)
+        for lo, hi in chunks(0, _NUMEL):
+            with step.operation():
+                p, m, v, there = (step.send(s[lo:hi]) for s in (*states, grad))
+                adamw_(p, Moment(m, None, True), Moment(v, None, False), there, **_SETTINGS)
+                for host, result in zip(states, (p, m, v), strict=True):
+                    step.bring(host[lo:hi], result)
+        step.finish()
 
     return StepSpeed(_seconds(by_cpu) / _NUMEL, _seconds(by_device) / _NUMEL)
 
