@@ -24,7 +24,8 @@ from ls_strategy.distributed.buffer_pool import BufferPool
 from ls_strategy.errors import ConfigError
 from ls_strategy.tiers.link import Link, host_empty
 from ls_strategy.zero.events import StepEvents
-from ls_strategy.zero.flat.flat_buffer import FlatBuffer, states_offloaded
+from ls_strategy.zero.flat.flat_buffer import FlatBuffer
+from ls_strategy.zero.flat.flat_states import states_offloaded
 from ls_strategy.zero.flat.parameters import grad_of, home_of, unnoticed
 from ls_strategy.zero.passes.gather import Gatherer
 from ls_strategy.zero.step.stepper import Stepper

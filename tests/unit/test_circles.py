@@ -11,9 +11,6 @@ import ls_strategy
 ROOT = Path(ls_strategy.__file__).parents[1]
 
 LEFT = [
-    {f"ls_strategy.zero.flat.{name}" for name in (
-        "averages", "flat_buffer", "initial", "local_gradients", "parameters", "released", "writes",
-    )},
     {f"ls_strategy.lightning.{name}" for name in (
         "checkpointing.resume", "checkpointing.saving", "engine_setup", "readings", "steps", "strategy", "uneven",
         "virtual.ranks",

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -23,11 +23,9 @@ from ls_strategy.distributed.tree_sum import TreeSum
 from ls_strategy.errors import StateError
 from ls_strategy.ops import exact_norm
 from ls_strategy.ops.norm import sum_of_squares, sum_over_chunks
+from ls_strategy.zero.flat.flat_states import FlatStates
 from ls_strategy.zero.flat.state_store import chunks
 from ls_strategy.zero.flat.states import UpdateState
-
-if TYPE_CHECKING:
-    from ls_strategy.zero.flat.flat_buffer import FlatBuffer
 
 
 class Averages:
@@ -36,7 +34,7 @@ class Averages:
     # More than 20 public members: every one of reducer, norm, clipping, user gradients and update reads or changes the
     # averages in a way of its own, and this is the one place that knows their tier, dtype and scale.
 
-    def __init__(self, flat: FlatBuffer) -> None:
+    def __init__(self, flat: FlatStates) -> None:
         """Begin without averages."""
         self._flat = flat
         self.in_place = not flat.policy.optimizer
@@ -76,7 +74,6 @@ class Averages:
         self._sums_due = False
         """NVMe tier: whether `recorded_sums` are outdated."""
 
-        self._in_update: Tensor | None = None
         self._scale = 1.0
 
     @property
@@ -446,16 +443,11 @@ class Averages:
             self._flat.count_wait(time.perf_counter() - started)
 
     def hand_to_update(self) -> None:
-        """Give the averages to an update in flight; backward fills new ones. `reclaim` ends it."""
+        """Give the averages to an update in flight; backward fills new ones."""
         self.gone = True
         if self.values is not None:
-            self._in_update, self.values = self.values, None
-
-    def reclaim(self) -> None:
-        """Return the buffer of a finished update to its pool."""
-        if self._in_update is not None:
-            self._flat.store.ring.give([self._in_update])
-            self._in_update = None
+            self._flat.lend(self.values)
+            self.values = None
 
 
 def _multiply_(grads: Tensor, factor: float) -> None:

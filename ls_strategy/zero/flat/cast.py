@@ -18,18 +18,24 @@ in fp32. A forward finds it in one of the two forms, and so does its backward.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterable
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import increment_version
+from typing_extensions import override
 
-from ls_strategy._torch import set_versions, version_of
+from ls_strategy._torch import current_backward_pass, is_transforming, set_versions, version_of
 from ls_strategy.distributed.buffer_pool import BufferPool, allocate
 from ls_strategy.distributed.wire_format import CastWireFormat
 from ls_strategy.layout import FlatLayout
+from ls_strategy.zero.flat.flat_buffer import FlatBuffer
+from ls_strategy.zero.flat.states import ParameterState
 from ls_strategy.zero.wire import Wire
+
+_log = logging.getLogger("ls_strategy.zero")
 
 FIRST_VERSION = 1 << 28
 """Of the views. By it one recognizes them in autograd's error about a tensor that has changed since it was saved."""
@@ -164,3 +170,111 @@ class _Cast(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:  # type: ignore[override]
         return grad.float(), None
+
+
+class CastFlat(FlatBuffer):
+    """A flat buffer that is gathered in 16 bits while only autocast uses it."""
+
+    _casts: CastWire
+
+    @override
+    def _make_wire(self, device: torch.device) -> Wire:
+        assert self.plan.cast_to is not None
+        self._casts = CastWire(
+            self.plan.cast_to, self.layout, self.stepped, stored=self.dtype, device=device, pool=self.comm.pool
+        )
+        return self._casts
+
+    @override
+    def cast_of(self, param: nn.Parameter) -> Tensor | None:
+        if self.state is not ParameterState.CAST or not self._casts.casts_now():
+            return None
+        traced = is_transforming() or torch.jit.is_tracing()
+        return None if traced else self._casts.view_for(self._index[id(param)], param)
+
+    # gathers ---------------------------------------------------------------------------------------------------------
+
+    @property
+    @override
+    def gathers_exactly(self) -> bool:
+        return self._casts.always_exact
+
+    @override
+    def gather_exactly(self) -> None:
+        """End a gather in 16 bits, or a read for one, before one in fp32. On all ranks."""
+        wire = self._casts
+        if wire.exact:
+            return
+        # Reading without gradients and outside of autocast is what callbacks do now and then.
+        if self.state is ParameterState.CAST and (wire.casts_now() or torch.is_grad_enabled()):
+            if self.comm.rank == 0:
+                _log.info(
+                    "%s",
+                    f"a parameter in the buffer of {self.name!r} is used in fp32, too, so the buffer will be gathered "
+                    "in fp32 and not as autocast casts it (precision.gather)",
+                )
+            wire.end_casts()
+        if self.gathering is not None:
+            self.finish_gather()
+        if self.reading is not None:
+            self._end_read()
+        wire.exact = True
+
+    @override
+    def finish_gather(self, *, on_demand: bool = False) -> None:
+        if self.offloaded:
+            self.require_here("parameters")
+        if self._end_gather() and self.secondary is not None and not self._casts.exact:
+            self.secondary.arrived(self._casts.values)
+        if not self._is_cast(on_demand=on_demand):
+            super().finish_gather(on_demand=on_demand)
+
+    def _is_cast(self, *, on_demand: bool) -> bool:
+        """End a gather of a buffer that may be gathered in 16 bits; return whether it was."""
+        wire = self._casts
+        if not wire.exact and not self.is_gathered:
+            wire.arrived()
+            self._move(ParameterState.CAST)
+            return True
+        wire.end_exact()
+        if self.gathered_on_demand and not on_demand:  # by user code; now its own module needs it
+            if self.users and torch.is_grad_enabled():
+                wire.always_exact = wire.exact = True  # user code holds it, and autograd may save it
+            if not self.users and not wire.always_exact:
+                self.take_writes()
+                wire.fill(self.full)
+                self.release(ParameterState.CAST)
+                return True
+        if wire.is_saved and not on_demand and current_backward_pass() >= 0:
+            wire.fill(self.full)
+        return False
+
+    @override
+    def release_on_demand(self) -> None:
+        """Release what was gathered on demand. What its own module has gathered in 16 bits stays."""
+        if self._casts.is_here and not self._casts.always_exact:
+            self._casts.fill(self.full)  # user code may have written to the parameters
+            self.release(ParameterState.CAST)
+        else:
+            self.release()
+
+    @override
+    def release_cast(self) -> None:
+        if self.is_gathered:
+            self._casts.free()
+
+    # new values ------------------------------------------------------------------------------------------------------
+
+    @override
+    def outdate_casts(self) -> None:
+        self._casts.outdate()
+
+    @override
+    def written(self, indices: Iterable[int]) -> None:
+        self._casts.written(indices, self.full if self.is_gathered else None)
+
+    @override
+    def write_fetched(self, start: int, values: Tensor) -> None:
+        super().write_fetched(start, values)
+        if self._casts.is_here:
+            self._casts.values[start : start + values.numel()].copy_(values)

@@ -18,8 +18,7 @@ it first (`ls_strategy.zero.flat.parameters`).
 from __future__ import annotations
 
 import logging
-import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Sequence
 from concurrent.futures import Future
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NoReturn, Protocol
@@ -29,38 +28,31 @@ from torch import Tensor, nn
 
 from ls_strategy import device as dev
 from ls_strategy import spans
-from ls_strategy._torch import current_backward_pass, is_transforming, set_versions
-from ls_strategy.config import TierName
+from ls_strategy._torch import set_versions
 from ls_strategy.distributed.axis import Axis
 from ls_strategy.distributed.buffer_pool import allocate
 from ls_strategy.distributed.comm import Comm, PendingGather
 from ls_strategy.distributed.wire_format import FORMATS
 from ls_strategy.errors import StateError
-from ls_strategy.layout import Piece
 from ls_strategy.plan import FlatPlan
-from ls_strategy.precision import at_least_fp32
-from ls_strategy.tiers import TIERS
 from ls_strategy.tiers.arrival import Arrival
 from ls_strategy.tiers.stream import Ticket
 from ls_strategy.zero.flat.averages import Averages
-from ls_strategy.zero.flat.cast import CastWire
+from ls_strategy.zero.flat.flat_states import FlatStates
 from ls_strategy.zero.flat.hpz_copy import Secondary
 from ls_strategy.zero.flat.initial import full_values, shard_values
-from ls_strategy.zero.flat.local_gradients import LocalGradients, slot_views
+from ls_strategy.zero.flat.local_gradients import LocalGradients
 from ls_strategy.zero.flat.parameters import (
-    GathersOnDemand,
     ResidentParameter,
     ShardedParameter,
-    ShowsGradients,
     bind_home,
     grad_of,
     point,
     set_grad,
     unnoticed,
 )
-from ls_strategy.zero.flat.released import Released
 from ls_strategy.zero.flat.state_store import StateStore
-from ls_strategy.zero.flat.states import EARLY, FOLLOWS, ParameterState, UpdateState, not_next
+from ls_strategy.zero.flat.states import ParameterState, UpdateState
 from ls_strategy.zero.flat.writes import UserWrites
 from ls_strategy.zero.wire import Wire
 from ls_strategy.zero_stages import StagePolicy
@@ -71,27 +63,49 @@ RELEASED_VERSIONS = 1 << 16
 """What is added to the versions of parameters while they are released: more than a step writes to one."""
 
 
-def states_offloaded(kinds: str) -> StateError:
-    """Return the error for using states that `StateOffload.offload` has offloaded."""
-    return StateError(
-        f"the {kinds} of the model were used after strategy.offload_states() had moved them off the device. Call "
-        "strategy.reload_states() on every rank first."
-    )
+class GathersOnDemand(Protocol):
+    """Gathers buffers whose parameters are used while they are released."""
+
+    def touch(self, flat: FlatBuffer) -> None:
+        """Gather the parameters, and keep them until `touched`. Collective."""
+
+    def holds(self, tensor: Tensor) -> bool:
+        """Return whether ``tensor`` is a view of a flat buffer."""
+        ...
+
+    def note_memory(self, flat: FlatBuffer) -> None:
+        """Record that ``flat.full`` was reallocated."""
+
+    def touched(self, flat: FlatBuffer) -> None:
+        """Allow the buffer to be released again."""
+
+    def is_collecting(self) -> bool:
+        """Return whether a state dict is being collected, for which hooks fetch the values."""
+        ...
+
+    def stand_in(self, flat: FlatBuffer, index: int) -> Tensor:
+        """Return what stands for a released parameter in a state dict until hooks fetch the values."""
+        ...
+
+    def saving(self) -> AbstractContextManager[Any]:
+        """Wrap an operation on gathered parameters: autograd gathers again what it saved of them."""
+        ...
 
 
-class PendingSave(Protocol):
-    """A save in the background that still has to read the states of a flat buffer."""
+class ShowsGradients(Protocol):
+    """Provides ``p.grad`` after backward."""
 
-    def release(self) -> None:
-        """Copy what was not read yet, and return when the states may change."""
+    def read(self, flat: FlatBuffer, index: int) -> Tensor | None:
+        """Return ``p.grad``. Collective."""
+
+    def write(self, flat: FlatBuffer, index: int, value: Tensor | None) -> None:
+        """Set ``p.grad``. Collective."""
 
 
-class FlatBuffer:
+class FlatBuffer(FlatStates):
     """One flat buffer: the parameters of a unit that share an optimizer and a dtype."""
 
-    # More than 20 public members: many are constants of the plan, which all parts of a step read. This is also the one
-    # place where the phases of a parameter (released, reading, gathering, gathered, updating, publishing) change, and
-    # where `Home`, which has eight of the members, is implemented.
+    # It implements `Home`, and so has eight public members for the parameters.
 
     averages: Averages
     """Gradients averaged over ranks."""
@@ -105,62 +119,8 @@ class FlatBuffer:
     gradients: ShowsGradients | None = None
     """Provides ``p.grad``. None: it is what autograd has put there."""
 
-    hold: PendingSave | None = None
-    """A save in flight that still has to read the states."""
-
-    offloaded: frozenset[str] = frozenset()
-    """The kinds of states that are offloaded for a while (`ls_strategy.zero.state_offload`)."""
-
-    state = ParameterState.GATHERED
-    """Where the parameters have their values."""
-
-    is_gathered = True
-    """Whether the parameters point at ``full``. Follows from `state`."""
-
-    is_fetched = True
-    """Whether the buffer is gathered, in ``full`` or in 16 bits. Follows from `state`."""
-
-    gathered_on_demand = False
-    """Stage 3: gathered because a parameter was used outside the unit's own module. Follows from `state`."""
-
-    hidden = False
-    """Stages 0 to 2: new values are in flight, and any use of a parameter waits for them. Follows from `state`."""
-
-    full: Tensor
-    """The parameters, ``(numel,)``, on the device. At stage 3 it has memory only while gathered."""
-
-    views: list[Tensor]
-    """One view of ``full`` per parameter."""
-
-    master: Tensor
-    """This rank's master weights, ``(stepped,)``; a placeholder on the NVMe tier."""
-
-    shard: Tensor | None = None
-    """Stage 3: this rank's shard of the parameters in memory, if it is stored in addition to the masters."""
-
-    updating: Ticket | None = None
-    """The update of this buffer's states that is in flight."""
-
-    arriving: Arrival | None = None
-    """New parameters in flight to the device."""
-
-    update = UpdateState.NONE
-    """What has been done with the gradients before, or after, the optimizer's own step."""
-
-    publish_due = False
-    """Whether new weights still have to be sent to the other ranks."""
-
-    _refresh_due = False
-    """Whether the masters are newer than this rank's shard of the parameters."""
-
-    waited_s = 0.0
-    """Seconds that the training thread has waited for updates and for gradients to reach their tier."""
-
     reading: Future[Arrival] | None = None
     """This rank's shard of the parameters, in flight from its tier."""
-
-    gathering: PendingGather | None = None
-    """The all-gather into ``full`` in flight."""
 
     users = 0
     """Operations in progress that use the gathered parameters."""
@@ -177,12 +137,6 @@ class FlatBuffer:
     _rounding_warned = False
     """Whether user code was warned that what it writes is rounded."""
 
-    local: LocalGradients
-    """This rank's own gradients."""
-
-    average_dtype: torch.dtype
-    """Dtype of averaged gradients."""
-
     def __init__(
         self,
         plan: FlatPlan,
@@ -194,71 +148,22 @@ class FlatBuffer:
         axis: Axis | None = None,
         node: Comm | None = None,
     ) -> None:
-        """Record the arguments; `FlatBuffer.load` allocates the buffers.
+        """Record the arguments; `load` allocates the buffers.
 
         Args:
-            plan: layout, dtypes and tiers.
+            plan: see `FlatStates`, as for the next ones.
             params: parameters in the order of the layout's slots.
             policy: which states are sharded.
             comm: ranks over which they are sharded.
-            store: of the states on their tiers; without it everything is on the device.
-            axis: tensor- or expert-parallel ranks, which hold other parts or copies of the parameters.
+            store: of the states on their tiers.
+            axis: tensor- or expert-parallel ranks.
             node: ranks that share a second copy of sharded parameters, see `Secondary`. None: there is none.
         """
-        layout = plan.layout
-        self.name = layout.slots[0].name if layout.slots else ""
-        """Name of the first parameter."""
-        self.policy = policy
-        """Which states of this buffer are sharded."""
-        self.store = store or StateStore()
-        self.follow(plan)
-        self.has_optimizer = bool(plan.owners)
-        """Whether the parameters are in an optimizer, also if they are frozen."""
-        self.is_frozen = plan.unfrozen is not None
-        """Whether they are, and no gradients are sent until `Unit.admit`; the same on all ranks."""
-        self.average_dtype = at_least_fp32((plan.unfrozen or plan).master_dtype)
-        if not self.has_optimizer:
-            self.average_dtype = torch.float32
-        self.layout = layout
-        self._sizes = layout.sizes
+        super().__init__(plan, params, policy=policy, comm=comm, store=store, axis=axis)
         sent_as = plan.quantized or plan.gathered_as
         self._wire_format = FORMATS[sent_as] if sent_as is not None and policy.parameters else None
-        self.dtype = plan.dtype
-        self.params = params
-        self.nonempty_params = [p for p, slot in zip(params, layout.slots, strict=True) if slot.numel]
-        """Those with elements: a backward pass waits for the gradients of these."""
-        self.optimizer_index = plan.optimizer
-        self.comm = comm
-        self.axis = axis or Axis("tensor")
         self.secondary = Secondary(node) if node is not None and policy.parameters else None
         """A second copy of sharded parameters, inside the node."""
-        self.owned = layout.shard_range(comm.rank)
-        """Range of the buffer whose gradients this rank averages and, from stage 1 on, steps."""
-        self.stepped = self.owned if policy.optimizer else (0, layout.numel)
-        self.stepped_numel = self.stepped[1] - self.stepped[0]
-        """Number of elements in ``stepped``."""
-        self.pieces: tuple[Piece, ...] = layout.pieces(*self.stepped)
-
-    def follow(self, plan: FlatPlan) -> None:
-        """Take tiers and dtype of the states from a plan."""
-        self.plan = plan
-        self.trainable = plan.trainable
-        """Whether an optimizer updates the buffer. If not, it has neither gradients nor optimizer states."""
-        self.optimizer_tier: TierName = plan.optimizer_tier
-        """Tier of masters and optimizer states."""
-        self.param_tier: TierName = plan.param_tier
-        """Stage 3: tier of this rank's shard of the parameters."""
-        self.gradient_tier: TierName = plan.gradient_tier
-        """Tier of averaged gradients between backward and step."""
-        self.steps_in_background = plan.optimizer_tier != "device"
-        """Whether updates of the masters run beside other work, as their states are not on the device."""
-        self.states_in_memory = TIERS[plan.optimizer_tier].resident
-        """Whether masters and optimizer states are tensors. Otherwise `store` has them in chunks."""
-        self.has_own_shard = plan.has_own_shard(self.policy)
-        """Stage 3: whether that shard is stored in addition to the masters."""
-        self.master_dtype = plan.master_dtype
-        self.gradient_dtype = plan.gradient_dtype
-        """Dtype in which this rank's gradients are sent."""
 
     @property
     def resident(self) -> bool:
@@ -274,33 +179,12 @@ class FlatBuffer:
     @property
     def gathers_exactly(self) -> bool:
         """Return whether gathers in 16 bits have ended, so that its own module has gathered the buffer in fp32."""
-        return isinstance(self.wire, CastWire) and self.wire.always_exact
+        return False
 
     def gather_exactly(self) -> None:
         """Let the next gather bring the parameters as they are: it is for user code. On all ranks."""
-        if isinstance(self.wire, CastWire):
-            self._end_cast(self.wire)
-        elif self.wire is not None and self.wire.encodes and self.reading is None:
+        if self.wire is not None and self.wire.encodes and self.reading is None:
             self.wire.exact = True
-
-    def _end_cast(self, wire: CastWire) -> None:
-        """End a gather in 16 bits, or a read for one, before one in fp32."""
-        if wire.exact:
-            return
-        # Reading without gradients and outside of autocast is what callbacks do now and then.
-        if self.state is ParameterState.CAST and (wire.casts_now() or torch.is_grad_enabled()):
-            if self.comm.rank == 0:
-                _log.info(
-                    "%s",
-                    f"a parameter in the buffer of {self.name!r} is used in fp32, too, so the buffer will be gathered "
-                    "in fp32 and not as autocast casts it (precision.gather)",
-                )
-            wire.end_casts()
-        if self.gathering is not None:
-            self.finish_gather()
-        if self.reading is not None:
-            self._end_read()
-        wire.exact = True
 
     def refuse_tracing(self) -> NoReturn:
         """Refuse to gather while a graph is traced.
@@ -319,89 +203,7 @@ class FlatBuffer:
         """Return what the parameters become when ``values``, of a parameter from its start on, are written to them."""
         return values
 
-    def show_stored(self) -> None:
-        """Show what the parameters have become of values that were just written to them, if it differs."""
-
-    @property
-    def counted(self) -> bool:
-        """Return whether this rank counts these parameters in norms and saves them.
-
-        This is the first rank that holds them: along its axis, over the pipeline stages, and over the groups of ranks.
-        """
-        return self.reduces_alone and self.comm.replica == 0
-
-    @property
-    def reduces_alone(self) -> bool:
-        """Return whether no rank before this one reduces the same gradients.
-
-        Ranks along its axis and over the pipeline stages count. Other groups of ranks do not: they have other batches.
-        """
-        return self.axis.rank % self.plan.copies == 0 and not self.plan.replica
-
-    def split(self, buffer: Tensor) -> list[Tensor]:
-        """Return one view per parameter of a buffer with this layout."""
-        return slot_views(self.layout, buffer)
-
-    def require_here(self, kind: str) -> None:
-        """Refuse to use states of a kind that `StateOffload.offload` has offloaded.
-
-        Raises:
-            StateError: with the cure.
-        """
-        if kind in self.offloaded:
-            raise states_offloaded(kind)
-
-    # masters ---------------------------------------------------------------------------------------------------------
-
-    def read_master(self) -> Tensor:
-        """Return this rank's master weights, ``(stepped,)``: the tensor itself, or a copy from the NVMe tier."""
-        self.require_here("masters")
-        self.wait_updated()
-        return self.store.read("master")
-
-    def master_range(self, start: int, stop: int) -> Tensor:
-        """Return elements ``[start, stop)`` of this rank's master weights: a view, or a copy from the NVMe tier.
-
-        Any thread may call this while no update is in flight.
-        """
-        self.require_here("masters")
-        return self.store.view("master", start, stop)
-
-    def before_change(self) -> None:
-        """Let a save in flight copy masters and optimizer states that are about to change."""
-        hold = self.hold
-        if hold is not None:
-            hold.release()
-
-    def write_master(self, start: int, values: Tensor) -> None:
-        """Replace master weights from element ``start`` of this rank's range on. `refresh` updates the parameters."""
-        self.require_here("masters")
-        self.wait_updated()
-        self.before_change()
-        self.store.write("master", start, values.to(self.master_dtype))
-
-    def full_master(self) -> Tensor:
-        """Return the master weights of all ranks, ``(numel,)``; read-only at stage 0. Collective."""
-        mine = self.read_master()
-        if not self.policy.optimizer:
-            return mine
-        return self.gather_shards(mine.dtype, mine)
-
-    def gather_shards(
-        self, dtype: torch.dtype, mine: Tensor | Callable[[Tensor], Any], out: Tensor | None = None
-    ) -> Tensor:
-        """Gather values with this buffer's layout from the shards of all ranks, ``(numel,)``. Collective.
-
-        ``mine`` is this rank's shard, or a function that writes it into the tensor that it gets.
-        """
-        full = torch.zeros(self.layout.numel, dtype=dtype, device=self.full.device) if out is None else out
-        shard = full[slice(*self.owned)]
-        if isinstance(mine, Tensor):
-            shard.copy_(mine)
-        else:
-            mine(shard)
-        self.comm.all_gather(full, self.name, self.layout.sizes).wait()
-        return full
+    # new values ------------------------------------------------------------------------------------------------------
 
     def require_refresh(self, due: bool = True) -> None:
         """Record new masters, on all ranks. ``due``: the next gather copies them to the shard of parameters first."""
@@ -414,34 +216,24 @@ class FlatBuffer:
         self.replace_master(other)
         other.copy_(mine)
 
-    def outdate_casts(self) -> None:
-        """Refuse backward passes through forwards of before, which used the parameters in 16 bits."""
-        if isinstance(self.wire, CastWire):
-            self.wire.outdate()
-
-    def written(self, indices: Iterable[int]) -> None:
-        """Refuse them for parameters that user code has written to."""
-        if isinstance(self.wire, CastWire):
-            self.wire.written(indices, self.full if self.is_gathered else None)
-
-    def write_fetched(self, start: int, values: Tensor) -> None:
-        """Write ``values`` to what was gathered, from element ``start`` of the buffer on; the masters have them."""
-        stop = start + values.numel()
-        if self.is_gathered:
-            self.full[start:stop].copy_(self.rounded(values))
-        if isinstance(self.wire, CastWire) and self.wire.is_here:
-            self.wire.values[start:stop].copy_(values)
-
     def replace_master(self, values: Tensor) -> None:
         """Replace the master shard by ``values``, of the same shape. Publishing updates the parameters."""
         self.write_master(0, values)
         self.outdate_casts()
         self.require_refresh(self.steps_in_background or self.has_own_shard)
 
+    def outdate_casts(self) -> None:
+        """Refuse backward passes through forwards of before, which used the parameters in 16 bits."""
+
+    def write_fetched(self, start: int, values: Tensor) -> None:
+        """Write ``values`` to what was gathered, from element ``start`` of the buffer on; the masters have them."""
+        stop = start + values.numel()
+        if self.is_gathered:
+            self.full[start:stop].copy_(self.rounded(values))
+
     def gathered_shard(self, master: Tensor) -> Tensor:
         """Return what a gather has put into this rank's range of ``full``; ``master`` has this rank's masters."""
-        source = master if self.shard is None else self.shard
-        sent, wire = source.to(device=self.full.device, dtype=self.full.dtype), self.encoded_wire
+        sent, wire = super().gathered_shard(master), self.encoded_wire
         return sent if wire is None or not wire.encodes else wire.form.rounded(sent)
 
     @property
@@ -467,42 +259,7 @@ class FlatBuffer:
         allocate(target)
         return secondary.start(target, self.name)
 
-    def refresh_if_due(self) -> None:
-        """Call `refresh` if `require_refresh` asked for it."""
-        if self._refresh_due:
-            self._refresh_due = False
-            self.refresh()
-
-    def refresh(self) -> None:
-        """Copy this rank's masters to its shard of the parameters. Not collective."""
-        if self.master_is_slice or (self.policy.parameters and not self.has_own_shard):
-            return
-        mine = self.read_master()
-        if self.shard is not None:
-            self.shard.copy_(mine)
-        elif self.policy.parameters:
-            self.store.write("param", 0, mine.to(self.dtype))
-        else:
-            self.full[slice(*self.stepped)].copy_(mine)
-
-    @property
-    def master_is_slice(self) -> bool:
-        """Return whether the masters are a slice of ``full``, so that no copy into it is needed."""
-        return self.master.untyped_storage().data_ptr() == self.full.untyped_storage().data_ptr() != 0
-
-    def wait_updated(self) -> None:
-        """Wait for the update in flight, if any, that reads or writes this buffer's states."""
-        if self.updating is not None:
-            started = time.perf_counter()
-            self.updating.wait()
-            self.updating = None
-            self.waited_s += time.perf_counter() - started
-            self.averages.reclaim()
-        if self.arriving is not None:
-            self.arriving.wait_on_device()
-            self.arriving = None
-
-    # parameters ------------------------------------------------------------------------------------------------------
+    # allocation ------------------------------------------------------------------------------------------------------
 
     def load(self, values: list[Tensor], device: torch.device) -> None:
         """Allocate the buffers, and fill them with rank 0's parameter values or from files. Collective.
@@ -514,15 +271,7 @@ class FlatBuffer:
         """
         self.averages = Averages(self)
         self._fill(values, device)
-        if self.plan.cast_to is not None and self.policy.parameters:
-            self.wire = CastWire(
-                self.plan.cast_to, self.layout, self.stepped, stored=self.dtype, device=device, pool=self.comm.pool
-            )
-        elif self._wire_format is not None:
-            self.wire = Wire(
-                self._wire_format, self.layout, self.stepped,
-                dtype=self.dtype, device=device, pool=self.comm.pool, encodes=self.encodes,
-            )  # fmt: skip
+        self.wire = self._make_wire(device)
         self.local = LocalGradients(
             self.params,
             self.layout,
@@ -545,6 +294,14 @@ class FlatBuffer:
         if not self.resident:
             self.release()
 
+    def _make_wire(self, device: torch.device) -> Wire | None:
+        if self._wire_format is None:
+            return None
+        return Wire(
+            self._wire_format, self.layout, self.stepped,
+            dtype=self.dtype, device=device, pool=self.comm.pool, encodes=self.encodes,
+        )  # fmt: skip
+
     def _fill(self, values: list[Tensor], device: torch.device) -> None:
         """Allocate ``full``, and store the initial values. Collective."""
         if self.policy.parameters:
@@ -555,43 +312,7 @@ class FlatBuffer:
             self.full = full if self.dtype == self.master_dtype else full.to(self.dtype)
             self.place(full[slice(*self.stepped)])
 
-    def place(self, mine: Tensor) -> None:
-        """Store this rank's initial values on the tiers of masters and parameters."""
-        one_copy = self.policy.parameters or self.dtype == self.master_dtype or not self.policy.optimizer
-        first = mine if self.steps_in_background or one_copy else mine.clone()
-        self.master = self.store.create("master", self.optimizer_tier, first, self.master_dtype)
-        if self.has_own_shard:
-            self.store.create("param", self.param_tier, mine, self.dtype)
-            self.shard = self.store.in_memory("param")
-
     # updates in flight -----------------------------------------------------------------------------------------------
-
-    def begin_update(self, updating: Ticket) -> None:
-        """Record an update of these states that runs in the background."""
-        self.updating = updating
-
-    def begin_arrival(self, arriving: Arrival) -> None:
-        """Record new parameters on their way to the device, after those of before. Any thread of an update may call."""
-        if self.arriving is not None:  # another chunk
-            arriving.follow(self.arriving)
-        self.arriving = arriving
-
-    def begin_early_directions(self) -> None:
-        """Record that split steps of this buffer's tensors have begun while backward still runs."""
-        self._move_update(UpdateState.DIRECTED_EARLY)
-
-    def end_early(self) -> None:
-        """Forget what the backward pass has begun: the step has followed, or never will."""
-        if self.update in EARLY:
-            self._move_update(UpdateState.NONE)
-
-    def owe_gather(self) -> None:
-        """Record that new weights have still to be sent to the other ranks."""
-        self.publish_due = True
-
-    def count_wait(self, seconds: float) -> None:
-        """Add to the time that the training thread has waited for updates and gradients."""
-        self.waited_s += seconds
 
     def begin_early_update(self, updating: Ticket) -> None:
         """Record an update that has taken the complete averages while backward still runs."""
@@ -617,42 +338,7 @@ class FlatBuffer:
         self._move_update(UpdateState.NONE)
         self.publish_due = False
 
-    def _move_update(self, to: UpdateState) -> None:
-        if to not in FOLLOWS[self.update]:
-            raise not_next(self.update, to, self.name)
-        self.update = to
-
-    # parameters ------------------------------------------------------------------------------------------------------
-
-    def bind(self, *, on_demand: bool = False) -> None:
-        """Point every parameter at its slot. ``on_demand``: every further use is reported to `touch`."""
-        with unnoticed():
-            for p, view in zip(self.params, self.views, strict=True):
-                point(p, view)
-            if self._versions_away:
-                set_versions(tuple(self.params), tuple(self._versions_away))
-                self._versions_away = []
-        self._switch(ShardedParameter if on_demand else ResidentParameter)
-        self._move(ParameterState.ON_DEMAND if on_demand else ParameterState.GATHERED)
-        self.writes.record()
-
-    def _move(self, to: ParameterState) -> None:
-        if to not in FOLLOWS[self.state]:
-            raise not_next(self.state, to, self.name)
-        self.state = to
-        self.is_fetched = to is not ParameterState.RELEASED
-        self.is_gathered = to not in (ParameterState.RELEASED, ParameterState.CAST)
-        self.gathered_on_demand = to is ParameterState.ON_DEMAND
-        self.hidden = to is ParameterState.AWAITED
-
-    @property
-    def is_in_use(self) -> bool:
-        """Stage 3: whether its own module, or the step, has gathered the buffer, and will release it."""
-        return self.is_fetched and not self.gathered_on_demand
-
-    def _switch(self, to: type[nn.Parameter]) -> None:
-        for p in self._switched:
-            p.__class__ = to
+    # use by user code ------------------------------------------------------------------------------------------------
 
     def show_by(self, *, on_demand: GathersOnDemand | None = None, gradients: ShowsGradients | None = None) -> None:
         """Let ``on_demand`` gather the buffer when user code uses a parameter, or ``gradients`` provide ``p.grad``."""
@@ -662,36 +348,6 @@ class FlatBuffer:
     def end_showing(self) -> None:
         """End what `show_by` has begun: training is over."""
         self.on_demand = self.gradients = None
-
-    def take_writes(self) -> bool:
-        """Copy user code's writes into the masters, see `UserWrites.take`. Not collective."""
-        changed = self.writes.take()
-        if changed and self.encoded_wire is not None:
-            self._warn_of_rounding()
-        return changed
-
-    def _warn_of_rounding(self) -> None:
-        if not self._rounding_warned and self.comm.rank == 0 and self._wire_format is not None:
-            _log.warning(
-                "%s",
-                f"a weight of the buffer of {self.name!r} was written to where it is rounded to "
-                f"{self._wire_format.name}, so what was written is kept and its precision is that. Write outside of "
-                "the module's own forward, or leave sharding.quantized_gathers out.",
-            )
-            self._rounding_warned = True
-
-    def hide(self) -> None:
-        """Make every use of a parameter wait for values in flight (stages 0 to 2)."""
-        if self.state is ParameterState.ON_DEMAND:
-            self.writes.note_memory_views()
-        self._switch(ShardedParameter)
-        self._move(ParameterState.AWAITED)
-
-    @property
-    def is_arriving(self) -> bool:
-        """Return whether new values are in flight, or still have to be sent."""
-        pending = (self.gathering, self.updating, self.arriving)
-        return self.publish_due or any(p is not None for p in pending)
 
     def touch(self) -> None:
         """Gather the parameters for one operation, or wait for them. Collective."""
@@ -733,11 +389,7 @@ class FlatBuffer:
 
     def cast_of(self, param: nn.Parameter) -> Tensor | None:
         """Return a parameter as autocast would cast it now, if it was gathered so. Otherwise None."""
-        wire = self.wire
-        if self.state is not ParameterState.CAST or not isinstance(wire, CastWire) or not wire.casts_now():
-            return None
-        traced = is_transforming() or torch.jit.is_tracing()
-        return None if traced else wire.view_for(self._index[id(param)], param)
+        return None
 
     def is_collecting(self) -> bool:
         """Return whether a state dict is being collected, for which hooks fetch the values."""
@@ -745,11 +397,65 @@ class FlatBuffer:
 
     def stand_in(self, param: nn.Parameter) -> Tensor:
         """Return what stands for a released parameter in a state dict until hooks fetch the values."""
-        return Released(self, self._index[id(param)], self.dtype)
+        assert self.on_demand is not None
+        return self.on_demand.stand_in(self, self._index[id(param)])
 
     def saving(self) -> AbstractContextManager[Any]:
         """Wrap an operation between `touch` and `touched`."""
         return nullcontext() if self.on_demand is None else self.on_demand.saving()
+
+    def take_writes(self) -> bool:
+        """Copy user code's writes into the masters, see `UserWrites.take`. Not collective."""
+        changed = self.writes.take()
+        if changed and self.encoded_wire is not None:
+            self._warn_of_rounding()
+        return changed
+
+    def _warn_of_rounding(self) -> None:
+        if not self._rounding_warned and self.comm.rank == 0 and self._wire_format is not None:
+            _log.warning(
+                "%s",
+                f"a weight of the buffer of {self.name!r} was written to where it is rounded to "
+                f"{self._wire_format.name}, so what was written is kept and its precision is that. Write outside of "
+                "the module's own forward, or leave sharding.quantized_gathers out.",
+            )
+            self._rounding_warned = True
+
+    # gathering and releasing -----------------------------------------------------------------------------------------
+
+    def bind(self, *, on_demand: bool = False) -> None:
+        """Point every parameter at its slot. ``on_demand``: every further use is reported to `touch`."""
+        with unnoticed():
+            for p, view in zip(self.params, self.views, strict=True):
+                point(p, view)
+            if self._versions_away:
+                set_versions(tuple(self.params), tuple(self._versions_away))
+                self._versions_away = []
+        self._switch(ShardedParameter if on_demand else ResidentParameter)
+        self._move(ParameterState.ON_DEMAND if on_demand else ParameterState.GATHERED)
+        self.writes.record()
+
+    @property
+    def is_in_use(self) -> bool:
+        """Stage 3: whether its own module, or the step, has gathered the buffer, and will release it."""
+        return self.is_fetched and not self.gathered_on_demand
+
+    def _switch(self, to: type[nn.Parameter]) -> None:
+        for p in self._switched:
+            p.__class__ = to
+
+    def hide(self) -> None:
+        """Make every use of a parameter wait for values in flight (stages 0 to 2)."""
+        if self.state is ParameterState.ON_DEMAND:
+            self.writes.note_memory_views()
+        self._switch(ShardedParameter)
+        self._move(ParameterState.AWAITED)
+
+    @property
+    def is_arriving(self) -> bool:
+        """Return whether new values are in flight, or still have to be sent."""
+        pending = (self.gathering, self.updating, self.arriving)
+        return self.publish_due or any(p is not None for p in pending)
 
     def start_gather(self) -> None:
         """Start gathering the newest parameters into ``full``. `finish_gather` waits. Collective."""
@@ -854,31 +560,10 @@ class FlatBuffer:
                     self.secondary.arrived(self.wire.values)
                 if not self.wire.keeps:
                     self.wire.decode(self.full)
-        if isinstance(self.wire, CastWire) and self._is_cast(self.wire, on_demand=on_demand):
-            return
         if not self.is_gathered:
             self.bind(on_demand=on_demand)
         elif (self.hidden or self.gathered_on_demand) and not on_demand:
             self._reveal()
-
-    def _is_cast(self, wire: CastWire, *, on_demand: bool) -> bool:
-        """End a gather of a buffer that may be gathered in 16 bits; return whether it was."""
-        if not wire.exact and not self.is_gathered:
-            wire.arrived()
-            self._move(ParameterState.CAST)
-            return True
-        wire.end_exact()
-        if self.gathered_on_demand and not on_demand:  # by user code; now its own module needs it
-            if self.users and torch.is_grad_enabled():
-                wire.always_exact = wire.exact = True  # user code holds it, and autograd may save it
-            if not self.users and not wire.always_exact:
-                self.take_writes()
-                wire.fill(self.full)
-                self.release(ParameterState.CAST)
-                return True
-        if wire.is_saved and not on_demand and current_backward_pass() >= 0:
-            wire.fill(self.full)
-        return False
 
     def _begin_gather(self, gathering: PendingGather) -> None:
         self.gathering = gathering
@@ -936,16 +621,10 @@ class FlatBuffer:
 
     def release_on_demand(self) -> None:
         """Release what was gathered on demand. What its own module has gathered in 16 bits stays."""
-        if isinstance(self.wire, CastWire) and self.wire.is_here and not self.wire.always_exact:
-            self.wire.fill(self.full)  # user code may have written to the parameters
-            self.release(ParameterState.CAST)
-        else:
-            self.release()
+        self.release()
 
     def release_cast(self) -> None:
         """Free what was gathered in 16 bits, if user code keeps the parameters in fp32."""
-        if isinstance(self.wire, CastWire) and self.is_gathered:
-            self.wire.free()
 
     def _free(self) -> None:
         """Free the memory of ``full``. A NumPy array made of it fixes its size; then ``full`` gets a new storage."""

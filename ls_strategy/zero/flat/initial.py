@@ -12,7 +12,6 @@ others next to those   rank 0 broadcasts each, one after another   rank 0 broadc
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -20,14 +19,12 @@ from torch import Tensor
 from ls_strategy import device as dev
 from ls_strategy.meta_init.lazy import LazyTensor, parts_of
 from ls_strategy.tiers.link import host_empty
-
-if TYPE_CHECKING:
-    from ls_strategy.zero.flat.flat_buffer import FlatBuffer
+from ls_strategy.zero.flat.flat_states import FlatStates
 
 _HOST = torch.device("cpu")
 
 
-def full_values(flat: FlatBuffer, values: Sequence[Tensor], device: torch.device) -> Tensor:
+def full_values(flat: FlatStates, values: Sequence[Tensor], device: torch.device) -> Tensor:
     """Return the full buffer in master precision, ``(numel,)``, with the same values on all ranks. Collective."""
     buffer = _zeros(flat, flat.layout.numel, device)
     if any(isinstance(v, LazyTensor) for v in values):
@@ -48,7 +45,7 @@ def full_values(flat: FlatBuffer, values: Sequence[Tensor], device: torch.device
     return buffer
 
 
-def shard_values(flat: FlatBuffer, values: Sequence[Tensor], device: torch.device) -> Tensor:
+def shard_values(flat: FlatStates, values: Sequence[Tensor], device: torch.device) -> Tensor:
     """Return this rank's shard of the buffer in master precision, ``(stepped,)``. Collective.
 
     If any value is lazy, no rank has more than its shard and one of the other values in memory, and a shard that is
@@ -69,7 +66,7 @@ def shard_values(flat: FlatBuffer, values: Sequence[Tensor], device: torch.devic
     return shard
 
 
-def _read(flat: FlatBuffer, values: Sequence[Tensor], start: int, out: Tensor) -> None:
+def _read(flat: FlatStates, values: Sequence[Tensor], start: int, out: Tensor) -> None:
     """Fill ``out``, the buffer's elements from ``start`` on, with lazy values. Not collective."""
     for value, piece in zip(values, flat.layout.pieces(start, start + out.numel()), strict=True):
         if isinstance(value, LazyTensor):
@@ -78,7 +75,7 @@ def _read(flat: FlatBuffer, values: Sequence[Tensor], start: int, out: Tensor) -
                 out[at + shift : at + shift + part.numel()].copy_(part)
 
 
-def _zeros(flat: FlatBuffer, numel: int, device: torch.device) -> Tensor:
+def _zeros(flat: FlatStates, numel: int, device: torch.device) -> Tensor:
     if dev.is_host(device) and flat.store.tiers:
         return host_empty(numel, flat.master_dtype, device).zero_()
     return torch.zeros(numel, dtype=flat.master_dtype, device=device)

@@ -22,7 +22,7 @@ import sys
 import weakref
 from contextlib import AbstractContextManager, nullcontext
 from types import FrameType
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -30,9 +30,6 @@ from torch.nn import functional
 
 from ls_strategy._torch import WeakIdKeyDictionary, is_tracing, torch_function_is_on, tree_iter, without_torch_function
 from ls_strategy.errors import StateError
-
-if TYPE_CHECKING:
-    from ls_strategy.zero.flat.flat_buffer import FlatBuffer
 
 _DATA: Any = torch.Tensor.data
 _GRAD: Any = torch.Tensor.grad
@@ -81,41 +78,6 @@ class Writes(Protocol):
 
     possible: bool
     """Whether their memory was accessed in a way in which writes do not count in ``_version``."""
-
-
-class GathersOnDemand(Protocol):
-    """Gathers buffers whose parameters are used while they are released."""
-
-    def touch(self, flat: FlatBuffer) -> None:
-        """Gather the parameters, and keep them until `touched`. Collective."""
-
-    def holds(self, tensor: Tensor) -> bool:
-        """Return whether ``tensor`` is a view of a flat buffer."""
-        ...
-
-    def note_memory(self, flat: FlatBuffer) -> None:
-        """Record that ``flat.full`` was reallocated."""
-
-    def touched(self, flat: FlatBuffer) -> None:
-        """Allow the buffer to be released again."""
-
-    def is_collecting(self) -> bool:
-        """Return whether a state dict is being collected, for which hooks fetch the values."""
-        ...
-
-    def saving(self) -> AbstractContextManager[Any]:
-        """Wrap an operation on gathered parameters: autograd gathers again what it saved of them."""
-        ...
-
-
-class ShowsGradients(Protocol):
-    """Provides ``p.grad`` after backward."""
-
-    def read(self, flat: FlatBuffer, index: int) -> Tensor | None:
-        """Return ``p.grad``. Collective."""
-
-    def write(self, flat: FlatBuffer, index: int, value: Tensor | None) -> None:
-        """Set ``p.grad``. Collective."""
 
 
 class Home(Protocol):

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from collections.abc import Mapping
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -11,13 +12,9 @@ from typing_extensions import override
 
 from ls_strategy._torch import tree_map
 from ls_strategy.meta_init.lazy import LazyTensor
+from ls_strategy.zero.flat.flat_buffer import FlatBuffer
 from ls_strategy.zero.flat.parameters import NEED_NO_VALUES
 from ls_strategy.zero.parts import full_of
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping
-
-    from ls_strategy.zero.flat.flat_buffer import FlatBuffer
 
 
 class Released(LazyTensor):

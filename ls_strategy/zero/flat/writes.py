@@ -9,18 +9,15 @@ is sent: all ranks run the same code, and each takes its own shard. Optimizer st
 from __future__ import annotations
 
 import weakref
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from ls_strategy._torch import storage_users, version_of
 from ls_strategy.errors import StateError
+from ls_strategy.zero.flat.flat_states import FlatStates
 from ls_strategy.zero.flat.parameters import point, unnoticed, values_of
 from ls_strategy.zero.flat.states import UpdateState
-
-if TYPE_CHECKING:
-    from ls_strategy.zero.flat.flat_buffer import FlatBuffer
 
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
@@ -28,7 +25,7 @@ _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 class UserWrites:
     """User code's views of the memory of one flat buffer, and its writes to the parameters."""
 
-    def __init__(self, flat: FlatBuffer) -> None:
+    def __init__(self, flat: FlatStates) -> None:
         """Begin without views. Call `record` once the parameters point at their slots."""
         self._flat = flat
         self.possible = False
@@ -229,7 +226,7 @@ class UserWrites:
         return take_elements(flat, 0, now, flat.gathered_shard(master), master)
 
 
-def take_elements(flat: FlatBuffer, start: int, now: Tensor, before: Tensor, master: Tensor | None = None) -> bool:
+def take_elements(flat: FlatStates, start: int, now: Tensor, before: Tensor, master: Tensor | None = None) -> bool:
     """Copy elements of ``now`` that differ from ``before`` into this rank's masters and shard.
 
     ``start`` is the first element in this rank's range. ``master`` has the masters of these elements, if the caller has

@@ -17,10 +17,11 @@ from ls_strategy.errors import PlanError
 from ls_strategy.layout import TensorPart
 from ls_strategy.meta_init.deferred import deferred_of
 from ls_strategy.meta_init.lazy import LazyTensor, source_of
-from ls_strategy.plan import FROZEN, Plan
+from ls_strategy.plan import FROZEN, FlatPlan, Plan
 from ls_strategy.precision import PrecisionPolicy
 from ls_strategy.resolve import ParamFacts, resolve_plan
 from ls_strategy.tiers.link import trim_heap
+from ls_strategy.zero.flat.cast import CastFlat
 from ls_strategy.zero.flat.flat_buffer import FlatBuffer
 from ls_strategy.zero.flat.quantized import QuantizedFlat
 from ls_strategy.zero.flat.units import Unit
@@ -237,10 +238,10 @@ class Draft:
             for flat_plan in planned.flats:
                 members = [params[slot.name] for slot in flat_plan.layout.slots]
                 comm, axis = mesh.holders(flat_plan.layout.slots[0].part)
-                make = FlatBuffer if flat_plan.quantized is None else QuantizedFlat
                 which = flat_plan.policy(self.policy)
                 node = mesh.node if flat_plan.node else None
                 store = offload.store(number)
+                make = _kind_of(flat_plan, which)
                 flat = make(flat_plan, members, policy=which, comm=comm, store=store, axis=axis, node=node)
                 number += 1
                 flat.load([values[id(p)] for p in members], device)
@@ -253,6 +254,13 @@ class Draft:
                 trim_heap()
         maker.finish()
         return units
+
+
+def _kind_of(plan: FlatPlan, policy: StagePolicy) -> type[FlatBuffer]:
+    """Return the class of a buffer: it decides in which format full parameters are gathered."""
+    if plan.quantized is not None:
+        return QuantizedFlat
+    return CastFlat if plan.cast_to is not None and policy.parameters else FlatBuffer
 
 
 def _parameters_below(model: nn.Module, names: Sequence[str]) -> set[int]:

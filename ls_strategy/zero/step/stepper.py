@@ -37,7 +37,8 @@ from ls_strategy.loss_scale import LossScaler
 from ls_strategy.tiers.link import trim_heap
 from ls_strategy.transient import Method
 from ls_strategy.zero.events import StepEvents
-from ls_strategy.zero.flat.flat_buffer import FlatBuffer, states_offloaded
+from ls_strategy.zero.flat.flat_buffer import FlatBuffer
+from ls_strategy.zero.flat.flat_states import states_offloaded
 from ls_strategy.zero.flat.states import EARLY
 from ls_strategy.zero.step import global_norm
 from ls_strategy.zero.step.optimizer import OwnStep, ShardedOptimizer

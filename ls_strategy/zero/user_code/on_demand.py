@@ -24,6 +24,7 @@ from ls_strategy._torch import current_backward_pass, storage_key
 from ls_strategy.distributed.comm import Comm
 from ls_strategy.errors import StateError
 from ls_strategy.zero.flat.flat_buffer import FlatBuffer
+from ls_strategy.zero.flat.released import Released
 from ls_strategy.zero.user_code.state_dict_copies import StateDictCopies
 
 KEPT = 2
@@ -241,3 +242,7 @@ class OnDemandGather:
             frame = frame.f_back
         self._collecting = None  # it ended with an exception
         return False
+
+    def stand_in(self, flat: FlatBuffer, index: int) -> Tensor:
+        """Return what stands for a released parameter in a state dict until hooks fetch the values."""
+        return Released(flat, index, flat.dtype)
