@@ -246,6 +246,41 @@ def test_a_parameter_read_outside_its_block_is_gathered(rank: int, world_size: i
     assert_close(weights(ours), weights(theirs), "weights")
 
 
+class Keeps(Block):
+    """Keeps views of weights that nothing holds after its forward, one of them inside of autograd."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.kept = [self.wide.weight.detach(), self.narrow.weight.data, self.norm.weight.detach()[:3]]
+        return super().forward(x) + x * self.narrow.bias.detach()
+
+
+class KeepsViews(Net):
+    def build(self) -> None:
+        super().build()
+        self.blocks = nn.ModuleList([Keeps() for _ in range(3)])
+
+    def loss(self, batch: Any) -> Tensor:
+        loss = super().loss(batch)
+        self.seen += [float(view.norm()) for block in self.blocks for view in block.kept]
+        return loss + (self.blocks[0].kept[0] @ batch[0].T).square().mean()
+
+    def on_before_backward(self, loss: Tensor) -> None:
+        for block in self.blocks:
+            block.kept[0].mul_(0.9) if self.trainer.precision == "bf16-mixed" else block.kept[1].mul_(0.9)
+
+
+@on_ranks(2)
+def test_views_that_a_block_keeps_from_its_forward_have_the_values_and_take_writes(rank: int, world_size: int) -> None:
+    """Their memory would be released, and a read of it would end the process."""
+    for precision in ("32-true", "bf16-mixed"):
+        ours, theirs = KeepsViews(), KeepsViews()
+        fit(3, ours, max_steps=2, precision=precision)
+        fit("ddp", theirs, max_steps=2, precision=precision)
+        assert_close(ours.seen, theirs.seen, f"{precision}, views")
+        assert_close(ours.losses, theirs.losses, f"{precision}, losses")
+        assert_close(weights(ours), weights(theirs), f"{precision}, weights")
+
+
 class Samples(Net):
     """Runs the model by itself, in eval mode, on all ranks, in a hook outside every step."""
 

@@ -383,6 +383,10 @@ class FlatBuffer(FlatStates):
         """Record a tensor that ``param.data`` returned."""
         self.writes.note_data_view(self._index[id(param)], values)
 
+    def note_view(self, values: Tensor) -> None:
+        """Record a tensor that ``param.detach()`` returned."""
+        self.writes.note_view(values)
+
     def unshared(self, value: Tensor) -> Tensor:
         """Return ``value``, or a copy if it is a view of a flat buffer."""
         return value.detach().clone() if self.on_demand is not None and self.on_demand.holds(value) else value

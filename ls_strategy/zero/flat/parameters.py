@@ -104,6 +104,9 @@ class Home(Protocol):
     def note_data_view(self, param: nn.Parameter, values: Tensor) -> None:
         """Record that user code got a view of a parameter's memory, which it may use after the parameter has moved."""
 
+    def note_view(self, values: Tensor) -> None:
+        """Record that user code got another view of a parameter's memory, which it may keep."""
+
     def unshared(self, value: Tensor) -> Tensor:
         """Return the tensor to set a parameter's ``data`` to: a copy, if ``value`` is a view of a flat buffer."""
         ...
@@ -186,9 +189,13 @@ class ResidentParameter(nn.Parameter):
     def detach(self) -> Tensor:
         """Return a view of the values, and record the access if the caller is outside torch."""
         # Torch's own code, such as a checkpointed forward in every step, does not write to the result.
-        if not torch.compiler.is_dynamo_compiling() and not _is_called_by_torch(sys._getframe(1)):
-            self._record_access()
-        return super().detach()
+        if torch.compiler.is_dynamo_compiling() or _is_called_by_torch(sys._getframe(1)):
+            return super().detach()
+        self._record_access()
+        values = super().detach()
+        if torch_function_is_on() and (home := home_of(self)) is not None:
+            home.note_view(values)
+        return values
 
     def untyped_storage(self) -> Any:
         """Return the storage. The access is recorded if the values are in memory."""

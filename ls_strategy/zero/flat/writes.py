@@ -36,12 +36,14 @@ class UserWrites:
         """Version and address of every parameter at the last `record`."""
         self._data_views: dict[int, list[weakref.ref[Tensor]]] = {}
         """Tensors that ``param.data`` returned, by parameter: views of its slot."""
+        self._views: list[weakref.ref[Tensor]] = []
+        """Tensors that ``param.detach()`` returned, which share the version of the parameter."""
         self._outdated: list[tuple[weakref.ref[Tensor], int]] = []
         """Those of them that have shown outdated values since the step, with their versions at that time."""
         self._own_references = 0
         """References to the memory of ``full`` while user code has no view of it."""
         self._is_viewed = False
-        """Stage 3: whether user code has, or had, a view of a buffer that it gathered on demand."""
+        """Stage 3: whether user code has, or had, a view of a buffer: the memory is kept until all views are freed."""
         self._viewed_shard: Tensor | None = None
         """Stage 3: a copy of this rank's shard of a released buffer that keeps its memory, because it is viewed."""
 
@@ -58,6 +60,10 @@ class UserWrites:
         alive = [r for r in self._data_views.get(index, ()) if r() is not None]
         self._data_views[index] = [*alive, weakref.ref(values)]
 
+    def note_view(self, values: Tensor) -> None:
+        """Record a tensor that ``param.detach()`` returned."""
+        self._views = [*(r for r in self._views if r() is not None), weakref.ref(values)]
+
     def _alive_data_views(self) -> list[tuple[weakref.ref[Tensor], Tensor]]:
         every = [r for references in self._data_views.values() for r in references]
         return [(r, values) for r in every if (values := r()) is not None]
@@ -66,6 +72,10 @@ class UserWrites:
     def has_data_views(self) -> bool:
         """Return whether a tensor that ``param.data`` returned is still alive."""
         return bool(self._alive_data_views())
+
+    @property
+    def _is_kept(self) -> bool:
+        return any(r() is not None for r in self._views) or self.has_data_views
 
     def mark_outdated(self) -> None:
         """Record that the tensors which ``param.data`` returned do not show the current parameters."""
@@ -98,7 +108,10 @@ class UserWrites:
     def begin_release(self) -> bool:
         """Return whether the buffer has to keep its memory, because user code has a view of it."""
         flat = self._flat
-        self._is_viewed = (flat.gathered_on_demand or self._is_viewed) and self.has_memory_views
+        # Autograd has views, too, and gathers their memory again for backward: in a module's own forward only those
+        # count that user code has asked for.
+        may_be_viewed = flat.gathered_on_demand or self._is_viewed or self._is_kept
+        self._is_viewed = may_be_viewed and self.has_memory_views
         if self._is_viewed:
             self._viewed_shard = flat.full[slice(*flat.stepped)].clone()
         return self._is_viewed
@@ -215,7 +228,6 @@ class UserWrites:
         take_elements(flat, 0, now, before)
         self._viewed_shard = now.clone()
         flat.written(range(len(flat.params)))
-        self.detected = True
         return True
 
     def _take_shard(self) -> bool:
