@@ -16,6 +16,9 @@ from fsspec.implementations.local import LocalFileSystem
 
 from ls_strategy.errors import CheckpointError
 
+_WRITE_BUFFER_BYTES = 1 << 20
+"""Bytes of small writes that go to the system in one call. Every call hands over the GIL, for which a step waits."""
+
 
 class CheckpointPath:
     """A path on some file system: local, or any that fsspec knows by its protocol."""
@@ -58,7 +61,7 @@ class CheckpointPath:
         """
         path = f"{self.path}/{name}"
         if self.local:
-            return open_file(path, mode) if mode.startswith("r") else Path(path).open(mode)
+            return open_file(path, mode) if mode.startswith("r") else Path(path).open(mode, _WRITE_BUFFER_BYTES)
         return cast("IO[Any]", self.fs.open(path, mode))
 
     def refuse_devices(self) -> None:

@@ -16,9 +16,10 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from ls_strategy.checkpoint.files import as_bytes
 from ls_strategy.checkpoint.output import WRITER, Progress, atomic_output
 from ls_strategy.checkpoint.place import sync_file
-from ls_strategy.checkpoint.source import as_bytes, read_weights, rows_of
+from ls_strategy.checkpoint.source import read_weights, rows_of
 from ls_strategy.errors import CheckpointError, ConfigError
 from ls_strategy.meta_init.lazy import parts_of
 

@@ -153,11 +153,6 @@ def rows_of(tensor: Tensor, start: int, stop: int) -> Tensor:
     return LazyRows(tensor, start, stop) if isinstance(tensor, LazyTensor) else tensor[start:stop]
 
 
-def as_bytes(tensor: Tensor) -> memoryview:
-    """Return the memory of a contiguous CPU tensor of any dtype. No copy."""
-    return memoryview(tensor.view(-1).view(torch.uint8).numpy().data) if tensor.numel() else memoryview(b"")
-
-
 def is_folder(path: str | os.PathLike[str]) -> bool:
     """Return whether a checkpoint is a folder.
 

@@ -20,9 +20,9 @@ from typing import IO, Any
 import torch
 from torch.storage import TypedStorage
 
+from ls_strategy.checkpoint.files import as_bytes
 from ls_strategy.checkpoint.output import Progress
 from ls_strategy.checkpoint.place import sync_file
-from ls_strategy.checkpoint.source import as_bytes
 from ls_strategy.meta_init.lazy import LazyTensor, parts_of
 
 ALIGNMENT = 64

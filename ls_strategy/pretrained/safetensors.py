@@ -14,8 +14,8 @@ from typing import cast
 import torch
 from torch import Tensor
 
+from ls_strategy.checkpoint.files import as_bytes
 from ls_strategy.checkpoint.place import open_file
-from ls_strategy.checkpoint.source import as_bytes
 from ls_strategy.errors import CheckpointError
 from ls_strategy.meta_init.recipe import RecipeTensor, RecordedTensor
 from ls_strategy.pretrained.header import parse_json, read_header

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import io
 import zlib
 from pathlib import Path
 
 import pytest
 import torch
 
+from ls_strategy._torch import without_crc32
 from ls_strategy.checkpoint import files
 from ls_strategy.checkpoint.files import RankFile, Reader, read_box, read_range
 from ls_strategy.checkpoint.manifest import FileRecord, read_manifest
@@ -53,6 +55,26 @@ def test_a_view_is_written_without_the_rest_of_its_storage(tmp_path: Path) -> No
     file = RankFile(CheckpointPath(tmp_path), "f")
     file.add_tensor(("a",), (1 << 20,), (8,), torch.zeros(1 << 20)[8:16])
     assert file.close().bytes < 10_000
+
+
+@pytest.mark.parametrize("shape", [(3, 5), (), (0, 4), (1 << 20,)], ids=str)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.uint8, torch.int64, torch.complex64])
+def test_chunks_are_what_torch_save_writes_and_it_runs_once_per_shape(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, shape: tuple[int, ...], dtype: torch.dtype
+) -> None:
+    """Its Python code would compete for the GIL with the step that runs while a save is written."""
+    chunks = [torch.full(shape, value).to(dtype) for value in (1, 2, 3)]
+    expected, calls, save = io.BytesIO(), [], torch.save
+    for chunk in chunks:
+        with without_crc32():
+            save(chunk, expected)
+    monkeypatch.setattr(torch, "save", lambda *args: (calls.append(args), save(*args)))
+    file = RankFile(CheckpointPath(tmp_path), "f")
+    for chunk in chunks:
+        file.add_tensor(("a",), shape, (0,) * len(shape), chunk)
+    file.close()
+    assert len(calls) == 1
+    assert (tmp_path / "f").read_bytes() == expected.getvalue()
 
 
 def test_the_disks_error_is_raised_not_torchs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

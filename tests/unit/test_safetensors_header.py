@@ -14,8 +14,8 @@ import torch
 from torch import Tensor, nn
 
 from ls_strategy import load_safetensors
+from ls_strategy.checkpoint.files import as_bytes
 from ls_strategy.checkpoint.safetensors import DTYPES
-from ls_strategy.checkpoint.source import as_bytes
 from ls_strategy.errors import CheckpointError
 from ls_strategy.pretrained.safetensors import read_safetensors
 from tests.unit.checkpoint_folders import in_time

@@ -19,8 +19,8 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from benchmarks.stream_inference import Case, build, config, generated, limited
+from ls_strategy.checkpoint.files import as_bytes
 from ls_strategy.checkpoint.safetensors import DTYPES, export_safetensors
-from ls_strategy.checkpoint.source import as_bytes
 from ls_strategy.config import NVMeIOConfig
 from ls_strategy.errors import CheckpointError, ConfigError, PlanError, StateError
 from ls_strategy.extras.inference.fill import open_weights

@@ -25,7 +25,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from ls_strategy.checkpoint.source import as_bytes
+from ls_strategy.checkpoint.files import as_bytes
 from ls_strategy.config import NVMeIOConfig
 from ls_strategy.errors import ConfigError, StateError
 from ls_strategy.tiers.arrival import Arrival
