@@ -443,6 +443,36 @@ set_versions: Callable[[tuple[Tensor, ...], tuple[int, ...]], None] = torch._C._
 """Sets what `version_of` returns: autograd refuses a tensor whose version is not that with which it was saved."""
 
 
+class SavedTensor:
+    """A tensor that hooks leave in autograd's graph, where autograd itself would check its version, but does not."""
+
+    __slots__ = ("_tensor", "_version")
+
+    def __init__(self, tensor: Tensor) -> None:
+        self._tensor, self._version = tensor, None if tensor.is_inference() else tensor._version
+
+    def get(self) -> Tensor:
+        """Return the tensor, or raise autograd's error if it was changed in place."""
+        now = self._tensor._version if self._version is not None else None
+        if now != self._version:
+            raise RuntimeError(
+                "one of the variables needed for gradient computation has been modified by an inplace operation: "
+                f"[{self._tensor.type()} {list(self._tensor.shape)}] is at version {now}; expected version "
+                f"{self._version} instead."
+            )
+        return self._tensor
+
+
+def saved_by_hooks_of_others() -> bool:
+    """Return whether autograd passes what it saves now to hooks that are neither this package's nor of recomputation.
+
+    Those may return the tensor itself, and autograd does not check versions of what hooks return.
+    """
+    hooks = torch._C._autograd._top_saved_tensors_default_hooks(False)  # type: ignore[attr-defined]
+    owner = "" if hooks is None else str(getattr(hooks[0], "__module__", "?"))
+    return not (hooks is None or owner == "torch.utils.checkpoint" or owner.startswith("ls_strategy."))
+
+
 def without_dispatch_modes() -> AbstractContextManager[Any]:
     """Hide operations from every ``TorchDispatchMode``."""
     return _disable_current_modes()

@@ -255,7 +255,8 @@ class Engine:
 
     def storages(self) -> set[int]:
         """Return the storage keys of parameters: tensors that autograd saves there are not activations. Local."""
-        return {storage_key(flat.full) for flat in self.flats}
+        read = [flat.wire.values for flat in self.flats if flat.wire is not None and flat.wire.keeps]
+        return {storage_key(values) for values in (*(flat.full for flat in self.flats), *read)}
 
     def detach(self) -> None:
         """Remove every hook; keep the buffers."""

@@ -21,7 +21,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from ls_strategy._torch import StorageWeakRef, storage_key, version_of
+from ls_strategy._torch import SavedTensor, StorageWeakRef, storage_key, version_of
 
 
 class Keeper(Protocol):
@@ -162,7 +162,7 @@ class SavedTensors:
             or not is_eligible(tensor, self.device, self._protected)
         ):
             self.bytes_left += tensor.nbytes
-            return tensor
+            return SavedTensor(tensor)
         region, offset = region_of(tensor)
         key = (storage_key(region), region.data_ptr(), region.numel(), region.dtype, version_of(region))
         try:
@@ -180,7 +180,7 @@ class SavedTensors:
 
     def _unpack(self, saved: Any) -> Tensor:
         if not isinstance(saved, _Handle):
-            return saved
+            return saved.get()
         try:
             with self._lock, torch.no_grad():
                 region = self.keeper.load(saved.entry.kept)

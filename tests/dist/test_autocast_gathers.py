@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -12,7 +13,7 @@ from torch.nn import functional
 from torch.nn.utils import parametrizations
 
 from ls_strategy._torch import storage_key
-from ls_strategy.config import nested
+from ls_strategy.config import ActivationOffloadConfig, nested
 from ls_strategy.errors import StateError
 from ls_strategy.lightning.precision import ZeROPrecision
 from ls_strategy.lightning.strategy import ZeROStrategy
@@ -260,28 +261,31 @@ class Measured(Plain):
 
     def build(self) -> None:
         super().build()
-        self.saved: list[Tensor] = []
         self.blocks[0].register_forward_hook(self.look)
 
-    def look(self, block: nn.Module, _: Any, __: Any) -> None:
+    def look(self, block: nn.Module, _: Any, output: Tensor) -> None:
         flats = [f for f in self.strategy.engine.flats if "blocks.0" in f.name]
         self.held = {f.layout.slots[0].name: f.full.untyped_storage().nbytes() for f in flats}
-        every = [f.wire for f in self.strategy.engine.flats if f.wire is not None]
-        self.storages = {storage_key(wire.values) for wire in every}
+        self.gathered = {storage_key(f.wire.values) for f in flats if f.wire is not None}
+        self.saved = list(saved_matrices(output.grad_fn))
 
-    def training_step(self, batch: Any, i: int) -> Any:
-        with torch.autograd.graph.saved_tensors_hooks(lambda t: self.saved.append(t) or t, lambda t: t):
-            return super().training_step(batch, i)
+
+def saved_matrices(node: Any) -> Iterator[Tensor]:
+    """Yield the weights that products behind a node have saved."""
+    if getattr(node, "_saved_mat2", None) is not None:
+        yield node._saved_mat2
+    for before, _ in () if node is None else node.next_functions:
+        yield from saved_matrices(before)
 
 
 @on_ranks(2)
 def test_a_block_holds_16_bits_and_autograd_saves_no_copy(rank: int, world_size: int) -> None:
     module = trained(Measured(), "compute", max_steps=1)
     assert sorted(size > 0 for size in module.held.values()) == [False, True]  # linear layers; the norm
-    shapes = {(WIDTH, 2 * WIDTH + 1), (2 * WIDTH + 1, WIDTH)}  # of no activation
-    saved = [t for t in module.saved if tuple(t.shape) in shapes and t.dtype == torch.bfloat16]
-    assert len(saved) == 6  # two for every block
-    assert sum(storage_key(t) in module.storages for t in saved) == 6
+    shapes = {(WIDTH, 2 * WIDTH + 1), (2 * WIDTH + 1, WIDTH)}  # of no other layer
+    saved = [t for t in module.saved if tuple(t.shape) in shapes]
+    assert {tuple(t.shape) for t in saved} == shapes
+    assert all(storage_key(t) in module.gathered for t in saved)
 
 
 class OldGraph(Plain):
@@ -324,6 +328,56 @@ class InAttributes(Plain):
 
     def loss(self, batch: Any) -> Tensor:
         return super().loss(batch) + sum(block.extra for block in self.blocks)
+
+
+class WritesBeforeBackward(Plain):
+    def on_before_backward(self, loss: Tensor) -> None:
+        with torch.no_grad():
+            self.blocks[1].wide.weight.mul_(0.5)
+            self.last.weight.mul_(0.5)
+
+
+class OwnHooks(WritesBeforeBackward):
+    """Keeps what autograd saves in hooks, for which autograd checks no versions."""
+
+    def training_step(self, batch: Any, i: int) -> Any:
+        with torch.autograd.graph.saved_tensors_hooks(lambda t: t, lambda t: t):
+            return super().training_step(batch, i)
+
+
+class OwnHooksOldGraph(OwnHooks, OldGraph):
+    """Goes back through an old graph besides."""
+
+
+class OwnHooksOutOfBlocks(OwnHooks, InAttributes):
+    """A result leaves a block by an attribute, so that backward does not gather the block again."""
+
+
+class Packs(Plain):
+    def on_train_end(self) -> None:
+        self.packed = self.strategy.activations.metrics()["zero_activations/packed_bytes"]
+
+
+@on_ranks(2)
+def test_hooks_of_users_on_what_autograd_saves_get_copies(rank: int, world_size: int) -> None:
+    for kind in (OwnHooks, OwnHooksOldGraph, OwnHooksOutOfBlocks):
+        compare(kind)
+    for precision in ("32-true", "bf16-true"):
+        sharded, replicated = OwnHooksOutOfBlocks(), OwnHooksOutOfBlocks()
+        trained(sharded, "compute", precision=precision)
+        fit(ZeROStrategy(2), replicated, precision=precision)
+        assert sharded.losses == replicated.losses
+        assert_equal(weights(sharded), weights(replicated), precision)
+
+
+@on_ranks(2)
+def test_offloaded_activations_keep_the_check_of_versions(rank: int, world_size: int) -> None:
+    """And weights in 16 bits are not copied to the host with them."""
+    offload = {"activations.offload": ActivationOffloadConfig(tier="cpu", min_bytes=0, in_flight_bytes=0)}
+    with pytest.raises(StateError, match="weights were changed"):
+        trained(WritesBeforeBackward(), "compute", offload)
+    fp32, cast = (trained(Packs(), gather, offload).packed for gather in ("fp32", "compute"))
+    assert 0 < cast < fp32
 
 
 @on_ranks(2)

@@ -27,7 +27,13 @@ from torch import Tensor, nn
 from torch.autograd.graph import increment_version
 from typing_extensions import override
 
-from ls_strategy._torch import current_backward_pass, is_transforming, set_versions, version_of
+from ls_strategy._torch import (
+    current_backward_pass,
+    is_transforming,
+    saved_by_hooks_of_others,
+    set_versions,
+    version_of,
+)
 from ls_strategy.distributed.buffer_pool import BufferPool, allocate
 from ls_strategy.distributed.wire_format import CastWireFormat
 from ls_strategy.layout import FlatLayout
@@ -88,6 +94,8 @@ class CastWire(Wire):
         view = self.views[index]
         if not torch.is_grad_enabled():
             return view
+        if saved_by_hooks_of_others():  # which would not notice new values: they get a copy, as autocast would make one
+            view = view.clone()
         self.is_saved = True
         return _Cast.apply(param, view) if param.requires_grad else view  # type: ignore[no-any-return]
 

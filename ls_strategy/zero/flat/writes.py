@@ -13,7 +13,7 @@ import weakref
 import torch
 from torch import Tensor
 
-from ls_strategy._torch import storage_users, version_of
+from ls_strategy._torch import saved_by_hooks_of_others, storage_users, version_of
 from ls_strategy.errors import StateError
 from ls_strategy.zero.flat.flat_states import FlatStates
 from ls_strategy.zero.flat.parameters import point, unnoticed, values_of
@@ -108,9 +108,10 @@ class UserWrites:
     def begin_release(self) -> bool:
         """Return whether the buffer has to keep its memory, because user code has a view of it."""
         flat = self._flat
-        # Autograd has views, too, and gathers their memory again for backward: in a module's own forward only those
-        # count that user code has asked for.
-        may_be_viewed = flat.gathered_on_demand or self._is_viewed or self._is_kept
+        # Autograd has views, too, and checks whether their memory was gathered again. So in a module's own forward only
+        # those count that user code has asked for, or that its hooks on saved tensors may have kept.
+        hooked = torch.is_grad_enabled() and saved_by_hooks_of_others()
+        may_be_viewed = flat.gathered_on_demand or self._is_viewed or self._is_kept or hooked
         self._is_viewed = may_be_viewed and self.has_memory_views
         if self._is_viewed:
             self._viewed_shard = flat.full[slice(*flat.stepped)].clone()
