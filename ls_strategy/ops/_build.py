@@ -1,15 +1,16 @@
-"""Compiles ``csrc`` at first use into one library per device type, and records the reason if that is impossible.
+"""Compiles ``csrc`` at first use, keeps the result in a cache, and records the reason if that is impossible.
 
-A library uses only the stable ABI of libtorch, so it works with every torch from 2.11 on. It has code for every
-instruction set, so that different nodes can share a cache. The file name contains a hash of everything that determines
-the content. The first process to take a file lock builds, and the others wait. The operating system releases the lock
-if its holder dies, and only a complete library gets its final name.
+A library for CPUs uses only the stable ABI of libtorch, so it works with every torch from 2.11 on. It has code for
+every instruction set, so that different nodes can share a cache. `ls_strategy.ops.cuda` keeps the kernels for GPUs in
+the same cache. The file name contains a hash of everything that determines the content. The first process to take a
+file lock builds, and the others wait. The operating system releases the lock if its holder dies, and only a complete
+file gets its final name.
 
 Environment:
     LS_STRATEGY_OPS: ``0`` uses the references in torch, ``1`` raises an error if a kernel is not available.
-    LS_STRATEGY_CACHE: folder of the libraries. Default: ``ls_strategy`` in ``XDG_CACHE_HOME`` or ``~/.cache``. Other
+    LS_STRATEGY_CACHE: folder of the cache. Default: ``ls_strategy`` in ``XDG_CACHE_HOME`` or ``~/.cache``. Other
         users must not be able to write to it or to its parents.
-    CXX, CUDA_HOME: the C++ compiler, and the folder of the CUDA toolkit.
+    CXX: the C++ compiler.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -41,10 +42,10 @@ from ls_strategy.ops._trust import make_private, reason_against
 _log = logging.getLogger("ls_strategy.ops")
 
 TIME_LIMIT_S = 300.0
-"""Limit for a build, and for waiting on another process's. One for a CPU takes ten seconds, one for a GPU a minute."""
+"""Limit for a build, and for waiting on another process's. It takes ten seconds."""
 
-_SOURCES = Path(__file__).parent / "csrc"
-_DIGEST_BYTES = 32  # SHA-256, appended to the library: loading a truncated one would kill the process
+SOURCES = Path(__file__).parent / "csrc"
+_DIGEST_BYTES = 32  # SHA-256, appended to a file: loading a truncated one would kill the process
 _STABLE_ABI = "0x020b000000000000ULL"  # torch 2.11
 _lock = threading.RLock()
 _status: dict[str, str] = {}
@@ -80,15 +81,19 @@ class BuildRecipe:
         text = [self.compiler_version, platform.machine(), platform.libc_ver()[0]]
         text += [arg for unit in self.units for arg in unit.command if not arg.startswith("-I")]
         text += [arg for arg in self.link if not arg.startswith("-L")]
-        text += [p.name + "\n" + p.read_text() for p in sorted(_SOURCES.iterdir())]
-        return hashlib.sha256("\0".join(text).replace(str(_SOURCES), "csrc").encode()).hexdigest()[:20]
+        text += [p.name + "\n" + p.read_text() for p in sorted(SOURCES.iterdir())]
+        return hashlib.sha256("\0".join(text).replace(str(SOURCES), "csrc").encode()).hexdigest()[:20]
 
 
 # --- what to compile, and with what ---------------------------------------------------------------------------------
 
 
-def cpu_recipe() -> BuildRecipe:
-    """Return the recipe of the CPU operations, with kernels for each instruction set."""
+def cpu_recipe(library: str = "") -> BuildRecipe:
+    """Return the recipe of a library for this host's CPU, with kernels for each instruction set.
+
+    ``library`` is the first word of its source files' names; empty for the updates and norms.
+    """
+    prefix = f"{library}_" * bool(library)
     compiler = _chosen_compiler() or [shutil.which("g++") or shutil.which("c++") or "g++"]
     version = _version(compiler)
     x86 = platform.machine().lower() in ("x86_64", "amd64")
@@ -100,14 +105,13 @@ def cpu_recipe() -> BuildRecipe:
             "AVX2": ("-mavx2", "-mf16c"),
             "AVX512": ("-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq", "-mf16c", "-mprefer-vector-width=512"),
         }
-    units = [
-        CompileUnit(f, (*compiler, *common, *_includes(), "-c", str(_SOURCES / f"{f}.cpp"))) for f in ("cpu", "schemas")
-    ]
+    units = [CompileUnit("cpu", (*compiler, *common, *_includes(), "-c", str(SOURCES / f"{prefix}cpu.cpp")))]
     for name, flags in sets.items():
-        command = (*compiler, *common, *exact, *flags, f"-DLS_KERNELS=k{name}", "-c", str(_SOURCES / "kernels.cpp"))
+        source = str(SOURCES / f"{prefix}kernels.cpp")
+        command = (*compiler, *common, *exact, *flags, f"-DLS_KERNELS=k{name}", "-c", source)
         units.append(CompileUnit(f"kernels_{name.lower()}", command))
     link = (*compiler, "-shared", f"-L{_torch_folder() / 'lib'}", "-ltorch", "-ltorch_cpu", "-lc10")
-    return BuildRecipe("cpu", tuple(units[::-1]), link, version)
+    return BuildRecipe(f"{prefix}cpu".replace("_", "-"), tuple(units[::-1]), link, version)
 
 
 def _chosen_compiler() -> list[str]:
@@ -119,34 +123,6 @@ def _chosen_compiler() -> list[str]:
         raise BuildError(
             f"Got CXX={chosen!r}, but it is no command line: {str(error).lower()}. Set CXX to a compiler, such as g++"
         ) from None
-
-
-def cuda_recipe(capabilities: tuple[tuple[int, int], ...]) -> BuildRecipe:
-    """Return the recipe of the CUDA kernels for GPUs with these compute capabilities."""
-    home = os.environ.get("CUDA_HOME") or os.environ.get("CUDA_PATH")
-    found = str(Path(home, "bin", "nvcc")) if home else shutil.which("nvcc")
-    compiler = [found or "/usr/local/cuda/bin/nvcc"]
-    version = _version(compiler)
-    major = (torch.version.cuda or "none").split(".")[0]
-    if f"release {major}." not in version:
-        raise BuildError(f"{compiler[0]} is not of CUDA {major}, as torch is")
-    archs = [f"-gencode=arch=compute_{a}{b},code=sm_{a}{b}" for a, b in capabilities]
-    common = ("-std=c++20", "-O3", "-Xcompiler", "-fPIC", "-DUSE_CUDA", f"-DTORCH_TARGET_VERSION={_STABLE_ABI}", *archs)
-    exact = ("-fmad=false", "-prec-div=true", "-prec-sqrt=true", "-ftz=false")
-    names = ("update", "norm")
-    units = (CompileUnit(f, (*compiler, *common, *exact, *_includes(), "-c", str(_SOURCES / f"{f}.cu"))) for f in names)
-    libraries = ("-ltorch", "-ltorch_cpu", "-ltorch_cuda", "-lc10")
-    return BuildRecipe(
-        "cuda", tuple(units), (*compiler, "-shared", f"-L{_torch_folder() / 'lib'}", *libraries), version
-    )
-
-
-def recipe_for(device_type: str) -> BuildRecipe:
-    """Return the recipe of the update kernels for this host's CPU, or for all its GPUs."""
-    if device_type == "cpu":
-        return cpu_recipe()
-    devices = range(torch.cuda.device_count())  # CUDA only
-    return cuda_recipe(tuple(sorted({torch.cuda.get_device_capability(d) for d in devices})))  # CUDA only
 
 
 def _torch_folder() -> Path:
@@ -196,21 +172,34 @@ def library(recipe: BuildRecipe) -> Path:
     Raises:
         BuildError: it cannot be built, or other users can write to the cache.
     """
-    name = f"{recipe.name}-{recipe.key}.so"
+    return kept(f"{recipe.name}-{recipe.key}.so", functools.partial(_compile, recipe))[0]
+
+
+def kept(name: str, make: Callable[[Path, float], bytes]) -> tuple[Path, bytes]:
+    """Return a file of the cache and its content.
+
+    Args:
+        name: with a hash of everything that determines the content.
+        make: called if the file is missing or damaged, with an empty folder that goes away afterwards, and the time by
+            the monotonic clock at which to give up; returns the content.
+
+    Raises:
+        BuildError: it cannot be made, or other users can write to the cache.
+    """
     path = cache_dir() / name
     check_trusted(path.parent)
-    if is_complete(path):
-        return path
+    content = read(path)
+    if content is not None:
+        return path, content
     if not os.access(path.parent, os.W_OK | os.X_OK):
         path = Path(_temporary().name, name)
     deadline = time.monotonic() + TIME_LIMIT_S
     try:
         with _locked(path.with_suffix(".lock"), deadline):
-            if not is_complete(path):
-                _build(recipe, path, deadline)
+            content = read(path)
+            return path, content if content is not None else _make(path, make, deadline)
     except OSError as e:
         raise BuildError(f"{path.parent}: {e}") from e
-    return path
 
 
 def check_trusted(folder: Path) -> None:
@@ -227,16 +216,16 @@ def check_trusted(folder: Path) -> None:
         )
 
 
-def is_complete(path: Path) -> bool:
-    """Return whether the file is a complete library that only this user can have written."""
+def read(path: Path) -> bytes | None:
+    """Return the content of a complete file that only this user can have written; None otherwise."""
     try:
         content = path.read_bytes()
     except OSError:
-        return False
+        return None
     if reason_against(path) is not None:
-        return False
+        return None
     body, digest = content[:-_DIGEST_BYTES], content[-_DIGEST_BYTES:]
-    return len(body) > 0 and hashlib.sha256(body).digest() == digest
+    return body if len(body) > 0 and hashlib.sha256(body).digest() == digest else None
 
 
 @contextlib.contextmanager
@@ -253,30 +242,38 @@ def _locked(path: Path, deadline: float) -> Iterator[None]:
         yield  # closing the file releases the lock
 
 
-def _build(recipe: BuildRecipe, path: Path, deadline: float) -> None:
-    """Compile in a temporary folder, then rename. The caller holds the lock."""
+def _make(path: Path, make: Callable[[Path, float], bytes], deadline: float) -> bytes:
+    """Make a file in a temporary folder, then rename it. The caller holds the lock."""
     for leftover in path.parent.glob(f"{path.stem}.build-*"):  # of a builder that was killed
         shutil.rmtree(leftover, ignore_errors=True)
     folder = Path(tempfile.mkdtemp(prefix=f"{path.stem}.build-", dir=path.parent))
     try:
-        objects = [f"{unit.name}.o" for unit in recipe.units]
-        commands = [[*u.command, "-o", o] for u, o in zip(recipe.units, objects, strict=True)]
-        link = [recipe.link[0], *objects, *recipe.link[1:], "-o", path.name]
         start = time.monotonic()
-        ninja = shutil.which("ninja") or shutil.which("ninja", path=str(Path(sys.executable).parent))
-        if ninja:
-            (folder / "build.ninja").write_text(_ninja_file(commands, objects, link, path.name))
-            _run([ninja, "--quiet"], folder, deadline)
-        else:
-            for command in [*commands, link]:
-                _run(command, folder, deadline)
-        content = (folder / path.name).read_bytes()
-        (folder / path.name).write_bytes(content + hashlib.sha256(content).digest())
-        (folder / path.name).chmod(0o755)  # not writable by others, for any umask
-        (folder / path.name).replace(path)
+        content = make(folder, deadline)
+        complete = folder / "complete"
+        complete.write_bytes(content + hashlib.sha256(content).digest())
+        complete.chmod(0o755)  # not writable by others, for any umask
+        complete.replace(path)
         _log.info("compiled %s in %.1f s", path, time.monotonic() - start)
+        return content
     finally:
         shutil.rmtree(folder, ignore_errors=True)
+
+
+def _compile(recipe: BuildRecipe, folder: Path, deadline: float) -> bytes:
+    """Return a library, compiled in an empty folder."""
+    objects = [f"{unit.name}.o" for unit in recipe.units]
+    commands = [[*u.command, "-o", o] for u, o in zip(recipe.units, objects, strict=True)]
+    target = f"{recipe.name}.so"
+    link = [recipe.link[0], *objects, *recipe.link[1:], "-o", target]
+    ninja = shutil.which("ninja") or shutil.which("ninja", path=str(Path(sys.executable).parent))
+    if ninja:
+        (folder / "build.ninja").write_text(_ninja_file(commands, objects, link, target))
+        _run([ninja, "--quiet"], folder, deadline)
+    else:
+        for command in [*commands, link]:
+            _run(command, folder, deadline)
+    return (folder / target).read_bytes()
 
 
 def _ninja_file(commands: list[list[str]], objects: list[str], link: list[str], target: str) -> str:
@@ -317,8 +314,12 @@ def _first_line(text: str) -> str:
 # --- loading --------------------------------------------------------------------------------------------------------
 
 
-def load(device_type: str) -> bool:
+def load(device_type: str, load_kernels: Callable[[], str] | None = None) -> bool:
     """Return whether ``torch.ops.ls_strategy`` has kernels for a device type. The first call builds and loads them.
+
+    Args:
+        device_type: of tensors.
+        load_kernels: does it and returns what they are; the default is for CPUs.
 
     Raises:
         ConfigError: they are not available, but ``LS_STRATEGY_OPS=1`` requires them.
@@ -326,16 +327,16 @@ def load(device_type: str) -> bool:
     if device_type not in _status:  # no lock once it is known
         with _lock:
             if device_type not in _status:
-                _status[device_type] = _load(device_type)
+                _status[device_type] = _load(device_type, load_kernels)
     return _status[device_type].startswith("native")
 
 
 def status() -> dict[str, str]:
-    """Return ``native: <library>`` or ``reference: <reason>``, by requested device type."""
+    """Return ``native: <library or architectures>`` or ``reference: <reason>``, by requested device type."""
     return dict(_status)
 
 
-def _load(device_type: str) -> str:
+def _load(device_type: str, load_kernels: Callable[[], str] | None = None) -> str:
     mode = os.environ.get("LS_STRATEGY_OPS", "")
     if mode not in ("", "0", "1"):
         raise ConfigError(
@@ -344,21 +345,30 @@ def _load(device_type: str) -> str:
     if mode == "0":
         return "reference: LS_STRATEGY_OPS=0"
     try:
-        return f"native: {_load_library(device_type)}"
+        if load_kernels is not None:
+            return f"native: {load_kernels()}"
+        if device_type != "cpu":
+            raise BuildError("no kernel is written for this device type")
+        return f"native: {load_library(cpu_recipe())}"
     except BuildError as e:
         if mode == "1":
             raise ConfigError(f"LS_STRATEGY_OPS=1, but there is no kernel for {device_type}: {e}.") from e
-        _log.warning("%s: the slower references in torch are used, no kernel: %s", device_type, e)
+        _log.warning(
+            "%s: the slower references in torch are used, no kernel: %s. Updates and norms have the same bits, but "
+            "read and write 6 to 60 times as much memory; ls-strategy doctor names the cure",
+            device_type,
+            e,
+        )
         return f"reference: {e}"
 
 
-def _load_library(device_type: str) -> Path:
-    if device_type == "cuda" and torch.version.cuda and torch.cuda.is_available():  # CUDA only
-        if not load("cpu"):
-            raise BuildError(f"its operations are declared in the library for cpu; {_status['cpu']}")
-    elif device_type != "cpu":
-        raise BuildError("no kernel is written for this device type")
-    path = library(recipe_for(device_type))
+def load_library(recipe: BuildRecipe) -> Path:
+    """Build and load the library of a recipe.
+
+    Raises:
+        BuildError: that is not possible.
+    """
+    path = library(recipe)
     try:
         torch.ops.load_library(path)
     except (OSError, RuntimeError) as e:

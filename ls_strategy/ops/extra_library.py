@@ -1,4 +1,4 @@
-"""Compiled kernels in separate libraries that not every model needs, built with the commands of the updates."""
+"""Compiled kernels in separate libraries that not every model needs."""
 
 from __future__ import annotations
 
@@ -6,13 +6,12 @@ import ctypes
 import logging
 import os
 import threading
-from dataclasses import replace
 from pathlib import Path
-
-import torch
 
 from ls_strategy.errors import ConfigError
 from ls_strategy.ops import _build, native
+from ls_strategy.ops.cuda import quantized, routing
+from ls_strategy.ops.cuda.program import Operations
 
 _log = logging.getLogger("ls_strategy.ops")
 
@@ -20,16 +19,16 @@ _log = logging.getLogger("ls_strategy.ops")
 class ExtraLibrary:
     """Kernels that are built at first use."""
 
-    def __init__(self, name: str, files: dict[str, str], *, without: str) -> None:
+    def __init__(self, name: str, *, on_cuda: Operations | None, without: str) -> None:
         """Build nothing yet.
 
         Args:
-            name: of the library.
-            files: source file by the update's source file that it replaces.
+            name: of the library, with which its source files begin.
+            on_cuda: its kernels for GPUs, if there are any.
             without: effect of missing kernels, for the log.
         """
         self._name = name
-        self._files = files
+        self._on_cuda = on_cuda
         self._without = without
         self._lock = threading.RLock()
         self._paths: dict[str, Path | None] = {}
@@ -40,7 +39,7 @@ class ExtraLibrary:
         Raises:
             ConfigError: there are none, but ``LS_STRATEGY_OPS=1`` requires them.
         """
-        if device_type != "cpu" and "update.cu" not in self._files:
+        if device_type != "cpu" and self._on_cuda is None:
             return False
         if device_type not in self._paths:  # no lock once it is known
             with self._lock:
@@ -48,15 +47,9 @@ class ExtraLibrary:
                     self._paths[device_type] = self._load(device_type)
         return self._paths[device_type] is not None
 
-    def recipe(self, updates: _build.BuildRecipe) -> _build.BuildRecipe:
-        """Return the recipe: the commands of ``updates``, from `_build.recipe_for`, with this library's files."""
-        sources = [(unit, Path(unit.command[-1])) for unit in updates.units]
-        units = [
-            _build.CompileUnit(unit.name, (*unit.command[:-1], str(source.with_name(self._files[source.name]))))
-            for unit, source in sources
-            if source.name in self._files
-        ]
-        return replace(updates, name=f"{self._name}-{updates.name}", units=tuple(units))
+    def recipe(self) -> _build.BuildRecipe:
+        """Return how the library for CPUs is built: with the commands of the updates."""
+        return _build.cpu_recipe(self._name)
 
     def limit_isa(self, limit: int) -> int:
         """Limit the CPU's instruction set to 0 portable, 1 AVX2, 2 AVX-512; return the one in use. For tests."""
@@ -66,49 +59,33 @@ class ExtraLibrary:
         return getattr(ctypes.CDLL(str(path)), f"ls_strategy_limit_{self._name}_isa")(limit)
 
     def _load(self, device_type: str) -> Path | None:
-        # Loading the update kernels checks LS_STRATEGY_OPS and the compiler.
-        if not native.available(device_type) or (device_type != "cpu" and not self.available("cpu")):
+        if not native.available(device_type):  # which checks LS_STRATEGY_OPS and the compiler
             return None
         try:
-            path = _build.library(self.recipe(_build.recipe_for(device_type)))
-            torch.ops.load_library(path)
-        except (_build.BuildError, OSError, RuntimeError) as e:
+            if device_type == "cpu":
+                return _build.load_library(self.recipe())
+            assert self._on_cuda is not None
+            return Path(self._on_cuda.load())
+        except _build.BuildError as e:
             if os.environ.get("LS_STRATEGY_OPS") == "1":
                 raise ConfigError(
                     f"LS_STRATEGY_OPS=1, but there is no {self._name} kernel for {device_type}: {e}."
                 ) from e
             _log.warning("%s: %s, no kernel: %s", device_type, self._without, e)
             return None
-        return path
 
 
 routing_library = ExtraLibrary(
-    "routing",
-    {
-        "cpu.cpp": "routing_cpu.cpp",
-        "schemas.cpp": "routing_schemas.cpp",
-        "kernels.cpp": "routing_kernels.cpp",
-        "update.cu": "routing.cu",
-    },
-    without="the slower references of routing are used",
+    "routing", on_cuda=routing.OPERATIONS, without="the slower references of routing are used"
 )
 """For models with experts."""
 
-linear_library = ExtraLibrary(
-    "linear",
-    {"cpu.cpp": "linear_cpu.cpp", "schemas.cpp": "linear_schemas.cpp", "kernels.cpp": "linear_kernels.cpp"},
-    without="weights in 8 and 4 bits are dequantized at every use",
-)
+linear_library = ExtraLibrary("linear", on_cuda=None, without="weights in 8 and 4 bits are dequantized at every use")
 """Products with packed weights, for quantized models on the CPU."""
 
 quantized_library = ExtraLibrary(
     "quantized",
-    {
-        "cpu.cpp": "quantized_cpu.cpp",
-        "schemas.cpp": "quantized_schemas.cpp",
-        "kernels.cpp": "quantized_kernels.cpp",
-        "update.cu": "quantized.cu",
-    },
+    on_cuda=quantized.OPERATIONS,
     without="weights and gradients in 4 and 8 bits are packed and unpacked by operations of torch",
 )
 """For frozen weights that are stored quantized, and for messages in few bits."""

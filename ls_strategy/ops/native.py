@@ -9,7 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ls_strategy.ops import _build
+from ls_strategy.ops import _build, schemas
+from ls_strategy.ops.cuda.update import UPDATES
 from ls_strategy.ops.moments import Moment
 
 NAMES = ("adamw_", "lion_", "sgd_", "adagrad_")
@@ -22,7 +23,7 @@ _known: dict[str, bool] = {}
 def available(device_type: str) -> bool:
     """Return whether there are kernels for a device type. The first call builds them."""
     if device_type not in _known:  # which every update asks
-        found = _build.load(device_type)
+        found = _build.load(device_type, UPDATES.load if device_type == "cuda" else None)
         if found:
             _register_fakes()
         _known[device_type] = found
@@ -37,7 +38,7 @@ def update(
     scalars: dict[str, float],
     **rest: Any,
 ) -> None:
-    """Run an update. ``scalars`` and ``rest`` have the names in ``schemas.cpp``."""
+    """Run an update. ``scalars`` and ``rest`` have the names in `schemas`."""
     stored = [t for m in moments for t in (m.codes, m.scales)] or [None, None]
     getattr(torch.ops.ls_strategy, name)(param, *stored, grad, **scalars, **rest)
 
@@ -59,7 +60,7 @@ def limit_isa(limit: int) -> int:
     return ctypes.CDLL(_build.status()["cpu"].removeprefix("native: ")).ls_strategy_limit_isa(limit)
 
 
-META = torch.library.Library("ls_strategy", "IMPL", "Meta")
+META = torch.library.Library(schemas.LIBRARY.ns, "IMPL", "Meta")
 """Shapes and dtypes of results, for tracing. `torch.library.register_fake` would cost 0.1 s per process, because it
 searches all modules for its caller's source."""
 

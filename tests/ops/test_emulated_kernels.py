@@ -1,17 +1,22 @@
 """The CUDA kernels, emulated: they are the references bit for bit, and do nothing that CUDA leaves undefined."""
 
+import concurrent.futures
 import ctypes
 import dataclasses
 import itertools
+from unittest import mock
 
 import pytest
 import torch
 
 from ls_strategy.ops import _build, native, quantized, topk
+from ls_strategy.ops.cuda.program import Program
+from ls_strategy.ops.cuda.update import lion_
 from ls_strategy.ops.norm import BLOCK, sum_of_squares_reference
 from ls_strategy.ops.permute import combine_reference, pair_dots_reference, permute_reference
 from tests.ops import cases
 from tests.ops.cases import CASES, DTYPES, FORMATS, make
+from tests.ops.emulation import FAULTS as FAULTY
 from tests.ops.emulation import Emulation, EmulationError
 from tests.ops.test_permute import SHAPES, Routed, assert_same_bits
 from tests.ops.test_topk import EXPERTS, scores_of
@@ -181,6 +186,54 @@ def test_a_device_asserts_that_experts_exist(emulation, bad):
         emulation.run("sort_by_expert", torch.tensor([[0, 1], [bad, 2]]), None, 4)
 
 
+# --- the driver ------------------------------------------------------------------------------------------------------
+
+
+def launch_count(emulation, device):
+    target = torch.zeros(64)
+    with emulation.memory({target: True}, order=0), mock.patch.object(torch.Tensor, "get_device", return_value=device):
+        FAULTY.launch("count_kernel", target, 2, 64, target.data_ptr(), True)
+    return int(target.view(torch.int32)[0])
+
+
+def test_launches_on_any_device_from_any_thread(emulation):
+    """A thread that has called nothing of CUDA has no context, and kernels belong to that of their device."""
+    with concurrent.futures.ThreadPoolExecutor(1) as thread:
+        assert [thread.submit(launch_count, emulation, d).result() for d in (0, 1, 0)] == [128] * 3
+    current = ctypes.c_void_p()
+    emulation.library.cuCtxGetCurrent(ctypes.byref(current))
+    assert current.value is None  # what a launch makes current does not stay
+
+
+def test_errors_of_the_driver_have_its_names(emulation):
+    wrong = Program("faults", {"no_such_kernel": ()})
+    with emulation.in_place_of_cuda(), pytest.raises(RuntimeError, match=r"CUDA_ERROR_NOT_FOUND \(500\)"):
+        wrong.launch("no_such_kernel", torch.zeros(1), 1, 32)
+    with emulation.in_place_of_cuda(), pytest.raises(ValueError, match="a grid of 0 blocks"):
+        FAULTY.launch("assert_kernel", torch.zeros(1), 0, 32)
+
+
+def test_a_launch_refuses_other_arguments_than_its_kernel_has(emulation):
+    with emulation.in_place_of_cuda(), pytest.raises(ValueError, match="zip"):
+        FAULTY.launch("count_kernel", torch.zeros(1), 1, 32, 0)
+
+
+@pytest.mark.parametrize("wrong", ["grad", "exp_avg", "exp_avg_scales", "clip"])
+def test_memory_that_a_kernel_would_read_wrongly_is_refused(emulation, wrong):
+    param, grad = torch.zeros(300), torch.zeros(300)
+    numbers = dict.fromkeys(
+        ("unscale", "decay", "l2", "beta1", "weight1", "beta2", "weight2", "rate", "seed", "offset"), 1
+    )  # fmt: skip
+    given = {"param": param, "exp_avg": torch.zeros(300, dtype=torch.uint8), "exp_avg_scales": torch.zeros(2),
+             "grad": grad, "out": None, "clip": torch.ones(())}  # fmt: skip
+    names = [a.name for a in torch.ops.ls_strategy.lion_.default._schema.arguments]
+    given |= {n: numbers[n] for n in names if n in numbers}
+    emulation.run("lion_", **given)
+    for other in (torch.zeros(299), torch.zeros(300, dtype=torch.float64), torch.zeros(600)[::2]):
+        with pytest.raises(RuntimeError, match=r"but it must have \d+ contiguous elements of"):
+            lion_(*({**given, wrong: other}[n] for n in names))
+
+
 # --- what the emulation finds ----------------------------------------------------------------------------------------
 
 FAULTS = {
@@ -188,7 +241,7 @@ FAULTS = {
     "no __syncwarp": "race: it .* an element of shared memory that thread .*, with no barrier in between",
     "barrier of some threads": "divergence: it waits in __syncthreads, .* 32 of 64 have ended",
     "shuffle of some lanes": "divergence: it waits in __shfl_down_sync, .* 2 of 64 have ended",
-    "lanes in two operations": "divergence: it waits in __(shfl_down|reduce_max)_sync, .* 0 of 64 have ended",
+    "lanes in two operations": "divergence: it waits in __shfl_(down|xor)_sync, .* 0 of 64 have ended",
     "misaligned read": "faults.cu:.*misaligned access",
     "misaligned write": "faults.cu:.*misaligned access",
     "read past the end": "out of bounds: it reads 16 bytes at byte 256 of a buffer of 256 bytes",
@@ -197,17 +250,42 @@ FAULTS = {
     "two blocks write": "race: it writes an element that thread 0 of block . has written",
     "count without atomics": "race: it reads an element that thread .* has written",
     "assertion": "assertion threadIdx.x < 40",
-    "no blocks": "a grid of 0 blocks",
     "too many threads": "a block of 2048 threads",
     "too much shared memory": "50000 bytes of shared memory",
-    "access by the host": "host: it reads memory of the device",
 }
+
+
+FROM, TO = object(), object()
+LAUNCHES = {
+    "correct sum": ("sum_kernel", 1, 64, 0, FROM, TO, True, True),
+    "no __syncthreads": ("sum_kernel", 1, 64, 0, FROM, TO, False, True),
+    "no __syncwarp": ("sum_kernel", 1, 64, 0, FROM, TO, True, False),
+    "barrier of some threads": ("divergent_barrier_kernel", 1, 64, 0),
+    "shuffle of some lanes": ("divergent_lanes_kernel", 1, 64, 0, TO),
+    "lanes in two operations": ("two_meetings_kernel", 1, 64, 0, TO),
+    "correct copy": ("copy_kernel", 1, 64, 0, FROM, TO, 0, 0),
+    "misaligned read": ("copy_kernel", 1, 64, 0, FROM, TO, 1, 0),
+    "misaligned write": ("copy_kernel", 1, 64, 0, FROM, TO, 0, 2),
+    "read past the end": ("copy_kernel", 1, 64, 0, FROM, TO, 4, 0),
+    "write past the end": ("copy_kernel", 1, 64, 0, FROM, TO, 0, 4),
+    "write to an input": ("same_element_kernel", 1, 64, 0, FROM),
+    "two blocks write": ("same_element_kernel", 2, 64, 0, TO),
+    "correct count": ("count_kernel", 2, 64, 0, TO, True),
+    "count without atomics": ("count_kernel", 1, 64, 0, TO, False),
+    "assertion": ("assert_kernel", 1, 64, 0),
+    "too many threads": ("count_kernel", 1, 2048, 0, TO, True),
+    "too much shared memory": ("count_kernel", 1, 64, 50000, TO, True),
+}
+"""Kernel, blocks, threads, bytes of shared memory, arguments."""
 
 
 def run_fault(emulation, name, order):
     source, target = torch.arange(64.0), torch.zeros(64)
+    kernel, blocks, threads, shared_bytes, *arguments = LAUNCHES[name]
+    places = {FROM: source.data_ptr(), TO: target.data_ptr()}
     with emulation.memory({source: False, target: True}, order=order):
-        emulation.library.run_fault(name.encode(), *(ctypes.c_void_p(t.data_ptr()) for t in (source, target)))
+        values = (places.get(a, a) for a in arguments)
+        FAULTY.launch(kernel, source, blocks, threads, *values, shared_bytes=shared_bytes)
     return source, target
 
 

@@ -129,7 +129,7 @@ def test_what_reads_the_source_runs_side_by_side(checkout: Checkout) -> None:
     [
         ("sphinx-build", "docs"),
         ("ruff check", "ruff check"),
-        ("slow and not gpu", "kernels, for CPUs and where there is nvcc for GPUs"),
+        ("slow and not gpu", "kernels for CPUs"),
         ("wide and not slow", "wide tests, part 1/5"),
     ],
 )

@@ -33,7 +33,7 @@ def kernels() -> Iterator[Finding]:
 
 
 def cache() -> Finding:
-    """Check the folder of compiled libraries."""
+    """Check the folder of compiled kernels."""
     from ls_strategy.ops import _build
 
     path = _build.cache_dir()
@@ -51,7 +51,8 @@ def cache() -> Finding:
         return Finding(
             "cache", str(error), "problem", "Set LS_STRATEGY_CACHE to a folder that only this user may write to."
         )
-    return Finding("cache", f"{path}, {len(list(path.glob('*.so')))} libraries")
+    found = [file for file in path.glob("*") if file.suffix in (".so", ".image")]
+    return Finding("cache", f"{path}, {len(found)} libraries")
 
 
 def library(

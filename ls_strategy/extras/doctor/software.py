@@ -101,10 +101,11 @@ def _torch_devices() -> str:
 
 
 def compilers() -> Iterator[Finding]:
-    """Check C++, ninja and, with a CUDA torch, nvcc. Without kernels, torch references take their place."""
+    """Check C++, ninja and, with a GPU, NVRTC. Without kernels, torch references take their place."""
     import torch
 
     from ls_strategy.ops import _build
+    from ls_strategy.ops.cuda import nvrtc
 
     slower = "Without it, torch references are used: the same results, but slower."
     try:
@@ -121,13 +122,12 @@ def compilers() -> Iterator[Finding]:
         yield Finding("ninja", "not found", "note", "pip install ninja: it compiles kernels in parallel.")
     if torch.version.cuda is None or not torch.cuda.is_available():  # CUDA only: kernels
         reason = "this torch is built without CUDA" if torch.version.cuda is None else "this host has no GPU"
-        yield Finding("nvcc", f"not needed: {reason}")
+        yield Finding("NVRTC", f"not needed: {reason}")
         return
     try:
-        capability = torch.cuda.get_device_capability()  # CUDA only
-        version = _build.cuda_recipe((capability,)).compiler_version
-        release = [line for line in version.splitlines() if "release" in line]
-        yield Finding("nvcc", one_line(release[0]))
+        compiler = nvrtc.compiler()
+        target = compiler.architecture(torch.cuda.get_device_capability())  # CUDA only
+        yield Finding("NVRTC", f"{compiler.version}, for {target}")
     except _build.BuildError as error:
-        cure = f"Install the CUDA toolkit {torch.version.cuda}, or set CUDA_HOME to it. {slower}"
-        yield Finding("nvcc", str(error), "note", cure)
+        cure = f"Install torch with its CUDA packages, or a torch for older GPUs. {slower}"
+        yield Finding("NVRTC", str(error), "note", cure)

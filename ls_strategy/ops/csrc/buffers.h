@@ -1,7 +1,16 @@
 // What a kernel is given: numbers of an update, already rounded to fp32, and raw memory.
 #pragma once
 
+#if defined(__CUDACC_RTC__)  // NVRTC, which has no headers
+using int32_t = int;
+using int64_t = long long;
+using uint8_t = unsigned char;
+using uint16_t = unsigned short;
+using uint32_t = unsigned int;
+using uint64_t = unsigned long long;
+#else
 #include <cstdint>
+#endif
 
 namespace ls {
 

@@ -1,5 +1,5 @@
 // The arithmetic of one element, once for all devices: fp32, each operation rounded by itself (-ffp-contract=off for g++,
-// -fmad=false for nvcc). `N` is a number, or one per lane of a register (lanes.h); what a condition on registers chooses is
+// --fmad=false for NVRTC). `N` is a number, or one per lane of a register (lanes.h); what a condition on registers chooses is
 // computed on both sides. reference.py and moments.py define the same in torch, operation by operation.
 #pragma once
 

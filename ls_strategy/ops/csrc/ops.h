@@ -1,5 +1,5 @@
 // The operations as torch sees them. Only the stable part of libtorch's interface is used, so that one library serves all
-// releases from 2.11 on. Included by the CPU and by the CUDA library, each of which defines `launch` and `square_sums`.
+// releases from 2.11 on. `launch` and `square_sums` are in cpu.cpp.
 #pragma once
 
 #include <torch/csrc/stable/library.h>

@@ -1,12 +1,9 @@
 // Tiles of quantized weights on a GPU. A thread takes four bytes of codes: eight elements of 4 bits, or four of 8 bits.
 #include "scalar.cuh"
 
-#include "quantized_ops.h"
-
-#include <torch/csrc/stable/accelerator.h>
+#include "quantized.h"
 
 namespace ls {
-namespace {
 
 constexpr int kThreads = 256;
 constexpr int kCodes = 4;                     // bytes of a thread
@@ -54,27 +51,4 @@ __global__ void __launch_bounds__(kThreads) dequantize8_kernel(const Tiles t) {
   store4<kWide>(t.out, t.format, n * kTile + first, t.count * kTile, values);
 }
 
-bool aligned(const void* p, int bytes) { return reinterpret_cast<uintptr_t>(p) % bytes == 0; }
-
-}  // namespace
-
-void run_tiles(const Tiles& t, const Tensor& like) {
-  torch::stable::accelerator::DeviceGuard guard(like.get_device_index());
-  void* stream_pointer = nullptr;
-  STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_get_current_cuda_stream(like.get_device_index(), &stream_pointer));
-  const cudaStream_t stream = static_cast<cudaStream_t>(stream_pointer);
-  const bool wide = aligned(t.packed, kVector) && aligned(t.out, kVector * (t.format == kFP32 ? 4 : 2));
-  const int64_t threads = t.count * (t.form == kLevels8 ? kPerTile8 : kPerTile4), blocks = (threads + kThreads - 1) / kThreads;
-  STD_TORCH_CHECK(blocks <= 0x7FFFFFFF, "ls_strategy: ", t.count, " tiles are more than one launch can take");
-  if (t.form == kLevels8) {
-    (wide ? dequantize8_kernel<true> : dequantize8_kernel<false>)<<<blocks, kThreads, 0, stream>>>(t);
-  } else {
-    (wide ? dequantize4_kernel<true> : dequantize4_kernel<false>)<<<blocks, kThreads, 0, stream>>>(t);
-  }
-  const cudaError_t error = cudaGetLastError();
-  STD_TORCH_CHECK(error == cudaSuccess, "ls_strategy: ", cudaGetErrorString(error));
-}
-
 }  // namespace ls
-
-LS_IMPLEMENT_QUANTIZED(CUDA)

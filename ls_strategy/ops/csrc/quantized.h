@@ -1,8 +1,6 @@
 // Tiles of weights in 4 and 8 bits, and the CPU kernels of one instruction set. Layout: see quantized.py.
 #pragma once
 
-#include <cstdint>
-
 #include "buffers.h"
 
 namespace ls {

@@ -1,4 +1,4 @@
-// The operation on tiles as torch sees it. Included by the CPU and by the CUDA library, each of which defines `run_tiles`.
+// The operation on tiles as torch sees it. `run_tiles` is in quantized_cpu.cpp.
 #pragma once
 
 #include <torch/csrc/stable/library.h>

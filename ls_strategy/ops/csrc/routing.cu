@@ -2,15 +2,9 @@
 // order of additions is that of permute.py.
 #include "scalar.cuh"
 
-#include "routing_ops.h"
-
-#include <torch/csrc/stable/accelerator.h>
-
-#include <cassert>
-#include <vector>
+#include "routing.h"
 
 namespace ls {
-namespace {
 
 constexpr int kThreads = 256;
 constexpr int kWarp = 32;
@@ -222,111 +216,4 @@ __global__ void __launch_bounds__(kThreads) topk_kernel(const Scores t) {
   }
 }
 
-// --- launches -----------------------------------------------------------------------------------------------------------
-
-// Makes the device current for its lifetime; `stream` is its current stream.
-struct Launch {
-  torch::stable::accelerator::DeviceGuard guard;
-  cudaStream_t stream;
-
-  explicit Launch(const Tensor& like) : guard(like.get_device_index()) {
-    void* pointer = nullptr;
-    STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_get_current_cuda_stream(like.get_device_index(), &pointer));
-    stream = static_cast<cudaStream_t>(pointer);
-  }
-
-  void check() const {
-    const cudaError_t error = cudaGetLastError();
-    STD_TORCH_CHECK(error == cudaSuccess, "ls_strategy: ", cudaGetErrorString(error));
-  }
-};
-
-unsigned int blocks_of(int64_t threads) {
-  const int64_t blocks = (threads + kThreads - 1) / kThreads;
-  STD_TORCH_CHECK(blocks <= 0x7FFFFFFF, "ls_strategy: ", threads, " threads are more than one launch can take");
-  return static_cast<unsigned int>(blocks);
-}
-
-bool aligned(const void* p, int64_t bytes) { return reinterpret_cast<uintptr_t>(p) % bytes == 0; }
-
-// Whether every group of four elements can be read and written at once.
-bool wide(const Rows& r) {
-  const int bytes = kVector * (r.format == kFP32 ? 4 : 2);
-  return r.width % kVector == 0 && aligned(r.by_token, bytes) && aligned(r.by_pair, bytes) && aligned(r.out, bytes);
-}
-
-}  // namespace
-
-std::tuple<Tensor, Tensor> run_sort(const Tensor& indices, const bool* kept, int64_t experts) {
-  const int64_t pairs = indices.numel(), tiles = (pairs + kTile - 1) / kTile;
-  Tensor counts = torch::stable::new_zeros(indices, {&experts, 1});
-  if (!pairs) return {torch::stable::new_empty(indices, {&pairs, 1}), counts};
-  const Launch launch(indices);
-  const int64_t* const of = static_cast<const int64_t*>(indices.const_data_ptr());
-  const int64_t numbers = tiles * experts;
-  Tensor memory = torch::stable::new_empty(indices, {&numbers, 1});
-  int64_t *const places = static_cast<int64_t*>(memory.mutable_data_ptr()), *const totals = static_cast<int64_t*>(counts.mutable_data_ptr());
-  STD_TORCH_CHECK(experts <= 8192 && tiles <= 0x7FFFFFFF, "ls_strategy: ", experts, " experts, ", pairs, " pairs are too many");
-  const unsigned int grid = static_cast<unsigned int>(tiles);
-  const size_t shared = experts * sizeof(int);
-  tile_counts_kernel<<<grid, kWarp, shared, launch.stream>>>(of, kept, pairs, experts, places);
-  places_kernel<<<1, 1024, 0, launch.stream>>>(places, tiles, experts, totals);
-  int64_t rows = pairs;
-  if (kept) {  // how many there are decides a shape: the host has to wait
-    std::vector<int64_t> host(experts);
-    cudaMemcpyAsync(host.data(), totals, experts * sizeof(int64_t), cudaMemcpyDeviceToHost, launch.stream);
-    const cudaError_t error = cudaStreamSynchronize(launch.stream);
-    STD_TORCH_CHECK(error == cudaSuccess, "ls_strategy: ", cudaGetErrorString(error));
-    rows = 0;
-    for (const int64_t n : host) rows += n;
-  }
-  Tensor order = torch::stable::new_empty(indices, {&rows, 1});
-  place_kernel<<<grid, kWarp, shared, launch.stream>>>(of, kept, pairs, experts, places, static_cast<int64_t*>(order.mutable_data_ptr()));
-  launch.check();
-  return {order, counts};
-}
-
-void run_permute(const Rows& r, const Tensor& like) {
-  const Launch launch(like);
-  const unsigned int blocks = blocks_of(r.pairs * kWarp);
-  if (r.weights) {
-    (wide(r) ? scale_rows_kernel<true> : scale_rows_kernel<false>)<<<blocks, kThreads, 0, launch.stream>>>(r);
-  } else {
-    const int64_t bytes = r.width * (r.format == kFP32 ? 4 : 2);
-    if (bytes % 16 == 0 && aligned(r.by_token, 16) && aligned(r.out, 16)) {
-      copy_rows_kernel<uint4><<<blocks, kThreads, 0, launch.stream>>>(r, bytes / 16);
-    } else if (bytes % 4 == 0 && aligned(r.by_token, 4) && aligned(r.out, 4)) {
-      copy_rows_kernel<uint32_t><<<blocks, kThreads, 0, launch.stream>>>(r, bytes / 4);
-    } else {
-      copy_rows_kernel<uint16_t><<<blocks, kThreads, 0, launch.stream>>>(r, r.width);
-    }
-  }
-  launch.check();
-}
-
-void run_combine(const Rows& r, int64_t* position, const Tensor& like) {
-  const Launch launch(like);
-  forget_kernel<<<blocks_of(r.tokens * r.choices), kThreads, 0, launch.stream>>>(r, position);
-  if (r.pairs) invert_kernel<<<blocks_of(r.pairs), kThreads, 0, launch.stream>>>(r, position);
-  (wide(r) ? combine_kernel<true> : combine_kernel<false>)<<<blocks_of(r.tokens * kWarp), kThreads, 0, launch.stream>>>(r);
-  launch.check();
-}
-
-void run_dot(const Rows& r, const Tensor& like) {
-  const Launch launch(like);
-  // The result is fp32, one number per pair: only the rows count.
-  Rows rows = r;
-  rows.out = nullptr;
-  (wide(rows) ? dot_kernel<true> : dot_kernel<false>)<<<blocks_of(r.pairs * kWarp), kThreads, 0, launch.stream>>>(r);
-  launch.check();
-}
-
-void run_topk(const Scores& scores, const Tensor& like) {
-  const Launch launch(like);
-  topk_kernel<<<blocks_of(scores.rows * kWarp), kThreads, 0, launch.stream>>>(scores);
-  launch.check();
-}
-
 }  // namespace ls
-
-LS_IMPLEMENT_ROUTING(CUDA)

@@ -1,5 +1,4 @@
-// The operations of routing as torch sees them; built like ops.h. Included by the CPU and by the CUDA library, each of which
-// defines the functions declared here.
+// The operations of routing as torch sees them; built like ops.h. The functions declared here are in routing_cpu.cpp.
 #pragma once
 
 #include <torch/csrc/stable/library.h>

@@ -1,10 +1,6 @@
-// What math.h needs to know about numbers on a GPU, and memory four elements at a time.
+// What math.h needs to know about numbers on a GPU, and memory four elements at a time. NVRTC, which compiles the kernels,
+// has no headers: what is used here are its built-in functions, and two instructions.
 #pragma once
-
-#include <cuda_fp16.h>
-#include <cuda_runtime.h>
-
-#include <cstdint>
 
 #include "buffers.h"
 
@@ -34,8 +30,20 @@ LS_INLINE uint16_t to_bf16(float x) {
   const uint32_t b = bits(x);
   return x != x ? 0x7FC0u : (b + 0x7FFF + (b >> 16 & 1)) >> 16;
 }
-LS_INLINE uint16_t to_fp16(float x) { return x != x ? 0x7E00u : __half_as_ushort(__float2half_rn(x)); }
-LS_INLINE float from_fp16(uint16_t x) { return __half2float(__ushort_as_half(x)); }
+#if defined(__CUDACC__)  // elsewhere the emulation has these two instructions
+LS_INLINE uint16_t half_of_float(float x) {
+  uint16_t half;
+  asm("cvt.rn.f16.f32 %0, %1;" : "=h"(half) : "f"(x));
+  return half;
+}
+LS_INLINE float float_of_half(uint16_t half) {
+  float x;
+  asm("cvt.f32.f16 %0, %1;" : "=f"(x) : "h"(half));
+  return x;
+}
+#endif
+LS_INLINE uint16_t to_fp16(float x) { return x != x ? 0x7E00u : half_of_float(x); }
+LS_INLINE float from_fp16(uint16_t x) { return float_of_half(x); }
 
 constexpr int kVector = 4;  // elements of a thread: 16 bytes of fp32
 

@@ -3,12 +3,8 @@
 #include "scalar.cuh"
 
 #include "math.h"
-#include "ops.h"
-
-#include <torch/csrc/stable/accelerator.h>
 
 namespace ls {
-namespace {
 
 constexpr int kThreads = 256;
 constexpr int kWarp = 32;
@@ -57,7 +53,8 @@ LS_INLINE void store_codes(void* to, float* scale, int64_t start, int64_t n, con
 #pragma unroll
     for (int k = 0; k < kVector; ++k) largest = max(largest, bits(values[j].x[k]) & 0x7FFFFFFFu);
   }
-  largest = __reduce_max_sync(0xFFFFFFFFu, largest);
+#pragma unroll
+  for (int step = kWarp / 2; step > 0; step /= 2) largest = max(largest, __shfl_xor_sync(0xFFFFFFFFu, largest, step));
   const bool finite = largest < kInfinityBits;
   const float new_scale = number(finite ? scale_bits(largest) : kNaNBits);
   const float inverse = finite && largest ? __fdiv_rn(1.0f, new_scale) : 0.0f;
@@ -112,46 +109,4 @@ __global__ void __launch_bounds__(kThreads) update_8bit_kernel(const typename Ru
   if (Rule::kSecond) store_codes<false, kWide>(b.second, b.second_scales + block, start, b.n, second, b);
 }
 
-bool aligned(const void* p, int bytes) { return reinterpret_cast<uintptr_t>(p) % bytes == 0; }
-int vector_bytes(Format format) { return kVector * (format == kFP32 ? 4 : format == kInt8 ? 1 : 2); }
-
-template <class Rule>
-void run(const typename Rule::Numbers& numbers, const Buffers& b, const Tensor& param) {
-  if (b.n == 0) return;
-  torch::stable::accelerator::DeviceGuard guard(param.get_device_index());
-  void* stream_pointer = nullptr;
-  STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_get_current_cuda_stream(param.get_device_index(), &stream_pointer));
-  const cudaStream_t stream = static_cast<cudaStream_t>(stream_pointer);
-  const int moment = vector_bytes(b.moment_format);
-  const bool wide = aligned(b.param, 16) && aligned(b.grad, vector_bytes(b.grad_format)) && aligned(b.first, moment) &&
-                    aligned(b.second, moment) && aligned(b.out, vector_bytes(b.out_format));
-  const int64_t per_block = static_cast<int64_t>(kThreads) * kVector * (b.moment_format == kInt8 ? kPerLane : 1);
-  const int64_t blocks = (b.n + per_block - 1) / per_block;
-  STD_TORCH_CHECK(blocks <= 0x7FFFFFFF, "ls_strategy: ", b.n, " elements are more than one launch can take");
-  if (b.moment_format == kInt8) {
-    if (wide) {
-      update_8bit_kernel<Rule, true><<<blocks, kThreads, 0, stream>>>(numbers, b);
-    } else {
-      update_8bit_kernel<Rule, false><<<blocks, kThreads, 0, stream>>>(numbers, b);
-    }
-  } else if (wide) {
-    update_kernel<Rule, true><<<blocks, kThreads, 0, stream>>>(numbers, b);
-  } else {
-    update_kernel<Rule, false><<<blocks, kThreads, 0, stream>>>(numbers, b);
-  }
-  const cudaError_t error = cudaGetLastError();
-  STD_TORCH_CHECK(error == cudaSuccess, "ls_strategy: ", cudaGetErrorString(error));
-}
-
-}  // namespace
-
-void launch(const AdamWNumbers& numbers, const Buffers& b, const Tensor& param) { run<AdamW<float>>(numbers, b, param); }
-void launch(const LionNumbers& numbers, const Buffers& b, const Tensor& param) { run<Lion<float>>(numbers, b, param); }
-void launch(const SGDNumbers& numbers, const Buffers& b, const Tensor& param) {
-  b.first ? run<MomentumSGD<float>>(numbers, b, param) : run<PlainSGD<float>>(numbers, b, param);
-}
-void launch(const AdagradNumbers& numbers, const Buffers& b, const Tensor& param) { run<Adagrad<float>>(numbers, b, param); }
-
 }  // namespace ls
-
-LS_IMPLEMENT(CUDA)

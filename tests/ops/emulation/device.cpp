@@ -48,8 +48,8 @@ std::map<int, char*> variables;  // in shared_bytes, by line
 size_t used;                     // of shared_bytes
 
 const char* name(Meeting m) {
-  const char* const names[] = {"__syncthreads",  "__syncwarp",       "__shfl_down_sync", "__shfl_up_sync",
-                               "__shfl_xor_sync", "__reduce_max_sync", "__reduce_add_sync", "__match_any_sync"};
+  const char* const names[] = {"__syncthreads", "__syncwarp",      "__shfl_down_sync",
+                               "__shfl_up_sync", "__shfl_xor_sync", "__match_any_sync"};
   return names[static_cast<int>(m)];
 }
 
@@ -92,12 +92,6 @@ uint64_t outcome(const Fiber* warp, unsigned lane) {
       return warp[lane >= n ? lane - n : lane].value;
     case Meeting::kXor:
       return warp[(lane ^ n) < kWarp ? lane ^ n : lane].value;
-    case Meeting::kMax:
-      for (unsigned i = 0; i < kWarp; ++i) result = std::max(result, warp[i].value);
-      return result;
-    case Meeting::kAdd:
-      for (unsigned i = 0; i < kWarp; ++i) result += warp[i].value;
-      return result;
     case Meeting::kMatch:
       for (unsigned i = 0; i < kWarp; ++i) result |= uint64_t{warp[i].value == own.value} << i;
       return result;
@@ -223,9 +217,7 @@ void add(double* to, double value) {
 
 void Launch::run(void (*thread)(const void*), const void* arguments, size_t bytes) const {
   if (!message.empty()) return;
-  static std::string text;
-  text = std::string(file) + ":" + std::to_string(line);
-  launch_name = text.c_str();
+  launch_name = kernel;
   place = {{0, 0, 0}, {0, 0, 0}, {static_cast<unsigned>(threads), 1, 1}, {static_cast<unsigned>(blocks), 1, 1}};
   map_stacks();
   if (blocks < 1 || blocks > 0x7FFFFFFF) fail("a grid of %lld blocks", static_cast<long long>(blocks));
@@ -251,11 +243,6 @@ void Launch::run(void (*thread)(const void*), const void* arguments, size_t byte
 }
 
 }  // namespace emulation
-
-cudaError_t cudaMemcpyAsync(void* to, const void* from, size_t bytes, cudaMemcpyKind, cudaStream_t) {
-  std::memcpy(to, from, bytes);
-  return cudaSuccess;
-}
 
 extern "C" {
 

@@ -6,6 +6,7 @@
 #include <cstdint>
 #include <cstring>
 #include <tuple>
+#include <utility>
 
 namespace emulation {
 
@@ -24,7 +25,7 @@ extern Place place;
 // Ends the running thread and the launch; on the host, only the message is kept.
 void fail(const char* format, ...) __attribute__((format(printf, 1, 2)));
 
-enum class Meeting { kThreads, kWarp, kDown, kUp, kXor, kMax, kAdd, kMatch };
+enum class Meeting { kThreads, kWarp, kDown, kUp, kXor, kMatch };
 
 // Waits for the other threads of the warp, or of the block; returns what this lane gets.
 uint64_t meet(Meeting, unsigned mask, uint64_t value, unsigned argument);
@@ -49,47 +50,40 @@ T& shared(int line) {
 void add(int* to, int value);
 void add(double* to, double value);
 
-// kernel<<<blocks, threads, shared, stream>>>(arguments) becomes kernel->*Launch(blocks, threads, shared, stream)(arguments).
 struct Launch {
+  const char* kernel;
   int64_t blocks, threads;
   size_t shared_bytes;
-  const char* file;
-  int line;
-
-  Launch(int64_t blocks, int64_t threads, size_t shared_bytes, const void* stream, const char* file = __builtin_FILE(),
-         int line = __builtin_LINE())
-      : blocks(blocks), threads(threads), shared_bytes(shared_bytes), file(file), line(line) {}
 
   // Runs thread(call), of `bytes` bytes, for each thread.
   void run(void (*thread)(const void* call), const void* call, size_t bytes) const;
-
-  template <class... Arguments>
-  auto operator()(Arguments... arguments) const;
 };
 
-template <class... Arguments>
-struct Call {
-  Launch launch;
-  std::tuple<Arguments...> arguments;
+// A kernel as the driver (driver.cpp) knows it: it takes pointers to its arguments.
+struct Entry {
+  const char* name;
+  void (*launch)(const Launch&, void** arguments);
+  const Entry* next;
+
+  Entry(const char* name, void (*launch)(const Launch&, void**));
 };
 
-template <class... Arguments>
-auto Launch::operator()(Arguments... arguments) const {
-  return Call<Arguments...>{*this, {arguments...}};
-}
+template <auto kernel>
+struct Kernel;
+template <class... Parameters, void (*kernel)(Parameters...)>
+struct Kernel<kernel> {
+  using Arguments = std::tuple<Parameters...>;
 
-template <class... Parameters, class... Arguments>
-void operator->*(void (*kernel)(Parameters...), const Call<Arguments...>& call) {
-  struct Bound {
-    void (*kernel)(Parameters...);
-    std::tuple<Parameters...> arguments;
-  } const bound{kernel, call.arguments};
-  const auto thread = [](const void* pointer) {
-    const Bound& b = *static_cast<const Bound*>(pointer);
-    std::apply(b.kernel, b.arguments);
-  };
-  call.launch.run(thread, &bound, sizeof bound);
-}
+  template <size_t... i>
+  static Arguments read(void** arguments, std::index_sequence<i...>) {
+    return {*static_cast<const std::tuple_element_t<i, Arguments>*>(arguments[i])...};
+  }
+
+  static void launch(const Launch& launch, void** arguments) {
+    const Arguments values = read(arguments, std::index_sequence_for<Parameters...>{});
+    launch.run([](const void* call) { std::apply(kernel, *static_cast<const Arguments*>(call)); }, &values, sizeof values);
+  }
+};
 
 // --- memory (memory.cpp) ------------------------------------------------------------------------------------------------
 

@@ -1,10 +1,4 @@
 // Kernels with one mistake each, and one without: what the emulation must find, and what it must not.
-#include <cuda_runtime.h>
-
-#include <cassert>
-
-namespace {
-
 constexpr int kThreads = 64;
 
 struct alignas(16) Four {
@@ -35,7 +29,7 @@ __global__ void divergent_lanes_kernel(float* to) {
 }
 
 __global__ void two_meetings_kernel(float* to) {
-  to[threadIdx.x] = threadIdx.x % 2 ? __shfl_down_sync(0xFFFFFFFFu, 1.0f, 1) : __reduce_max_sync(0xFFFFFFFFu, 1u);
+  to[threadIdx.x] = threadIdx.x % 2 ? __shfl_down_sync(0xFFFFFFFFu, 1.0f, 1) : __shfl_xor_sync(0xFFFFFFFFu, 1.0f, 1);
 }
 
 __global__ void copy_kernel(const float* from, float* to, int from_shift, int to_shift) {
@@ -58,41 +52,3 @@ __global__ void count_kernel(float* to, bool atomic) {
 }
 
 __global__ void assert_kernel() { assert(threadIdx.x < 40); }
-
-struct Fault {
-  const char* name;
-  void (*run)(const float* from, float* to);
-};
-
-const cudaStream_t stream = nullptr;
-const Fault kFaults[] = {
-    {"correct sum", [](const float* from, float* to) { sum_kernel<<<1, kThreads, 0, stream>>>(from, to, true, true); }},
-    {"no __syncthreads", [](const float* from, float* to) { sum_kernel<<<1, kThreads, 0, stream>>>(from, to, false, true); }},
-    {"no __syncwarp", [](const float* from, float* to) { sum_kernel<<<1, kThreads, 0, stream>>>(from, to, true, false); }},
-    {"barrier of some threads", [](const float*, float*) { divergent_barrier_kernel<<<1, kThreads, 0, stream>>>(); }},
-    {"shuffle of some lanes", [](const float*, float* to) { divergent_lanes_kernel<<<1, kThreads, 0, stream>>>(to); }},
-    {"lanes in two operations", [](const float*, float* to) { two_meetings_kernel<<<1, kThreads, 0, stream>>>(to); }},
-    {"correct copy", [](const float* from, float* to) { copy_kernel<<<1, kThreads, 0, stream>>>(from, to, 0, 0); }},
-    {"misaligned read", [](const float* from, float* to) { copy_kernel<<<1, kThreads, 0, stream>>>(from, to, 1, 0); }},
-    {"misaligned write", [](const float* from, float* to) { copy_kernel<<<1, kThreads, 0, stream>>>(from, to, 0, 2); }},
-    {"read past the end", [](const float* from, float* to) { copy_kernel<<<1, kThreads, 0, stream>>>(from, to, 4, 0); }},
-    {"write past the end", [](const float* from, float* to) { copy_kernel<<<1, kThreads, 0, stream>>>(from, to, 0, 4); }},
-    {"write to an input", [](const float* from, float*) { same_element_kernel<<<1, kThreads, 0, stream>>>(const_cast<float*>(from)); }},
-    {"two blocks write", [](const float*, float* to) { same_element_kernel<<<2, kThreads, 0, stream>>>(to); }},
-    {"correct count", [](const float*, float* to) { count_kernel<<<2, kThreads, 0, stream>>>(to, true); }},
-    {"count without atomics", [](const float*, float* to) { count_kernel<<<1, kThreads, 0, stream>>>(to, false); }},
-    {"assertion", [](const float*, float*) { assert_kernel<<<1, kThreads, 0, stream>>>(); }},
-    {"no blocks", [](const float*, float* to) { count_kernel<<<0, kThreads, 0, stream>>>(to, true); }},
-    {"too many threads", [](const float*, float* to) { count_kernel<<<1, 2048, 0, stream>>>(to, true); }},
-    {"too much shared memory", [](const float*, float* to) { count_kernel<<<1, kThreads, 50000, stream>>>(to, true); }},
-    {"access by the host", [](const float* from, float* to) { to[0] = from[0]; }},
-};
-
-}  // namespace
-
-extern "C" void run_fault(const char* name, const float* from, float* to) {
-  for (const Fault& fault : kFaults) {
-    if (std::strcmp(fault.name, name) == 0) return fault.run(from, to);
-  }
-  emulation::fail("no fault is called %s", name);
-}

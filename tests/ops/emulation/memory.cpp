@@ -165,23 +165,4 @@ void __tsan_func_exit() {}
 void __tsan_vptr_update(void**, void*) {}
 void __tsan_vptr_read(void**) {}
 
-// Atomic operations of the host's code, in torch's headers.
-#define LS_ATOMIC(bits)                                                                        \
-  using U##bits = uint##bits##_t;                                                              \
-  U##bits __tsan_atomic##bits##_load(const volatile U##bits* p, int) {                         \
-    return __atomic_load_n(p, __ATOMIC_SEQ_CST);                                               \
-  }                                                                                            \
-  void __tsan_atomic##bits##_store(volatile U##bits* p, U##bits x, int) {                      \
-    __atomic_store_n(p, x, __ATOMIC_SEQ_CST);                                                  \
-  }                                                                                            \
-  U##bits __tsan_atomic##bits##_fetch_add(volatile U##bits* p, U##bits x, int) {               \
-    return __atomic_fetch_add(p, x, __ATOMIC_SEQ_CST);                                         \
-  }                                                                                            \
-  U##bits __tsan_atomic##bits##_fetch_sub(volatile U##bits* p, U##bits x, int) {               \
-    return __atomic_fetch_sub(p, x, __ATOMIC_SEQ_CST);                                         \
-  }
-LS_ATOMIC(8)
-LS_ATOMIC(32)
-LS_ATOMIC(64)
-
 }  // extern "C"
