@@ -99,8 +99,9 @@ GRADIENTS = (
     Mutation(
         "the norm for clipping is that of the ZeRO group, not of all ranks",
         "ls_strategy/zero/step/stepper.py",
-        "            norm = global_norm.global_norm(state.flats, self._world, norm_type)\n        state.norm = norm if",
-        "            norm = global_norm.global_norm(state.flats, self._model.mesh.zero, norm_type)\n"
+        "            norm = global_norm.global_norm(state.flats, self._world, norm_type, sums=state.sums)\n"
+        "        state.norm = norm if",
+        "            norm = global_norm.global_norm(state.flats, self._model.mesh.zero, norm_type, sums=state.sums)\n"
         "        state.norm = norm if",
         ("tests/unit/test_zero_stepper.py::test_gradients_are_clipped_by_the_norm_over_all_ranks",),
     ),
@@ -114,16 +115,16 @@ GRADIENTS = (
     Mutation(
         "an overflow is agreed on by the ZeRO group only, not by all ranks",
         "ls_strategy/zero/step/stepper.py",
-        "overflow = global_norm.any_overflow(state.flats, self._world)",
-        "overflow = global_norm.any_overflow(state.flats, self._model.mesh.zero)",
+        "overflow = global_norm.any_overflow(state.sums, self._world)",
+        "overflow = global_norm.any_overflow(state.sums, self._model.mesh.zero)",
         ("tests/unit/test_zero_stepper.py::test_an_overflow_of_any_rank_skips_the_step",),
     ),
     Mutation(
         "clipping uses the norm of before user code changed the gradients",
         "ls_strategy/zero/step/stepper.py",
-        "            state.sharded.take_edits(state.used)\n            state.norm = None\n"
+        "            state.sharded.take_edits(state.used)\n            state.outdate_norm()\n"
         "        if any([self.gradients.take(kind, self._used[kind]) for kind in state.kinds]):\n"
-        "            state.norm = None\n",
+        "            state.outdate_norm()\n",
         "            state.sharded.take_edits(state.used)\n"
         "        if any([self.gradients.take(kind, self._used[kind]) for kind in state.kinds]):\n",
         ("tests/unit/test_zero_stepper.py::test_clipping_is_by_the_norm_of_the_gradients_as_user_code_left_them",),

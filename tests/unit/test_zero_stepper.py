@@ -14,6 +14,8 @@ from ls_strategy.config import LossScaleConfig
 from ls_strategy.distributed.comm import Comm
 from ls_strategy.engine import Engine
 from ls_strategy.errors import PlanError, StateError
+from ls_strategy.ops.norm import sum_of_squares
+from ls_strategy.zero.flat import averages
 from ls_strategy.zero.flat.parameters import unnoticed
 from ls_strategy.zero.setup.share import Share
 from ls_strategy.zero.step.global_norm import global_norm
@@ -154,6 +156,40 @@ def test_clipping_is_by_the_norm_of_the_gradients_as_user_code_left_them(stage: 
     assert engine.clip_norm_(0, before).item() == pytest.approx(3 * before)
     clipped = 3 * before * (before / (3 * before + 1e-6))  # as torch.nn.utils.clip_grad_norm_
     assert global_norm(engine.flats, Comm(None, None)).item() == pytest.approx(clipped)
+
+
+@pytest.mark.parametrize("stage", [0, 1, 3])
+@pytest.mark.parametrize("edited", [False, True])
+def test_with_a_loss_scale_squares_are_summed_once_per_step(
+    stage: int, edited: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The search for an overflow and the norm share the sums, unless user code changes gradients in between."""
+    summed: list[int] = []
+
+    def counting(grad: Tensor, *, unscale: float) -> Tensor:
+        summed.append(grad.numel())
+        return sum_of_squares(grad, unscale=unscale)
+
+    monkeypatch.setattr(averages, "sum_of_squares", counting)
+    model = network()
+    scale = LossScaleConfig(initial_power=4)
+    engine = engine_on(
+        model, [adamw(model.parameters())], stage=stage, offload=None, trainer_precision="16-mixed", loss_scale=scale
+    )
+    engine.private_gradients = True  # as the strategy sets it without hooks of the user
+    for number in range(2):
+        backward(engine, number)
+        assert engine.finish(0)
+        expected = global_norm(engine.flats, Comm(None, None))
+        if edited:
+            for p in model.parameters():
+                assert p.grad is not None
+                p.grad.mul_(4)  # which is exact
+        summed.clear()
+        assert engine.clip_norm_(0, 1e-3) == expected * (4 if edited else 1)
+        assert len(summed) == (len(engine.flats) if edited else 0)
+        take(engine)
+        engine.zero_grad(0)
 
 
 def test_hooks_of_the_user_change_gradients_before_the_engine_takes_them() -> None:

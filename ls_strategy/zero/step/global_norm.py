@@ -15,12 +15,12 @@ from ls_strategy.ops.exact_norm import value_of
 from ls_strategy.zero.flat.flat_buffer import FlatBuffer
 
 
-def any_overflow(flats: list[FlatBuffer], comm: Comm) -> bool:
+def any_overflow(sums: list[Tensor], comm: Comm) -> bool:
     """Return whether any rank's averaged gradients contain an infinity or a NaN. Collective over all ranks, one byte.
 
-    The host waits for the device once.
+    The host waits for the device once. ``sums`` are the `Averages.sums` of this rank's flat buffers.
     """
-    counts = _by_device([flat.averages.sums()[1] for flat in flats])
+    counts = _by_device([each[1] for each in sums])
     here = any([bool(torch.stack(each).sum().item()) for each in counts.values()])
     return bool(comm.agree(torch.tensor([here], dtype=torch.uint8)).item())
 
@@ -32,7 +32,9 @@ def _by_device(numbers: list[Tensor]) -> dict[torch.device, list[Tensor]]:
     return result
 
 
-def global_norm(flats: list[FlatBuffer], comm: Comm, norm_type: float = 2.0) -> Tensor:
+def global_norm(
+    flats: list[FlatBuffer], comm: Comm, norm_type: float = 2.0, *, sums: list[Tensor] | None = None
+) -> Tensor:
     """Return the norm of all gradients of ``flats`` together, each element counted once. Collective.
 
     Every rank sums over its shard in the same way at every stage and on every tier, so the results are bitwise equal.
@@ -43,6 +45,7 @@ def global_norm(flats: list[FlatBuffer], comm: Comm, norm_type: float = 2.0) -> 
         flats: this rank's flat buffers.
         comm: all ranks.
         norm_type: order of the norm.
+        sums: the `Averages.sums` of ``flats``, if the gradients are still those.
 
     Returns:
         ``()``, fp32, or fp64 if some gradients are.
@@ -51,13 +54,14 @@ def global_norm(flats: list[FlatBuffer], comm: Comm, norm_type: float = 2.0) -> 
     wide = wide.to_real()  # the norm of complex gradients
     device = flats[0].full.device if flats else torch.device("cpu")
     exact_norm = any(flat.plan.exact_norm for flat in flats)  # also where another rank counts all of them
+    known = dict(zip(map(id, flats), sums or (), strict=False))
     flats = [flat for flat in flats if flat.counted]
     if norm_type == 2.0 and exact_norm:
-        sums = [flat.averages.exact_sums().to(device) for flat in flats]
-        exact = torch.stack([torch.zeros(exact_norms.SIZE, dtype=torch.int64, device=device), *sums]).sum(0)
+        exact_sums = [flat.averages.exact_sums().to(device) for flat in flats]
+        exact = torch.stack([torch.zeros(exact_norms.SIZE, dtype=torch.int64, device=device), *exact_sums]).sum(0)
         return value_of(comm.reduce_numbers(exact, dist.ReduceOp.SUM)).sqrt().to(wide)
     if norm_type == 2.0:
-        found = [flat.averages.sums()[0] for flat in flats]
+        found = [(flat.averages.sums() if sums is None else known[id(flat)])[0] for flat in flats]
         local = torch.zeros(1, dtype=torch.float64, device=device)
         if found:
             local = torch.stack([number.to(device, non_blocking=True) for number in found]).sum(0, keepdim=True)

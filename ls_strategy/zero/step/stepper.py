@@ -84,6 +84,8 @@ class OptimizerStep:
     overflow: bool = False
     norm: Tensor | None = None
     """Global norm before clipping, if it is known."""
+    sums: list[Tensor] | None = None
+    """`Averages.sums` of its flats, from the search for an overflow, until the gradients change."""
     norm_stands: bool = False
     """Whether ``norm`` stays valid because the gradients were clipped after it was computed."""
     clip: Tensor | None = None
@@ -101,7 +103,11 @@ class OptimizerStep:
     def reopen(self) -> None:
         """Record that more gradients follow, or that others have changed them."""
         self.phase = Phase.ACCUMULATING
-        self.norm = None
+        self.outdate_norm()
+
+    def outdate_norm(self) -> None:
+        """Record that the gradients have changed."""
+        self.norm = self.sums = None
 
     def start_over(self) -> None:
         """Record that the gradients were dropped, or set to zero."""
@@ -123,6 +129,7 @@ class OptimizerStep:
     def stepped(self) -> None:
         """Record that the step is over."""
         self._move(Phase.STEPPED, Phase.AVERAGED, Phase.CLIPPED)
+        self.sums = None
 
     def _move(self, to: Phase, *allowed: Phase) -> None:
         if self.phase not in allowed:
@@ -344,7 +351,8 @@ class Stepper:
         if self.scaler is not None:
             for flat in state.flats:
                 flat.averages.settle_scale(folded=state.folded)
-            overflow = global_norm.any_overflow(state.flats, self._world)
+            state.sums = [flat.averages.sums() for flat in state.flats]
+            overflow = global_norm.any_overflow(state.sums, self._world)
         if not self.is_private(state):
             state.sharded.bind_grads(state.used)
         state.averaged(overflow=overflow)
@@ -431,12 +439,12 @@ class Stepper:
         state = self.optimizers[index]
         if clipped and state.phase is Phase.CLIPPED:
             self._unfold(state)
-            state.norm = None
+            state.outdate_norm()
         if not self.is_private(state):
             state.sharded.take_edits(state.used)
-            state.norm = None
+            state.outdate_norm()
         if any([self.gradients.take(kind, self._used[kind]) for kind in state.kinds]):
-            state.norm = None
+            state.outdate_norm()
             self._outdate_others(state)
             self._note_used(state)
             if not self.is_private(state):
@@ -450,7 +458,7 @@ class Stepper:
         state = self.as_they_are(index, clipped=True)
         norm = state.norm if norm_type == 2.0 else None
         if norm is None:
-            norm = global_norm.global_norm(state.flats, self._world, norm_type)
+            norm = global_norm.global_norm(state.flats, self._world, norm_type, sums=state.sums)
         state.norm = norm if norm_type == 2.0 else None
         factor = global_norm.clip_factor(norm, max_norm)
         if factor is None or state.overflow or state.left_out:  # a factor of NaN would stay in the padding
@@ -493,7 +501,8 @@ class Stepper:
         if len(states) == 1 and norm_type == 2.0 and states[0].norm is not None:
             return states[0].norm  # unchanged since
         flats = {id(f): f for s in states for f in s.flats}  # count shared ones once
-        norm = global_norm.global_norm(list(flats.values()), self._world, norm_type)
+        sums = states[0].sums if len(states) == 1 else None
+        norm = global_norm.global_norm(list(flats.values()), self._world, norm_type, sums=sums)
         if len(states) == 1 and norm_type == 2.0:
             states[0].norm = norm
         return norm
