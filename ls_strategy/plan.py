@@ -16,6 +16,8 @@ from ls_strategy.config import FrozenFormat, MomentFormat, TierName
 from ls_strategy.layout import FlatLayout
 from ls_strategy.ops.moments import BLOCK as MOMENT_BLOCK
 from ls_strategy.ops.quantized import packed_bytes
+from ls_strategy.ops.split_master import BYTES as SPLIT_BYTES
+from ls_strategy.ops.split_master import PER_BYTE
 from ls_strategy.tiers import TIERS
 from ls_strategy.zero_stages import REPLICATED, StagePolicy
 
@@ -82,6 +84,20 @@ class FlatPlan:
 
     node: int = 0
     """Ranks that share a second copy of the parameters, from which backward gathers; 0 without one."""
+
+    split_masters: bool = False
+    """Whether of the masters only the bits are stored that the parameters lack, see `ls_strategy.ops.split_master`."""
+
+    @property
+    def master_bytes(self) -> float:
+        """Return the bytes that one master weight takes where it is stored."""
+        return SPLIT_BYTES if self.split_masters else self.master_dtype.itemsize
+
+    def master_states(self, numel: int) -> dict[str, tuple[int, torch.dtype]]:
+        """Return elements and dtype of what is stored of ``numel`` master weights, by the states' names."""
+        if self.split_masters:
+            return {"master.low": (numel, torch.int16), "master.ties": (-(-numel // PER_BYTE), torch.uint8)}
+        return {"master": (numel, self.master_dtype)}
 
     @property
     def owners(self) -> tuple[int, ...]:
@@ -310,7 +326,7 @@ class Plan:
                 flat.secondary_numel * flat.gathered_itemsize if policy.parameters else full * flat.dtype.itemsize
             ),
             own_shard=stepped * flat.dtype.itemsize if flat.has_own_shard(policy) else 0,
-            masters=stepped * flat.master_dtype.itemsize if policy.parameters or own_master else 0,
+            masters=round(stepped * flat.master_bytes) if policy.parameters or own_master else 0,
             optimizer=round(stepped * sum(kept)),
             averages=stepped * 4 if trained else 0,
             local_gradients=full * flat.dtype.itemsize if trained and policy.optimizer and not policy.gradients else 0,
@@ -352,7 +368,8 @@ class Plan:
         for flat in (f for u in self.units for f in u.flats if f.trainable):
             stepped = flat.layout.shard if flat.policy(self.policy).optimizer else flat.layout.numel
             kept = [self._moment_bytes(flat) if optimizer_bytes is None else optimizer_bytes[i] for i in flat.owners]
-            total += stepped * (2 * flat.master_dtype.itemsize + 4 + 2 * sum(kept))
+            high = flat.dtype.itemsize if flat.split_masters else 0
+            total += stepped * (2 * (flat.master_bytes + high) + 4 + 2 * sum(kept))
         return round(total)
 
     def drive_bytes_per_step(
@@ -376,7 +393,7 @@ class Plan:
                 if flat.trainable and not TIERS[flat.optimizer_tier].resident:
                     moved = each.masters + each.optimizer
                     read, written = read + moved, written + moved
-                    if not gradients_stored and not self.policy.parameters:
+                    if not gradients_stored and not self.policy.parameters and not flat.split_masters:
                         read += each.masters  # updated while backward ran; read again to update the parameters
                 if not TIERS[flat.param_tier].resident:
                     read += gathers * flat.shard_bytes

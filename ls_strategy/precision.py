@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
-from ls_strategy.config import ReduceDtype
+from ls_strategy.config import MasterWeights, ReduceDtype
 from ls_strategy.errors import ConfigError
 
 PRECISIONS = ("32-true", "bf16-mixed", "16-mixed", "bf16-true", "16-true", "64-true")
@@ -48,7 +48,9 @@ class PrecisionPolicy:
         return self.compute.itemsize == 2
 
 
-def resolve_precision(name: str, *, master_weights: bool = True, reduce_dtype: ReduceDtype = "fp32") -> PrecisionPolicy:
+def resolve_precision(
+    name: str, *, master_weights: MasterWeights = True, reduce_dtype: ReduceDtype = "fp32"
+) -> PrecisionPolicy:
     """Return the policy for a Lightning precision string.
 
     ====================  =========  =======================  ========  ==========
@@ -63,8 +65,13 @@ def resolve_precision(name: str, *, master_weights: bool = True, reduce_dtype: R
     ====================  =========  =======================  ========  ==========
 
     Raises:
-        ConfigError: ``name`` is not one of the six.
+        ConfigError: ``name`` is not one of the six, or there are no masters to split.
     """
+    if master_weights == "split" and name != "bf16-true":
+        raise ConfigError(
+            f"Got precision.master_weights='split' with Trainer(precision={name!r}), but it splits fp32 masters of "
+            "bf16 weights. Set precision='bf16-true' on the Trainer, or leave master_weights out."
+        )
     low = {"bf16": torch.bfloat16, "16": torch.float16}
     kind, _, mode = name.partition("-")
     in_fp32 = reduce_dtype == "fp32"

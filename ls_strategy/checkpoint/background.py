@@ -260,7 +260,7 @@ class Hold:
     def release(self) -> None:
         """Make the save independent of the buffer. The optimizer step calls it before it changes the states."""
         with self.lock:
-            if not self.flat.store.is_resident("master"):
+            if not self.flat.states_in_memory:
                 self.lock.wait_for(lambda: self._finished or not any(s.left for s in self._sources))
             elif not self._finished:
                 for source in self._sources:

@@ -12,6 +12,7 @@ from ls_strategy.errors import ConfigError
 ReduceDtype = Literal["fp32", "compute"]
 MomentFormat = Literal["fp32", "bf16", "int8"]
 FrozenFormat = Literal["nf4", "int4", "int8"]
+MasterWeights = bool | Literal["split"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -70,9 +71,10 @@ class Float8Config(Group):
 class PrecisionConfig(Group):
     """Master weights, sums, moments and the loss scale. ``Trainer(precision=...)`` sets the computation's precision."""
 
-    master_weights: bool = True
-    """Keep fp32 master weights with ``bf16-true`` and ``16-true``. False halves their memory, and the optimizer works
-    in 16 bit."""
+    master_weights: MasterWeights = True
+    """Keep fp32 master weights with ``bf16-true`` and ``16-true``. ``split``, with ``bf16-true`` at stages 0 to 2: the
+    same weights, of which only the bits are stored that bf16 weights lack, in 2.125 bytes instead of 4. False halves
+    their memory, and the optimizer works in 16 bit."""
 
     reduce_dtype: ReduceDtype = "fp32"
     """NCCL: sum gradients over ranks in ``fp32``, or with ``compute`` in the dtype they were computed in, which halves

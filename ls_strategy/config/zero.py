@@ -73,6 +73,7 @@ def check_together(config: ZeROConfig) -> None:
     _check_virtual_ranks(config)
     _check_compile(config)
     _check_fp8(config)
+    _check_split_masters(config)
     if config.activations.tiling is not None and config.parallel.tp.sequence_parallel:
         raise ConfigError(
             "Got activations.tiling with parallel.tensor.sequence_parallel=True, which shards the tokens of a layer's "
@@ -111,6 +112,27 @@ def _check_fp8(config: ZeROConfig) -> None:
                 "depends on how the batch is split, and so would the numbers. Set "
                 "precision.matmul=Float8Config(recipe='rowwise_with_gw_hp'), which scales every token by itself."
             )
+
+
+def _check_split_masters(config: ZeROConfig) -> None:
+    if config.precision.master_weights != "split":
+        return
+    if config.stage == 3:
+        raise ConfigError(
+            "Got precision.master_weights='split' with stage=3, but what is split are weights that the forward has "
+            "anyway, and stage 3 stores no bf16 weights in addition to the masters. Set stage 1 or 2, or leave "
+            "master_weights out."
+        )
+    if config.offload.delay_after is not None:
+        raise ConfigError(
+            f"Got precision.master_weights='split' with offload.delay_after={config.offload.delay_after}, but late "
+            "updates would change the weights that the next step computes with. Leave one of them out."
+        )
+    if config.offload.step_on == "cpu":
+        raise ConfigError(
+            "Got precision.master_weights='split' with offload.step_on='cpu', but the upper parts of the masters are "
+            "the weights on the device, where the update runs. Leave step_on out."
+        )
 
 
 def _check_compile(config: ZeROConfig) -> None:

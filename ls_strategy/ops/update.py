@@ -1,7 +1,7 @@
 """Optimizer updates of a flat buffer, in one pass over memory each.
 
 Common arguments:
-    param: ``(n,)`` fp32, contiguous; updated in place.
+    param: ``(n,)`` fp32, contiguous, or `SplitMaster`; updated in place.
     moments (``exp_avg``, ...): ``n`` elements each; updated in place. The update uses the new moments before they are
         rounded for storage.
     grad: ``(n,)``, contiguous, fp32, bf16 or fp16; read-only.
@@ -24,8 +24,10 @@ import torch
 from torch import Tensor
 
 from ls_strategy.ops import native, reference
-from ls_strategy.ops.moments import Moment
+from ls_strategy.ops.moments import UPDATE_CHUNK, Moment
+from ls_strategy.ops.portions import portion
 from ls_strategy.ops.reference import Scalars
+from ls_strategy.ops.split_master import SplitMaster
 
 _GRAD_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
@@ -36,7 +38,7 @@ def native_available(device_type: str) -> bool:
 
 
 def adamw_(  # noqa: PLR0913
-    param: Tensor,
+    param: Tensor | SplitMaster,
     exp_avg: Moment,
     exp_avg_sq: Moment,
     grad: Tensor,
@@ -72,7 +74,7 @@ def adamw_(  # noqa: PLR0913
 
 
 def lion_(  # noqa: PLR0913
-    param: Tensor,
+    param: Tensor | SplitMaster,
     exp_avg: Moment,
     grad: Tensor,
     *,
@@ -100,7 +102,7 @@ def lion_(  # noqa: PLR0913
 
 
 def sgd_(  # noqa: PLR0913
-    param: Tensor,
+    param: Tensor | SplitMaster,
     momentum_buffer: Moment | None,
     grad: Tensor,
     *,
@@ -132,7 +134,7 @@ def sgd_(  # noqa: PLR0913
 
 
 def adagrad_(  # noqa: PLR0913
-    param: Tensor,
+    param: Tensor | SplitMaster,
     sum_: Moment,
     grad: Tensor,
     *,
@@ -160,7 +162,7 @@ def adagrad_(  # noqa: PLR0913
 
 def _update(  # noqa: PLR0913, PLR0917
     name: str,
-    param: Tensor,
+    param: Tensor | SplitMaster,
     moments: list[Moment],
     grad: Tensor,
     scalars: Scalars,
@@ -169,6 +171,15 @@ def _update(  # noqa: PLR0913, PLR0917
     seed: int,
     offset: int,
 ) -> None:
+    if isinstance(param, SplitMaster):
+        at_a_time = portion(grad.device, UPDATE_CHUNK)
+        for start in range(0, param.numel(), at_a_time):
+            stop = min(start + at_a_time, param.numel())
+            part = param[start:stop]
+            joined, parts = part.join(), [m.narrow(start, stop) for m in moments]
+            _update(name, joined, parts, grad[start:stop], scalars, clip, None, seed, offset + start)
+            part.store_(joined)
+        return
     _check(param, moments, grad, out)
     scalars = {key: value if isinstance(value, bool) else _fp32(value) for key, value in scalars.items()}
     if clip is not None and not isinstance(clip, Tensor):

@@ -33,7 +33,7 @@ def memory_bytes(
             for f in flats
         ),
         "gathered": sum(size(f.full, None if f.wire is None else f.wire.values) for f in flats if f.policy.parameters),
-        "masters": sum(size(f.master) for f in flats),
+        "masters": sum(size(*f.masters_in_memory()) for f in flats),
         "gradients": sum(
             size(
                 f.local.buffer,

@@ -150,7 +150,8 @@ class StateOffload:
         for flat in self._flats:
             for tensor in _parameters_in_memory(flat):
                 yield "parameters", tensor
-            yield "masters", flat.master
+            for tensor in flat.masters_in_memory():
+                yield "masters", tensor
             for grad in (flat.local.buffer, flat.averages.values, *map(grad_of, flat.params)):
                 if grad is not None:
                     yield "gradients", grad

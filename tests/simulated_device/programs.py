@@ -424,6 +424,15 @@ FITS: dict[str, tuple[Any, ...]] = {
         {},
         "stops early",
     ),
+    "stage 1, split masters": ({"stage": 1, "precision": {"master_weights": "split"}}, {"precision": "bf16-true"}),
+    "stage 2, split masters on cpu": (
+        {"stage": 2, "offload": {"optimizer": "cpu"}, "precision": {"master_weights": "split"}},
+        {"precision": "bf16-true", "gradient_clip_val": 0.1},
+    ),
+    "stage 2, split masters on nvme": (
+        {"stage": 2, "offload": {"optimizer": "nvme"}, "precision": {"master_weights": "split", "moments": "int8"}},
+        {"precision": "bf16-true"},
+    ),
     "stage 1, frozen in nf4": ({"stage": 1, "precision": {"frozen": "nf4"}}, {}, "frozen matrices"),
     "stage 3, frozen in nf4 on cpu, bf16": (
         {

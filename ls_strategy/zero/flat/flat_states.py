@@ -8,7 +8,8 @@ states (averaged gradients, user code's writes) knows no more than this.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Protocol
 
 import torch
@@ -19,6 +20,7 @@ from ls_strategy.distributed.axis import Axis
 from ls_strategy.distributed.comm import Comm, PendingGather
 from ls_strategy.errors import StateError
 from ls_strategy.layout import Piece
+from ls_strategy.ops.split_master import SplitMaster
 from ls_strategy.plan import FlatPlan
 from ls_strategy.precision import at_least_fp32
 from ls_strategy.tiers import TIERS
@@ -229,6 +231,23 @@ class FlatStates:
         """
         self.require_here("masters")
         return self.store.view("master", start, stop)
+
+    def masters_of(self, start: int, stop: int, held: Mapping[str, Tensor]) -> Tensor | SplitMaster:
+        """Return what an update of elements ``[start, stop)`` changes; ``held`` has what is not in memory, by name."""
+        master = held.get("master")
+        return self.master.detach()[start:stop] if master is None else master
+
+    def masters_in_memory(self) -> list[Tensor]:
+        """Return the tensors that hold the masters, or what stands for them."""
+        return [self.master]
+
+    def take_in_place(self) -> bool:
+        """Let masters that are the parameters follow a write of user code; return whether this rank's changed."""
+        return True
+
+    def writing(self) -> AbstractContextManager[None]:
+        """Wrap writes of user code that are announced."""
+        return nullcontext()
 
     def before_change(self) -> None:
         """Let a save in flight copy masters and optimizer states that are about to change."""

@@ -146,7 +146,8 @@ class UserWrites:
 
         Raises:
             StateError: ``p.data`` was set to a tensor of another shape or dtype; the write came while an update of the
-                same weights was running; or it went to a tensor that ``p.data`` returned before the last step.
+                same weights was running; it went to a tensor that ``p.data`` returned before the last step; or it was
+                not announced and the masters are split.
         """
         flat = self._flat
         if self._outdated:
@@ -172,7 +173,7 @@ class UserWrites:
         for i in moved:
             self._restore(i)
         viewed = not flat.master_is_slice and self.has_memory_views
-        changed = detected if flat.master_is_slice else self._take_shard()
+        changed = (detected and flat.take_in_place()) if flat.master_is_slice else self._take_shard()
         if flat.plan.cast_to is not None:
             flat.written({*moved, *counted} if detected else range(len(flat.params)) if changed else ())
         flat.show_stored()

@@ -24,6 +24,7 @@ from ls_strategy.tiers.link import trim_heap
 from ls_strategy.zero.flat.cast import CastFlat
 from ls_strategy.zero.flat.flat_buffer import FlatBuffer
 from ls_strategy.zero.flat.quantized import QuantizedFlat
+from ls_strategy.zero.flat.split import SplitFlat
 from ls_strategy.zero.flat.units import Unit
 from ls_strategy.zero.setup import agreement
 from ls_strategy.zero.setup import materialize as materials
@@ -122,13 +123,16 @@ class Draft:
         sets = {tuple(i for i, _ in owners) for owners in self._owners.values() if len(owners) > 1}
         self._shared = {each: count + n for n, each in enumerate(sorted(sets))}
         config = self.config
-        if not sets or (single and config.offload.optimizer is None and config.precision.moments == "fp32"):
+        split = config.precision.master_weights == "split"
+        fp32 = config.precision.moments == "fp32"
+        if not sets or (single and config.offload.optimizer is None and fp32 and not split):
             return
         what = (
             "tensor, expert or pipeline parallelism"
             if not single
+            else "precision.master_weights='split'" if split
             else f"precision.moments={config.precision.moments!r}"
-        )
+        )  # fmt: skip
         offloaded = config.offload.tier_of("optimizer")
         if offloaded is not None:
             what = f"offload.optimizer={offloaded.tier!r}"
@@ -260,6 +264,8 @@ def _kind_of(plan: FlatPlan, policy: StagePolicy) -> type[FlatBuffer]:
     """Return the class of a buffer: it decides in which format full parameters are gathered."""
     if plan.quantized is not None:
         return QuantizedFlat
+    if (plan.unfrozen or plan).split_masters:
+        return SplitFlat
     return CastFlat if plan.cast_to is not None and policy.parameters else FlatBuffer
 
 

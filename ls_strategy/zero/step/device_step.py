@@ -22,6 +22,7 @@ import torch
 from torch import Tensor
 
 from ls_strategy.ops.moments import Moment
+from ls_strategy.ops.split_master import SplitMaster
 from ls_strategy.tiers.arrival import Arrival
 from ls_strategy.tiers.link import Link, host_empty
 
@@ -50,6 +51,12 @@ class DeviceStep:
         """Start copying pinned host memory, and return the device's copy, to be used inside `operation` only."""
         return host.to(self._link.device, non_blocking=True)
 
+    def send_master(self, master: Tensor | SplitMaster) -> Tensor | SplitMaster:
+        """Do what `send` does with masters; the upper parts of split ones are on the device."""
+        if isinstance(master, SplitMaster):
+            return SplitMaster(master.high, self.send(master.low), self.send(master.ties))
+        return self.send(master)
+
     def send_moment(self, moment: Moment) -> Moment:
         """Do what `send` does with the tensors of a moment."""
         scales = None if moment.scales is None else self.send(moment.scales)
@@ -66,6 +73,14 @@ class DeviceStep:
     def bring(self, host: Tensor, result: Tensor) -> None:
         """Copy ``result`` into ``host`` (pinned) after the `operation` in which this is called."""
         self._results.append((host, result))
+
+    def bring_master(self, host: Tensor | SplitMaster, result: Tensor | SplitMaster) -> None:
+        """Do what `bring` does with masters."""
+        if isinstance(host, SplitMaster) and isinstance(result, SplitMaster):
+            self.bring(host.low, result.low)
+            self.bring(host.ties, result.ties)
+        elif isinstance(host, Tensor) and isinstance(result, Tensor):
+            self.bring(host, result)
 
     def bring_moment(self, host: Moment, result: Moment) -> None:
         """Do what `bring` does with the tensors of a moment."""

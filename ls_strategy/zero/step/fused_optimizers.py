@@ -19,6 +19,7 @@ from torch.optim import Optimizer
 from ls_strategy.ops import update as ops
 from ls_strategy.ops.lion import Lion
 from ls_strategy.ops.moments import Moment
+from ls_strategy.ops.split_master import SplitMaster
 from ls_strategy.optimizers.muon import Muon
 
 
@@ -60,7 +61,7 @@ class Kernel:
 
     def update(
         self,
-        param: Tensor,
+        param: Tensor | SplitMaster,
         moments: Mapping[str, Moment],
         grad: Tensor,
         step: int,

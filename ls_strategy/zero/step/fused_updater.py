@@ -68,7 +68,7 @@ class FusedUpdater(Updater):
         """Return whether a fused update steps this buffer: it is faster, or a tier or a format needs it."""
         if not any(self.kernels) or flat.master_dtype != torch.float32 or flat.plan.shared_by:
             return False
-        if flat.steps_in_background or self._moment_format != "fp32":
+        if flat.steps_in_background or self._moment_format != "fp32" or flat.plan.split_masters:
             return True
         if any(group.get("fused") for group in self._optimizer.param_groups):
             return False  # the user selected torch's kernel
@@ -149,6 +149,8 @@ class FusedUpdater(Updater):
         The runs have to be those of the coming step.
         """
         if not (flat.steps_in_background and flat.averages.folds_factors):  # else it does not step all of the buffer
+            return None
+        if flat.plan.split_masters:  # it would change the parameters while backward reads them
             return None
         n = self._flats.index(flat)
         parts = [self._part_of(c, self._states.steps_taken + 1) for c in self._runs if c.run.flat_number == n]

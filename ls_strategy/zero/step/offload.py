@@ -54,7 +54,8 @@ def _states_by_tier(
         if flat.optimizer_tier != "device" and flat.quantized is not None:
             result[flat.optimizer_tier][number, "master"] = (flat.stored_bytes(policy), torch.uint8)
         elif flat.optimizer_tier != "device":
-            result[flat.optimizer_tier][number, "master"] = (numel, flat.master_dtype)
+            masters = flat.master_states(numel)
+            result[flat.optimizer_tier] |= {(number, name): size for name, size in masters.items()}
         if flat.has_own_shard(policy) and flat.param_tier != "device":
             result[flat.param_tier][number, "param"] = (numel, flat.dtype)
         if not TIERS[flat.gradient_tier].resident:
@@ -75,6 +76,9 @@ def _moments(
     stepped = flat.unfrozen or flat
     kernel, tier = kernel_for(optimizer), stepped.optimizer_tier
     fp32, offloaded = stepped.master_dtype == torch.float32, flat.trainable and flat.optimizer_tier != "device"
+    if kernel is None and stepped.split_masters:
+        name = type(optimizer).__name__
+        raise _without_kernel("precision.master_weights='split'", name, "leave master_weights out")
     if kernel is None and not TIERS[tier].resident and any(full_tensor_groups(optimizer)):
         _refuse_without_kernel(optimizer, "cpu", config, fp32=True)  # other states are in host memory
         return moment_sizes(number, numel, _streamed(optimizer), "fp32") if fp32 and offloaded else {}
@@ -98,12 +102,16 @@ def _refuse_without_kernel(optimizer: Optimizer, tier: TierName, config: ZeROCon
     if moments != "fp32" or not TIERS[tier].resident:
         option = f"precision.moments={moments!r}" if TIERS[tier].resident else f"offload.optimizer={tier!r}"
         given = type(optimizer).__name__ if fp32 else f"{type(optimizer).__name__} without fp32 master weights"
-        raise PlanError(
-            f"Got {option} with {given}, but it needs a fused update, which exists for {', '.join(FUSED_NAMES)} "
-            "(exactly these classes, fp32 masters, without amsgrad, capturable, differentiable, foreach=True or "
-            "fused=False). Use one of them, or offload to 'cpu' with moments='fp32', which supports any element-wise "
-            "optimizer."
-        )
+        cure = "offload to 'cpu' with moments='fp32', which supports any element-wise optimizer"
+        raise _without_kernel(option, given, cure)
+
+
+def _without_kernel(option: str, given: str, cure: str) -> PlanError:
+    return PlanError(
+        f"Got {option} with {given}, but it needs a fused update, which exists for {', '.join(FUSED_NAMES)} "
+        "(exactly these classes, fp32 masters, without amsgrad, capturable, differentiable, foreach=True or "
+        f"fused=False). Use one of them, or {cure}."
+    )
 
 
 _PATIENCE_S = 10.0
@@ -178,6 +186,9 @@ class Offload:
     def choose_where_to_step(self, device: torch.device) -> None:
         """Choose where offloaded states are updated; ``auto`` measures. The result is bitwise equal either way."""
         if self.config.offload.optimizer is None or not dev.is_accelerator(device):
+            return
+        if self.config.precision.master_weights == "split":
+            self.streamed, self.reason = True, "where the upper parts of split master weights are"
             return
         self.streamed = self.config.offload.step_on == "device"
         self.reason = f"offload.step_on={self.config.offload.step_on}"

@@ -163,12 +163,16 @@ class ShardedOptimizer:
             PlanError: they are not in memory.
         """
         flat = self.flats[flat_number]
-        if not flat.states_in_memory:
-            raise PlanError(
-                f"Got {flat.layout.slots[index].name!r} for {type(updater).__name__}, an updater of another package, "
-                f"but its master weights are on {flat.optimizer_tier!r}, and such an updater changes tensors in "
-                "memory. Set offload.optimizer='cpu', or let takes() return False for it."
-            )
+        if flat.states_in_memory and not flat.plan.split_masters:
+            return
+        where, cure = f"on {flat.optimizer_tier!r}", "offload.optimizer='cpu'"
+        if flat.plan.split_masters:
+            where, cure = "split", "precision.master_weights=True"
+        raise PlanError(
+            f"Got {flat.layout.slots[index].name!r} for {type(updater).__name__}, an updater of another package, but "
+            f"its master weights are {where}, and such an updater changes fp32 tensors in memory. Set {cure}, or let "
+            "takes() return False for it."
+        )
 
     @property
     def is_mixed(self) -> bool:

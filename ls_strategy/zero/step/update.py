@@ -20,6 +20,7 @@ from ls_strategy import device as dev
 from ls_strategy.layout import round_up
 from ls_strategy.ops.moments import BLOCK, Moment
 from ls_strategy.ops.norm import sum_of_squares
+from ls_strategy.ops.split_master import PER_BYTE, SplitMaster
 from ls_strategy.tiers.base import Lease
 from ls_strategy.tiers.buffers import PAGE, AlignedBuffer
 from ls_strategy.tiers.stream import Job
@@ -126,7 +127,7 @@ class _PartStates:
     where: slice
     """In the chunk."""
 
-    param: Tensor
+    param: Tensor | SplitMaster
     moments: dict[str, Moment]
 
 
@@ -163,19 +164,19 @@ class _ChunkUpdate:
         self._update = update
         self._lo, self._hi = lo, hi
         self._device_step = device_step
-        self._sent: list[tuple[_PartStates, Tensor, dict[str, Moment]]] = []
+        self._sent: list[tuple[_PartStates, Tensor | SplitMaster, dict[str, Moment]]] = []
         self._leases: dict[str, Lease] = {}
         self._out: Tensor | None = None
         self._staging: AlignedBuffer | None = None
 
     def _range(self, name: str) -> tuple[int, int]:
-        scale = BLOCK if name.endswith(".scales") else 1
+        scale = BLOCK if name.endswith(".scales") else PER_BYTE if name == "master.ties" else 1
         return self._lo // scale, -(-self._hi // scale)
 
     def _leased_names(self) -> Iterator[str]:
         update = self._update
         if not update.states.resident:
-            yield "master"
+            yield from update.flat.plan.master_states(0)
             for name in dict.fromkeys(n for part in update.parts for n in part.names):
                 yield name
                 if update.states.moment_format == "int8":
@@ -207,9 +208,8 @@ class _ChunkUpdate:
         for states in self._host_states(held):
             self._run(states, states.param, states.moments, grads, update.clip, self._out)
 
-    def _master(self, held: dict[str, Tensor]) -> Tensor:
-        master = held.get("master")
-        return self._update.flat.master.detach()[self._lo : self._hi] if master is None else master
+    def _master(self, held: dict[str, Tensor]) -> Tensor | SplitMaster:
+        return self._update.flat.masters_of(self._lo, self._hi, held)
 
     def _host_states(self, held: dict[str, Tensor]) -> Iterator[_PartStates]:
         """Yield the states of every part that overlaps this chunk; those that are not resident are ``held``."""
@@ -228,10 +228,10 @@ class _ChunkUpdate:
                     moments[name] = moment.narrow(where.start, where.stop)
             yield _PartStates(part, where, master[where], moments)
 
-    def _output(self, master: Tensor) -> Tensor | None:
+    def _output(self, master: Tensor | SplitMaster) -> Tensor | None:
         """Return the tensor that receives the new parameters: their final place, if the operation can write to it."""
         flat = self._update.flat
-        if not self._update.publish:
+        if not self._update.publish or isinstance(master, SplitMaster):  # the parameters are a part of such masters
             return None
         if self._is_stored:
             out = torch.empty(self._hi - self._lo, dtype=flat.dtype)
@@ -271,7 +271,7 @@ class _ChunkUpdate:
     def _run(
         self,
         states: _PartStates,
-        param: Tensor,
+        param: Tensor | SplitMaster,
         moments: dict[str, Moment],
         grads: Tensor,
         clip: Tensor | None,
@@ -296,7 +296,7 @@ class _ChunkUpdate:
         with step.sending():
             for states in parts:
                 there = {name: step.send_moment(moment) for name, moment in states.moments.items()}
-                self._sent.append((states, step.send(states.param), there))
+                self._sent.append((states, step.send_master(states.param), there))
 
     def _on_device(self, step: DeviceStep, grads: Tensor, held: dict[str, Tensor]) -> None:
         """Run the same operation on the device, on what was sent ahead or is sent now, and bring the states back."""
@@ -313,7 +313,7 @@ class _ChunkUpdate:
                 out_there = torch.empty(out.numel(), dtype=out.dtype, device=there.device)
             for states, param, moments in self._sent:
                 self._run(states, param, moments, there, clip, out_there)
-                step.bring(states.param, param)
+                step.bring_master(states.param, param)
                 for name, moment in states.moments.items():
                     step.bring_moment(moment, moments[name])
                 if out is not None and out_there is not None and out_there is not out:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import sys
 import threading
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from types import FrameType
 from typing import Any
@@ -185,21 +185,24 @@ class OnDemandGather:
             self.touch(flat)
         opened = _Opened(frozenset(map(id, flats)))
         self._opened.append(opened)
-        try:
-            yield
+        with ExitStack() as announced:
             for flat in flats:
-                self._take(flat)
-            written = torch.tensor([opened.written], dtype=torch.uint8)
-            if not modify and world.agree(written).item():
-                raise StateError(
-                    "parameters were written to inside gathered_parameters(), which was opened for reading. Open it "
-                    "with modify=True, on every rank, and write the same on all of them."
-                )
-        finally:
-            self._opened.remove(opened)
-            for flat in flats:
-                self.touched(flat)
-            self.write_back()
+                announced.enter_context(flat.writing())
+            try:
+                yield
+                for flat in flats:
+                    self._take(flat)
+                written = torch.tensor([opened.written], dtype=torch.uint8)
+                if not modify and world.agree(written).item():
+                    raise StateError(
+                        "parameters were written to inside gathered_parameters(), which was opened for reading. Open "
+                        "it with modify=True, on every rank, and write the same on all of them."
+                    )
+            finally:
+                self._opened.remove(opened)
+                for flat in flats:
+                    self.touched(flat)
+                self.write_back()
 
     def _take(self, flat: FlatBuffer) -> None:
         """Take writes to a buffer, for the innermost context that holds it. Not collective."""

@@ -1,0 +1,141 @@
+"""A flat buffer whose fp32 masters are stored as the parameters and the bits that complete them (stages 0 to 2).
+
+::
+
+    full          | a | b | c      |....|     bf16, read by the forward; this rank's range completes its masters
+    master.low        | b | c  |              16 bits per element, on the tier of masters
+    master.ties       | b | c  |              one bit per element (`ls_strategy.ops.split_master`)
+
+To all others the masters are fp32 numbers: checkpoints, `read_master`, a new engine. A write to the masters changes the
+parameters in this rank's range at once, as in fp32, where the masters are a slice of ``full``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor
+from typing_extensions import override
+
+from ls_strategy.errors import StateError
+from ls_strategy.layout import round_up
+from ls_strategy.ops.split_master import PER_BYTE, SplitMaster, split
+from ls_strategy.zero.flat.flat_buffer import FlatBuffer
+from ls_strategy.zero.flat.state_store import placeholder_of
+from ls_strategy.zero.flat.writes import take_elements
+
+
+class SplitFlat(FlatBuffer):
+    """Parameters whose masters are split, once they train. ``master`` is a placeholder that reads as NaN."""
+
+    _before: Tensor | None = None
+    """This rank's range of the parameters before writes that user code has announced."""
+
+    @override
+    def place(self, mine: Tensor) -> None:
+        if not self.plan.split_masters:
+            super().place(mine)
+            return
+        parts = split(mine)
+        self.store.create("master.low", self.optimizer_tier, parts.low, torch.int16)
+        self.store.create("master.ties", self.optimizer_tier, parts.ties, torch.uint8)
+        self.master = placeholder_of(self.stepped_numel, self.master_dtype).to(mine.device)
+
+    @property
+    @override
+    def master_is_slice(self) -> bool:
+        return self.plan.split_masters or super().master_is_slice
+
+    @override
+    def masters_in_memory(self) -> list[Tensor]:
+        if not self.plan.split_masters:
+            return super().masters_in_memory()
+        parts = (self.store.in_memory(name) for name in self.plan.master_states(0))
+        return [part for part in parts if part is not None]
+
+    # writes of user code ---------------------------------------------------------------------------------------------
+
+    @override
+    @contextmanager
+    def writing(self) -> Iterator[None]:
+        """Keep the parameters of before: elements that are not written to keep their masters."""
+        if not self.plan.split_masters or self._before is not None:
+            yield
+            return
+        self._before = self.full.detach()[slice(*self.stepped)].clone()
+        try:
+            yield
+        finally:
+            self._before = None
+
+    @override
+    def take_in_place(self) -> bool:
+        if not self.plan.split_masters:
+            return True
+        if self._before is None:
+            raise StateError(
+                f"a parameter in the buffer of {self.name!r} was written to, but with precision.master_weights='split' "
+                "its masters cannot tell which elements have changed. Write to it inside "
+                "strategy.gathered_parameters(modify=True), or set master_weights=True on the strategy."
+            )
+        now = self.full.detach()[slice(*self.stepped)]
+        changed = take_elements(self, 0, now, self._before)
+        self._before = now.clone()
+        return changed
+
+    # masters ---------------------------------------------------------------------------------------------------------
+
+    @override
+    def masters_of(self, start: int, stop: int, held: Mapping[str, Tensor]) -> Tensor | SplitMaster:
+        if not self.plan.split_masters:
+            return super().masters_of(start, stop, held)
+        high = self.full.detach()[slice(*self.stepped)][start:stop]
+        low, ties = (held.get(name) for name in self.plan.master_states(0))
+        if low is None or ties is None:
+            low = self.store.view("master.low", start, stop)
+            ties = self.store.view("master.ties", start // PER_BYTE, -(-stop // PER_BYTE))
+        return SplitMaster(high, low, ties)
+
+    def _parts_around(self, start: int, stop: int) -> tuple[SplitMaster, int]:
+        """Return the parts of elements ``[start, stop)`` and those that share a byte with them, and where they begin.
+
+        On NVMe, the parts but for the parameters are copies.
+        """
+        self.require_here("masters")
+        self.require_here("parameters")
+        first = start // PER_BYTE * PER_BYTE
+        masters = self.masters_of(first, min(round_up(stop, PER_BYTE), self.stepped_numel), {})
+        assert isinstance(masters, SplitMaster)
+        return masters, first
+
+    @override
+    def read_master(self) -> Tensor:
+        if not self.plan.split_masters:
+            return super().read_master()
+        self.wait_updated()
+        return self.master_range(0, self.stepped_numel)
+
+    @override
+    def master_range(self, start: int, stop: int) -> Tensor:
+        if not self.plan.split_masters:
+            return super().master_range(start, stop)
+        masters, first = self._parts_around(start, stop)
+        return masters.join()[start - first : stop - first]
+
+    @override
+    def write_master(self, start: int, values: Tensor) -> None:
+        if not self.plan.split_masters:
+            super().write_master(start, values)
+            return
+        self.wait_updated()
+        self.before_change()
+        if self.gathering is not None:
+            self.finish_gather()  # it sends the parameters
+        masters, first = self._parts_around(start, start + values.numel())
+        joined = masters.join()
+        joined[start - first : start - first + values.numel()].copy_(values)
+        masters.store_(joined)
+        self.store.write("master.low", first, masters.low)
+        self.store.write("master.ties", first // PER_BYTE, masters.ties)

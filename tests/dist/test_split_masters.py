@@ -1,0 +1,161 @@
+"""Split master weights: the bits of a run with fp32 masters, in checkpoints of it, and what is refused."""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from ls_strategy.config import OffloadConfig, PrecisionConfig, nested
+from ls_strategy.errors import ConfigError, PlanError, StateError
+from ls_strategy.lightning.strategy import ZeROStrategy
+from ls_strategy.precision import resolve_precision
+from ls_strategy.testing import spawn
+from tests.marks import wide
+from tests.models import Case, Net, assert_same_bits, changed_in_between, loader, placed, quiet, trainer_of
+from tests.unit.one_rank import adamw, close_engines, engine_on, network, steps
+
+pytestmark = pytest.mark.dist
+
+SPLIT = ("precision.master_weights", "split")
+ON_CPU = (("offload.optimizer", "cpu"),)
+ON_NVME = (("offload.optimizer", "nvme"), ("offload.nvme_allow_ram", True))
+SHORT = Case(precision="bf16-true", steps=12, blocks=2, clip="norm", clip_at=0.5, fused=None)
+
+
+def pair(case: Case) -> tuple[Case, Case]:
+    """Return a run with fp32 masters, and the same one with split ones."""
+    return case, replace(case, options=(*case.options, SPLIT))
+
+
+PLACES = [SHORT.at(0), SHORT.at(1), *(replace(SHORT, stage=2, options=options) for options in ((), ON_CPU, ON_NVME))]
+LONG = [replace(case, steps=200) for case in PLACES]
+CROSSED = [
+    replace(SHORT.at(2), accumulate=3, clip="value", clip_at=0.01, traits=("frozen", "tied", "uneven")),
+    replace(SHORT.at(1), traits=("unused", "unused_here", "buffers"), options=ON_CPU),
+    replace(SHORT.at(2), clip=None, accumulate=2, traits=("private", "empty"), options=ON_NVME),
+    replace(SHORT.at(2), clip=None, traits=("private",), options=ON_CPU),
+    replace(SHORT.at(0), optimizer="two"),
+    replace(SHORT.at(1), optimizer="sgd", options=(("precision.moments", "bf16"),)),
+    replace(SHORT.at(2), options=(("precision.moments", "int8"), *ON_NVME)),
+    replace(SHORT.at(2), options=(("parallel.virtual_ranks", 4),)),
+    replace(SHORT.at(2), options=(("sharding.shard_size", 1),)),
+    replace(SHORT.at(2), options=(("precision.fp32_modules", ["LayerNorm"]), ("sharding.overlap_step", False))),
+]
+
+
+@pytest.mark.parametrize(
+    ("world_size", "cases"),
+    [(2, PLACES[2:]), (2, CROSSED[:2]), wide(2, CROSSED), wide(1, CROSSED), wide(3, PLACES), wide(2, LONG)],
+)
+def test_split_masters_make_the_bits_of_fp32_masters(world_size: int, cases: list[Case], tmp_path: Path) -> None:
+    assert_same_bits(world_size, map(pair, cases), tmp_path)
+
+
+def test_a_checkpoint_goes_from_split_masters_to_fp32_ones_and_back(tmp_path: Path) -> None:
+    case = replace(SHORT, steps=8)
+    full, divided = pair(case.at(2))
+    drive = placed(replace(divided, options=(*divided.options, *ON_NVME)), tmp_path)
+    changes = {
+        "split, then not": (divided, full),
+        "fp32, then split": (case.at(1), divided),
+        "fp32 at stage 3, then on a drive": (case.at(3), drive),
+        "from a drive to a folder": (replace(drive, options=(*drive.options, ("checkpoint", "sharded"))), full),
+    }
+    for found in spawn(changed_in_between, 2, tmp_path, full, changes, init_process_group=False, timeout_s=300):
+        assert all(found.values()), found
+
+
+class Writing(Net):
+    """Sets some elements of its weights after the fourth step."""
+
+    announced = True
+
+    def on_train_batch_end(self, *_: Any) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
+        if self.trainer.global_step != 4:
+            return
+        strategy: Any = self.trainer.strategy
+        with strategy.gathered_parameters(modify=True) if self.announced else nullcontext(), torch.no_grad():
+            self.head.weight[::2].clamp_(-0.05, 0.05)
+            self.emb.weight.data = self.emb.weight.data.roll(1, 1)
+
+
+def written(rank: int, world_size: int, cases: list[Case], announced: bool) -> list[Any]:
+    """Return the losses of each case with writes to its weights, or the error. Collective."""
+    quiet()
+    found: list[Any] = []
+    for case in cases:
+        net = Writing(case)
+        net.announced = announced
+        try:
+            trainer_of(case, world_size).fit(net, loader(case, world_size))
+        except StateError as error:
+            found.append(str(error))
+        else:
+            found.append(net.result.losses)
+    return found
+
+
+def test_announced_writes_change_only_what_they_write_and_others_are_refused(tmp_path: Path) -> None:
+    cases = [*pair(SHORT.at(1)), *(placed(case, tmp_path) for case in pair(replace(SHORT, stage=2, options=ON_NVME)))]
+    for found in spawn(written, 2, cases, True, init_process_group=False, timeout_s=200):
+        assert found[0] == found[1]
+        assert found[2] == found[3]
+    for (error,) in spawn(written, 2, cases[1:2], False, init_process_group=False, timeout_s=200):
+        assert "cannot tell which elements have changed. Write to it inside" in error
+
+
+@pytest.mark.parametrize(
+    ("options", "rule"),
+    [
+        ({"stage": 3}, "stage 3 stores no bf16 weights"),
+        ({"stage": 2, "offload.optimizer": "cpu", "offload.delay_after": 5}, "late updates would change"),
+        ({"stage": 2, "offload.optimizer": "cpu", "offload.step_on": "cpu"}, "Leave step_on out"),
+    ],
+)
+def test_options_without_a_weight_to_complete_are_refused(options: dict[str, Any], rule: str) -> None:
+    with pytest.raises(ConfigError, match=rule):
+        ZeROStrategy(**nested({**options, "precision.master_weights": "split"}))
+
+
+@pytest.mark.parametrize("precision", ["32-true", "bf16-mixed", "16-true"])
+def test_precisions_without_bf16_weights_are_refused(precision: str) -> None:
+    with pytest.raises(ConfigError, match=f"precision='{precision}'.*Set precision='bf16-true'"):
+        resolve_precision(precision, master_weights="split")
+
+
+@pytest.mark.parametrize("tier", [None, "cpu"])
+def test_memory_is_what_the_plan_says(tier: Any) -> None:
+    found = {}
+    for master_weights in (True, "split"):
+        model = network()
+        engine = engine_on(
+            model,
+            [adamw(model.parameters())],
+            stage=2,
+            trainer_precision="bf16-true",
+            precision=PrecisionConfig(master_weights=master_weights),
+            offload=OffloadConfig(optimizer=tier),
+        )
+        steps(engine, 2)
+        numel = sum(flat.stepped_numel for flat in engine.flats)
+        planned, live = engine.plan.state_bytes()["masters"], engine.memory_bytes()["masters"]
+        assert live == planned
+        found[master_weights] = live / numel
+        close_engines()
+    assert found == {True: 4.0, "split": 2.125}
+
+
+class Elsewhere(Net):
+    def configure_optimizers(self) -> Any:
+        return torch.optim.AdamW(self.parameters(), amsgrad=True)
+
+
+def test_an_optimizer_without_a_fused_update_is_refused() -> None:
+    _, case = pair(SHORT.at(2))
+    with pytest.raises(PlanError, match="master_weights='split' with AdamW, but it needs a fused update"):
+        trainer_of(case, 1).fit(Elsewhere(case), loader(case, 1))

@@ -1,0 +1,78 @@
+"""Split master weights: every fp32 number is restored, and the upper part is torch's bf16 number."""
+
+import pytest
+import torch
+
+from ls_strategy.ops.moments import BLOCK
+from ls_strategy.ops.split_master import SplitMaster, split
+from tests.ops.cases import CASES, make, run
+
+UPPER = torch.arange(1 << 16) << 16
+LOWER = torch.arange(1 << 16)
+
+
+def numbers(bits: torch.Tensor) -> torch.Tensor:
+    return torch.where(bits >= 1 << 31, bits - (1 << 32), bits).to(torch.int32).view(torch.float32).view(-1)
+
+
+@pytest.mark.parametrize(
+    "bits",
+    [
+        UPPER[:, None] | torch.tensor([0, 1, 0x7FFF, 0x8000, 0x8001, 0xFFFF]),
+        torch.tensor([0, 0x80000000, 0x3F800000, 0x3F810000, 0xBF810000, 0x7F7F0000, 0x7F800000])[:, None] | LOWER,
+    ],
+    ids=["all upper halves", "all lower halves"],
+)
+def test_every_number_is_restored_and_the_upper_part_is_nearest_even(bits: torch.Tensor) -> None:
+    values = numbers(bits)
+    parts = split(values)
+    found, is_nan = parts.join(), values.isnan()
+    assert torch.equal(found.isnan(), is_nan)
+    assert torch.equal(found.view(torch.int32)[~is_nan], values.view(torch.int32)[~is_nan])
+    rounded = values.to(torch.bfloat16)
+    assert torch.equal(parts.high.view(torch.int16)[~is_nan], rounded.view(torch.int16)[~is_nan])
+
+
+def test_sixteen_bits_cannot_complete_an_even_number() -> None:
+    """65,537 fp32 numbers round to it, so there is one bit more for the two in the middle."""
+    around = numbers(torch.arange(0x3F7F0000, 0x3F820000))
+    parts = split(around)
+    own = parts.high == 1.0
+    assert int(own.sum()) == 65_537
+    assert parts.low[own].unique().numel() == 65_536
+    bits = torch.arange(8, dtype=torch.uint8)
+    tied = (parts.ties[:, None] >> bits & 1).view(-1)[own]
+    assert torch.stack([parts.low[own].long(), tied.long()]).unique(dim=1).shape[1] == 65_537
+
+
+@pytest.mark.parametrize("moment_format", ["fp32", "bf16", "int8"])
+@pytest.mark.parametrize("name", CASES)
+def test_an_update_is_that_of_fp32_masters(name: str, moment_format: str) -> None:
+    case = CASES[name]
+    for n in (1, 17, 256, 2309, 70_001):
+        before = make(case, n, moment_format, torch.bfloat16, torch.bfloat16)
+        before.param = numbers((before.param.view(torch.int32).long() & 0xFFFF0000) + 0x7FF0 + torch.arange(n) % 32)
+        expected, ours = before.clone(), before.clone()
+        parts = split(before.param)
+        ours.param, ours.out = parts, None  # type: ignore[assignment]
+        run(case, expected, offset=3 * BLOCK)
+        run(case, ours, offset=3 * BLOCK)
+        assert torch.equal(parts.join().view(torch.int32), expected.param.view(torch.int32))
+        assert expected.out is not None
+        assert torch.equal(parts.high.view(torch.int16), expected.out.view(torch.int16))
+        for found, moment in zip(ours.moments, expected.moments, strict=True):
+            assert torch.equal(found.codes, moment.codes)
+
+
+def test_a_part_that_begins_inside_of_a_byte_is_refused() -> None:
+    with pytest.raises(ValueError, match="multiple of 8"):
+        split(torch.ones(32))[4:16]
+
+
+def test_parts_are_views() -> None:
+    parts = split(torch.zeros(32))
+    part = parts[8:24]
+    assert isinstance(part, SplitMaster)
+    part.store_(torch.full((16,), 1.00390625 * 3))
+    assert torch.equal(parts.join()[8:24], torch.full((16,), 1.00390625 * 3))
+    assert not parts.join()[:8].any()
