@@ -14,7 +14,7 @@ import json
 import logging
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
 from typing import Any
@@ -54,7 +54,7 @@ class BackgroundSaver:
         self._failed = False
         self._abandoned = threading.Event()
         self._exchange: StoreExchange | None = None
-        self._staging = torch.empty(0, dtype=torch.uint8)
+        self._copies, self._aside = _Staging(device), _Staging(torch.device("cpu"))
         self.busy_s = 0.0
         """CPU time of the thread in the last save that has ended, without what it waited for, in seconds."""
 
@@ -146,9 +146,10 @@ class BackgroundSaver:
             _log.error("%s", error)
 
     def close(self) -> None:
-        """End the thread and free the staging buffer."""
+        """End the thread and free the memory of copies."""
         self._worker.shutdown()
-        self._staging = torch.empty(0, dtype=torch.uint8)
+        self._copies.free()
+        self._aside.free()
 
     def _keep(self, save: Save) -> list[Hold]:
         """Replace the save's values by copies, and put holds on offloaded buffers."""
@@ -159,6 +160,7 @@ class BackgroundSaver:
         }
         copies = iter(self._copied([values for found in boxes.values() for _, values in found]))
         holds: dict[int, Hold] = {}
+        held: list[_Held] = []
         for number, entry in enumerate(save.entries):
             value, source = entry.value, entry.source
             if source is None:
@@ -166,29 +168,52 @@ class BackgroundSaver:
             elif number in boxes:
                 source = _CopiedSource(source, [(offsets, next(copies)) for offsets, _ in boxes[number]])
             else:
-                source = holds.setdefault(id(source.flat), Hold(source.flat)).add(source)
+                source = holds.setdefault(id(source.flat), Hold(source.flat)).add(source, value.dtype)
+                held.append(source)
             save.entries[number] = CheckpointEntry(entry.path, value, source)
+        parts = iter(self._aside.parts([size for source in held for size in source.sizes]))
+        for source in held:
+            source.memory = list(itertools.islice(parts, len(source.sizes)))
         for hold in holds.values():
             hold.flat.hold = hold
         return list(holds.values())
 
     def _copied(self, tensors: list[Tensor]) -> list[Tensor]:
-        """Copy tensors into one buffer that later saves reuse, because new memory costs page faults every time."""
-        sizes = [-(-t.numel() * t.element_size() // 64) * 64 for t in tensors]
-        if self._staging.numel() < sum(sizes):
-            self._staging = torch.empty(0, dtype=torch.uint8)
-            device = tensors[0].device if tensors else torch.device("cpu")
-            self._staging = host_empty(sum(sizes), torch.uint8, device)
-        result: list[Tensor] = []
-        start = 0
-        for tensor, size in zip(tensors, sizes, strict=True):
-            nbytes = tensor.numel() * tensor.element_size()
-            copied = self._staging[start : start + nbytes].view(tensor.dtype).view(tensor.shape)
-            result.append(copied.copy_(tensor, non_blocking=True))
-            start += size
+        """Copy tensors to host memory."""
+        parts = self._copies.parts([t.numel() * t.element_size() for t in tensors])
+        result = [_copy_to(part, tensor) for part, tensor in zip(parts, tensors, strict=True)]
         for device in {t.device for t in tensors if dev.is_accelerator(t.device)}:
             dev.stream(device).synchronize()
         return result
+
+
+class _Staging:
+    """Host memory for copies. The next save uses it again, because new memory costs page faults."""
+
+    def __init__(self, device: torch.device) -> None:
+        """``device``: where the copies come from."""
+        self._device = device
+        self.free()
+
+    def parts(self, sizes: Sequence[int]) -> list[Tensor]:
+        """Return tensors of bytes, ``(size,)`` each. They replace those of the call before.
+
+        On a CPU, what is not written to takes no memory.
+        """
+        starts = list(itertools.accumulate((-(-size // 64) * 64 for size in sizes), initial=0))
+        if self._memory.numel() < starts[-1]:
+            self.free()
+            self._memory = host_empty(starts[-1], torch.uint8, self._device)
+        return [self._memory[start : start + size] for start, size in zip(starts, sizes, strict=False)]
+
+    def free(self) -> None:
+        """Free the memory, when nothing uses the parts any more."""
+        self._memory = torch.empty(0, dtype=torch.uint8)
+
+
+def _copy_to(part: Tensor, values: Tensor) -> Tensor:
+    """Start to copy values to bytes of the same number, and return them as the values' dtype and shape."""
+    return part.view(values.dtype).view(values.shape).copy_(values, non_blocking=True)
 
 
 def _copied(value: Any) -> Any:
@@ -215,10 +240,15 @@ class _CopiedSource(Source):
 class _Held(Source):
     """A source with boxes that are read when the save reaches them, or copied just before they change."""
 
-    def __init__(self, source: Source, hold: Hold) -> None:
+    def __init__(self, source: Source, dtype: torch.dtype, hold: Hold) -> None:
         super().__init__(source.flat, source.slot, source.read, at_rest=True)
         self._hold = hold
         self._ranges = list(source.ranges())
+        copies = source.flat.store.is_resident("master")
+        self.sizes = [(stop - start) * dtype.itemsize for _, start, stop in self._ranges] if copies else []
+        """Bytes of every box that `copy_aside` may copy."""
+        self.memory: list[Tensor] = []
+        """As many bytes for each of them."""
         self._aside: dict[int, Tensor] = {}
         self.left = set(range(len(self._ranges)))
         """Boxes that the save has not read yet."""
@@ -239,7 +269,7 @@ class _Held(Source):
         """Copy the boxes that have not been read yet."""
         for number in self.left:
             _, start, stop = self._ranges[number]
-            self._aside[number] = self.read(start, stop).detach().to("cpu", copy=True)
+            self._aside[number] = _copy_to(self.memory[number], self.read(start, stop).detach())
 
 
 class Hold:
@@ -251,9 +281,9 @@ class Hold:
         self._sources: list[_Held] = []
         self._finished = False
 
-    def add(self, source: Source) -> Source:
-        """Hold one more value."""
-        held = _Held(source, self)
+    def add(self, source: Source, dtype: torch.dtype) -> _Held:
+        """Hold one more value of this dtype."""
+        held = _Held(source, dtype, self)
         self._sources.append(held)
         return held
 

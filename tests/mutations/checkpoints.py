@@ -67,8 +67,8 @@ CHECKPOINTS = (
     Mutation(
         "a background save keeps references to states on the device instead of copies",
         "ls_strategy/checkpoint/background.py",
-        "result.append(copied.copy_(tensor, non_blocking=True))",
-        "result.append(tensor)",
+        "[_copy_to(part, tensor) for part, tensor in zip(parts, tensors, strict=True)]",
+        "list(tensors)",
         ("tests/unit/test_checkpoint_background.py::test_a_state_on_the_device_is_copied_at_the_call",),
     ),
     Mutation(

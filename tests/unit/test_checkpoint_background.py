@@ -183,9 +183,22 @@ def test_an_action_that_fails_does_not_end_training(saver: BackgroundSaver, capl
     assert "cannot remove" in caplog.text
 
 
-def test_the_staging_buffer_is_used_again(tmp_path: Path, saver: BackgroundSaver) -> None:
-    for name in ("x.ckpt", "y.ckpt"):
-        saver.submit(job(tmp_path / name, first_rank(), {}, at_rest=False), nothing)
+@pytest.mark.parametrize("at_rest", [False, True])
+def test_copies_of_the_next_save_use_the_same_memory(
+    tmp_path: Path, saver: BackgroundSaver, gate: threading.Event, monkeypatch: pytest.MonkeyPatch, at_rest: bool
+) -> None:
+    """New memory costs page faults, for which an update that copies what it changes would wait, too."""
+    made: list[int] = []
+    plain = background.host_empty
+    monkeypatch.setattr(background, "host_empty", lambda numel, *args: (made.append(numel), plain(numel, *args))[1])
+    flat = first_rank()
+    for number in range(3):
+        gate.clear()
+        path = tmp_path / f"{number}.ckpt"
+        saver.submit(job(path, flat, {}, at_rest=at_rest), nothing)
+        if at_rest:
+            flat.hold.release()
+        gate.set()
         saver.wait()
-        address = saver._staging.data_ptr()
-    assert address == saver._staging.data_ptr() != 0
+        assert torch.equal(saved(path, flat), expected(flat))
+    assert len(made) == 1
