@@ -3,14 +3,19 @@
 ``python -m benchmarks.checkpoint --record benchmarks/records/checkpoint.json``
 
 Ranks train a model of equal blocks with AdamW, in fp32, so that there are 12 bytes per parameter to save: weights and
-two moments. Then they save, in turns, and wait until the bytes are on the disk:
+two moments. Then they save, in turns, and wait until the bytes are on the disk. No name is taken: what the round before
+has saved is removed first, outside of the times.
 
 ``torch.save``       rank 0 alone writes a full state that it has in memory already, and syncs the file
-``one file``         ``checkpoint.format="file"``: gathered on rank 0, then written by Lightning, which does not sync
+``one file``         ``checkpoint.format="file"``: gathered on rank 0, then written and synced
 ``dcp``              ``torch.distributed.checkpoint.save`` of the same shards as DTensors, with its own writer
+``dcp, thread``      ``async_save`` of these, which writes in a thread
+``dcp, process``     the same in a process of its own
 ``folder``           this package
-``folder, async``    this package, in the background: *stall* is the time until training goes on, without what the
-                     save takes from the cores while the next steps compute
+``folder, async``    this package, in the background
+
+*Stall* is the time until the call has returned and an update that follows at once may change the states, without what
+the save takes from the cores while the next steps compute.
 
 Memory is the growth of anonymous memory of a rank during the save, sampled every 2 ms.
 """
@@ -19,19 +24,20 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
 import tempfile
 import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import Future
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import lightning.pytorch as pl
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 from torch.utils.data import DataLoader, TensorDataset
@@ -39,6 +45,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from benchmarks import record
 from benchmarks.contest import quartiles, ratios, turns
 from ls_strategy.checkpoint.consolidate import consolidate
+from ls_strategy.checkpoint.place import CheckpointPath
 from ls_strategy.config import nested
 from ls_strategy.lightning.strategy import ZeROStrategy
 from ls_strategy.testing import spawn
@@ -103,7 +110,7 @@ class Peak:
 
 def contenders(
     rank: int, ranks: int, width: int, layers: int, root: Path
-) -> tuple[dict[str, Callable[[], None]], list[Any]]:
+) -> tuple[dict[str, Callable[[], Any]], list[Any]]:
     """What saves, by name, and the strategies that save in the background."""
     plain = trained(width, layers, ranks, root)
     background = trained(width, layers, ranks, root, **{"checkpoint.background": True})
@@ -119,24 +126,34 @@ def contenders(
 
     def torch_save() -> None:
         if rank == 0:
-            with (root / "torch.pt").open("wb") as file:
+            with (root / "saved").open("wb") as file:
                 torch.save(full, file)
                 file.flush()
                 os.fsync(file.fileno())
 
     def dcp_save() -> None:
-        dcp.save(shards, checkpoint_id=root / "dcp")
+        dcp.save(shards, checkpoint_id=root / "saved")
 
-    def save(trainer: pl.Trainer, name: str) -> Callable[[], None]:
-        return lambda: trainer.save_checkpoint(root / name)
+    def dcp_async(kind: AsyncCheckpointerType) -> Callable[[], Any]:
+        return lambda: dcp.async_save(shards, checkpoint_id=root / "saved", async_checkpointer_type=kind)
 
-    saves: dict[str, Callable[[], None]] = {
+    def save(trainer: pl.Trainer) -> Callable[[], None]:
+        def saves() -> None:
+            trainer.save_checkpoint(root / "saved")
+            for flat in cast("ZeROStrategy", trainer.strategy).require_engine().flats:
+                flat.before_change()
+
+        return saves
+
+    saves: dict[str, Callable[[], Any]] = {
         "torch.save": torch_save,
-        "one file": save(single, "file.ckpt"),
+        "one file": save(single),
         "dcp": dcp_save,
-        "folder": save(plain, "folder.ckpt"),
-        "folder, async": save(background, "async.ckpt"),
-        "folder, async, states in host memory": save(offloaded, "offloaded.ckpt"),
+        "dcp, thread": dcp_async(AsyncCheckpointerType.THREAD),
+        "dcp, process": dcp_async(AsyncCheckpointerType.PROCESS),
+        "folder": save(plain),
+        "folder, async": save(background),
+        "folder, async, states in host memory": save(offloaded),
     }
     for trainer in (background, offloaded):
         trainer.training = True  # after a fit, saves are not left to the background
@@ -150,13 +167,15 @@ def bench(rank: int, ranks: int, width: int, layers: int, rounds: int, folder: s
     result: dict[str, Any] = {name: {"seconds": [], "stall": [], "memory": [], "first": []} for name in saves}
     for counts, name in turns(list(saves), rounds, uncounted=1):
         if rank == 0:
-            shutil.rmtree(root / "dcp", ignore_errors=True)
+            CheckpointPath(root / "saved").remove()
             os.sync()
         dist.barrier()
         begin = time.perf_counter()
         with Peak() as peak:
-            saves[name]()
+            pending = saves[name]()
             stall = time.perf_counter() - begin
+            if isinstance(pending, Future):
+                pending.result()
             for strategy in strategies:
                 strategy.wait_for_saves()
         dist.barrier()
@@ -166,8 +185,8 @@ def bench(rank: int, ranks: int, width: int, layers: int, rounds: int, folder: s
             result[name]["seconds"].append(time.perf_counter() - begin)
             result[name]["stall"].append(stall)
             result[name]["memory"].append(peak.bytes)
-    if rank == 0:
-        consolidate(root / "offloaded.ckpt", root / "check.ckpt", force=True)  # all of it can be read
+        if rank == 0 and not counts and name.startswith("folder"):
+            consolidate(root / "saved", root / "check.ckpt", force=True)  # all of it can be read
     return result
 
 
@@ -187,7 +206,7 @@ def summarise(by_rank: list[dict[str, Any]], nbytes: int, unit_bytes: int) -> di
             "memory_over_unit": round(max(measured["memory"]) / unit_bytes, 2),
             "first_memory_over_unit": round(max(measured["first"]) / unit_bytes, 2),
         }
-        for peer in ("torch.save", "dcp"):
+        for peer in ("torch.save", "dcp", "dcp, process"):
             row[f"times_faster_than_{peer}"] = quartiles(ratios(slowest[peer]["seconds"], measured["seconds"]))
         row["stall_over_folder"] = quartiles(ratios(measured["stall"], slowest["folder"]["seconds"]))
         results[name] = row

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import threading
+import zlib
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -13,6 +14,7 @@ import pytest
 import torch
 
 from ls_strategy.checkpoint import commit
+from ls_strategy.checkpoint.describe import verify_all
 from ls_strategy.checkpoint.manifest import Manifest, read_manifest
 from ls_strategy.checkpoint.reshard import Contents, separate
 from ls_strategy.checkpoint.save import Save, described, run, run_file
@@ -174,6 +176,17 @@ def test_a_single_file(path: Path) -> None:
     run_file(str(path), {"epoch": 3})
     assert torch.load(path) == {"epoch": 3}
     assert [p.name for p in path.parent.iterdir()] == [path.name]
+
+
+def test_a_single_file_is_not_checksummed_twice(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with monkeypatch.context() as patched:
+        patched.setattr(zlib, "crc32", lambda *_: pytest.fail("torch.save has done that"))
+        run_file(str(path), {"a": torch.ones(1 << 20)})
+    assert verify_all(path) == []
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2] ^= 1
+    path.write_bytes(data)
+    assert verify_all(path) != []
 
 
 def test_a_single_file_that_fails_keeps_the_one_before(path: Path) -> None:
