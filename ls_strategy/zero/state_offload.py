@@ -130,7 +130,7 @@ class StateOffload:
         for flat in self._flats:
             if flat.hidden and not flat.is_arriving:
                 flat.finish_gather()
-                flat.writes.possible = True  # through a view of before
+                flat.writes.note_access()  # through a view of before
 
     def _to_give(self) -> Iterator[Tensor]:
         """Yield a tensor of every storage all kinds of which are given."""

@@ -36,15 +36,15 @@ GRADIENTS = (
     Mutation(
         "optimizer.zero_grad() keeps the averages",
         "ls_strategy/zero/passes/reduce.py",
-        "            flat.averages.forget()\n",
-        "",
+        "flat.averages.forget() if set_to_none else flat.averages.zero()\n",
+        "None if set_to_none else flat.averages.zero()\n",
         ("tests/unit/test_zero_reduce.py::test_zero_grad_drops_every_gradient",),
     ),
     Mutation(
         "module.zero_grad() does not clear the averages (stages 2 and 3)",
         "ls_strategy/zero/passes/reduce.py",
-        "flat.local.filled[i] = False\n            flat.averages.zero(piece.start, piece.stop)\n",
-        "flat.local.filled[i] = False\n",
+        "flat.local.drop(i)\n                    flat.averages.zero(piece.start, piece.stop)\n",
+        "flat.local.drop(i)\n",
         ("tests/unit/test_zero_reduce.py::test_gradients_of_single_parameters_are_dropped",),
     ),
     Mutation(

@@ -52,7 +52,7 @@ def test_slots_without_a_gradient_are_zeros_when_they_are_sent() -> None:
     buffer = flat(2)
     buffer.local.add(0, random_like(buffer.params[0]), torch.float32)
     buffer.local.views[1].fill_(float("nan"))
-    buffer.local.fill_missing()
+    buffer.local.complete()
     assert not buffer.local.views[1].any()
 
 
@@ -62,7 +62,7 @@ def test_late_gradients_are_added_when_they_are_sent() -> None:
     buffer.local.add(0, grads[0], torch.float32)
     set_grad(buffer.params[0], grads[2])
     set_grad(buffer.params[1], grads[1])
-    buffer.local.fill_missing()
+    buffer.local.complete()
     assert torch.equal(buffer.local.views[0], grads[0] + grads[2])
     assert torch.equal(buffer.local.views[1], grads[1])
 

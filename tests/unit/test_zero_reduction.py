@@ -19,7 +19,7 @@ from ls_strategy.distributed.tree_sum import TreeSum
 from ls_strategy.distributed.wire_format import FORMATS
 from ls_strategy.ops.quantized import TILE
 from ls_strategy.testing import spawn
-from ls_strategy.zero.passes.reduction_kinds import Encoded, InRankOrder, InTree
+from ls_strategy.zero.passes.reduce import Encoded, InRankOrder, InTree
 from tests.models import Case, PrivateNet, bare_trainer, loader, quiet
 from tests.unit.test_zero_wire import AllBits, HalfTheBits
 

@@ -35,7 +35,7 @@ from ls_strategy.lightning.virtual.random import VirtualRandom
 from ls_strategy.lightning.virtual.split import check_ranks, split_of
 from ls_strategy.lightning.virtual.step import Buffers, counting_metrics, loss_of, with_loss
 from ls_strategy.transient import Method
-from ls_strategy.zero.passes.reduction_kinds import InTree
+from ls_strategy.zero.passes.reduce import InTree
 
 if TYPE_CHECKING:
     from ls_strategy.lightning.strategy import ZeROStrategy

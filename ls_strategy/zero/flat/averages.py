@@ -87,7 +87,7 @@ class Averages:
     @scale.setter
     def scale(self, scale: float) -> None:
         if self.in_place:
-            self._flat.local.scale = scale
+            self._flat.local.take_scale(scale)
         else:
             self._scale = scale
 
@@ -95,6 +95,10 @@ class Averages:
     def unscale(self) -> float:
         """Return the factor that readers still have to apply."""
         return 1.0 / self.scale
+
+    def fold_factors(self, folds: bool) -> None:
+        """Record whether a fused update steps all of the buffer, see `folds_factors`."""
+        self.folds_factors = folds
 
     def note_values(self) -> None:
         """Record that the averages have values, which somebody has put there: `land` does it itself."""
@@ -133,7 +137,8 @@ class Averages:
             # Else `.grad` of pieces would be copies that nobody knows of, and clipping would not reach the optimizer.
             assert self._flat.local.buffer.dtype == self._flat.average_dtype
             return self._flat.local.buffer
-        self.wait()
+        if self.landing is not None:
+            self.wait()
         if self.values is None:
             self.values = self._new(self._flat.average_dtype)
         return self.values
@@ -228,7 +233,7 @@ class Averages:
                 `spill`.
         """
         flat = self._flat
-        if self.values is not None or self.on_nvme:
+        if (flat.updating is not None or flat.arriving is not None) and (self.values is not None or self.on_nvme):
             flat.wait_updated()  # it may still read the old averages
         accumulate = self.hold_values
         self.recorded_sums = None
@@ -239,7 +244,8 @@ class Averages:
         if self.on_nvme and (accumulate or not stay_in_memory):
             self._land_on_nvme(reducing, factor, accumulate=accumulate)
             return
-        self.wait()
+        if self.landing is not None:
+            self.wait()
         arrived = flat.average_dtype if flat.local.buffer is None else flat.local.buffer.dtype
         narrow = exact_16_bit and self.folds_factors and reducing.single and arrived.itemsize == 2
         wanted = arrived if narrow and not accumulate else flat.average_dtype
@@ -271,7 +277,7 @@ class Averages:
     def _to_nvme_in_background(self, mine: Tensor) -> None:
         """Copy to the host beside the work of the device, and write; then ``mine`` is free. `wait` waits for it."""
         flat, unscale, after = self._flat, self.unscale, self._flat.store.link.mark()
-        self.recorded_sums = sums = []
+        sums = self.record_sums()
 
         def write(put: Callable[[Tensor, int], None]) -> None:
             with flat.store.link.aside(after, work="gradients to NVMe", down=True):
@@ -425,6 +431,15 @@ class Averages:
             stop = self._flat.stepped_numel if stop is None else stop
             self._flat.store.write("grad", start, torch.zeros(stop - start))
             self.change(lambda _: None)  # recomputes the sums
+
+    def give_up(self) -> None:
+        """Forget the copy in flight, which has failed."""
+        self.landing = None
+
+    def record_sums(self) -> list[Sequence[float]]:
+        """Return the list in which an update that takes the averages records their sums, see `recorded_sums`."""
+        self.recorded_sums = sums = []
+        return sums
 
     def wait(self) -> None:
         """Wait until the averages have reached their tier."""

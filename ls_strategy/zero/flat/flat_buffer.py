@@ -206,8 +206,8 @@ class FlatBuffer(FlatStates):
     # new values ------------------------------------------------------------------------------------------------------
 
     def require_refresh(self, due: bool = True) -> None:
-        """Record new masters, on all ranks. ``due``: the next gather copies them to the shard of parameters first."""
-        self._refresh_due = due
+        """Record new masters, on all ranks. The next gather is over all of them."""
+        super().require_refresh(due)
         self.outdate_secondary()
 
     def exchange_master(self, other: Tensor) -> None:
@@ -316,27 +316,26 @@ class FlatBuffer(FlatStates):
 
     def begin_early_update(self, updating: Ticket) -> None:
         """Record an update that has taken the complete averages while backward still runs."""
-        self.updating = updating
+        self.begin_update(updating)
         self._move_update(UpdateState.UPDATED_EARLY)
         self.averages.hand_to_update()
 
     def begin_delayed_update(self, updating: Ticket) -> None:
         """Record an update that runs while the next step computes with the old parameters."""
-        self.updating = updating
+        self.begin_update(updating)
         self._move_update(UpdateState.DELAYED)
         self.averages.hand_to_update()
 
     def go_on_with_old(self) -> None:
         """Let the next step compute with the parameters as they are: a delayed update replaces them after it."""
-        self.publish_due = False
+        self.end_owing()
         self._reveal()
 
     def give_up(self) -> None:
         """Forget the operations in flight, which have failed."""
-        self.store.give_up()
-        self.gathering = self.updating = self.arriving = self.reading = self.averages.landing = None
-        self._move_update(UpdateState.NONE)
-        self.publish_due = False
+        super().give_up()
+        self.gathering = self.reading = None
+        self.averages.give_up()
 
     # use by user code ------------------------------------------------------------------------------------------------
 
@@ -459,7 +458,7 @@ class FlatBuffer(FlatStates):
     def is_arriving(self) -> bool:
         """Return whether new values are in flight, or still have to be sent."""
         pending = (self.gathering, self.updating, self.arriving)
-        return self.publish_due or any(p is not None for p in pending)
+        return self.publish_due or pending != (None, None, None)
 
     def start_gather(self) -> None:
         """Start gathering the newest parameters into ``full``. `finish_gather` waits. Collective."""
@@ -469,7 +468,8 @@ class FlatBuffer(FlatStates):
             self.wait_updated()
         if self.update is UpdateState.DELAYED:
             self._move_update(UpdateState.NONE)
-        self.publish_due = False
+        if self.publish_due:
+            self.end_owing()
         if self._refresh_due:
             self.refresh_if_due()
         if self.policy.parameters:

@@ -141,8 +141,7 @@ class FlatStates:
         """Name of the first parameter."""
         self.policy = policy
         """Which states of this buffer are sharded."""
-        self.store = store or StateStore()
-        self.follow(plan)
+        self.follow(plan, store or StateStore())
         self.has_optimizer = bool(plan.owners)
         """Whether the parameters are in an optimizer, also if they are frozen."""
         self.is_frozen = plan.unfrozen is not None
@@ -166,9 +165,9 @@ class FlatStates:
         """Number of elements in ``stepped``."""
         self.pieces: tuple[Piece, ...] = layout.pieces(*self.stepped)
 
-    def follow(self, plan: FlatPlan) -> None:
-        """Take tiers and dtype of the states from a plan."""
-        self.plan = plan
+    def follow(self, plan: FlatPlan, store: StateStore) -> None:
+        """Take tiers and dtype of the states from a plan. ``store`` stores them."""
+        self.plan, self.store = plan, store
         self.trainable = plan.trainable
         """Whether an optimizer updates the buffer. If not, it has neither gradients nor optimizer states."""
         self.optimizer_tier: TierName = plan.optimizer_tier
@@ -186,6 +185,10 @@ class FlatStates:
         self.master_dtype = plan.master_dtype
         self.gradient_dtype = plan.gradient_dtype
         """Dtype in which this rank's gradients are sent."""
+
+    def admit(self) -> None:
+        """Send gradients from now on, although the parameters were frozen. All ranks must do so at the same time."""
+        self.is_frozen = False
 
     @property
     def counted(self) -> bool:
@@ -290,6 +293,10 @@ class FlatStates:
         source = master if self.shard is None else self.shard
         return source.to(device=self.full.device, dtype=self.full.dtype)
 
+    def require_refresh(self, due: bool = True) -> None:
+        """Record new masters, on all ranks. ``due``: the next gather copies them to the shard of parameters first."""
+        self._refresh_due = due
+
     def refresh_if_due(self) -> None:
         """Call `refresh` if `require_refresh` asked for it."""
         if self._refresh_due:
@@ -357,6 +364,13 @@ class FlatStates:
             arriving.follow(self.arriving)
         self.arriving = arriving
 
+    def give_up(self) -> None:
+        """Forget the operations in flight, which have failed."""
+        self.store.give_up()
+        self.updating = self.arriving = None
+        self._move_update(UpdateState.NONE)
+        self.publish_due = False
+
     def begin_early_directions(self) -> None:
         """Record that split steps of this buffer's tensors have begun while backward still runs."""
         self._move_update(UpdateState.DIRECTED_EARLY)
@@ -369,6 +383,10 @@ class FlatStates:
     def owe_gather(self) -> None:
         """Record that new weights have still to be sent to the other ranks."""
         self.publish_due = True
+
+    def end_owing(self) -> None:
+        """Record that they are being sent, or that the ranks compute with the old ones for another step."""
+        self.publish_due = False
 
     def count_wait(self, seconds: float) -> None:
         """Add to the time that the training thread has waited for updates and gradients."""

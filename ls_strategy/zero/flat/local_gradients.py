@@ -7,7 +7,8 @@ the backward pass, and return it when it was sent.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -90,6 +91,46 @@ class LocalGradients:
         for rows in self.rows.values():
             rows.zero_()
 
+    def zero_grad(self, *, set_to_none: bool) -> None:
+        """Drop or zero all gradients, and ``p.grad`` with them."""
+        if set_to_none:
+            if self._adopted:
+                self.give_back(range(len(self._params)))
+            self.forget()
+            if self._policy.gradients and self.buffer is not None:
+                self.free()
+        else:
+            for rows in self.rows.values():
+                rows[1:].zero_()
+        for param in self._params:
+            grad = grad_of(param)
+            if grad is None:
+                continue
+            if set_to_none:
+                set_grad(param, None)
+                if param.grad_dtype != param.dtype:  # type: ignore[attr-defined]
+                    param.grad_dtype = param.dtype  # type: ignore[attr-defined]
+            else:
+                grad.zero_()
+
+    def drop(self, index: int) -> None:
+        """Record that a parameter has no gradient, but leave its ``p.grad``."""
+        self.give_back([index])
+        self.mask[index] = self.filled[index] = False
+
+    def note_late(self, index: int) -> None:
+        """Record a gradient that stays in ``p.grad``, because the buffer is being sent."""
+        self.mask[index] = self.dirty = True
+
+    def match_grads(self) -> None:
+        """Let `mask` follow ``p.grad``, which user code may have set (stages 0 and 1)."""
+        if not self.ended:
+            self.mask = [grad_of(p) is not None for p in self._params]
+
+    def match_used(self, used: Sequence[bool]) -> None:
+        """Let `mask` be what user code has left after it has set ``p.grad``."""
+        self.mask = list(used)
+
     def note_rows(self, index: int, grad: Tensor) -> None:
         """Note the rows of a gradient, if `rows` has the parameter."""
         if not grad.is_sparse:
@@ -151,6 +192,10 @@ class LocalGradients:
                 self.take_replaced(i)
         self.dirty = True
 
+    def take_scale(self, scale: float) -> None:
+        """Record the factor in gradients that are still to come, or that have been multiplied by it."""
+        self.scale = scale
+
     def rescale(self, scale: float) -> None:
         """Multiply the gradients so far such that their loss scale is ``scale``, as that of the next ones."""
         factor, self.scale = scale / self.scale, scale
@@ -167,21 +212,15 @@ class LocalGradients:
         added = bool(self.views) and grad_of(self._params[than]) is self.views[than]
         return others or added or any(self.filled) or self.reducing is not None
 
-    # transient buffer, stages 2 and 3 --------------------------------------------------------------------------------
+    # sending ---------------------------------------------------------------------------------------------------------
 
-    def add(self, index: int, grad: Tensor, dtype: torch.dtype) -> None:
-        """Move a gradient from ``p.grad`` to the buffer, of ``dtype`` if it is new."""
-        self.allocate(dtype)
-        view = self.views[index]
-        if self.filled[index]:
-            view.add_(grad)
-        else:
-            view.copy_(grad)
-            self.filled[index] = True
-        set_grad(self._params[index], None)
-
-    def fill_missing(self) -> None:
-        """Add late gradients to the buffer, and zero the slots without a gradient."""
+    def complete(self) -> None:
+        """Let the buffer hold what is sent, of all parameters: also late gradients, and zeros for those without one."""
+        self.dirty = False
+        if not self._policy.gradients:
+            self.take_all_replaced()
+            self.sent_mask = [grad_of(p) is not None for p in self._params]
+            return
         for i, (param, view) in enumerate(zip(self._params, self.views, strict=True)):
             late = grad_of(param)
             if late is not None:
@@ -190,6 +229,56 @@ class LocalGradients:
             elif not self.filled[i]:
                 view.zero_()
         self.filled = [False] * len(self._params)
+
+    def begin_reducing(self, reducing: Reduction) -> None:
+        """Record that the buffer is being averaged."""
+        self.reducing = reducing
+
+    def end_reducing(self) -> None:
+        """Record that it is averaged; stage 1 shows this rank's gradients again."""
+        self.reducing = None
+        if self._policy.optimizer and not self._policy.gradients:
+            self.show_sent()
+
+    def begin_gathering(self, gathering: PendingGather) -> None:
+        """Record that the averages are being gathered into the buffer (stage 0)."""
+        self.gathering = gathering
+
+    def end_gathering(self) -> None:
+        """Wait for them, and show them."""
+        assert self.gathering is not None
+        self.gathering.wait()
+        self.gathering = None
+        self.show_sent()
+
+    def abandon(self) -> Any:
+        """Forget what is in flight, which will not arrive. Return what has to stay referenced."""
+        left = (self.reducing, self.gathering, self.buffer)
+        self.reducing = self.gathering = None
+        return left
+
+    def note_sent(self, used: list[bool]) -> None:
+        """Record which parameters had a gradient on any rank when the buffer was sent (stages 0 and 1)."""
+        self.sent_mask = used
+
+    def drop_sent(self, index: int) -> None:
+        """Drop ``p.grad`` of a parameter, and what was sent of it."""
+        set_grad(self._params[index], None)
+        self.sent_mask[index] = False
+
+    # transient buffer, stages 2 and 3 --------------------------------------------------------------------------------
+
+    def add(self, index: int, grad: Tensor, dtype: torch.dtype) -> None:
+        """Move a gradient from ``p.grad`` to the buffer, of ``dtype`` if it is new."""
+        self.mask[index] = self.dirty = True
+        self.allocate(dtype)
+        view = self.views[index]
+        if self.filled[index]:
+            view.add_(grad)
+        else:
+            view.copy_(grad)
+            self.filled[index] = True
+        set_grad(self._params[index], None)
 
     def free(self) -> None:
         """Return the buffer to the pool."""
@@ -202,9 +291,10 @@ class LocalGradients:
 
     def collect(self, index: int, grad: Tensor, dtype: torch.dtype) -> None:
         """Copy ``p.grad`` to the buffer, of ``dtype`` if it is new, and make it a view of the slot."""
+        self.mask[index] = self.dirty = True
         self.allocate(dtype)
         view = self.views[index]
-        if grad is not view and not self._has_adopted(index, grad):
+        if grad is not view and not (self._adopted and self._has_adopted(index, grad)):
             view.copy_(grad)
             self.show(index)
 
@@ -308,13 +398,15 @@ class LocalGradients:
 
         At stage 0 the tensor stays ``p.grad``, as in plain torch, and uses the slot's memory until `give_back`.
         """
-        self.require_wide()
+        if self.narrowed:
+            self.require_wide()
         grad, view = grad_of(self._params[index]), self.views[index]
-        self._restore_view(index)
+        if view.data_ptr() != self._addresses[index]:  # every step asks several times for each parameter
+            self._restore_view(index)
         if grad is None:
             self.give_back([index])
             return True
-        if grad is view or self._has_adopted(index, grad):
+        if grad is view or (self._adopted and self._has_adopted(index, grad)):
             return False
         view.copy_(grad)
         if not self._policy.optimizer and self._can_adopt(grad, view):
@@ -325,13 +417,11 @@ class LocalGradients:
 
     def _restore_view(self, index: int) -> None:
         """Copy values back that user code has moved to other memory (``p.grad.data = other``)."""
-        view = self.views[index]
-        if view.data_ptr() != self._addresses[index]:  # every step asks several times for each parameter
-            assert self.buffer is not None
-            slot = self._layout.slots[index]
-            here = self.buffer[slot.offset : slot.end].view(slot.shape)
-            here.copy_(view)
-            view.data = here
+        assert self.buffer is not None
+        view, slot = self.views[index], self._layout.slots[index]
+        here = self.buffer[slot.offset : slot.end].view(slot.shape)
+        here.copy_(view)
+        view.data = here
 
     def _has_adopted(self, index: int, grad: Tensor) -> bool:
         """Return whether ``grad`` uses the slot's memory.

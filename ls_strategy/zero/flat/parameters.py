@@ -76,8 +76,8 @@ _GIVE_MEMORY = _ways("__array__ __dlpack__ data_ptr detach numpy storage untyped
 class Writes(Protocol):
     """Detects writes to the parameters of one home."""
 
-    possible: bool
-    """Whether their memory was accessed in a way in which writes do not count in ``_version``."""
+    def note_access(self) -> None:
+        """Record that their memory was accessed in a way in which writes do not count in ``_version``."""
 
 
 class Home(Protocol):
@@ -177,7 +177,7 @@ class ResidentParameter(nn.Parameter):
             if type(self) is ShardedParameter:
                 home.touch()
                 home.touched()
-            home.writes.possible = True
+            home.writes.note_access()
         elif torch_function_is_on() and type(self) is ShardedParameter:
             _home_now(self)
 
@@ -255,7 +255,7 @@ def _with_values(func: Any, args: Any, kwargs: Any) -> Any:
     try:
         if func in _GIVE_MEMORY:
             for home in homes.values():
-                home.writes.possible = True
+                home.writes.note_access()
         released_later = next((home for home in homes.values() if home.gathered_on_demand), None)
         with nullcontext() if released_later is None else released_later.saving():
             return func(*args, **kwargs)

@@ -19,8 +19,7 @@ def unfreeze(flat: FlatBuffer, store: StateStore) -> None:
     flat.before_change()
     mine = flat.read_master()
     before = (flat.master_dtype, flat.optimizer_tier, flat.has_own_shard)
-    flat.follow(plan)
-    flat.store = store
+    flat.follow(plan, store)
     store.keep(old)
     if before == (flat.master_dtype, flat.optimizer_tier, flat.has_own_shard) == (flat.dtype, "device", False):
         return

@@ -34,7 +34,7 @@ class Unit:
 
     def admit(self, flat: FlatBuffer) -> None:
         """Send the gradients of a frozen buffer from now on. All ranks must do so at the same time."""
-        flat.is_frozen = False
+        flat.admit()
         self.trainable_flats = [f for f in self.flats if f.has_optimizer and not f.is_frozen]
 
     def begin_call(self, *, closable: bool) -> None:

@@ -47,6 +47,15 @@ class UserWrites:
         self._viewed_shard: Tensor | None = None
         """Stage 3: a copy of this rank's shard of a released buffer that keeps its memory, because it is viewed."""
 
+    def note_access(self) -> None:
+        """Record that user code has accessed the memory, and may write there without another trace."""
+        self.possible = True
+
+    def take_detected(self) -> bool:
+        """Return whether a write was detected since the last call."""
+        detected, self.detected = self.detected, False
+        return detected
+
     def record(self) -> None:
         """Record versions and addresses, from which `take` detects later writes."""
         with unnoticed():

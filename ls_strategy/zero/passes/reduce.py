@@ -11,28 +11,37 @@ stage      gradients of this rank                                  sent
                                                                    the step if it is not known which is the last
 2, 3       are in a transient buffer during backward               in every backward, added to the fp32 shard
 =========  ======================================================  =============================================
+
+The reducer knows when a buffer is sent, a `ReductionKind` knows how:
+
+==================  ================================================================================================
+`InRankOrder`       one reduce-scatter, of the transport or in the order of the ranks; also over groups of ranks
+`Encoded`           in another `WireFormat`, hop by hop: inside the nodes, between them, between replicas
+`InTree`            this round's terms of a sum over virtual ranks, in one fixed tree on any number of ranks
+==================  ================================================================================================
 """
 
 from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
 
 from ls_strategy import spans
-from ls_strategy.distributed.comm import Comm
-from ls_strategy.distributed.quantized_reduce import Rounding
+from ls_strategy.distributed.comm import Comm, PendingReduce
+from ls_strategy.distributed.quantized_reduce import Rounding, reduce_quantized
 from ls_strategy.distributed.reduction import Reduction
-from ls_strategy.distributed.wire_format import FORMATS
+from ls_strategy.distributed.rounds import VirtualRound
+from ls_strategy.distributed.tree_sum import RoundInFlight, exchange_leaves
+from ls_strategy.distributed.wire_format import FORMATS, WireFormat
 from ls_strategy.errors import StateError
 from ls_strategy.zero.flat.flat_buffer import FlatBuffer
 from ls_strategy.zero.flat.parameters import grad_of, set_grad, unnoticed
 from ls_strategy.zero.flat.states import EARLY
 from ls_strategy.zero.flat.units import Unit
-from ls_strategy.zero.passes.reduction_kinds import Encoded, InRankOrder, InTree, ReductionKind
 from ls_strategy.zero_stages import StagePolicy
 
 IN_FLIGHT_BYTES = 64 << 20
@@ -40,6 +49,71 @@ IN_FLIGHT_BYTES = 64 << 20
 
 With more than that and more than two buffers in flight, the reducer waits for the oldest one.
 """
+
+
+# how one buffer is averaged: a seam -----------------------------------------------------------------------------------
+
+
+class ReductionKind(Protocol):
+    """A way to average."""
+
+    def start(self, flat: FlatBuffer, full: Tensor) -> Reduction:
+        """Start averaging this rank's gradients ``full``, ``(numel,)``, over ``flat.comm``. Collective.
+
+        ``full`` does not change and stays allocated until `Reduction.finish` or `Reduction.collect`.
+        """
+        ...
+
+
+class InRankOrder:
+    """A reduce-scatter of the gradients as they are; sums are in the order of the ranks, unless the transport sums."""
+
+    def __init__(self, dtype: torch.dtype | None) -> None:
+        """Record the least dtype of sums of the transport; None: that of the gradients."""
+        self._dtype = dtype
+
+    def start(self, flat: FlatBuffer, full: Tensor) -> Reduction:
+        """Start. Collective."""
+        dtype = None if self._dtype is None else torch.promote_types(self._dtype, full.dtype)
+        return flat.comm.reduce_scatter(full, dtype, flat.name, flat.layout.sizes)
+
+
+class Encoded:
+    """A reduce-scatter of encoded terms, see `ls_strategy.distributed.quantized_reduce`."""
+
+    def __init__(self, form: WireFormat, meter: Rounding) -> None:
+        """Record the format, and what adds up the rounding error of gradients that no other rank reduces too."""
+        self._form, self._meter = form, meter
+
+    def start(self, flat: FlatBuffer, full: Tensor) -> Reduction:
+        """Start the first hop. Collective."""
+        meter = self._meter if flat.reduces_alone else Rounding()
+        return reduce_quantized(flat.comm, full, self._form, of=flat.name, sizes=flat.layout.sizes, meter=meter)
+
+
+class InTree:
+    """One round of a sum over virtual ranks, see `ls_strategy.distributed.tree_sum`."""
+
+    def __init__(self, now: VirtualRound) -> None:
+        """Record which rank computes which virtual rank now."""
+        self._now = now
+
+    def expect(self, flat: FlatBuffer) -> bool:
+        """Return whether this rank computes nothing in this round. Then begin to receive the others' terms: collective.
+
+        Nothing waits for them before the next round in which this rank computes something.
+        """
+        if self._now.leaves[flat.comm.everyone.rank] is not None:
+            return False
+        flat.averages.tree_sum().expect(self._exchange(flat, None), self._now)
+        return True
+
+    def start(self, flat: FlatBuffer, full: Tensor) -> Reduction:
+        """Start sending this rank's term to the owners of its shards. Collective."""
+        return RoundInFlight(flat.averages.tree_sum(), self._exchange(flat, full), self._now)
+
+    def _exchange(self, flat: FlatBuffer, leaf: Tensor | None) -> PendingReduce:
+        return exchange_leaves(flat.comm, leaf, self._now, like=flat.full, of=flat.name, sizes=flat.layout.sizes)
 
 
 class Reducer:
@@ -161,7 +235,8 @@ class Reducer:
             flat.local.note_rows(index, grad)
 
     def _take(self, unit: Unit, flat: FlatBuffer, index: int, grad: Tensor) -> None:
-        flat.require_here("gradients")
+        if flat.offloaded:
+            flat.require_here("gradients")
         local = flat.local
         if local.scale != self.loss_scale:
             self._begin_scale(flat, index)
@@ -171,13 +246,13 @@ class Reducer:
                 "pass (a reentrant checkpoint, or a second backward), but with parallel.virtual_ranks the order of "
                 "all additions is fixed. Use torch.utils.checkpoint with use_reentrant=False."
             )
-        local.mask[index] = local.dirty = True
         # A second gradient in one pass stays in p.grad: until the first one is back (stages 0 and 1), or for the step.
         # That of a frozen buffer stays here for the step, too: it may have come on this rank only.
-        if self.policy.gradients:
-            if flat.is_frozen or not unit.launched:
-                local.add(index, grad, flat.average_dtype if self.holds or flat.is_frozen else flat.gradient_dtype)
-        elif not (unit.launched and local.reducing is not None):
+        if unit.launched and (not flat.is_frozen if self.policy.gradients else local.reducing is not None):
+            local.note_late(index)
+        elif self.policy.gradients:
+            local.add(index, grad, flat.average_dtype if self.holds or flat.is_frozen else flat.gradient_dtype)
+        else:
             local.collect(index, grad, grad.dtype if self.policy.optimizer else flat.average_dtype)
 
     def _begin_scale(self, flat: FlatBuffer, index: int) -> None:
@@ -188,7 +263,7 @@ class Reducer:
                 f"unscaled gradients to scaled ones at {flat.layout.slots[index].name!r}. Call "
                 "self.manual_backward(loss) instead."
             )
-        flat.local.scale = self.loss_scale
+        flat.local.take_scale(self.loss_scale)
 
     def _advance(self) -> None:
         while self._next < len(self.order) and self.order[self._next].waiting_for <= 0:
@@ -239,12 +314,7 @@ class Reducer:
         # Ranks that have no gradients send as many bytes as those that have some.
         local.allocate(flat.average_dtype if self.holds or not self.policy.optimizer else flat.gradient_dtype)
         assert local.buffer is not None
-        if self.policy.gradients:
-            local.fill_missing()
-        else:
-            local.take_all_replaced()
-            local.sent_mask = [grad_of(p) is not None for p in flat.params]
-        local.dirty = False
+        local.complete()
         if flat.averages.in_place:
             flat.averages.note_values()
             if flat.comm.averaged_ranks == 1:  # nothing to average over
@@ -252,11 +322,13 @@ class Reducer:
         if not self.policy.gradients:
             for p in flat.params:
                 set_grad(p, None)  # autograd must not add to what is being sent
-        self._advance_hops()
+        if self._hopping:
+            self._advance_hops()
         kind = self.kinds[flat.plan.reduced_as] if self.round is None else self.round
-        local.reducing = kind.start(flat, local.buffer)
-        if local.reducing.hops:
-            self._hopping.append(local.reducing)
+        reducing = kind.start(flat, local.buffer)
+        local.begin_reducing(reducing)
+        if reducing.hops:
+            self._hopping.append(reducing)
         self._in_flight.append(flat)
         self._in_flight_bytes += local.buffer.nbytes
         while self._too_much_in_flight():
@@ -264,8 +336,7 @@ class Reducer:
 
     def _advance_hops(self) -> None:
         """Let reductions of several hops begin their next one, instead of when they are waited for. Collective."""
-        if self._hopping:
-            self._hopping = [reducing for reducing in self._hopping if reducing.advance()]
+        self._hopping = [reducing for reducing in self._hopping if reducing.advance()]
 
     def _too_much_in_flight(self) -> bool:
         if self.on_complete is not None:
@@ -295,11 +366,9 @@ class Reducer:
             local.reducing.finish(shard, accumulate=False)
             local.buffer[slice(*flat.owned)].copy_(shard)
             flat.comm.pool.give([shard])
-            local.gathering = flat.comm.all_gather(local.buffer, flat.name)
+            local.begin_gathering(flat.comm.all_gather(local.buffer, flat.name))
             self._gathers.append(flat)
-        local.reducing = None
-        if self.policy.optimizer and not self.policy.gradients:
-            local.show_sent()
+        local.end_reducing()
 
     def _land(self, flat: FlatBuffer, reducing: Reduction) -> None:
         """Add a reduced buffer to the averages (stages 1 to 3)."""
@@ -331,13 +400,11 @@ class Reducer:
     def finish_in_flight(self) -> None:
         """Wait until all gradients that were sent are averaged."""
         while self._in_flight:
-            self._advance_hops()
+            if self._hopping:
+                self._advance_hops()
             self._finish_oldest()
         for flat in self._gathers:
-            assert flat.local.gathering is not None
-            flat.local.gathering.wait()
-            flat.local.gathering = None
-            flat.local.show_sent()
+            flat.local.end_gathering()
         self._gathers.clear()
 
     # between backward and step ---------------------------------------------------------------------------------------
@@ -353,8 +420,8 @@ class Reducer:
         """
         self.finish_in_flight()
         for flat in flats:
-            if not self.policy.gradients and not flat.local.ended:
-                flat.local.mask = [grad_of(p) is not None for p in flat.params]
+            if not self.policy.gradients:
+                flat.local.match_grads()
         used, sent, left = agree(flats, self.comm)
         if self.agree_on_tied is not None:
             self._use_tied(flats, used, self.agree_on_tied)
@@ -388,12 +455,19 @@ class Reducer:
         """Drop or zero the gradients of ``flats`` (``optimizer.zero_grad()``)."""
         if any(f.local.reducing is not None or f.local.gathering is not None for f in flats):
             self.finish_in_flight()
-        zero_flats(flats, set_to_none=set_to_none, transient=self.policy.gradients)
+        for flat in flats:
+            flat.averages.forget() if set_to_none else flat.averages.zero()
+            flat.local.zero_grad(set_to_none=set_to_none)
 
     def zero_params(self, flats: list[FlatBuffer], wanted: set[int], *, set_to_none: bool) -> None:
         """Drop the averaged gradients of the parameters with an ``id`` in ``wanted``, but not their ``p.grad``."""
         self.finish_in_flight()
-        zero_averages(flats, wanted, set_to_none=set_to_none)
+        for flat in flats:
+            for i, (param, piece) in enumerate(zip(flat.params, flat.pieces, strict=True)):
+                if id(param) in wanted:
+                    if set_to_none:
+                        flat.local.drop(i)
+                    flat.averages.zero(piece.start, piece.stop)
 
     def abort(self) -> None:
         """Forget a backward pass that an exception ended. Nothing is sent.
@@ -401,15 +475,14 @@ class Reducer:
         Operations in flight stay referenced for good, because their buffers must not be freed while they receive.
         """
         self.abandoned = len(self._in_flight) + len(self._gathers)
-        left = [flat.local for flat in (*self._in_flight, *self._gathers)]
-        self._abandoned.append([(local.reducing, local.gathering, local.buffer) for local in left])
+        self._abandoned += [flat.local.abandon() for flat in (*self._in_flight, *self._gathers)]
         self._in_flight.clear()
         self._hopping.clear()
         self._in_flight_bytes = 0
         self._gathers.clear()
         for unit in self.order:
             for flat in unit.trainable_flats:
-                flat.local.reducing = flat.local.gathering = None
+                flat.local.abandon()
                 if flat.averages.tree is not None:
                     self._abandoned.append(flat.averages.tree.forget())
         self.loss_scale = 1.0
@@ -438,18 +511,18 @@ def agree(flats: list[FlatBuffer], comm: Comm) -> tuple[list[bool], list[bool], 
     Raises:
         StateError: a parameter was written to on some ranks only.
     """
+    written = [f.writes.take_detected() for f in flats]
     flags = [
         [used for f in flats for used in f.local.mask],
         [sent for f in flats for sent in f.local.sent_mask],
         [f.local.dirty for f in flats],
-        [f.writes.detected for f in flats],
-        [not f.writes.detected for f in flats],
+        written,
+        [not here for here in written],
     ]
     agreed = comm.agree(torch.tensor([flag for each in flags for flag in each], dtype=torch.uint8))
     found = [part.bool().tolist() for part in agreed.split([len(each) for each in flags])]
     used, sent, left, written, unwritten = found
     for flat, here, elsewhere in zip(flats, written, unwritten, strict=True):
-        flat.writes.detected = False
         if here and elsewhere:
             raise StateError(
                 f"a parameter in the buffer of {flat.name!r} was written to on some ranks and not on others, but "
@@ -473,50 +546,7 @@ def match_sent(flat: FlatBuffer, used: list[bool], sent: list[bool]) -> None:
             flat.averages.zero(piece.start, piece.stop)
         elif used[i] and flat.averages.in_place and flat.local.take_replaced(i):
             flat.local.show(i)  # another rank's
-    flat.local.sent_mask = used
-
-
-# zero_grad: gradients of autograd, and their averages ---------------------------------------------------------------
-
-
-def zero_flats(flats: list[FlatBuffer], *, set_to_none: bool, transient: bool) -> None:
-    """Drop or zero all gradients of buffers (``optimizer.zero_grad()``).
-
-    ``transient``: gradients of this rank are in a buffer during backward only, which is freed.
-    """
-    for flat in flats:
-        if set_to_none:
-            flat.local.give_back(range(len(flat.params)))
-            flat.local.forget()
-            flat.averages.forget()
-            if transient and flat.local.buffer is not None:
-                flat.local.free()
-        else:
-            flat.averages.zero()
-            for rows in flat.local.rows.values():
-                rows[1:].zero_()
-        for param in flat.params:
-            grad = grad_of(param)
-            if grad is None:
-                continue
-            if set_to_none:
-                set_grad(param, None)
-                if param.grad_dtype != param.dtype:  # type: ignore[attr-defined]
-                    param.grad_dtype = param.dtype  # type: ignore[attr-defined]
-            else:
-                grad.zero_()
-
-
-def zero_averages(flats: list[FlatBuffer], wanted: set[int], *, set_to_none: bool) -> None:
-    """Drop the averaged gradients of the parameters with an ``id`` in ``wanted``, but not their ``p.grad``."""
-    for flat in flats:
-        for i, (param, piece) in enumerate(zip(flat.params, flat.pieces, strict=True)):
-            if id(param) not in wanted:
-                continue
-            if set_to_none:
-                flat.local.give_back([i])
-                flat.local.mask[i] = flat.local.filled[i] = False
-            flat.averages.zero(piece.start, piece.stop)
+    flat.local.note_sent(used)
 
 
 # backward passes whose gradients do not count: they run for their collectives alone ---------------------------------

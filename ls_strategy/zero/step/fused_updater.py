@@ -157,7 +157,7 @@ class FusedUpdater(Updater):
         update = self._update_of(n, parts, None)
         sums: list[Sequence[float]] | None = None
         if update.grads is not None:
-            flat.averages.recorded_sums = sums = []
+            sums = flat.averages.record_sums()
         return replace(update, publish=flat.policy.parameters, sums=sums)
 
     def _part_of(self, counted: _CountedRun, taken: int) -> UpdatePart:

@@ -154,7 +154,7 @@ class ShardedOptimizer:
         self._updaters = [u for u in updaters if id(u) in chosen or u is self._torch]
         for n, flat in enumerate(self.flats):
             own = self._updater_of[self.states.offsets[n] : self.states.offsets[n + 1]]
-            flat.averages.folds_factors = not self.is_mixed and all(updater is self.fused for updater in own)
+            flat.averages.fold_factors(not self.is_mixed and all(updater is self.fused for updater in own))
 
     def _require_in_memory(self, updater: Updater, flat_number: int, index: int) -> None:
         """Refuse masters to an updater of another package that it would change without effect.

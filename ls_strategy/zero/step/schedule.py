@@ -24,7 +24,7 @@ from dataclasses import replace
 from ls_strategy._torch import has_step_hooks
 from ls_strategy.tiers.stream import Stream
 from ls_strategy.zero.flat.flat_buffer import FlatBuffer
-from ls_strategy.zero.flat.states import UpdateState
+from ls_strategy.zero.flat.states import EARLY, UpdateState
 from ls_strategy.zero.passes.gather import Gatherer
 from ls_strategy.zero.step.offload import Offload
 from ls_strategy.zero.step.optimizer import ShardedOptimizer
@@ -98,7 +98,8 @@ class UpdateSchedule:
 
     def begin_step(self, index: int) -> int:
         """Begin a step of optimizer ``index``; return its number, from 1. Collective if updates are delayed."""
-        self.bring_in_delayed(index)
+        if self._delayed[index]:
+            self.bring_in_delayed(index)
         self._steps[index] += 1
         return self._steps[index]
 
@@ -188,9 +189,11 @@ class UpdateSchedule:
     def publish(self, index: int) -> None:
         """Publish new weights. A unit that needs an update in flight waits for it."""
         flats = [flat for flat in self._optimizers[index].flats if not flat.is_frozen]
-        self._copy_out_early(index)
+        if self._early:
+            self._copy_out_early(index)
         for flat in flats:
-            flat.end_early()
+            if flat.update in EARLY:
+                flat.end_early()
         self._early.clear()
         if self._gatherer.sharded:
             self._gatherer.release_all(stepped=True)

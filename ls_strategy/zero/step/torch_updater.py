@@ -58,7 +58,8 @@ class TorchUpdater(Updater):
     @override
     def begin(self, step: StepArguments, dropped: frozenset[int], others: Callable[[], None]) -> None:
         for shown in self._runs:
-            shown.run.flat.before_change()
+            if shown.run.flat.hold is not None:
+                shown.run.flat.before_change()
         others()
 
     @override

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from ls_strategy._torch import storage_users
 from ls_strategy.errors import StateError
 from ls_strategy.zero.flat.flat_buffer import FlatBuffer
-from ls_strategy.zero.flat.parameters import grad_of, set_grad
+from ls_strategy.zero.flat.parameters import grad_of
 from ls_strategy.zero.flat.writes import bits
 from ls_strategy.zero.user_code import sharded_gradient
 
@@ -261,7 +261,7 @@ class UserGradients:
         changed, self.changed = self.changed, False
         if changed:
             flat.averages.note_edit()
-            flat.local.mask = list(self.used)
+            flat.local.match_used(self.used)
             for i, used in enumerate(self.used) if not flat.policy.gradients else ():
                 _match_local(flat, i, used=used)
         return changed
@@ -301,8 +301,7 @@ def _match_local(flat: FlatBuffer, i: int, *, used: bool) -> None:
     """Make this rank's ``p.grad`` show whether there is a gradient (stage 1)."""
     param: nn.Parameter = flat.params[i]
     if not used:
-        set_grad(param, None)
-        flat.local.sent_mask[i] = False
+        flat.local.drop_sent(i)
     elif grad_of(param) is None:
         flat.local.allocate(param.dtype)
         flat.local.views[i].zero_()
