@@ -15,7 +15,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Generator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import nn
@@ -30,18 +30,16 @@ from ls_strategy.errors import PlanError
 from ls_strategy.host.fabric import rank_zero_info
 from ls_strategy.lightning import guards
 from ls_strategy.lightning.activation_memory import ActivationMemory
+from ls_strategy.lightning.connection import Connection
 from ls_strategy.lightning.precision import Result
 from ls_strategy.precision import resolve_precision
 from ls_strategy.zero.flat.parameters import unnoticed
-
-if TYPE_CHECKING:
-    from ls_strategy.fabric.strategy import ZeROFabricStrategy
 
 
 class Model:
     """A module, its optimizers and their engine."""
 
-    def __init__(self, strategy: ZeROFabricStrategy, module: nn.Module, optimizers: list[Optimizer]) -> None:
+    def __init__(self, strategy: Connection, module: nn.Module, optimizers: list[Optimizer]) -> None:
         """Shard the module. Collective.
 
         Raises:

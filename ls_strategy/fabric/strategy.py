@@ -42,14 +42,13 @@ from ls_strategy.config import (
 )
 from ls_strategy.config.option_names import takes_groups
 from ls_strategy.errors import ConfigError, PlanError, StateError
-from ls_strategy.fabric import checkpoints
+from ls_strategy.fabric.checkpoints import Checkpoints
 from ls_strategy.fabric.model import Model, NoSync, Shell, not_set_up, unshelled
 from ls_strategy.fabric.precision import ZeROFabricPrecision
 from ls_strategy.host.fabric import Accelerator, CheckpointIO, ClusterEnvironment, DDPStrategy, Precision
 from ls_strategy.host.pytorch import Accelerator as TrainerAccelerator
 from ls_strategy.lightning import guards, module_state
 from ls_strategy.lightning._private import forward_zero_grad_of_fabric
-from ls_strategy.lightning.checkpointing.kind import Kind
 from ls_strategy.lightning.connection import Connection
 from ls_strategy.lightning.engine_setup import NVME_PATH
 from ls_strategy.lightning.module_state import MetricsOnHost
@@ -136,10 +135,7 @@ class ZeROFabricStrategy(Connection, DDPStrategy):  # pyright: ignore[reportInco
             )
         self.models: MutableMapping[nn.Module, Model] = {}
         """The modules that were set up, in this order."""
-        self.collection: checkpoints.Collection | None = None
-        """The contents of a checkpoint folder while ``fabric.save`` collects them."""
-        self.checkpoint_kind: Kind | None = None
-        """The kind of the last checkpoint."""
+        self._checkpoints = Checkpoints(self, self.model_of, self._convert_stateful_objects_in_state)
         self._connect_later(ModelParallel(ParallelConfig(), self.config.sharding), explain_waits_after)
         DDPStrategy.__init__(
             self,
@@ -190,8 +186,8 @@ class ZeROFabricStrategy(Connection, DDPStrategy):  # pyright: ignore[reportInco
         """Replace Fabric's plugin: with a plain ``GradScaler`` ranks could disagree on skipping a step."""
         self._precision = None if precision is None else ZeROFabricPrecision.from_plugin(precision)  # type: ignore[arg-type]
 
+    @override
     def zero_precision(self) -> ZeROFabricPrecision:
-        """Return the precision plugin, made with its defaults if Fabric has set none."""
         if self._precision is None:
             self._precision = ZeROFabricPrecision()
         assert isinstance(self._precision, ZeROFabricPrecision)
@@ -381,7 +377,7 @@ class ZeROFabricStrategy(Connection, DDPStrategy):  # pyright: ignore[reportInco
         Raises:
             CheckpointError: on every rank, if any rank failed; earlier checkpoints are untouched.
         """
-        checkpoints.save(self, os.fspath(path), state, storage_options, filter or {})
+        self._checkpoints.save(os.fspath(path), state, storage_options, filter or {})
 
     @override
     def load_checkpoint(  # pyright: ignore[reportIncompatibleMethodOverride]
@@ -399,7 +395,7 @@ class ZeROFabricStrategy(Connection, DDPStrategy):  # pyright: ignore[reportInco
         Raises:
             CheckpointError: the folder is not committed, or damaged.
         """
-        return checkpoints.load(self, path, state, strict=strict, weights_only=weights_only)
+        return self._checkpoints.load(path, state, strict=strict, weights_only=weights_only)
 
     @override
     def get_module_state_dict(self, module: nn.Module) -> dict[str, Any]:  # pyright: ignore[reportIncompatibleMethodOverride]
@@ -407,13 +403,13 @@ class ZeROFabricStrategy(Connection, DDPStrategy):  # pyright: ignore[reportInco
 
         While a checkpoint folder is collected it returns stand-ins, and is not collective.
         """
-        return checkpoints.weights_of(self, module)
+        return self._checkpoints.weights_of(module)
 
     @override
     def load_module_state_dict(  # pyright: ignore[reportIncompatibleMethodOverride]
         self, module: nn.Module, state_dict: Mapping[str, Any], strict: bool = True
     ) -> None:
-        checkpoints.load_weights(self, module, state_dict, strict=strict)
+        self._checkpoints.load_weights(module, state_dict, strict=strict)
 
     @override
     def get_optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
@@ -421,7 +417,7 @@ class ZeROFabricStrategy(Connection, DDPStrategy):  # pyright: ignore[reportInco
 
         While a checkpoint folder is collected the state is by parameter name, with stand-ins for what is sharded.
         """
-        return checkpoints.optimizer_state_of(self, optimizer)
+        return self._checkpoints.optimizer_state_of(optimizer)
 
     # readings --------------------------------------------------------------------------------------------------------
 

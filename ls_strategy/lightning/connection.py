@@ -15,6 +15,7 @@ from typing_extensions import override
 from ls_strategy import device as dev
 from ls_strategy import host
 from ls_strategy._torch import open_sockets
+from ls_strategy.config import ZeROConfig
 from ls_strategy.distributed.comm import Comm, make_comm
 from ls_strategy.distributed.launch import interface, rendezvous, slurm_check
 from ls_strategy.distributed.launch.launcher import VARIABLE as LAUNCHER
@@ -28,6 +29,7 @@ from ls_strategy.lightning._private import (
     is_started_by_lightning,
 )
 from ls_strategy.lightning.parallel import ModelParallel
+from ls_strategy.lightning.precision import ZeROPrecision
 from ls_strategy.pretrained.huggingface import with_memory
 
 if TYPE_CHECKING:
@@ -40,6 +42,9 @@ T = TypeVar("T")
 
 class Connection(_DDPStrategy):
     """Comes before a `DDPStrategy`, of a Trainer or of a Fabric, in the bases of a class; monitors its collectives."""
+
+    config: ZeROConfig
+    """Every option, in groups."""
 
     _alone = False
     """Whether this rank failed and others did not."""
@@ -58,6 +63,10 @@ class Connection(_DDPStrategy):
         self.explain_waits_after = explain_waits_after
         self._comm: Comm | None = None
         self._watch = LauncherWatch()
+
+    def zero_precision(self) -> ZeROPrecision:
+        """Return the precision plugin, made with its defaults if none was set."""
+        raise NotImplementedError
 
     # set-up ----------------------------------------------------------------------------------------------------------
 

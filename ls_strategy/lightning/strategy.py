@@ -193,8 +193,8 @@ class ZeROStrategy(EngineStrategy):  # its many public members are Lightning's h
             plugin = self._deepspeed.precision(plugin)
         self._precision_plugin = plugin
 
+    @override
     def zero_precision(self) -> ZeROPrecision:
-        """Return the precision plugin, made with its defaults if the Trainer has set none."""
         if self._precision_plugin is None:
             self._precision_plugin = ZeROPrecision()
         assert isinstance(self._precision_plugin, ZeROPrecision)

@@ -15,7 +15,6 @@ LEFT = [
         "checkpointing.resume", "checkpointing.saving", "engine_setup", "readings", "steps", "strategy", "uneven",
         "virtual.ranks",
     )},
-    {f"ls_strategy.fabric.{name}" for name in ("checkpoints", "model", "strategy")},
 ]  # fmt: skip
 """Classes that name each other in annotations."""
 
