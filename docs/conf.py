@@ -36,6 +36,7 @@ napoleon_google_docstring = True
 napoleon_numpy_docstring = False
 autodoc_member_order = "bysource"
 autodoc_typehints = "signature"
+autodoc_mock_imports = ["ls_strategy.extras.ray.train"]  # so that the extra ``docs`` builds the site without Ray
 autoclass_content = "both"  # what a class is, and what its constructor takes
 maximum_signature_line_length = 100
 python_use_unqualified_type_names = True
