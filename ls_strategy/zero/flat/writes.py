@@ -120,7 +120,8 @@ class UserWrites:
         # Autograd has views, too, and checks whether their memory was gathered again. So in a module's own forward only
         # those count that user code has asked for, or that its hooks on saved tensors may have kept.
         hooked = torch.is_grad_enabled() and saved_by_hooks_of_others()
-        may_be_viewed = flat.gathered_on_demand or self._is_viewed or self._is_kept or hooked
+        is_kept = bool(self._views or self._data_views) and self._is_kept
+        may_be_viewed = flat.gathered_on_demand or self._is_viewed or is_kept or hooked
         self._is_viewed = may_be_viewed and self.has_memory_views
         if self._is_viewed:
             self._viewed_shard = flat.full[slice(*flat.stepped)].clone()

@@ -103,10 +103,6 @@ class OptimizerStep:
     def reopen(self) -> None:
         """Record that more gradients follow, or that others have changed them."""
         self.phase = Phase.ACCUMULATING
-        self.outdate_norm()
-
-    def outdate_norm(self) -> None:
-        """Record that the gradients have changed."""
         self.norm = self.sums = None
 
     def start_over(self) -> None:
@@ -439,12 +435,12 @@ class Stepper:
         state = self.optimizers[index]
         if clipped and state.phase is Phase.CLIPPED:
             self._unfold(state)
-            state.outdate_norm()
+            state.norm = state.sums = None
         if not self.is_private(state):
             state.sharded.take_edits(state.used)
-            state.outdate_norm()
+            state.norm = state.sums = None
         if any([self.gradients.take(kind, self._used[kind]) for kind in state.kinds]):
-            state.outdate_norm()
+            state.norm = state.sums = None
             self._outdate_others(state)
             self._note_used(state)
             if not self.is_private(state):
