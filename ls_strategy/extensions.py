@@ -6,7 +6,7 @@ The core imports nothing of `ls_strategy.extras`. What it needs of one of them i
 ==========================  =====================================================================  ====================
 name                        what                                                                   who asks
 ==========================  =====================================================================  ====================
-``planner``                 a class like `ls_strategy.lightning.engine_setup.Planner`              ``stage="auto"``, and
+``planner``                 a class like `ls_strategy.lightning.planning.Planner`                  ``stage="auto"``, and
                                                                                                    errors about memory
 ``deepspeed_config``        ``(strategy, arguments) -> arguments``: see                            ``ZeROStrategy``
                             `ls_strategy.lightning.deepspeed`

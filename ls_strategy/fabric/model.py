@@ -32,7 +32,6 @@ from ls_strategy.lightning import guards
 from ls_strategy.lightning.activation_memory import ActivationMemory
 from ls_strategy.lightning.connection import Connection
 from ls_strategy.lightning.precision import Result
-from ls_strategy.precision import resolve_precision
 from ls_strategy.zero.flat.parameters import unnoticed
 
 
@@ -74,17 +73,12 @@ class Model:
         strategy, module = self._strategy, self.module
         mesh, config = strategy.parallel.mesh, strategy.config
         assert mesh is not None
-        policy = resolve_precision(
-            str(strategy.zero_precision().precision),
-            master_weights=config.precision.master_weights,
-            reduce_dtype=config.precision.reduce_dtype,
-        )
         previous = vars(self).get("engine")
         engine = self.engine = Engine(
             module,
             optimizers,
             config=config,
-            precision=policy,
+            precision=strategy.precision_asked(),
             mesh=mesh,
             device=strategy.root_device,
             loss_scale=config.precision.loss_scale,

@@ -50,9 +50,9 @@ from ls_strategy.host.pytorch import Accelerator as TrainerAccelerator
 from ls_strategy.lightning import guards, module_state
 from ls_strategy.lightning._private import forward_zero_grad_of_fabric
 from ls_strategy.lightning.connection import Connection
-from ls_strategy.lightning.engine_setup import NVME_PATH
 from ls_strategy.lightning.module_state import MetricsOnHost
 from ls_strategy.lightning.parallel import ModelParallel
+from ls_strategy.lightning.planning import NVME_PATH
 from ls_strategy.pretrained.huggingface import without_memory
 from ls_strategy.zero_stages import POLICIES
 

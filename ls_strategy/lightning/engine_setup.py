@@ -1,41 +1,29 @@
-"""The engine of a run: what it should look like (``stage="auto"``), how it is built, and when it has to be rebuilt."""
+"""The engine of a run: how it is built, and when it has to be rebuilt."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
-import torch
 import torch.distributed as dist
 from torch.optim import Optimizer
 
 from ls_strategy.activations.storage import NVMeFolder
 from ls_strategy.checkpoint.full import StateDictHooks
-from ls_strategy.config import ZeROConfig
-from ls_strategy.distributed.comm import Comm
 from ls_strategy.engine import Engine
-from ls_strategy.extensions import find, require
 from ls_strategy.host.pytorch import TrainerFn, rank_zero_info
 from ls_strategy.layout import TensorPart
 from ls_strategy.lightning import guards, module_state
 from ls_strategy.lightning._private import is_mock_optimizer, unwrap_optimizer
-from ls_strategy.lightning.activation_memory import ActivationMemory
 from ls_strategy.lightning.compiled import compile_parts
 from ls_strategy.lightning.float8 import multiply_in_fp8
-from ls_strategy.precision import PrecisionPolicy, resolve_precision
+from ls_strategy.lightning.loop.plain import LoopedStrategy
+from ls_strategy.lightning.planning import NVME_PATH
 
 if TYPE_CHECKING:
     import lightning.pytorch as pl
-
-    from ls_strategy.lightning.strategy import ZeROStrategy
-
-NVME_PATH = "LS_STRATEGY_NVME_PATH"
-"""Environment variable with the folder for states on NVMe, if the options name none."""
-
 
 _NO_GRADIENTS = (
     "ZeROStrategy: after the fit p.grad is None, since no rank keeps full gradients. Until on_train_end it is that of "
@@ -44,43 +32,6 @@ _NO_GRADIENTS = (
 
 _said: set[str] = set()
 """Lines of the log that one process needs once."""
-
-
-@dataclass(frozen=True)
-class Fit:
-    """What a Trainer is about to train, for a `Planner`."""
-
-    trainer: pl.Trainer
-    module: pl.LightningModule
-    config: ZeROConfig
-    precision: PrecisionPolicy
-    updates_early: bool
-    """No user code may read gradients between backward and step."""
-
-
-class Planner(Protocol):
-    """Chooses the configuration of a fit, and explains why a step did not fit into memory.
-
-    One object for a strategy. ``planner`` of `ls_strategy.extensions` is the class, which takes no arguments.
-    """
-
-    def begin(
-        self, optimizers: Sequence[Optimizer], comm: Comm, device: torch.device, ranks_per_node: int, nvme_path: str
-    ) -> None:
-        """Record what is free before a fit, and its optimizers, whose groups an engine will change. Not collective."""
-        ...
-
-    def choose(self, ask: Callable[[], Fit], comm: Comm, device: torch.device) -> tuple[ZeROConfig, str]:
-        """Return the fastest configuration that fits, and the reason. Collective. Called after `begin`.
-
-        Raises:
-            PlanError: nothing fits, or there is no data to plan with.
-        """
-        ...
-
-    def explaining_memory(self, ask: Callable[[], Fit]) -> AbstractContextManager[None]:
-        """Make a failed allocation inside say what takes how much memory, and which options take less."""
-        ...
 
 
 class Switch(Protocol):
@@ -99,59 +50,24 @@ class Switch(Protocol):
         ...
 
 
-class EngineSetup:
-    """Plans, builds and rebuilds the engine of a strategy."""
+class BuiltStrategy(LoopedStrategy):
+    """A strategy as what runs and saves its steps sees it: with an engine that follows the user's optimizers."""
 
-    def __init__(self, strategy: ZeROStrategy) -> None:
+    engine_setup: EngineSetup
+    """Builds the engine."""
+
+
+class EngineSetup:
+    """Builds and rebuilds the engine of a strategy."""
+
+    def __init__(self, strategy: LoopedStrategy) -> None:
         self.state_dict_hooks: StateDictHooks | None = None
         """Make ``module.state_dict()`` return full tensors; None where every rank has them anyway."""
         self._strategy = strategy
-        self._planner: Planner | None = None
         self._switches: list[Switch] = []
         """What the module computes in another way while a Trainer runs, until another engine adopts it."""
 
-    # plan ------------------------------------------------------------------------------------------------------------
-
-    def plan(self, trainer: pl.Trainer, module: pl.LightningModule) -> None:
-        """Record the memory that is free before the fit, for error messages. With ``stage="auto"`` choose how to train.
-
-        Collective with ``stage="auto"``.
-        """
-        strategy, comm = self._strategy, self._strategy._comm
-        assert comm is not None
-        if self._planner is None:
-            planner = require("planner", "stage='auto'") if strategy.auto else find("planner")
-            self._planner = None if planner is None else planner()
-        if self._planner is None:
-            return
-        path = strategy.config.offload.nvme_path or os.environ.get(NVME_PATH, "")
-        per_node = min(strategy.num_processes, comm.world_size)
-        self._planner.begin(strategy.optimizers, comm, strategy.root_device, per_node, path)
-        if not strategy.auto:
-            return
-        config, reason = self._planner.choose(lambda: self._fit(trainer, module), comm, strategy.root_device)
-        rank_zero_info(f"ZeROStrategy(stage='auto'): {reason}")
-        strategy.auto = False
-        strategy.config = config
-        strategy.activations = ActivationMemory(strategy.config.activations)
-
-    def _fit(self, trainer: pl.Trainer, module: pl.LightningModule) -> Fit:
-        engine = self._strategy.engine
-        steps_by_itself = guards.steps_by_itself(trainer, module, engine)
-        reads_gradients = steps_by_itself or guards.has_hooks_before_step(trainer, module)
-        return Fit(trainer, module, self._strategy.config, self._policy(), updates_early=not reads_gradients)
-
-    def explaining_memory(self) -> AbstractContextManager[None]:
-        """Make a failed allocation inside say what takes how much memory, and which options take less."""
-        if self._planner is None:
-            return nullcontext()
-
-        def ask() -> Fit:
-            module = self._strategy.lightning_module
-            assert module is not None
-            return self._fit(module.trainer, module)
-
-        return self._planner.explaining_memory(ask)
+    # before it is built ---------------------------------------------------------------------------------------------
 
     def choose_nvme_path(self, trainer: pl.Trainer) -> None:
         """Set ``offload.nvme_path`` if something is stored on NVMe and no folder was given."""
@@ -198,7 +114,7 @@ class EngineSetup:
         self.state_dict_hooks = None
         for switch in self._switches:
             switch.remove()
-        policy, device = self._policy(), strategy.root_device
+        policy, device = strategy.precision_asked(), strategy.root_device
         self._switches = [
             *multiply_in_fp8(module, strategy.config.precision, policy.compute, device),
             *compile_parts(module, strategy.config),  # before the engine's hooks, which stay outside
@@ -222,8 +138,6 @@ class EngineSetup:
         engine.on_detach += [switch.remove for switch in self._switches]
         rank_zero_info(f"ZeROStrategy(stage={strategy.config.stage}): {engine.describe()}")
         plugin.attach(engine)
-        plugin.on_batch = strategy.resume.on_batch
-        plugin.around_backward = strategy.steps.around_backward
         strategy.resume.weights_for(engine)
 
     def detach(self) -> None:
@@ -258,14 +172,6 @@ class EngineSetup:
                 engine.hooks.ended = True
                 for flat in engine.flats:
                     flat.local.end_run(keep=complete)
-
-    def _policy(self) -> PrecisionPolicy:
-        config = self._strategy.config.precision
-        return resolve_precision(
-            str(self._strategy.zero_precision().precision),
-            master_weights=config.master_weights,
-            reduce_dtype=config.reduce_dtype,
-        )
 
     def _real_optimizers(self) -> list[Optimizer]:
         return [unwrap_optimizer(o) for o in self._strategy.optimizers if not is_mock_optimizer(o)]

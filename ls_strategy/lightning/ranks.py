@@ -55,6 +55,9 @@ class RankStrategy(Connection, DDPStrategy):
     runs_filler: bool = False
     """Whether this rank runs a batch that does not count, because others have more (``uneven="join"``)."""
 
+    islands: tuple[int, int] = (0, 1)
+    """Number of this group of ranks, and of all that train the same model on other data (`DiLoCo`)."""
+
     _precision = None
     """A Fabric reads this before it sets the accelerator, where it is refused."""
 
@@ -97,6 +100,16 @@ class RankStrategy(Connection, DDPStrategy):
     @override
     def register_strategies(cls, strategy_registry: Any) -> None:
         """Register nothing: `ls_strategy.autoload` registers the aliases, and DDP's must not point to this class."""
+
+    def require_engine(self) -> Engine:
+        """Return the engine of the current module.
+
+        Raises:
+            StateError: the module is not set up yet.
+        """
+        if self.engine is None:
+            raise StateError("the model is not set up yet: this works from on_fit_start (or on_validation_start) on.")
+        return self.engine
 
     # set-up ----------------------------------------------------------------------------------------------------------
 
@@ -211,6 +224,13 @@ class RankStrategy(Connection, DDPStrategy):
             if self.cluster_environment is not None:
                 where = self.cluster_environment.main_address, self.cluster_environment.main_port
                 rendezvous.leave(*where, f"{type(exception).__name__}: {exception}")
+
+    def wait_for_saves(self) -> None:
+        """Return when every checkpoint that was saved is committed. Collective.
+
+        Raises:
+            CheckpointError: one could not be written.
+        """
 
     def _abandon_saves(self) -> None:
         """Give up saves in the background that other ranks will not complete."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Generator, Iterable, Iterator
 from contextlib import contextmanager
-from typing import Any, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -17,13 +17,16 @@ from ls_strategy.access.gradients import full_gradients, grad_norms
 from ls_strategy.access.offload import offload_states
 from ls_strategy.access.weights import full_weights
 from ls_strategy.distributed.comm import Traffic
-from ls_strategy.engine import Engine
 from ls_strategy.errors import StateError
 from ls_strategy.lightning._private import unwrap_optimizer
+from ls_strategy.lightning.activation_memory import ActivationMemory
 from ls_strategy.lightning.ranks import RankStrategy
 from ls_strategy.lightning.virtual.ranks import VirtualRanks
 from ls_strategy.precision import PrecisionPolicy
 from ls_strategy.zero.state_offload import KINDS, StateKind
+
+if TYPE_CHECKING:
+    from ls_strategy.lightning.checkpointing.contents import Collection
 
 Part: TypeAlias = nn.Module | nn.Parameter | Iterable[nn.Module | nn.Parameter]
 """A part of a model, as users name it."""
@@ -58,8 +61,14 @@ class EngineStrategy(RankStrategy):
     virtual: VirtualRanks | None
     """The virtual ranks of this process."""
 
-    islands: tuple[int, int] = (0, 1)
-    """Number of this group of ranks, and of all that train the same model on other data (`DiLoCo`)."""
+    activations: ActivationMemory
+    """Recomputes and stores activations."""
+
+    auto: bool
+    """Whether `setup` still has to choose; until then this is stage 3, which builds on the meta device."""
+
+    collection: Collection | None
+    """The contents of a checkpoint folder while ``trainer.save_checkpoint`` collects them."""
 
     def grad_norm(self, norm_type: float = 2.0, *, optimizer: Optimizer | None = None) -> Tensor:
         """Return the global norm of the averaged gradients of one optimizer, or of all, ``()`` fp32. Collective.
@@ -281,13 +290,3 @@ class EngineStrategy(RankStrategy):
         Does nothing if nothing is offloaded. The end of a fit does it, too.
         """
         self.require_engine().state_offload.reload()
-
-    def require_engine(self) -> Engine:
-        """Return the engine of the current module.
-
-        Raises:
-            StateError: the module is not set up yet.
-        """
-        if self.engine is None:
-            raise StateError("the model is not set up yet: this works from on_fit_start (or on_validation_start) on.")
-        return self.engine

@@ -17,13 +17,13 @@ from ls_strategy.zero_stages import POLICIES
 if TYPE_CHECKING:
     import lightning.pytorch as pl
 
-    from ls_strategy.lightning.strategy import ZeROStrategy
+    from ls_strategy.lightning.engine_setup import BuiltStrategy
 
 
 class Steps:
     """Runs the steps of a strategy's module."""
 
-    def __init__(self, strategy: ZeROStrategy) -> None:
+    def __init__(self, strategy: BuiltStrategy) -> None:
         self.accumulating = False
         """Whether the next backward leaves gradients to a later one (``accumulate_grad_batches``)."""
         self._strategy = strategy
@@ -72,7 +72,7 @@ class Steps:
         # DDP broadcasts rank 0's buffers before a forward if the step before it synchronised gradients.
         synchronises = self._synchronises(self._module)
         comm = strategy.require_engine().comm
-        with self._lockstep.step(), comm.naming_failures(), strategy.engine_setup.explaining_memory():
+        with self._lockstep.step(), comm.naming_failures(), strategy.planning.explaining_memory():
             strategy.resume.restore_random_states()
             engine = strategy.engine_setup.follow_optimizers()
             accumulates = self.accumulating

@@ -48,17 +48,16 @@ from ls_strategy.host.fabric import CheckpointIO, ClusterEnvironment
 from ls_strategy.host.pytorch import STEP_OUTPUT, Accelerator, DDPStrategy, Precision, TrainerFn, pl
 from ls_strategy.lightning import activation_memory, guards
 from ls_strategy.lightning._private import around_dumps, replace_links
-from ls_strategy.lightning.checkpointing.contents import Collection
 from ls_strategy.lightning.checkpointing.resume import Resume
 from ls_strategy.lightning.checkpointing.saving import Saves
 from ls_strategy.lightning.deepspeed import Configuration, takes_deepspeed_config
-from ls_strategy.lightning.engine_setup import EngineSetup
+from ls_strategy.lightning.engine_setup import BuiltStrategy, EngineSetup
 from ls_strategy.lightning.loggers import take_part
 from ls_strategy.lightning.loop import loop_of
 from ls_strategy.lightning.module_state import MetricsOnHost
 from ls_strategy.lightning.parallel import ModelParallel
+from ls_strategy.lightning.planning import Planning
 from ls_strategy.lightning.precision import ZeROPrecision
-from ls_strategy.lightning.readings import EngineStrategy
 from ls_strategy.lightning.steps import Steps
 from ls_strategy.lightning.uneven import UnevenData, UnevenMode
 from ls_strategy.lightning.virtual.ranks import VirtualRanks
@@ -67,7 +66,7 @@ from ls_strategy.pretrained.huggingface import without_memory
 from ls_strategy.zero_stages import POLICIES
 
 
-class ZeROStrategy(EngineStrategy):  # its many public members are Lightning's hooks, and what users read off a run
+class ZeROStrategy(BuiltStrategy):  # its many public members are Lightning's hooks, and what users read off a run
     """ZeRO data parallelism, stages 0 to 3, for a plain LightningModule, on CPU (gloo) and GPU (NCCL).
 
     Losses are DDP's; model states are sharded over the ranks. ``Trainer(strategy="zero3", devices=N)`` is this class
@@ -136,22 +135,22 @@ class ZeROStrategy(EngineStrategy):  # its many public members are Lightning's h
     ) -> None:
         self._deepspeed = cast("Configuration | None", deepspeed_config)  # as the decorator has completed it
         self.auto = stage == "auto"
-        """Whether `setup` still has to choose; until then this is stage 3, which builds on the meta device."""
         self.config = ZeROConfig.of(
             stage, sharding=sharding, precision=precision, offload=offload, activations=activations, parallel=parallel,
             checkpoint=checkpoint, compile=compile,
         )  # fmt: skip
         """Every option, in groups."""
         self.activations = activation_memory.ActivationMemory(self.config.activations)
-        self.collection: Collection | None = None
-        """The contents of a checkpoint folder while ``trainer.save_checkpoint`` collects them."""
+        self.collection = None
+        self.virtual = VirtualRanks.of(self)
+        self.planning = Planning(self)
+        self.uneven = UnevenData(self, uneven)
+        self.resume = Resume(self)
+        self.loop = loop_of(self)
+        self.resume.restores(self.loop.load)
         self.engine_setup = EngineSetup(self)
         self.steps = Steps(self)
-        self.virtual = VirtualRanks.of(self)
         self.saves = Saves(self)
-        self.resume = Resume(self)
-        self.uneven = UnevenData(self, uneven)
-        self.loop = loop_of(self)
         super().__init__(
             ModelParallel(self.config.parallel, self.config.sharding),
             explain_waits_after,
@@ -253,7 +252,9 @@ class ZeROStrategy(EngineStrategy):  # its many public members are Lightning's h
             parts = self.parallel.shard(module, self.root_device, recomputes=self.activations.recomputes)
             if fitting:
                 self.setup_optimizers(trainer)
-                self.engine_setup.plan(trainer, module)
+                self.planning.plan(trainer, module)
+            plugin = self.zero_precision()
+            plugin.on_batch, plugin.around_backward = self.resume.on_batch, self.steps.around_backward
             self.engine_setup.build(module, parts)
         self.model = module
         take_part()
@@ -313,7 +314,7 @@ class ZeROStrategy(EngineStrategy):  # its many public members are Lightning's h
     ) -> Any:
         module = model or self.lightning_module
         assert isinstance(module, pl.LightningModule)
-        with self.require_engine().comm.naming_failures(), self.engine_setup.explaining_memory():
+        with self.require_engine().comm.naming_failures(), self.planning.explaining_memory():
             result = self.zero_precision().optimizer_step(optimizer, model=module, closure=closure, **kwargs)
             self.parallel.balance_experts(module)
             return result
@@ -409,19 +410,15 @@ class ZeROStrategy(EngineStrategy):  # its many public members are Lightning's h
 
     @override
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
-        self.resume.load_optimizer_states(checkpoint["optimizer_states"])
+        self.resume.load_optimizer_states(self.engine_setup.follow_optimizers(), checkpoint["optimizer_states"])
 
     @property
     def save_failed(self) -> bool:
         """Return whether the last checkpoint could not be written and training went on (``checkpoint.on_error``)."""
         return self.saves.failed
 
+    @override
     def wait_for_saves(self) -> None:
-        """Return when every checkpoint that was saved is committed. Collective.
-
-        Raises:
-            CheckpointError: one could not be written.
-        """
         self.saves.wait()
 
     # end -------------------------------------------------------------------------------------------------------------

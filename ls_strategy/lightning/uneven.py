@@ -18,7 +18,7 @@ from __future__ import annotations
 from collections.abc import Generator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -42,10 +42,8 @@ from ls_strategy.lightning._private_uneven import (
     run_filler_in_training,
     to_device,
 )
+from ls_strategy.lightning.ranks import RankStrategy
 from ls_strategy.zero.setup.shard import broadcast_buffers
-
-if TYPE_CHECKING:
-    from ls_strategy.lightning.strategy import ZeROStrategy
 
 UnevenMode = Literal["error", "join", "join_samples"]
 
@@ -87,7 +85,7 @@ class _Pass:
 class UnevenData:
     """Compares the lengths of the ranks' data, and lets finished ranks wait for the others."""
 
-    def __init__(self, strategy: ZeROStrategy, mode: UnevenMode) -> None:
+    def __init__(self, strategy: RankStrategy, mode: UnevenMode) -> None:
         self._strategy = strategy
         self.joins = mode != "error"
         self._by_samples = mode == "join_samples"

@@ -11,6 +11,7 @@ from ls_strategy.config import ZeROConfig
 from ls_strategy.extras.planner import fit as planner_fit
 from ls_strategy.lightning.activation_memory import ActivationMemory
 from ls_strategy.lightning.engine_setup import EngineSetup
+from ls_strategy.lightning.planning import Planning
 
 TRAINER: Any = SimpleNamespace(default_root_dir="/runs/a")
 
@@ -64,9 +65,9 @@ def test_free_memory_is_read_once_for_several_fits(monkeypatch: pytest.MonkeyPat
     own = strategy(offload={"optimizer": "nvme", "nvme_path": "/mine"})
     own._comm, own.optimizers = SimpleNamespace(world_size=4), []
     own.root_device, own.num_processes = "cpu", 2
-    setup = EngineSetup(own)
-    setup.plan(TRAINER, None)  # type: ignore[arg-type]
-    setup.plan(TRAINER, None)  # type: ignore[arg-type]
+    planning = Planning(own)
+    planning.plan(TRAINER, None)  # type: ignore[arg-type]
+    planning.plan(TRAINER, None)  # type: ignore[arg-type]
     assert read == [{"ranks": 4, "ranks_per_node": 2, "nvme_path": "/mine"}]
 
 

@@ -111,9 +111,9 @@ def test_weights_of_a_meta_module_wait_for_the_engine(monkeypatch: pytest.Monkey
 def test_states_by_position_need_as_many_optimizers() -> None:
     optimizer = torch.optim.SGD(nn.Linear(1, 1).parameters(), lr=0.1)
     own = strategy(optimizers=[optimizer])
-    own.engine_setup = SimpleNamespace(follow_optimizers=lambda: SimpleNamespace(index_of=lambda _: 0))
+    engine: Any = SimpleNamespace(index_of=lambda _: 0)
     with pytest.raises(StateError, match="states of 2 optimizers, configure_optimizers returned 1"):
-        Resume(own).load_optimizer_states([optimizer.state_dict()] * 2)
+        Resume(own).load_optimizer_states(engine, [optimizer.state_dict()] * 2)
 
 
 def test_states_by_position_go_to_the_optimizer_at_that_position() -> None:
@@ -122,11 +122,10 @@ def test_states_by_position_go_to_the_optimizer_at_that_position() -> None:
         SimpleNamespace(states=SimpleNamespace(load_full_state_dict=lambda s, i=i: loaded.append((i, s))))
         for i in (0, 1)
     ]
-    engine = SimpleNamespace(
+    engine: Any = SimpleNamespace(
         index_of={"a": 1, "b": None, "c": 0}.get, optimizers=[SimpleNamespace(sharded=each) for each in sharded]
     )
     own = strategy(optimizers=["a", "b", "c"])
-    own.engine_setup = SimpleNamespace(follow_optimizers=lambda: engine)
     states = [{"param_groups": [{"params": [0]}], "of": name} for name in "abc"]
-    Resume(own).load_optimizer_states(states)
+    Resume(own).load_optimizer_states(engine, states)
     assert loaded == [(1, states[0]), (0, states[2])]

@@ -27,7 +27,7 @@ from ls_strategy.lightning._private import is_mock_optimizer
 from ls_strategy.zero.step.elementwise import refuse_wrapper
 
 if TYPE_CHECKING:
-    from ls_strategy.lightning.engine_setup import Fit
+    from ls_strategy.lightning.planning import Fit
 
 
 class FitPlanner:

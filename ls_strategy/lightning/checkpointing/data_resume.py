@@ -50,7 +50,6 @@ class _Strategy(Protocol):
     """What a strategy tells about its ranks and its fit."""
 
     virtual: Any
-    resume: Any
     world_size: Any
     global_rank: Any
     lightning_module: Any
@@ -58,12 +57,19 @@ class _Strategy(Protocol):
     require_engine: Any
 
 
+class _Resume(Protocol):
+    """What else is restored."""
+
+    @property
+    def between_batches(self) -> bool: ...
+
+
 class DataResume:
     """The training data of one rank, in a fit that may resume."""
 
-    def __init__(self, strategy: _Strategy) -> None:
+    def __init__(self, strategy: _Strategy, resume: _Resume) -> None:
         """Begin without a checkpoint."""
-        self._strategy = strategy
+        self._strategy, self._resume = strategy, resume
         self._notes = DataNotes()
         self._saved: dict[str, Any] | None = None
         """The notes that the checkpoint holds for this rank, until iterators are made."""
@@ -153,7 +159,7 @@ class DataResume:
             notes.read_as(saved["kinds"])
         progress: Any = self._trainer.fit_loop.epoch_loop.batch_progress
         self._done = progress.current.processed if saved is None else saved["count"]
-        if self._strategy.resume.between_batches:
+        if self._resume.between_batches:
             load()
             notes.begin_at(self._done)
             return

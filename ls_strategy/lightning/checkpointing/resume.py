@@ -34,19 +34,20 @@ from ls_strategy.parallel.tensor.dtensor import has_dtensors
 if TYPE_CHECKING:
     import lightning.pytorch as pl
 
-    from ls_strategy.lightning.strategy import ZeROStrategy
+    from ls_strategy.lightning.readings import EngineStrategy
 
 
 class Resume:
     """State of a loaded checkpoint that is still to be restored."""
 
-    def __init__(self, strategy: ZeROStrategy) -> None:
+    def __init__(self, strategy: EngineStrategy) -> None:
         self._strategy = strategy
-        self.reading = DataResume(strategy)
+        self.reading = DataResume(strategy, self)
         """Where the training data continue."""
         self._ours: dict[str, Any] = {}
         """The entries of the last loaded checkpoint that only this package reads."""
         self._position: dict[str, Any] | None = None
+        self._loads: list[Callable[[pl.Trainer, dict[str, Any]], None]] = []
         self._weights: Callable[[Engine], None] | None = None
         """Loads weights that wait for the engine."""
         self._random: dict[str, Any] | None = None
@@ -57,6 +58,10 @@ class Resume:
         """Of the running fit, or of the last one."""
         self._loaded: History | None = None
         """Of the checkpoint that the run has loaded."""
+
+    def restores(self, load: Callable[[pl.Trainer, dict[str, Any]], None]) -> None:
+        """Call ``load`` when the training data continue, with the entries of a checkpoint that only we read."""
+        self._loads.append(load)
 
     def forget(self) -> None:
         """Forget what waits for a batch: an evaluation has loaded a checkpoint, or a fit had nothing left to do."""
@@ -178,7 +183,7 @@ class Resume:
             load, self._weights = self._weights, None
             self._strategy.on_all_ranks(partial(load, engine))
 
-    def load_optimizer_states(self, states: Sequence[dict[str, Any]]) -> None:
+    def load_optimizer_states(self, engine: Engine, states: Sequence[dict[str, Any]]) -> None:
         """Load optimizer states, by parameter name (folders) or by position (files). Collective.
 
         A hook of the user's may have removed all states: then they start afresh, as under Lightning's strategies.
@@ -186,7 +191,7 @@ class Resume:
         Raises:
             StateError: states by position are not of as many optimizers as there are.
         """
-        engine, optimizers = self._strategy.engine_setup.follow_optimizers(), self._strategy.optimizers
+        optimizers = self._strategy.optimizers
         indices = [engine.index_of(unwrap_optimizer(o)) for o in optimizers]
         if contents.is_named(states):
             self._strategy.on_all_ranks(partial(contents.load_optimizers, engine, indices, states))
@@ -280,5 +285,6 @@ class Resume:
         data_position.forget(dataloader)
         if not self._position or trainer is None or not trainer.training or not is_resuming(trainer):
             return False
-        self._strategy.loop.load(trainer, self._position)
+        for load in self._loads:
+            load(trainer, self._position)
         return data_position.resume(trainer, dataloader, self._position)

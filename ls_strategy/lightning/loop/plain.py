@@ -21,12 +21,31 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from ls_strategy.lightning import guards
 from ls_strategy.lightning.loop.call import StepCall
+from ls_strategy.lightning.readings import EngineStrategy
 
 if TYPE_CHECKING:
     import lightning.pytorch as pl
 
     from ls_strategy.engine import Engine
-    from ls_strategy.lightning.strategy import ZeROStrategy
+    from ls_strategy.lightning.checkpointing.resume import Resume
+    from ls_strategy.lightning.planning import Planning
+    from ls_strategy.lightning.uneven import UnevenData
+
+
+class LoopedStrategy(EngineStrategy):
+    """A strategy as its loop sees it, and what stands below: with what a step may need."""
+
+    planning: Planning
+    """Explains why a step did not fit into memory."""
+
+    uneven: UnevenData
+    """Compares the ranks' data."""
+
+    resume: Resume
+    """Continues a run from a checkpoint."""
+
+    loop: StepLoop
+    """Runs the steps."""
 
 
 class StepLoop:
@@ -35,7 +54,7 @@ class StepLoop:
     updates_early: ClassVar[bool] = True
     """Whether an update of offloaded states may begin while backward runs: then all gradients of a buffer are there."""
 
-    def __init__(self, strategy: ZeROStrategy) -> None:
+    def __init__(self, strategy: LoopedStrategy) -> None:
         self._strategy = strategy
 
     @property
@@ -113,7 +132,7 @@ class StepLoop:
     def _between(self, engine: Engine, *, eager: bool, counts: bool, accumulates: bool) -> Generator[None, None, None]:
         """Surround a backward by those of the engine, which see to it that an error in it has a cure."""
         engine.begin_backward(eager=eager, counts=counts)
-        explained = self._strategy.engine_setup.explaining_memory()
+        explained = self._strategy.planning.explaining_memory()
         with guards.explain_released_parameters(), engine.comm.naming_failures(), explained:
             yield
         engine.end_backward(local=accumulates)

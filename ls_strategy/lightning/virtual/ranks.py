@@ -19,7 +19,7 @@ import warnings
 from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from torch import Tensor
@@ -38,7 +38,20 @@ from ls_strategy.transient import Method
 from ls_strategy.zero.passes.reduce import InTree
 
 if TYPE_CHECKING:
-    from ls_strategy.lightning.strategy import ZeROStrategy
+    from ls_strategy.lightning.ranks import RankStrategy
+
+
+class Resumes(Protocol):
+    """Lets the data of a run continue where a checkpoint was saved."""
+
+    @property
+    def between_batches(self) -> bool:
+        """Return whether the run continues from a snapshot, inside an epoch whose iterators had been made."""
+        ...
+
+    def data(self, dataloader: Any) -> object:
+        """Let the training data continue."""
+        ...
 
 
 _TRANSFER = ("on_before_batch_transfer", "transfer_batch_to_device", "on_after_batch_transfer")
@@ -47,7 +60,7 @@ _TRANSFER = ("on_before_batch_transfer", "transfer_batch_to_device", "on_after_b
 class VirtualRanks:
     """The virtual ranks of this process."""
 
-    def __init__(self, strategy: ZeROStrategy, count: int) -> None:
+    def __init__(self, strategy: RankStrategy, count: int) -> None:
         """``count``: the number of all virtual ranks."""
         self._strategy, self.count = strategy, count
         self.random = VirtualRandom()
@@ -66,7 +79,7 @@ class VirtualRanks:
         """Whether the fit loop runs. Before it does, user code may ask for the number of batches."""
 
     @classmethod
-    def of(cls, strategy: ZeROStrategy) -> VirtualRanks | None:
+    def of(cls, strategy: RankStrategy) -> VirtualRanks | None:
         """Return the virtual ranks that a strategy's options set, or None."""
         count = strategy.config.parallel.virtual_ranks
         return None if count is None else cls(strategy, count)
@@ -87,8 +100,8 @@ class VirtualRanks:
         """The virtual ranks of this process."""
         return self.split.ranks_of(self._rank)
 
-    def check(self, trainer: pl.Trainer, module: pl.LightningModule) -> None:
-        """Refuse what virtual ranks cannot do, before anything is sharded.
+    def check(self, trainer: pl.Trainer, module: pl.LightningModule, *, joins: bool) -> None:
+        """Refuse what virtual ranks cannot do, before anything is sharded. ``joins``: ranks may have no batch.
 
         Raises:
             PlanError: with the cure.
@@ -100,7 +113,7 @@ class VirtualRanks:
                 "run one after the other, before one optimizer step. Set automatic_optimization=True, or leave "
                 "virtual_ranks out."
             )
-        if self._strategy.uneven.joins:
+        if joins:
             raise PlanError(
                 "Got parallel.virtual_ranks with uneven='join', but the batches of virtual ranks come from a "
                 "DistributedSampler, which gives all of them equally many. Leave one of the two out."
@@ -126,11 +139,11 @@ class VirtualRanks:
     def _keeps_random(self) -> bool:
         return not self._trainer.sanity_checking
 
-    def _make_iterators(self, make: Callable[[], list[Iterator[Any]]]) -> list[Iterator[Any]]:
+    def _make_iterators(self, resume: Resumes, make: Callable[[], list[Iterator[Any]]]) -> list[Iterator[Any]]:
         """Make iterators over the training data, from the random states that the run had when it made them."""
         if not self.begun:
             return self.random.make_early(self.ranks, make)
-        inside = self._strategy.resume.between_batches or self._batches_before() > 0
+        inside = resume.between_batches or self._batches_before() > 0
         self.random.begin_epoch(self.ranks, inside=inside)
         return make()
 
@@ -176,24 +189,24 @@ class VirtualRanks:
         """
         return self._trainer.state.fn != TrainerFn.PREDICTING
 
-    def loader(self, loader: Any, continue_in: Callable[[Any], object]) -> VirtualLoader:
+    def loader(self, loader: Any, resume: Resumes) -> VirtualLoader:
         """Return the loader of all virtual ranks of this process.
 
         Args:
             loader: of the first one.
-            continue_in: lets a loader continue where a checkpoint was saved.
+            resume: lets loaders continue where a checkpoint was saved.
         """
         check(loader)
         islands = self._strategy.islands if self._trainer.training else (0, 1)
         made = VirtualLoader(loader, self.split, self._rank, self.random, islands)
         self._loaders.append(made)
         for each in made.loaders:
-            continue_in(each)
+            resume.data(each)
         made.exchange = self._exchange
         made.begin_run(training=self._trainer.training)
         if self._trainer.training:
             made.first = self._batches_before
-            made.on_iterate, made.on_batch = self._make_iterators, self.random.before_batch
+            made.on_iterate, made.on_batch = partial(self._make_iterators, resume), self.random.before_batch
         return made
 
     def _exchange(self, own: Any) -> list[Any]:

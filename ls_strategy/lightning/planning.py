@@ -1,0 +1,117 @@
+"""What the engine of a fit should look like (``stage="auto"``), and why a step did not fit into memory.
+
+A side product knows: see `Planner`, and `ls_strategy.extensions`.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Protocol
+
+import torch
+from torch.optim import Optimizer
+
+from ls_strategy.config import ZeROConfig
+from ls_strategy.distributed.comm import Comm
+from ls_strategy.extensions import find, require
+from ls_strategy.host.pytorch import rank_zero_info
+from ls_strategy.lightning import guards
+from ls_strategy.lightning.activation_memory import ActivationMemory
+from ls_strategy.lightning.readings import EngineStrategy
+from ls_strategy.precision import PrecisionPolicy
+
+if TYPE_CHECKING:
+    import lightning.pytorch as pl
+
+NVME_PATH = "LS_STRATEGY_NVME_PATH"
+"""Environment variable with the folder for states on NVMe, if the options name none."""
+
+
+@dataclass(frozen=True)
+class Fit:
+    """What a Trainer is about to train, for a `Planner`."""
+
+    trainer: pl.Trainer
+    module: pl.LightningModule
+    config: ZeROConfig
+    precision: PrecisionPolicy
+    updates_early: bool
+    """No user code may read gradients between backward and step."""
+
+
+class Planner(Protocol):
+    """Chooses the configuration of a fit, and explains why a step did not fit into memory.
+
+    One object for a strategy. ``planner`` of `ls_strategy.extensions` is the class, which takes no arguments.
+    """
+
+    def begin(
+        self, optimizers: Sequence[Optimizer], comm: Comm, device: torch.device, ranks_per_node: int, nvme_path: str
+    ) -> None:
+        """Record what is free before a fit, and its optimizers, whose groups an engine will change. Not collective."""
+        ...
+
+    def choose(self, ask: Callable[[], Fit], comm: Comm, device: torch.device) -> tuple[ZeROConfig, str]:
+        """Return the fastest configuration that fits, and the reason. Collective. Called after `begin`.
+
+        Raises:
+            PlanError: nothing fits, or there is no data to plan with.
+        """
+        ...
+
+    def explaining_memory(self, ask: Callable[[], Fit]) -> AbstractContextManager[None]:
+        """Make a failed allocation inside say what takes how much memory, and which options take less."""
+        ...
+
+
+class Planning:
+    """Plans the fits of a strategy."""
+
+    def __init__(self, strategy: EngineStrategy) -> None:
+        self._strategy = strategy
+        self._planner: Planner | None = None
+
+    def plan(self, trainer: pl.Trainer, module: pl.LightningModule) -> None:
+        """Record the memory that is free before the fit, for error messages. With ``stage="auto"`` choose how to train.
+
+        Collective with ``stage="auto"``.
+        """
+        strategy, comm = self._strategy, self._strategy._comm
+        assert comm is not None
+        if self._planner is None:
+            planner = require("planner", "stage='auto'") if strategy.auto else find("planner")
+            self._planner = None if planner is None else planner()
+        if self._planner is None:
+            return
+        path = strategy.config.offload.nvme_path or os.environ.get(NVME_PATH, "")
+        per_node = min(strategy.num_processes, comm.world_size)
+        self._planner.begin(strategy.optimizers, comm, strategy.root_device, per_node, path)
+        if not strategy.auto:
+            return
+        config, reason = self._planner.choose(lambda: self._fit(trainer, module), comm, strategy.root_device)
+        rank_zero_info(f"ZeROStrategy(stage='auto'): {reason}")
+        strategy.auto = False
+        strategy.config = config
+        strategy.activations = ActivationMemory(strategy.config.activations)
+
+    def _fit(self, trainer: pl.Trainer, module: pl.LightningModule) -> Fit:
+        strategy, engine = self._strategy, self._strategy.engine
+        steps_by_itself = guards.steps_by_itself(trainer, module, engine)
+        reads_gradients = steps_by_itself or guards.has_hooks_before_step(trainer, module)
+        dtypes = strategy.precision_asked()
+        return Fit(trainer, module, strategy.config, dtypes, updates_early=not reads_gradients)
+
+    def explaining_memory(self) -> AbstractContextManager[None]:
+        """Make a failed allocation inside say what takes how much memory, and which options take less."""
+        if self._planner is None:
+            return nullcontext()
+
+        def ask() -> Fit:
+            module = self._strategy.lightning_module
+            assert module is not None
+            return self._fit(module.trainer, module)
+
+        return self._planner.explaining_memory(ask)
