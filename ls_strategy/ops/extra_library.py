@@ -6,7 +6,6 @@ import ctypes
 import logging
 import os
 import threading
-from pathlib import Path
 
 from ls_strategy.errors import ConfigError
 from ls_strategy.ops import _build, native
@@ -31,7 +30,7 @@ class ExtraLibrary:
         self._on_cuda = on_cuda
         self._without = without
         self._lock = threading.RLock()
-        self._paths: dict[str, Path | None] = {}
+        self._loaded: dict[str, str | None] = {}
 
     def available(self, device_type: str) -> bool:
         """Return whether there are kernels for a device type. The first call builds them.
@@ -41,11 +40,11 @@ class ExtraLibrary:
         """
         if device_type != "cpu" and self._on_cuda is None:
             return False
-        if device_type not in self._paths:  # no lock once it is known
+        if device_type not in self._loaded:  # no lock once it is known
             with self._lock:
-                if device_type not in self._paths:
-                    self._paths[device_type] = self._load(device_type)
-        return self._paths[device_type] is not None
+                if device_type not in self._loaded:
+                    self._loaded[device_type] = self._load(device_type)
+        return self._loaded[device_type] is not None
 
     def recipe(self) -> _build.BuildRecipe:
         """Return how the library for CPUs is built: with the commands of the updates."""
@@ -53,19 +52,20 @@ class ExtraLibrary:
 
     def limit_isa(self, limit: int) -> int:
         """Limit the CPU's instruction set to 0 portable, 1 AVX2, 2 AVX-512; return the one in use. For tests."""
-        path = self._paths["cpu"] if self.available("cpu") else None
+        path = self._loaded["cpu"] if self.available("cpu") else None
         if path is None:
             raise RuntimeError(f"no {self._name} kernels for the CPU: {_build.status()['cpu']}")
-        return getattr(ctypes.CDLL(str(path)), f"ls_strategy_limit_{self._name}_isa")(limit)
+        return getattr(ctypes.CDLL(path), f"ls_strategy_limit_{self._name}_isa")(limit)
 
-    def _load(self, device_type: str) -> Path | None:
+    def _load(self, device_type: str) -> str | None:
+        """Return the library, or the architectures of the kernels; None without any."""
         if not native.available(device_type):  # which checks LS_STRATEGY_OPS and the compiler
             return None
         try:
             if device_type == "cpu":
-                return _build.load_library(self.recipe())
+                return str(_build.load_library(self.recipe()))
             assert self._on_cuda is not None
-            return Path(self._on_cuda.load())
+            return self._on_cuda.load()
         except _build.BuildError as e:
             if os.environ.get("LS_STRATEGY_OPS") == "1":
                 raise ConfigError(

@@ -174,6 +174,20 @@ STEPS = (
         ("tests/unit/test_exact_norm.py::test_what_is_measured_stays_as_it_is",),
     ),
     Mutation(
+        "kernels on a GPU find the seed of their rounding in the place of its offset",
+        "ls_strategy/ops/cuda/structs.py",
+        '_fields("seed offset", ctypes.c_uint32)',
+        '_fields("offset seed", ctypes.c_uint32)',
+        ("tests/ops/test_emulated_kernels.py::test_update_is_the_reference",),
+    ),
+    Mutation(
+        "a launch leaves its thread on the device of its kernel",
+        "ls_strategy/ops/cuda/driver.py",
+        "            self._library.cuCtxPopCurrent_v2(ctypes.byref(ctypes.c_void_p()))\n",
+        "            pass\n",
+        ("tests/ops/test_emulated_kernels.py::test_launches_on_any_device_from_any_thread",),
+    ),
+    Mutation(
         "a virtual rank draws from the generator of its neighbour",
         "ls_strategy/lightning/virtual/random.py",
         "            self._streams.setdefault(rank, RandomStream()).put()\n",

@@ -193,6 +193,9 @@ def launch_count(emulation, device):
     target = torch.zeros(64)
     with emulation.memory({target: True}, order=0), mock.patch.object(torch.Tensor, "get_device", return_value=device):
         FAULTY.launch("count_kernel", target, 2, 64, target.data_ptr(), True)
+    left = ctypes.c_void_p()
+    emulation.library.cuCtxGetCurrent(ctypes.byref(left))
+    assert left.value is None  # what a launch makes current does not stay
     return int(target.view(torch.int32)[0])
 
 
@@ -200,9 +203,6 @@ def test_launches_on_any_device_from_any_thread(emulation):
     """A thread that has called nothing of CUDA has no context, and kernels belong to that of their device."""
     with concurrent.futures.ThreadPoolExecutor(1) as thread:
         assert [thread.submit(launch_count, emulation, d).result() for d in (0, 1, 0)] == [128] * 3
-    current = ctypes.c_void_p()
-    emulation.library.cuCtxGetCurrent(ctypes.byref(current))
-    assert current.value is None  # what a launch makes current does not stay
 
 
 def test_errors_of_the_driver_have_its_names(emulation):

@@ -10,9 +10,11 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import lightning.pytorch  # noqa: F401 - sets variables of the environment when it is first imported
 import pytest
+import torch
 
 from ls_strategy.distributed.launch.rendezvous import free_port
 from ls_strategy.errors import ConfigError
@@ -21,6 +23,7 @@ from ls_strategy.extras.doctor import cluster, collective, gpus, host, kernels, 
 from ls_strategy.extras.doctor.examine import TOPICS, Check, choose, examine
 from ls_strategy.extras.doctor.finding import Finding
 from ls_strategy.ops import _build, native
+from ls_strategy.ops.cuda import nvrtc
 from ls_strategy.ops.extra_library import routing_library
 from ls_strategy.tiers.nvme_folder import mount_of
 from ls_strategy.tiers.threads import cpu_quota
@@ -148,7 +151,7 @@ def without_compilers(found):
 def test_without_compilers_all_runs_in_references(monkeypatch, capsys):
     monkeypatch.setattr(_build, "_status", {})  # as in a process that has not asked yet
     monkeypatch.setattr(native, "_known", {})
-    monkeypatch.setattr(routing_library, "_paths", {})
+    monkeypatch.setattr(routing_library, "_loaded", {})
     monkeypatch.delenv("CXX", raising=False)
     monkeypatch.delenv("LS_STRATEGY_OPS", raising=False)
     assert cli.main(["doctor", "--json", "--only", "compilers", "kernels"]) == 0
@@ -172,6 +175,23 @@ def test_a_compiler_that_is_named_wrongly(monkeypatch):
     monkeypatch.setenv("CXX", "/no/such/compiler")
     finding = next(f for f in software.compilers() if f.name == "C++")
     assert (finding.state, finding.cure[:9]) == ("note", "CXX names")
+
+
+def test_the_compiler_for_gpus_and_what_it_compiles_for(monkeypatch):
+    found = SimpleNamespace(version="13.0", architecture=lambda capability: f"sm_{capability[0]}{capability[1]}")
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (7, 5))
+    monkeypatch.setattr(nvrtc, "compiler", lambda: found)
+    assert list(software.compilers())[-1] == Finding("NVRTC", "13.0, for sm_75")
+
+    def missing():
+        raise _build.BuildError("libnvrtc.so.13 is not installed: pip install nvidia-cuda-nvrtc")
+
+    monkeypatch.setattr(nvrtc, "compiler", missing)
+    finding = list(software.compilers())[-1]
+    assert (finding.name, finding.state) == ("NVRTC", "note")
+    assert "pip install nvidia-cuda-nvrtc" in finding.value
 
 
 def test_kernels_that_are_required_and_cannot_be_had():

@@ -135,8 +135,8 @@ def compiler() -> Compiler:
         raise BuildError("this torch is built without CUDA")
     for path in _candidates(major):
         try:
-            # It looks for this library by name, and not in its own folder.
-            for builtins in path.parent.glob("libnvrtc-builtins*.so*"):
+            # It looks for this library by name, and not in its own folder. A mere name has no folder.
+            for builtins in path.parent.glob("libnvrtc-builtins*.so*") if path.is_absolute() else ():
                 if ".alt." not in builtins.name:
                     ctypes.CDLL(str(builtins))
             return Compiler(ctypes.CDLL(str(path)))

@@ -6,9 +6,7 @@ import ctypes
 import functools
 import hashlib
 import json
-import logging
 import threading
-import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -20,8 +18,6 @@ from ls_strategy.ops import _build, schemas
 from ls_strategy.ops._build import BuildError
 from ls_strategy.ops.cuda import nvrtc
 from ls_strategy.ops.cuda.driver import driver
-
-_log = logging.getLogger("ls_strategy.ops")
 
 Pointer = ctypes.c_void_p
 Int64 = ctypes.c_int64
@@ -73,9 +69,7 @@ class Program:
         key = hashlib.sha256("\0".join(text).encode()).hexdigest()[:20]
 
         def make(_folder: Path, _deadline: float) -> bytes:
-            start = time.monotonic()
             image, names, _ = compiler.compile(self.source, sources(), list(self.kernels), architecture)
-            _log.info("compiled %s.cu for %s in %.1f s", self.name, architecture, time.monotonic() - start)
             return json.dumps(dict(zip(self.kernels, names, strict=True))).encode() + b"\n" + image
 
         content = _build.kept(f"{self.name}-{architecture}-{key}.image", make)[1]

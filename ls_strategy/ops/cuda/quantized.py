@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from ls_strategy.ops.cuda.program import Operations, Program
-from ls_strategy.ops.cuda.structs import FORMATS, Tiles, address, check, is_aligned
+from ls_strategy.ops.cuda.structs import FORMATS, TilesStruct, address, check, is_aligned
 from ls_strategy.ops.levels import BLOCK, NF4, TILE
 
 _THREADS = 256
@@ -17,7 +17,7 @@ _LEVELS = (NF4, tuple((i - 8) / 7 for i in range(16)), (0.0,) * 16)
 
 QUANTIZED = Program(
     "quantized",
-    {f"dequantize{bits}_kernel<{wide}>": (Tiles,) for bits in (4, 8) for wide in ("false", "true")},
+    {f"dequantize{bits}_kernel<{wide}>": (TilesStruct,) for bits in (4, 8) for wide in ("false", "true")},
 )
 
 
@@ -31,7 +31,7 @@ def dequantize_(packed: Tensor, out: Tensor, form: int) -> None:
     if count == 0:
         return
     wide = is_aligned(packed, _CODES) and is_aligned(out, _CODES)
-    tiles = Tiles(
+    tiles = TilesStruct(
         count=count, packed=address(packed), out=address(out), format=FORMATS[out.dtype], form=form,
         levels=_LEVELS[form],
     )  # fmt: skip

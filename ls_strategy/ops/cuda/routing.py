@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from ls_strategy.ops.cuda.program import Int64, Operations, Pointer, Program
-from ls_strategy.ops.cuda.structs import FORMATS, Rows, Scores, address, check, is_aligned
+from ls_strategy.ops.cuda.structs import FORMATS, RowsStruct, ScoresStruct, address, check, is_aligned
 
 _THREADS = 256
 _WARP = 32
@@ -23,16 +23,18 @@ _PAIRS = (Pointer, Pointer, Int64, Int64)  # experts, which are kept, pairs, num
 ROUTING = Program(
     "routing",
     {
-        **{f"copy_rows_kernel<{kind}>": (Rows, Int64) for kind in _COPIES.values()},
+        **{f"copy_rows_kernel<{kind}>": (RowsStruct, Int64) for kind in _COPIES.values()},
         **{
-            f"{name}_kernel<{wide}>": (Rows,) for name in ("scale_rows", "combine", "dot") for wide in ("false", "true")
+            f"{name}_kernel<{wide}>": (RowsStruct,)
+            for name in ("scale_rows", "combine", "dot")
+            for wide in ("false", "true")
         },
-        "forget_kernel": (Rows, Pointer),
-        "invert_kernel": (Rows, Pointer),
+        "forget_kernel": (RowsStruct, Pointer),
+        "invert_kernel": (RowsStruct, Pointer),
         "tile_counts_kernel": (*_PAIRS, Pointer),
         "places_kernel": (Pointer, Int64, Int64, Pointer),
         "place_kernel": (*_PAIRS, Pointer, Pointer),
-        "topk_kernel": (Scores,),
+        "topk_kernel": (ScoresStruct,),
     },
 )
 
@@ -122,7 +124,7 @@ def topk_indices(scores: Tensor, k: int) -> Tensor:
         raise RuntimeError(f"Got k={k} of {experts} scores.")
     out = scores.new_empty(count, k, dtype=torch.int64)
     if out.numel():
-        given = Scores(rows=count, experts=experts, k=k, scores=address(scores), indices=address(out))
+        given = ScoresStruct(rows=count, experts=experts, k=k, scores=address(scores), indices=address(out))
         ROUTING.launch("topk_kernel", scores, _warps(count), _THREADS, given)
     return out
 
@@ -131,7 +133,7 @@ def _contiguous(rows: Tensor, order: Tensor, weights: Tensor | None) -> tuple[Te
     return rows.contiguous(), order.contiguous(), None if weights is None else weights.contiguous()
 
 
-def _rows(like: Tensor, order: Tensor, weights: Tensor | None, tokens: int, k: int) -> Rows:
+def _rows(like: Tensor, order: Tensor, weights: Tensor | None, tokens: int, k: int) -> RowsStruct:
     """Return rows without operands."""
     check(like, "rows", like=like, numel=like.numel(), dtypes=_FLOATS)
     check(order, "order", like=like, numel=order.numel(), dtypes=(torch.int64,))
@@ -139,7 +141,7 @@ def _rows(like: Tensor, order: Tensor, weights: Tensor | None, tokens: int, k: i
         raise RuntimeError(f"Got {order.numel()} pairs of {tokens} tokens with {k} choices each.")
     if weights is not None:
         check(weights, "weights", like=like, numel=tokens * k, dtypes=(torch.float32,))
-    return Rows(
+    return RowsStruct(
         tokens=tokens,
         choices=k,
         pairs=order.numel(),

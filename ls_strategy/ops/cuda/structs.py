@@ -41,7 +41,7 @@ class AdagradNumbers(ctypes.Structure):
     _fields_ = _fields("l2 eps rate", _FLOAT)
 
 
-class Buffers(ctypes.Structure):
+class BuffersStruct(ctypes.Structure):
     """Memory of an update, or the gradient of a norm."""
 
     _fields_ = [
@@ -53,7 +53,7 @@ class Buffers(ctypes.Structure):
     ]
 
 
-class Rows(ctypes.Structure):
+class RowsStruct(ctypes.Structure):
     """Rows of tokens and of pairs."""
 
     _fields_ = [
@@ -63,13 +63,13 @@ class Rows(ctypes.Structure):
     ]
 
 
-class Scores(ctypes.Structure):
+class ScoresStruct(ctypes.Structure):
     """Scores of every token's experts."""
 
     _fields_ = [*_fields("rows experts k", _INT64), *_fields("scores indices", _POINTER)]
 
 
-class Tiles(ctypes.Structure):
+class TilesStruct(ctypes.Structure):
     """Tiles of quantized weights."""
 
     _fields_ = [
@@ -80,7 +80,16 @@ class Tiles(ctypes.Structure):
     ]
 
 
-STRUCTURES = (AdamWNumbers, LionNumbers, SGDNumbers, AdagradNumbers, Buffers, Rows, Scores, Tiles)
+STRUCTURES = (
+    AdamWNumbers,
+    LionNumbers,
+    SGDNumbers,
+    AdagradNumbers,
+    BuffersStruct,
+    RowsStruct,
+    ScoresStruct,
+    TilesStruct,
+)
 
 
 def address(tensor: Tensor | None) -> int:

@@ -13,7 +13,7 @@ from ls_strategy.ops.cuda.structs import (
     FORMATS,
     AdagradNumbers,
     AdamWNumbers,
-    Buffers,
+    BuffersStruct,
     LionNumbers,
     SGDNumbers,
     address,
@@ -47,7 +47,7 @@ def _kernel(rule: str, *, in_8_bits: bool, wide: bool) -> str:
 UPDATE = Program(
     "update",
     {
-        _kernel(rule, in_8_bits=in_8_bits, wide=wide): (numbers, Buffers)
+        _kernel(rule, in_8_bits=in_8_bits, wide=wide): (numbers, BuffersStruct)
         for rule, numbers in _RULES.items()
         for in_8_bits in ((False, True) if rule != "PlainSGD" else (False,))
         for wide in (False, True)
@@ -56,7 +56,7 @@ UPDATE = Program(
 
 NORM = Program(
     "norm",
-    {"square_sums_kernel": (Buffers, Pointer, Pointer), "group_sums_kernel": (Pointer, Int64, Pointer)},
+    {"square_sums_kernel": (BuffersStruct, Pointer, Pointer), "group_sums_kernel": (Pointer, Int64, Pointer)},
 )
 
 Stored = tuple[Tensor | None, Tensor | None]
@@ -117,7 +117,7 @@ def _update(  # noqa: PLR0913, PLR0917
                 check(scales, "scales", like=param, numel=-(-n // BLOCK), dtypes=(torch.float32,))
     if n == 0:
         return
-    buffers = Buffers(
+    buffers = BuffersStruct(
         n=n,
         param=address(param),
         first=address(first[0]),
@@ -148,7 +148,7 @@ def sum_of_squares(grad: Tensor, unscale: float) -> Tensor:
     result = torch.zeros(2, dtype=torch.float64, device=grad.device)
     if n == 0:
         return result
-    buffers = Buffers(n=n, grad=address(grad), unscale=unscale, grad_format=FORMATS[grad.dtype])
+    buffers = BuffersStruct(n=n, grad=address(grad), unscale=unscale, grad_format=FORMATS[grad.dtype])
     count = -(-n // _SUM_BLOCK)
     # Memory of torch's allocator may be given back before the kernels ran: it is reused on the same stream only.
     sums = result if count == 1 else result.new_empty(count)
