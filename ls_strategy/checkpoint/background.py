@@ -244,7 +244,7 @@ class _Held(Source):
         super().__init__(source.flat, source.slot, source.read, at_rest=True)
         self._hold = hold
         self._ranges = list(source.ranges())
-        copies = source.flat.store.is_resident("master")
+        copies = source.flat.states_in_memory
         self.sizes = [(stop - start) * dtype.itemsize for _, start, stop in self._ranges] if copies else []
         """Bytes of every box that `copy_aside` may copy."""
         self.memory: list[Tensor] = []

@@ -119,9 +119,8 @@ def _check_split_masters(config: ZeROConfig) -> None:
         return
     if config.stage == 3:
         raise ConfigError(
-            "Got precision.master_weights='split' with stage=3, but what is split are weights that the forward has "
-            "anyway, and stage 3 stores no bf16 weights in addition to the masters. Set stage 1 or 2, or leave "
-            "master_weights out."
+            "Got precision.master_weights='split' with stage=3 (or 'auto', which may choose it), but stage 3 stores no "
+            "bf16 weights that masters could be completed by. Set stage 1 or 2, or leave master_weights out."
         )
     if config.offload.delay_after is not None:
         raise ConfigError(

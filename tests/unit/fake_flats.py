@@ -27,12 +27,8 @@ class FakeFlat:
     counted: bool = True
 
     @property
-    def store(self) -> FakeFlat:
-        """Where its states are stored."""
-        return self
-
-    def is_resident(self, _name: str) -> bool:
-        """Whether a state is a tensor in memory."""
+    def states_in_memory(self) -> bool:
+        """Whether the states are tensors."""
         return self.optimizer_tier != "nvme"
 
     @property

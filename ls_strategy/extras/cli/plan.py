@@ -428,7 +428,8 @@ def base_config(options: dict[str, Any]) -> Any:
     from ls_strategy.config import ZeROConfig
 
     given = {name: options[name] for name in ("sharding", "precision") if options.get(name) is not None}
-    config = ZeROConfig.of(3, **given)
+    # A stage at which all of them may be given; candidates leave out what theirs does not know.
+    config = ZeROConfig.of(2 if dict(options.get("precision") or {}).get("master_weights") == "split" else 3, **given)
     return replace(config, sharding=replace(config.sharding, rank_weights=None))
 
 
