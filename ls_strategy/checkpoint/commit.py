@@ -197,7 +197,7 @@ def take_name(path: str | os.PathLike[str], save_id: str) -> None:
         new.rename(place)
     elif place.local and not Path(new.path).is_dir() and not Path(place.path).is_dir():
         Path(new.path).replace(place.path)
-    elif place.local and _exchange(new.path, place.path):
+    elif place.local and exchange_names(new.path, place.path):
         left = new
     else:
         place.rename(old)
@@ -222,7 +222,7 @@ def take_name(path: str | os.PathLike[str], save_id: str) -> None:
         _try_to_remove(left)
 
 
-def _exchange(a: str, b: str) -> bool:
+def exchange_names(a: str, b: str) -> bool:
     """Swap two names atomically with ``renameat2(RENAME_EXCHANGE)``. Return False where that is not supported."""
     try:
         libc = ctypes.CDLL(None, use_errno=True)
@@ -286,7 +286,7 @@ def link(path: str | os.PathLike[str], name: str | os.PathLike[str]) -> None:
         if not target.is_dir() or target.is_symlink():
             new.replace(target)
             return
-        if _exchange(str(new), str(target)):
+        if exchange_names(str(new), str(target)):
             new.rename(old)
         else:
             target.rename(old)

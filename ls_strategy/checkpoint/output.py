@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import glob
 import json
 import os
 import shutil
@@ -18,6 +19,9 @@ from ls_strategy.errors import CheckpointError, ConfigError
 WRITER = "ls_strategy"
 """Metadata key of exported weights. It lists the names of all files of the export, as JSON."""
 
+_REPLACED = ".old"
+"""Suffix of what is being replaced, where names cannot be swapped."""
+
 Progress = Callable[[int, int], None]
 """Called with the bytes done so far and the total."""
 
@@ -27,7 +31,8 @@ def atomic_output(target: Path, *, nbytes: int, force: bool) -> Iterator[Path]:
     """Yield a path on the same file system, and rename it atomically to ``target`` at the end.
 
     After an exception, a full disk or Ctrl-C, the partial output is removed and ``target`` is unchanged. After
-    ``kill -9`` the next call for the same name removes it.
+    ``kill -9`` the next call for the same name removes it. A folder that is replaced is there at every moment where the
+    file system can swap two names; elsewhere it is absent between two renames, and the next call restores it.
 
     Args:
         target: The final name.
@@ -38,11 +43,13 @@ def atomic_output(target: Path, *, nbytes: int, force: bool) -> Iterator[Path]:
         ConfigError: ``target`` exists, or its parent folder does not.
         CheckpointError: The file system is full or not writable, or another process writes to ``target``.
     """
-    _check_target(target, force)
+    check_target(target, force=force)
     place = CheckpointPath(target)
     scratch = target.with_name(f".{target.name}.{commit.new_save_id()}.partial")
     try:
         with require_claim(place) as held:
+            _restore(target)
+            check_target(target, force=force)
             commit.clean(place, held)
             free = shutil.disk_usage(target.parent).free
             if nbytes > free:
@@ -53,7 +60,7 @@ def atomic_output(target: Path, *, nbytes: int, force: bool) -> Iterator[Path]:
             try:
                 scratch.mkdir()
                 yield scratch / target.name
-                _check_target(target, force)
+                check_target(target, force=force)
                 _take_name(scratch, target)
             finally:
                 CheckpointPath(scratch).remove()
@@ -61,7 +68,12 @@ def atomic_output(target: Path, *, nbytes: int, force: bool) -> Iterator[Path]:
         raise CheckpointError(f"{target} could not be written: {error}. Nothing was left behind.") from error
 
 
-def _check_target(target: Path, force: bool) -> None:
+def check_target(target: Path, *, force: bool) -> None:
+    """Check that an output may get this name: see `atomic_output`.
+
+    Raises:
+        ConfigError: It may not.
+    """
     if ":/" in str(target):
         raise ConfigError(f"{target} is not a local path. Write to a local disk and copy the result.")
     if not target.parent.is_dir():
@@ -86,11 +98,12 @@ def _check_target(target: Path, force: bool) -> None:
 
 def _is_export(folder: Path) -> bool:
     """Return whether the folder holds an export and nothing else: other files must not be lost."""
-    entries = list(folder.iterdir())
-    weights = [p for p in entries if p.name.startswith("model") and p.suffix == ".safetensors"]
+    found = list(folder.rglob("*"))
+    entries = [p for p in found if p.is_symlink() or not p.is_dir()]
+    weights = [p for p in entries if p.suffix == ".safetensors"]
     if not weights or not all(p.is_file() and not p.is_symlink() for p in entries):
-        return not entries and Path.cwd() != folder.resolve()
-    return {p.name for p in entries} <= _written_with(weights[0])
+        return not found and Path.cwd() != folder.resolve()
+    return {p.relative_to(folder).as_posix() for p in entries} <= _written_with(weights[0])
 
 
 def _written_with(weights: Path) -> set[str]:
@@ -105,18 +118,25 @@ def _written_with(weights: Path) -> set[str]:
 
 
 def _take_name(scratch: Path, target: Path) -> None:
-    """Rename the output. Folders cannot be replaced atomically, so an existing one is moved away first."""
-    new = scratch / target.name
+    """Rename the output, and leave in ``scratch`` what it replaces."""
+    new, old = scratch / target.name, scratch / f"{target.name}{_REPLACED}"
     if new.is_dir():
         CheckpointPath(new).sync()
-    if target.is_dir() or (new.is_dir() and os.path.lexists(target)):
-        old = scratch / f"{target.name}.old"
+    if not (target.is_dir() or (new.is_dir() and os.path.lexists(target))):
+        new.replace(target)
+    elif not commit.exchange_names(str(new), str(target)):
         target.rename(old)
         try:
             new.rename(target)
         except OSError:
             old.rename(target)
             raise
-    else:
-        new.replace(target)
     CheckpointPath(target.parent).sync()
+
+
+def _restore(target: Path) -> None:
+    """Give its name back to what a process has moved away before it was killed. The caller has claimed the name."""
+    name = glob.escape(target.name)
+    moved = () if os.path.lexists(target) else target.parent.glob(f".{name}.*.partial/{name}{_REPLACED}")
+    for old in [*moved][:1]:
+        old.rename(target)

@@ -70,7 +70,7 @@ def _save(path: Path, stop: str, connection: Connection) -> None:
             if target.path.endswith(".old"):
                 wait()
 
-        commit._exchange = lambda a, b: False  # type: ignore[assignment]
+        commit.exchange_names = lambda a, b: False  # type: ignore[assignment]
         CheckpointPath.rename = stopping  # type: ignore[method-assign]
     commit.commit(path, "0000000a", Manifest(7, 0, {}, records))
     held.release()

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from ls_strategy.checkpoint import commit
 from ls_strategy.checkpoint.claim import require_claim
 from ls_strategy.checkpoint.output import WRITER, atomic_output
 from ls_strategy.checkpoint.place import CheckpointPath
@@ -146,3 +147,54 @@ def test_a_link_is_kept(tmp_path: Path) -> None:
     (tmp_path / "link").symlink_to("x")
     with pytest.raises(ConfigError, match="is a link to x"):
         write(tmp_path / "link", force=True)
+
+
+def fill(target: Path, text: str) -> None:
+    with atomic_output(target, nbytes=0, force=True) as folder:
+        export(folder)
+        (folder / "model.safetensors").open("ab").write(text.encode())
+
+
+def test_a_folder_is_replaced_without_a_moment_in_which_it_is_absent(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fill(tmp_path / "x", "old")
+    moved: list[Path] = []
+    monkeypatch.setattr(Path, "rename", lambda self, _: moved.append(self))
+    fill(tmp_path / "x", "new")
+    assert (tmp_path / "x" / "model.safetensors").read_bytes().endswith(b"new")
+    assert not moved
+    assert names(tmp_path) == ["x"]
+
+
+def test_where_names_cannot_be_swapped_a_killed_replacement_is_undone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fill(tmp_path / "x", "old")
+    scratch = tmp_path / ".x.0123abcd.partial"  # what is there between two renames
+    scratch.mkdir()
+    export(scratch / "x")
+    (tmp_path / "x").rename(scratch / "x.old")
+    with pytest.raises(ConfigError, match="exists"):
+        write(tmp_path / "x")
+    assert (tmp_path / "x" / "model.safetensors").read_bytes().endswith(b"old")
+    monkeypatch.setattr(commit, "exchange_names", lambda a, b: False)
+    fill(tmp_path / "x", "new")
+    assert (tmp_path / "x" / "model.safetensors").read_bytes().endswith(b"new")
+    assert names(tmp_path) == ["x"]
+
+
+def test_an_export_with_folders_of_its_own_is_replaced_and_with_others_kept(tmp_path: Path) -> None:
+    folder = export(tmp_path / "x", "config.json")
+    (folder / "other").mkdir()
+    header = json.dumps(
+        {"__metadata__": {WRITER: json.dumps(["model.safetensors", "config.json", "other/a"])}}
+    ).encode()
+    (folder / "model.safetensors").write_bytes(len(header).to_bytes(8, "little") + header)
+    (folder / "other" / "a").touch()
+    (folder / "other" / "mine").touch()
+    with pytest.raises(ConfigError, match="other files"):
+        fill(folder, "new")
+    (folder / "other" / "mine").unlink()
+    fill(folder, "new")
+    assert names(folder) == ["model.safetensors"]

@@ -77,7 +77,7 @@ STEPS = ("mkdir", "rename", "replace", "unlink", "rmdir", "symlink", "fsync")
 def ends_before(step: int, *, exchange: bool) -> Iterator[list[str]]:
     """Raise `Ended` instead of the ``step``-th change of the disk; gives what was done."""
     done: list[str] = []
-    plain_open, plain_exchange = CheckpointPath.open, commit._exchange
+    plain_open, plain_exchange = CheckpointPath.open, commit.exchange_names
 
     def counted(name: str, plain: Callable[..., Any]) -> Callable[..., Any]:
         def call(*args: Any, **options: Any) -> Any:
@@ -89,13 +89,13 @@ def ends_before(step: int, *, exchange: bool) -> Iterator[list[str]]:
         return call
 
     CheckpointPath.open = counted("open", plain_open)  # type: ignore[method-assign]
-    commit._exchange = counted("exchange", plain_exchange if exchange else lambda a, b: False)
+    commit.exchange_names = counted("exchange", plain_exchange if exchange else lambda a, b: False)
     try:
         with replaced({name: counted(name, getattr(os, name)) for name in STEPS}):
             yield done
     finally:
         CheckpointPath.open = plain_open  # type: ignore[method-assign]
-        commit._exchange = plain_exchange
+        commit.exchange_names = plain_exchange
         claim.forget_all()
 
 
@@ -149,7 +149,7 @@ def test_without_an_exchange_of_names_the_one_before_is_not_removed_before_the_n
 ) -> None:
     path, plain = tmp_path / "last.ckpt", os.rename
     save(path, 1)
-    monkeypatch.setattr(commit, "_exchange", lambda a, b: False)
+    monkeypatch.setattr(commit, "exchange_names", lambda a, b: False)
 
     def rename(source: Any, target: Any, **options: Any) -> None:
         if Path(target).name == "last.ckpt":
