@@ -44,6 +44,7 @@ if TYPE_CHECKING:
     from ls_strategy.extras.callbacks.diloco import DiLoCo
     from ls_strategy.extras.callbacks.elastic import ElasticTraining
     from ls_strategy.extras.callbacks.expert_monitor import ExpertMonitor
+    from ls_strategy.extras.callbacks.huggingface_export import HuggingFaceExport
     from ls_strategy.extras.callbacks.preemption import PreemptionHandler
     from ls_strategy.extras.callbacks.spike_guard import SpikeGuard
     from ls_strategy.extras.data_efficiency.curriculum import SequenceCurriculum
@@ -87,6 +88,7 @@ __all__ = [
     "FeedForward",
     "Float8Config",
     "GatedFeedForward",
+    "HuggingFaceExport",
     "InferenceEngine",
     "LSError",
     "Lamb",
@@ -140,6 +142,7 @@ _HOME = {
         "extras.callbacks.expert_monitor": "ExpertMonitor",
         "extras.callbacks.diloco": "DiLoCo",
         "extras.callbacks.elastic": "ElasticTraining",
+        "extras.callbacks.huggingface_export": "HuggingFaceExport",
         "extras.callbacks.preemption": "PreemptionHandler",
         "extras.callbacks.spike_guard": "SpikeGuard",
         "config": (

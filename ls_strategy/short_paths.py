@@ -18,8 +18,9 @@ if TYPE_CHECKING:
     from types import CodeType, ModuleType
 
 _PACKAGE = "ls_strategy"
-_SHORT = frozenset({"callbacks", "cli", "clouds", "conformance", "data_efficiency", "deepspeed", "doctor", "inference",
-                    "islands", "planner", "plots", "ray", "report", "slurm", "snapshots"})  # fmt: skip
+_SHORT = frozenset({"callbacks", "cli", "clouds", "conformance", "data_efficiency", "deepspeed", "doctor",
+                    "huggingface", "inference", "islands", "planner", "plots", "ray", "report", "slurm",
+                    "snapshots"})  # fmt: skip
 
 
 def full_path(name: str) -> str | None:

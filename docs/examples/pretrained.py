@@ -49,3 +49,8 @@ class FromFiles(pl.LightningModule):
         if self.net is None:
             self.net = GPT(GPTConfig(num_layers=2, num_heads=2, width=32, block_size=32))
             ls_strategy.load_safetensors(self.net, self.folder)
+
+
+def exporting(path: str) -> pl.Callback:
+    """Return a callback that replaces the folder ``path`` every 1000 steps, and at the end of the fit."""
+    return ls_strategy.HuggingFaceExport(path, every=1000, dtype="bfloat16", push_to_hub=None)

@@ -114,30 +114,72 @@ def export_safetensors(  # noqa: PLR0913 - options of an export, keyword-only
         CheckpointError: ``source`` is incomplete, or ``target`` could not be written.
         ConfigError: ``target`` exists, two tensors get the same name, or safetensors does not support a dtype.
     """
-    if max_shard_bytes < 1:
-        raise ConfigError(f"Got max_shard_bytes={max_shard_bytes}, but a file has at least 1 byte. Set a larger size.")
     entries = _entries(read_weights(source, average=average).tensors, dtype, rename)
     if not entries:
         raise CheckpointError(f"{source}: no tensor is left to write. Check the mapping of names.")
-    shards = _shards(entries, max_shard_bytes)
-    names = _file_names(len(shards))
-    total = sum(e.nbytes for e in entries)
+    texts = {name: text.encode() for name, text in (extra_files or {}).items()}
+    _write_folder(target, {"model": entries}, texts, max_shard_bytes, force, progress)
+
+
+def write_safetensors(
+    target: str | os.PathLike[str],
+    weights: Mapping[str, Mapping[str, Tensor]],
+    *,
+    files: Mapping[str, bytes],
+    max_shard_bytes: int | None = MAX_SHARD_BYTES,
+    force: bool = False,
+    progress: Progress | None = None,
+) -> None:
+    """Write a folder of safetensors and other files. A `LazyTensor` is read portion by portion.
+
+    Args:
+        target: The folder to create, complete or not at all.
+        weights: By the start of the files' names, such as ``model``: tensors by name.
+        files: Further files, path in the folder to content.
+        max_shard_bytes: Largest file. A larger tensor gets its own file. None: one file for each of ``weights``.
+        force: Replace ``target`` if it is a folder that this function wrote.
+        progress: Called with the bytes written so far and the total.
+
+    Raises:
+        CheckpointError: ``target`` could not be written.
+        ConfigError: ``target`` may not be replaced, or safetensors does not support a dtype.
+    """
+    parts = {stem: _entries(tensors, None, None) for stem, tensors in weights.items()}
+    _write_folder(target, parts, files, max_shard_bytes, force, progress)
+
+
+def _write_folder(
+    target: str | os.PathLike[str],
+    parts: Mapping[str, Sequence[_WrittenTensor]],
+    others: Mapping[str, bytes],
+    limit: int | None,
+    force: bool,
+    progress: Progress | None,
+) -> None:
+    if limit is not None and limit < 1:
+        raise ConfigError(f"Got max_shard_bytes={limit}, but a file has at least 1 byte. Set a larger size.")
+    others, files = dict(others), dict[str, Sequence[_WrittenTensor]]()
+    for stem, entries in parts.items():
+        shards = _shards(entries, limit)
+        names = _file_names(stem, len(shards))
+        files |= zip(names, shards, strict=True)
+        if len(shards) > 1:
+            weight_map = {e.name: name for name, shard in zip(names, shards, strict=True) for e in shard}
+            index = {"metadata": {"total_size": sum(e.nbytes for e in entries)}, "weight_map": weight_map}
+            others[f"{stem}.safetensors.index.json"] = (json.dumps(index, indent=2) + "\n").encode()
+    total = sum(e.nbytes for entries in parts.values() for e in entries)
     done = 0
-    texts = dict(extra_files or {})
-    if len(shards) > 1:
-        weight_map = {e.name: name for name, shard in zip(names, shards, strict=True) for e in shard}
-        index = {"metadata": {"total_size": total}, "weight_map": weight_map}
-        texts["model.safetensors.index.json"] = json.dumps(index, indent=2) + "\n"
     with atomic_output(Path(target), nbytes=total, force=force) as folder:
-        folder.mkdir()
-        for name, shard in zip(names, shards, strict=True):
-            for size in _write(folder / name, shard, [*names, *texts]):
+        for name in [*files, *others]:
+            (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        for name, shard in files.items():
+            for size in _write(folder / name, shard, [*files, *others]):
                 done += size
                 if progress is not None:
                     progress(done, total)
-        for name, text in texts.items():
-            with (folder / name).open("w", encoding="utf-8") as file:
-                file.write(text)
+        for name, content in others.items():
+            with (folder / name).open("wb") as file:
+                file.write(content)
                 sync_file(file)
 
 
@@ -196,12 +238,12 @@ def _entries(tensors: Mapping[str, Tensor], dtype: torch.dtype | None, rename: R
     return list(entries.values())
 
 
-def _shards(entries: Sequence[_WrittenTensor], limit: int) -> list[list[_WrittenTensor]]:
-    """Distribute entries to files in order, filling each up to the limit."""
+def _shards(entries: Sequence[_WrittenTensor], limit: int | None) -> list[list[_WrittenTensor]]:
+    """Distribute entries to files in order, filling each up to the limit; without one, to one file."""
     shards: list[list[_WrittenTensor]] = [[]]
     size = 0
     for entry in entries:
-        if shards[-1] and size + entry.nbytes > limit:
+        if limit is not None and shards[-1] and size + entry.nbytes > limit:
             shards.append([])
             size = 0
         shards[-1].append(entry)
@@ -209,10 +251,10 @@ def _shards(entries: Sequence[_WrittenTensor], limit: int) -> list[list[_Written
     return shards
 
 
-def _file_names(count: int) -> list[str]:
+def _file_names(stem: str, count: int) -> list[str]:
     if count == 1:
-        return ["model.safetensors"]
-    return [f"model-{i + 1:05}-of-{count:05}.safetensors" for i in range(count)]
+        return [f"{stem}.safetensors"]
+    return [f"{stem}-{i + 1:05}-of-{count:05}.safetensors" for i in range(count)]
 
 
 def _write(path: Path, entries: Sequence[_WrittenTensor], export: list[str]) -> Iterator[int]:

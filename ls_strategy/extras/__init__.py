@@ -8,6 +8,7 @@
 ``data_efficiency``   curricula, packed documents, dropped tokens
 ``deepspeed``         its configurations, schedules and checkpoints
 ``doctor``            checks of a machine
+``huggingface``       folders that ``from_pretrained`` opens, from a run or from its checkpoints
 ``inference``         generation and streamed evaluation
 ``islands``           DiLoCo: runs that exchange rarely
 ``planner``           memory and time of a run before it starts, and the choice of ``stage="auto"``

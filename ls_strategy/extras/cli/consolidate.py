@@ -1,4 +1,4 @@
-"""``ls-strategy consolidate DIR OUT``: write a sharded checkpoint as one file, or as safetensors."""
+"""``ls-strategy consolidate DIR OUT``: write a sharded checkpoint as one file, as safetensors, or for transformers."""
 
 from __future__ import annotations
 
@@ -21,25 +21,39 @@ def add(subcommands: argparse._SubParsersAction[argparse.ArgumentParser]) -> Non
         "consolidate",
         help="write a sharded checkpoint, ours or DeepSpeed's, as one file, or as safetensors",
         description="Write a sharded checkpoint, ours or DeepSpeed's, as one .ckpt file that every strategy resumes "
-        "from, or its weights as safetensors. Needs memory for a part of one tensor. --format ckpt unpickles the "
+        "from, or its weights as safetensors, or a folder that from_pretrained of transformers opens. Needs memory for "
+        "a part of one tensor. --format ckpt unpickles the "
         "objects in the checkpoint, as torch.load(weights_only=False) does: use it only for checkpoints that you "
         "trust.",
     )
     parser.add_argument("source", metavar="DIR", type=arguments.location, help="checkpoint folder (or file)")
     parser.add_argument(
-        "target", metavar="OUT", type=arguments.path, help="output file; with --format safetensors, output folder"
+        "target", metavar="OUT", type=arguments.path, help="output file; with --format safetensors or hf, output folder"
     )
     parser.add_argument(
-        "--format", choices=("ckpt", "safetensors"), default="ckpt", help="output format (default: %(default)s)"
+        "--format",
+        "--to",
+        choices=("ckpt", "safetensors", "hf"),
+        default="ckpt",
+        help="output format; hf: a folder that from_pretrained opens (default: %(default)s)",
     )
+    parser.add_argument(
+        "--model",
+        metavar="FOLDER",
+        type=arguments.path,
+        help="hf: folder with the config.json of the model that was trained; its tokenizer is copied",
+    )
+    parser.add_argument("--module", metavar="NAME", help="hf: attribute that holds the model, if several would fit")
     parser.add_argument("--weights-only", action="store_true", help="ckpt: omit optimizers and callbacks")
-    parser.add_argument("--dtype", choices=("keep", *DTYPES), default="keep", help="safetensors: dtype of the weights")
+    parser.add_argument(
+        "--dtype", choices=("keep", *DTYPES), default="keep", help="safetensors, hf: dtype of the weights"
+    )
     parser.add_argument(
         "--max-shard-gb",
         type=arguments.number(above(0, 1e6)),
         default=5.0,
         metavar="GB",
-        help="safetensors: maximum file size (default: %(default)s)",
+        help="safetensors, hf: maximum file size (default: %(default)s)",
     )
     parser.add_argument(
         "--rename",
@@ -49,7 +63,7 @@ def add(subcommands: argparse._SubParsersAction[argparse.ArgumentParser]) -> Non
         help="safetensors, and DeepSpeed's checkpoints: replace a prefix of names; --rename model.= removes the "
         "prefix 'model.', --rename =model. adds it",
     )
-    parser.add_argument("--ema", action="store_true", help="safetensors: write the averaged weights (ShardedEMA)")
+    parser.add_argument("--ema", action="store_true", help="safetensors, hf: write the averaged weights (ShardedEMA)")
     parser.add_argument(
         "--split-experts",
         action="store_true",
@@ -86,6 +100,8 @@ def run(args: argparse.Namespace) -> int:
         from ls_strategy.checkpoint.consolidate import consolidate
 
         consolidate(args.source, args.target, weights_only=args.weights_only, force=args.force, progress=progress)
+    elif args.format == "hf":
+        _export_for_transformers(args, progress)
     else:
         _export(args, pairs, progress)
     progress.finish()
@@ -107,8 +123,9 @@ def _check(args: argparse.Namespace) -> None:
         raise ConfigError(_ONLY_SAFETENSORS)
     if args.format == "ckpt" and args.split_experts:
         raise ConfigError("--split-experts needs --format safetensors; a .ckpt keeps everything as it was saved.")
-    if args.format == "safetensors" and args.weights_only:
+    if args.format != "ckpt" and args.weights_only:
         raise ConfigError("--weights-only needs --format ckpt; safetensors contain only weights. Omit it.")
+    _check_for_transformers(args)
     if not all("=" in pair for pair in args.rename):
         raise ConfigError(f"Got --rename {' '.join(args.rename)}, but it needs OLD=NEW: a prefix and its replacement.")
     arguments.require_checkpoint(args.source)
@@ -117,6 +134,21 @@ def _check(args: argparse.Namespace) -> None:
         raise ConfigError(f"{target.parent} is not a folder. Create it first: mkdir -p {target.parent}")
     if target.is_file() and not (target.is_symlink() or args.force or Path(args.source).resolve() == target.resolve()):
         raise ConfigError(f"{target} exists. Give another name, or --force (force=True) to replace it.")
+
+
+def _check_for_transformers(args: argparse.Namespace) -> None:
+    hf = args.format == "hf"
+    if hf != (args.model is not None):
+        raise ConfigError(
+            "--format hf and --model belong together: a folder for from_pretrained needs the config.json of the model "
+            "that was trained. Give both, as in --format hf --model FOLDER."
+        )
+    if hf and (args.rename or args.split_experts):
+        raise ConfigError(
+            "--rename and --split-experts need --format safetensors; hf has transformers' names. Omit them."
+        )
+    if args.module is not None and not hf:
+        raise ConfigError("--module needs --format hf; other formats keep all of the module. Omit it.")
 
 
 def _export(args: argparse.Namespace, pairs: list[tuple[str, str]], progress: ProgressLine) -> None:
@@ -138,9 +170,33 @@ def _export(args: argparse.Namespace, pairs: list[tuple[str, str]], progress: Pr
     )
 
 
+def _export_for_transformers(args: argparse.Namespace, progress: ProgressLine) -> None:
+    """Write a folder for ``from_pretrained``."""
+    import torch
+
+    from ls_strategy.extras.huggingface.from_checkpoint import export_for_transformers
+
+    export_for_transformers(
+        args.source,
+        args.target,
+        model=args.model,
+        module=args.module,
+        dtype=None if args.dtype == "keep" else getattr(torch, DTYPES[args.dtype]),
+        max_shard_bytes=max(int(args.max_shard_gb * 1e9), 1),
+        average=args.ema,
+        force=args.force,
+        progress=progress,
+    )
+
+
 def _what_it_is(args: argparse.Namespace) -> list[str]:
     """Return what was written and how to load it, in lines to print."""
     target = str(args.target)
+    if args.format == "hf":
+        return [
+            f"wrote {target}: a folder for transformers",
+            f"  in Python     AutoModelForCausalLM.from_pretrained({target!r}), or the class in its config.json",
+        ]
     if args.format == "safetensors":
         files = sorted(args.target.glob("*.safetensors"))
         first = str(files[0])
@@ -149,7 +205,7 @@ def _what_it_is(args: argparse.Namespace) -> list[str]:
             f"wrote {target}: weights in {len(files)} {'files' if more else 'file'} of safetensors",
             f"  in torch      safetensors.torch.load_file({first!r}){more}",
             f"  in a module   ls_strategy.load_safetensors(module, {target!r})",
-            "  Hugging Face's from_pretrained needs its config.json and its names too: see --rename",
+            "  Hugging Face's from_pretrained needs its config.json and its names too: see --format hf",
         ]
     content = "weights and hyper-parameters" if args.weights_only else "all of the checkpoint"
     load = [

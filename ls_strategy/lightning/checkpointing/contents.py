@@ -88,6 +88,9 @@ class Background:
     failed: Callable[[CheckpointError], None] | None = None
     """Gets the error of a save that must not end the run."""
 
+    waits: bool = False
+    """Whether the caller waits for the end, so that training does not go on meanwhile."""
+
 
 def write(
     collection: Collection,
@@ -136,7 +139,8 @@ def _run(
     def done(total: int, seconds: float) -> None:
         if background is not None and background.failed is not None:
             return  # whoever handles failures reports
-        stalled = f", {stall:.1f} s of it blocked training" if background is not None else ""
+        in_background = background is not None and not background.waits
+        stalled = f", {stall:.1f} s of it blocked training" if in_background else ""
         rank_zero_info(f"ZeROStrategy: saved {job.path} ({total / 2**20:,.1f} MiB in {seconds:.1f} s{stalled})")
 
     if background is None:

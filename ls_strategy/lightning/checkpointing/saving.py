@@ -6,8 +6,8 @@ The one invariant: a checkpoint is removed only after the one that replaces it i
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Generator
-from contextlib import contextmanager
+from collections.abc import Callable, Container, Generator
+from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -125,9 +125,13 @@ class Saves:
         assert module is not None
         if strategy.engine is not None:
             strategy.engine.wait()
-        hooks = strategy.engine_setup.state_dict_hooks
-        with unnoticed() if hooks is None else hooks.disabled():
+        with self._gathering_nothing():
             return module.state_dict()
+
+    def _gathering_nothing(self) -> AbstractContextManager[None]:
+        """Return a context in which ``state_dict()`` of the module and its parts is not collective."""
+        hooks = self._strategy.engine_setup.state_dict_hooks
+        return unnoticed() if hooks is None else hooks.disabled()
 
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
         """Return the state of an optimizer: full, or stand-ins while a folder is collected. Collective without it."""
@@ -215,6 +219,40 @@ class Saves:
         random = {**self._random(), before_batch.STATES: before_batch.states(module.trainer, module)}
         background = Background(self._background(), target, failed)
         contents.write(collection, checkpoint, name, strategy.checkpoint_io, None, background, random)
+
+    def save_weights(self, path: str, plan: Callable[[dict[str, Any]], tuple[SaveTarget, Container[str]]]) -> None:
+        """Save weights alone to a target, in the background as checkpoints are (``checkpoint.background``). Collective.
+
+        Args:
+            path: where they go, for the target and for messages.
+            plan: gets the module's state dict, with placeholders of full shape for parameters, and returns the target
+                and the names to save. Called on all ranks; ``state_dict()`` gathers nothing meanwhile.
+
+        Raises:
+            CheckpointError: on every rank, if any rank failed, or if the save before failed (``checkpoint.on_error``).
+        """
+        strategy, module = self._strategy, self._strategy.lightning_module
+        assert module is not None
+        with self.tolerating():
+            self.wait()
+        engine = strategy.engine_setup.follow_optimizers()
+        engine.check_complete()
+        engine.wait()
+        collection = Collection(engine, frozen=True)
+        weights = collection.weights(self.raw_weights())
+        with self._gathering_nothing():
+            target, names = plan(weights)
+        checkpoint = {
+            "state_dict": {name: value for name, value in weights.items() if name in names},
+            "global_step": module.trainer.global_step,
+            "epoch": module.trainer.current_epoch,
+        }
+        with self.tolerating():
+            # Also where training waits: one rank may write for longer than the others can wait in a collective call.
+            background = Background(self._background(), target, waits=not strategy.config.checkpoint.background)
+            contents.write(collection, checkpoint, path, strategy.checkpoint_io, None, background, {})
+            if background.waits:
+                self.wait()
 
     def _random(self) -> dict[str, Any]:
         """Return the random states of this process and of its virtual ranks, and where its training data stand."""
