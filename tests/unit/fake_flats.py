@@ -32,11 +32,6 @@ class FakeFlat:
         return self.optimizer_tier != "nvme"
 
     @property
-    def states_in_memory(self) -> bool:
-        """Whether all states are tensors in memory."""
-        return self.optimizer_tier != "nvme"
-
-    @property
     def stepped(self) -> tuple[int, int]:
         """The range of the master weights."""
         return self.owned
