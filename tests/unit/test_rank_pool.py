@@ -71,6 +71,13 @@ def found(rank: int, world_size: int) -> dict[str, Any]:
     return seen
 
 
+@pytest.fixture(autouse=True)
+def lent(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Lend ranks to wide tests, too, which get some of their own elsewhere."""
+    if not request.node.get_closest_marker("own_ranks"):
+        monkeypatch.setattr(rank_pool, "own", False)
+
+
 def plain(seen: dict[str, Any]) -> dict[str, Any]:
     return {**seen, "drawn": seen["drawn"].tolist()}
 
@@ -148,7 +155,8 @@ def leaves_one_each(rank: int, world_size: int) -> None:
 
 
 @pytest.mark.wide
-def test_what_a_case_leaves_behind_is_named_and_ends_its_ranks() -> None:
+def test_what_a_case_leaves_behind_is_named_and_ends_its_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rank_pool, "left_behind", [])
     before = rank_pool.spawn(pid, len(LEFT))
     rank_pool.spawn(leaves_one_each, len(LEFT))
     assert not set(before) & set(rank_pool.spawn(pid, 1))
