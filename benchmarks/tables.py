@@ -342,12 +342,14 @@ _VERDICTS = {
 
 
 def _conformance(record: dict[str, Any]) -> list[list[str]]:
-    """One row per habit: the verdict on each strategy."""
+    """One row per habit that is not equal everywhere: the verdict on each strategy that runs anything."""
     results = record["results"]
-    labels = list(results["strategies"])
+    verdicts = results["verdicts"].values()
+    labels = [s for s in results["strategies"] if any(by[s]["outcome"] == "equal" for by in verdicts)]
     rows = [["habit", *(f"`{label}`" for label in labels)]]
     for habit, by in results["verdicts"].items():
-        rows.append([f"`{habit}`", *(_VERDICTS[by[label]["outcome"]] for label in labels)])
+        if any(by[label]["outcome"] != "equal" for label in labels):
+            rows.append([f"`{habit}`", *(_VERDICTS[by[label]["outcome"]] for label in labels)])
     return rows
 
 
@@ -362,12 +364,15 @@ def _verdict_counts(record: dict[str, Any]) -> list[list[str]]:
 
 
 def _verdict_details(record: dict[str, Any]) -> list[list[str]]:
-    """One row per verdict that is silent, a hang or a loss: what happened."""
-    rows = [["strategy, habit", "what happened"]]
+    """One row per verdict that is silent, a hang or a loss, with all strategies to which the same happened."""
+    rows = [["habit", "strategies", "what happened"]]
     for habit, by in record["results"]["verdicts"].items():
+        alike: dict[str, list[str]] = {}
         for label, verdict in by.items():
             if _VERDICTS[verdict["outcome"]].startswith("**"):
-                rows.append([f"`{label}` `{habit}`", verdict["detail"].replace("|", "\\|").replace("<", "\\<")])
+                alike.setdefault(verdict["detail"], []).append(f"`{label}`")
+        for detail, labels in alike.items():
+            rows.append([f"`{habit}`", ", ".join(labels), detail.replace("|", "\\|").replace("<", "\\<")])
     return rows
 
 

@@ -271,7 +271,7 @@ def runs(block: Block) -> bool:
     Nor a command for each of several nodes, nor one that serves until it is interrupted.
     """
     return not re.match(
-        r"ls-strategy meet|make |pip install|python -m pytest|python -m benchmarks|sphinx-build|export .*\ntorchrun",
+        r"ls-strategy meet|make |pip install|python -m pytest|python -m benchmarks|sphinx-build|(export .*\n)?torchrun",
         block.code,
     )
 

@@ -1,4 +1,4 @@
-"""Cells of the README's table "what works with what" in which features meet states that rest elsewhere."""
+"""Rows of docs/features.md in which features meet states that are stored elsewhere."""
 
 from __future__ import annotations
 

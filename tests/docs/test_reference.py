@@ -27,6 +27,8 @@ from tests.docs.blocks import PAGES, ROOT
 OPTIONS = ROOT / "docs" / "options.md"
 TROUBLES = ROOT / "docs" / "troubleshooting.md"
 API = ROOT / "docs" / "api.rst"
+_ENTRY = re.compile(r"^- ((?:`[^`]+`(?:\s+/\s+)?)+):\s", re.MULTILINE)
+"""Messages that have one cure, at the beginning of an item of docs/troubleshooting.md."""
 DOCUMENTS = (*PAGES, ROOT / "CONTRIBUTING.md", *sorted((ROOT / "recipes").glob("**/README.md")))
 
 # --- options ----------------------------------------------------------------------------------------------------------
@@ -98,6 +100,7 @@ def said() -> list[tuple[str, str, str]]:
     found = []
     for page in PAGES:
         text = re.sub(r"^ *```.*?^ *```$|^### .*?$", "", page.read_text(), flags=re.MULTILINE | re.DOTALL)
+        text = _ENTRY.sub("", text) if page == TROUBLES else text
         for code in re.findall(r"`([^`\n]+)`", text):
             if "--" not in code and not code.startswith("#SBATCH"):
                 found += [(page.name, *pair) for pair in re.findall(r'\b([a-z]\w*)=("[^"]*"|[\w.]*)', code)]
@@ -144,8 +147,14 @@ def _text(node: ast.AST) -> str | None:
     return None
 
 
+def explained(text: str) -> list[str]:
+    """Beginnings of messages that have a cure: what an item begins with, or a heading of its own."""
+    items = [message for item in _ENTRY.finditer(text) for message in re.findall(r"`([^`]+)`", item[1])]
+    return [" ".join(each.split()) for each in (*items, *re.findall(r"^### `(.*)`$", text, re.MULTILINE))]
+
+
 def headings() -> list[str]:
-    return re.findall(r"^### `(.*)`$", TROUBLES.read_text(), re.MULTILINE)
+    return explained(TROUBLES.read_text())
 
 
 def begins(heading: str) -> re.Pattern[str]:
@@ -154,9 +163,9 @@ def begins(heading: str) -> re.Pattern[str]:
 
 
 @pytest.mark.wide
-def test_every_message_is_one_of_the_source() -> None:
+def test_every_message_that_is_explained_is_one_of_the_source() -> None:
     known = messages()
-    assert len(headings()) > 60
+    assert len(headings()) > 190
     for heading in headings():
         words = heading.replace("...", "")
         assert len(words) >= 10, f"{heading!r} could be anything"
@@ -168,11 +177,29 @@ def test_every_message_is_one_of_the_source() -> None:
         assert found, f"no message of the source begins with {heading!r}"
 
 
+def test_every_message_is_explained_once_in_a_section_with_search_words() -> None:
+    assert len(set(headings())) == len(headings())
+    first, *sections = re.split(r"^## ", TROUBLES.read_text(), flags=re.MULTILINE)
+    assert not explained(first)
+    for section in sections:
+        assert not explained(section) or "\n*Search words: " in section, section.splitlines()[0]
+
+
 @pytest.mark.wide
 def test_a_message_that_is_gone_is_noticed() -> None:
     """The test above can fail."""
     assert not any(begins("Got nvme_path=..., which is on a tier that does not exist").match(m) for m in messages())
     assert any(begins("Got nvme_path=..., which is on").match(m) for m in messages())
+
+
+def test_lines_of_the_log_that_are_explained_are_printed() -> None:
+    """By the table of docs/gpu.md, in which a number, or ``...``, is any value."""
+    section = (ROOT / "docs" / "gpu.md").read_text().split("## The first lines of the log")[1].split("\n## ")[0]
+    lines = re.findall(r"^\| `([^`]+)` \|", section, re.MULTILINE)
+    assert len(lines) > 4
+    for line in lines:
+        pattern = re.compile(".*".join(map(re.escape, re.split(r"\d+|\.\.\.", line))))
+        assert any(pattern.search(message) for message in messages()), line
 
 
 # --- links ------------------------------------------------------------------------------------------------------------
@@ -223,7 +250,15 @@ def test_the_reference_has_every_method_of_the_strategy() -> None:
     classes = [kind for kind in ZeROStrategy.__mro__ if kind.__module__.startswith("ls_strategy.")]
     members = [pair for kind in classes for pair in vars(kind).items()]
     own = {name for name, m in members if not name.startswith("_") and not is_lightnings(m)}
-    internal = {"require_engine", "raw_state_dict", "zero_precision", "on_all_ranks", "all_interrupted", "islands"}
+    internal = {
+        "require_engine",
+        "raw_state_dict",
+        "zero_precision",
+        "on_all_ranks",
+        "all_interrupted",
+        "islands",
+        "precision_asked",
+    }
     listed = re.search(r"autoclass:: ls_strategy\.ZeROStrategy\n   :members: (.*)\n", API.read_text())
     assert listed
     assert set(listed[1].split(", ")) == own - internal

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from tests.docs.blocks import ROOT
+from tests.docs.only_docs import required
 
 SOURCES = sorted(
     {
@@ -74,12 +75,29 @@ def test_such_a_paragraph_is_found() -> None:
     assert RAW.search(shown("<p>in `bf16-true`</p>"))
 
 
+def test_what_the_extra_docs_does_not_bring_is_hidden() -> None:
+    """In the process that builds the site."""
+    kept = required("ls_strategy", ["docs"])
+    assert {"sphinx", "furo", "torch", "lightning"} <= kept
+    assert not {"ray", "pytest", "jsonargparse", "tensorboard"} & kept
+    asked = """
+from importlib.util import find_spec
+from tests.docs.only_docs import hide_all_but, required
+hide_all_but(required("ls_strategy", ["docs"]))
+assert find_spec("sphinx")
+assert find_spec("torch")
+assert not find_spec("pytest")
+assert not find_spec("ray")
+"""
+    subprocess.run([sys.executable, "-c", asked], cwd=ROOT, check=True, timeout=60)
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(400)
 def test_the_site_builds_without_a_warning_or_raw_marker_and_wraps_code(tmp_path: Path) -> None:
     pytest.importorskip("furo")
     (options,) = re.findall(r"sphinx-build (-W -n -c docs \.) build/docs", (ROOT / "README.md").read_text())
-    command = [sys.executable, "-m", "sphinx", "-q", *options.split(), str(tmp_path)]
+    command = [sys.executable, "-m", "tests.docs.only_docs", "-q", *options.split(), str(tmp_path)]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=380, check=False)
     assert done.returncode == 0, done.stderr[-4000:]
     pages = [page for page in tmp_path.rglob("*.html") if page.stem not in ("search", "genindex", "py-modindex")]

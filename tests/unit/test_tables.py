@@ -34,10 +34,7 @@ NOT_MEASURED: dict[str, str] = {
     "at most 2 GiB": "where checkpoints become folders, and damaged ones are not read beforehand",
     "beyond 2 GiB": "where checkpoints become folders",
     "up to 2 GiB": "where checkpoints become folders",
-    "more than 2 GiB": "where checkpoints become folders",
-    "every 5 seconds": "a constant of hubs and islands",
     "15 seconds": "a constant of hubs and islands",
-    "20 s at least": "a constant of hubs and islands",
     "about 3 GB, which are 6 GB": "the sizes of packages that are downloaded and installed",
     "CIFAR-10 reaches 94 %": "the accuracy at which a benchmark stops its clock",
 }
