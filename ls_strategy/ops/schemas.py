@@ -9,19 +9,20 @@ from __future__ import annotations
 import torch
 
 SCHEMAS = (
-    # Updates: see update.py.
+    # Updates: see update.py. `low` and `ties`, on CPUs: param is the upper part of split masters.
     "adamw_(Tensor(a!) param, Tensor(b!) exp_avg, Tensor(c!)? exp_avg_scales, Tensor(d!) exp_avg_sq, "
     "Tensor(e!)? exp_avg_sq_scales, Tensor grad, Tensor(f!)? out, Tensor? clip, float unscale, float decay, float l2, "
     "float weight1, float rest1, float beta2, float weight2, float root2, float eps, float rate, int seed, "
-    "int offset) -> ()",
+    "int offset, Tensor(y!)? low=None, Tensor(z!)? ties=None) -> ()",
     "lion_(Tensor(a!) param, Tensor(b!) exp_avg, Tensor(c!)? exp_avg_scales, Tensor grad, Tensor(f!)? out, "
     "Tensor? clip, float unscale, float decay, float beta1, float weight1, float beta2, float weight2, float rate, "
-    "int seed, int offset) -> ()",
+    "int seed, int offset, Tensor(y!)? low=None, Tensor(z!)? ties=None) -> ()",
     "sgd_(Tensor(a!) param, Tensor(b!)? momentum_buffer, Tensor(c!)? momentum_buffer_scales, Tensor grad, "
     "Tensor(f!)? out, Tensor? clip, float unscale, float l2, float momentum, float weight, float rate, bool nesterov, "
-    "bool first, int seed, int offset) -> ()",
+    "bool first, int seed, int offset, Tensor(y!)? low=None, Tensor(z!)? ties=None) -> ()",
     "adagrad_(Tensor(a!) param, Tensor(b!) sum, Tensor(c!)? sum_scales, Tensor grad, Tensor(f!)? out, Tensor? clip, "
-    "float unscale, float l2, float eps, float rate, int seed, int offset) -> ()",
+    "float unscale, float l2, float eps, float rate, int seed, int offset, "
+    "Tensor(y!)? low=None, Tensor(z!)? ties=None) -> ()",
     # Norms: see norm.py and exact_norm.py.
     "sum_of_squares(Tensor grad, float unscale) -> Tensor",
     "block_square_sums(Tensor grad, float unscale) -> Tensor",

@@ -171,41 +171,65 @@ def _update(  # noqa: PLR0913, PLR0917
     seed: int,
     offset: int,
 ) -> None:
-    if isinstance(param, SplitMaster):
-        at_a_time = portion(grad.device, UPDATE_CHUNK)
-        for start in range(0, param.numel(), at_a_time):
-            stop = min(start + at_a_time, param.numel())
-            part = param[start:stop]
-            joined, parts = part.join(), [m.narrow(start, stop) for m in moments]
-            _update(name, joined, parts, grad[start:stop], scalars, clip, None, seed, offset + start)
-            part.store_(joined)
+    one_format = len({m.codes.dtype for m in moments}) <= 1
+    compiled = one_format and native.available(param.device.type)
+    if isinstance(param, SplitMaster) and (param.device.type != "cpu" or not compiled):  # GPUs have no kernel
+        _update_joined(name, param, moments, grad, scalars, clip, seed, offset)
         return
     _check(param, moments, grad, out)
     scalars = {key: value if isinstance(value, bool) else _fp32(value) for key, value in scalars.items()}
     if clip is not None and not isinstance(clip, Tensor):
         clip = torch.full((), clip, dtype=torch.float32, device=param.device)
-    one_format = len({m.codes.dtype for m in moments}) <= 1
     with torch.no_grad():
-        if one_format and native.available(param.device.type):
+        if isinstance(param, SplitMaster):
+            parts = {"low": param.low, "ties": param.ties}
+            native.update(
+                name, param.high, moments, grad, scalars, clip=clip, out=None, seed=seed, offset=offset, **parts
+            )
+        elif compiled:
             native.update(name, param, moments, grad, scalars, clip=clip, out=out, seed=seed, offset=offset)
         else:
             rule = reference.RULES[name]
             reference.run(rule, param, moments, grad, scalars, clip=clip, out=out, seed=seed, offset=offset)
 
 
-def _check(param: Tensor, moments: list[Moment], grad: Tensor, out: Tensor | None) -> None:
+def _update_joined(  # noqa: PLR0913, PLR0917
+    name: str,
+    param: SplitMaster,
+    moments: list[Moment],
+    grad: Tensor,
+    scalars: Scalars,
+    clip: Tensor | float | None,
+    seed: int,
+    offset: int,
+) -> None:
+    """Update split masters as fp32 numbers, a portion at a time."""
+    at_a_time = portion(grad.device, UPDATE_CHUNK)
+    for start in range(0, param.numel(), at_a_time):
+        stop = min(start + at_a_time, param.numel())
+        part = param[start:stop]
+        joined, of_part = part.join(), [m.narrow(start, stop) for m in moments]
+        _update(name, joined, of_part, grad[start:stop], scalars, clip, None, seed, offset + start)
+        part.store_(joined)
+
+
+def _check(param: Tensor | SplitMaster, moments: list[Moment], grad: Tensor, out: Tensor | None) -> None:
     """Refuse tensors that a kernel, which reads raw memory, would read wrongly."""
-    tensors = [param, grad, *(m.codes for m in moments), *([] if out is None else [out])]
-    if any(t.shape != param.shape or t.dim() != 1 or not t.is_contiguous() for t in tensors):
+    split = isinstance(param, SplitMaster)
+    weights = param.high if isinstance(param, SplitMaster) else param
+    more = [t for t in (param.low if isinstance(param, SplitMaster) else None, out) if t is not None]
+    tensors = [weights, grad, *(m.codes for m in moments), *more]
+    if any(t.shape != weights.shape or t.dim() != 1 or not t.is_contiguous() for t in tensors):
         raise ValueError(
             f"Got tensors of shapes {[tuple(t.shape) for t in tensors]}, but all must be (n,) and contiguous."
         )
-    if any(t.device != param.device for t in tensors):
+    if any(t.device != weights.device for t in tensors):
         raise ValueError(f"Got tensors on {[str(t.device) for t in tensors]}, but all must be on one device.")
-    if param.dtype != torch.float32 or any(t.dtype not in _GRAD_DTYPES for t in (grad, param if out is None else out)):
+    expected = torch.bfloat16 if split else torch.float32
+    if weights.dtype != expected or any(t.dtype not in _GRAD_DTYPES for t in (grad, grad if out is None else out)):
         raise TypeError(
-            f"Got param of {param.dtype} and grad of {grad.dtype}, but param must be fp32, and grad and out fp32, bf16 "
-            "or fp16."
+            f"Got param of {weights.dtype} and grad of {grad.dtype}, but param must be fp32 (split: bf16), and grad "
+            "and out fp32, bf16 or fp16."
         )
 
 

@@ -1,11 +1,15 @@
 """Split master weights: every fp32 number is restored, and the upper part is torch's bf16 number."""
 
+from collections.abc import Iterator
+
 import pytest
 import torch
 
+from ls_strategy.ops import native
 from ls_strategy.ops.moments import BLOCK
 from ls_strategy.ops.split_master import SplitMaster, split
 from tests.ops.cases import CASES, make, run
+from tests.ops.conftest import limited
 
 UPPER = torch.arange(1 << 16) << 16
 LOWER = torch.arange(1 << 16)
@@ -45,6 +49,18 @@ def test_sixteen_bits_cannot_complete_an_even_number() -> None:
     assert torch.stack([parts.low[own].long(), tied.long()]).unique(dim=1).shape[1] == 65_537
 
 
+@pytest.fixture(params=["plain torch", 0, 1, 2])
+def implementation(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """The reference, or the kernels with an instruction set."""
+    if request.param == "plain torch":
+        monkeypatch.setattr(native, "available", lambda device_type: False)
+        yield
+        return
+    request.getfixturevalue("compiled")
+    yield from limited(native, request.param)
+
+
+@pytest.mark.usefixtures("implementation")
 @pytest.mark.parametrize("moment_format", ["fp32", "bf16", "int8"])
 @pytest.mark.parametrize("name", CASES)
 def test_an_update_is_that_of_fp32_masters(name: str, moment_format: str) -> None:

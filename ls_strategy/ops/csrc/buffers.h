@@ -35,7 +35,7 @@ constexpr int kScaleBlock = 256;
 
 struct Buffers {
   int64_t n;
-  float* param;
+  float* param;  // null if the masters are split: see high
   void* first;  // first moment; null where the rule has none, as all that follows
   float* first_scales;
   void* second;  // second moment
@@ -46,6 +46,9 @@ struct Buffers {
   float unscale;
   uint32_t seed, offset;
   Format moment_format, grad_format, out_format;
+  void* high;  // on CPUs, masters as bf16 and what completes it, see split_master.py; null otherwise, as the next two
+  void* low;
+  uint8_t* ties;
 };
 
 // Order of additions of sum_of_squares: see norm.py.

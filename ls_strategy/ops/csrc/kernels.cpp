@@ -18,6 +18,37 @@ LS_INLINE void store_out(void* out, Format format, int64_t i, F x) {
   }
 }
 
+// Bits of kLanes elements from element i on, a multiple of kLanes.
+LS_INLINE uint32_t load_bits(const uint8_t* from, int64_t i) {
+  if (kLanes == 16) return from[i / 8] | from[i / 8 + 1] << 8;
+  return kLanes == 8 ? from[i / 8] : from[i / 8] >> i % 8 & 0xF;
+}
+LS_INLINE void store_bits(uint8_t* to, int64_t i, uint32_t mask) {
+  if (kLanes == 4) {
+    const int shift = i % 8;
+    to[i / 8] = (to[i / 8] & ~(0xF << shift)) | mask << shift;
+    return;
+  }
+  to[i / 8] = mask;
+  if (kLanes == 16) to[i / 8 + 1] = mask >> 8;
+}
+
+// Master weights, in fp32 or split.
+LS_INLINE F load_master(const Buffers& b, int64_t i) {
+  if (!b.high) return load_as<F>(b.param + i);
+  const U high = widen(load_as<U16>(static_cast<const uint16_t*>(b.high) + i));
+  const U low = widen(load_as<U16>(static_cast<const uint16_t*>(b.low) + i));
+  const uint32_t mask = load_bits(b.ties, i);
+  return join_master<F>(high, low, mask ? splat(mask) >> iota() & 1u : U{});
+}
+LS_INLINE void store_master(const Buffers& b, int64_t i, F p) {
+  if (!b.high) return store_as(b.param + i, p);
+  const U x = bits(p);
+  store_as(static_cast<uint16_t*>(b.high) + i, to_bf16(p));
+  store_as(static_cast<uint16_t*>(b.low) + i, narrow16(x & 0xFFFFu));
+  store_bits(b.ties, i, mask_of((U)((x & 0x1FFFFu) == 0x18000u)));
+}
+
 // A moment stored in fp32 or bf16.
 template <Format kFormat>
 LS_INLINE F load_moment(const void* from, int64_t i) {
@@ -42,13 +73,13 @@ void update_lanes(const typename Rule::Numbers& numbers, const Buffers& buffers,
   U key = (iota() + static_cast<uint32_t>(b.offset + begin)) * kWeyl + b.seed;
   const U stride = splat(kWeyl * kLanes);
   for (int64_t i = begin; i < end; i += kLanes, key += stride) {
-    F p = load_as<F>(b.param + i), m{}, v{};
+    F p = load_master(b, i), m{}, v{};
     F g = load(b.grad, b.grad_format, i);
     if (scaled) g = g * unscale * clip;
     if (Rule::kFirst) m = load_moment<kFormat>(b.first, i);
     if (Rule::kSecond) v = load_moment<kFormat>(b.second, i);
     rule(p, g, m, v);
-    store_as(b.param + i, p);
+    store_master(b, i, p);
     const U random = kFormat == kFP32 ? key : random_bits<F>(key);
     if (Rule::kFirst) store_moment<kFormat, true>(b.first, i, m, random);
     if (Rule::kSecond) store_moment<kFormat, false>(b.second, i, v, random);
@@ -94,12 +125,12 @@ void update_block(const Rule& rule, const Buffers& buffers, int64_t begin, int64
   const F scale1 = splat<F>(Rule::kFirst ? *first_scale : 0.0f), scale2 = splat<F>(Rule::kSecond ? *second_scale : 0.0f);
   U largest1{}, largest2{};
   for (int64_t i = 0; i < end - begin; i += kLanes) {
-    F p = load_as<F>(b.param + begin + i), m{}, v{};
+    F p = load_master(b, begin + i), m{}, v{};
     const F g = load(b.grad, b.grad_format, begin + i) * unscale * clip;
     if (Rule::kFirst) m = Code<true>::decode(widen(load_as<U8>(first_codes + i)), scale1);
     if (Rule::kSecond) v = Code<false>::decode(widen(load_as<U8>(second_codes + i)), scale2);
     rule(p, g, m, v);
-    store_as(b.param + begin + i, p);
+    store_master(b, begin + i, p);
     if (Rule::kFirst) {
       store_as(first + i, m);
       largest1 = larger(largest1, bits(m) & 0x7FFFFFFFu);
@@ -137,6 +168,8 @@ template <class Rule, Format kFormat>
 void update_tail(const typename Rule::Numbers& numbers, const Buffers& b, int64_t begin) {
   alignas(64) char param[4 * kScaleBlock] = {}, first[4 * kScaleBlock] = {}, second[4 * kScaleBlock] = {};
   alignas(64) char grad[4 * kScaleBlock] = {}, out[4 * kScaleBlock] = {};
+  alignas(64) char high[2 * kScaleBlock] = {}, low[2 * kScaleBlock] = {};
+  uint8_t ties[kScaleBlock / 8] = {};
   const int64_t n = b.n - begin, moment_bytes = bytes_of(kFormat);
   const int64_t grad_bytes = bytes_of(b.grad_format), out_bytes = bytes_of(b.out_format);
   char *const from_first = static_cast<char*>(b.first) + begin * moment_bytes;
@@ -151,12 +184,27 @@ void update_tail(const typename Rule::Numbers& numbers, const Buffers& b, int64_
   tail.first_scales = b.first_scales + begin / kScaleBlock;
   tail.second_scales = b.second_scales + begin / kScaleBlock;
   if (b.out) tail.out = out;
-  __builtin_memcpy(param, b.param + begin, n * 4);
+  if (b.high) {
+    tail.high = high;
+    tail.low = low;
+    tail.ties = ties;
+    __builtin_memcpy(high, static_cast<char*>(b.high) + begin * 2, n * 2);
+    __builtin_memcpy(low, static_cast<char*>(b.low) + begin * 2, n * 2);
+    __builtin_memcpy(ties, b.ties + begin / 8, (n + 7) / 8);
+  } else {
+    __builtin_memcpy(param, b.param + begin, n * 4);
+  }
   __builtin_memcpy(grad, static_cast<const char*>(b.grad) + begin * grad_bytes, n * grad_bytes);
   if (Rule::kFirst) __builtin_memcpy(first, from_first, n * moment_bytes);
   if (Rule::kSecond) __builtin_memcpy(second, from_second, n * moment_bytes);
   update_whole<Rule, kFormat>(numbers, tail, 0, tail.n);
-  __builtin_memcpy(b.param + begin, param, n * 4);
+  if (b.high) {
+    __builtin_memcpy(static_cast<char*>(b.high) + begin * 2, high, n * 2);
+    __builtin_memcpy(static_cast<char*>(b.low) + begin * 2, low, n * 2);
+    __builtin_memcpy(b.ties + begin / 8, ties, (n + 7) / 8);
+  } else {
+    __builtin_memcpy(b.param + begin, param, n * 4);
+  }
   if (Rule::kFirst) __builtin_memcpy(from_first, first, n * moment_bytes);
   if (Rule::kSecond) __builtin_memcpy(from_second, second, n * moment_bytes);
   if (b.out) __builtin_memcpy(static_cast<char*>(b.out) + begin * out_bytes, out, n * out_bytes);

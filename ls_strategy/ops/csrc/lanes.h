@@ -65,6 +65,19 @@ LS_INLINE void store_as(void* to, V x) {
   __builtin_memcpy(to, &x, sizeof x);
 }
 
+// One bit per lane of a comparison's result.
+LS_INLINE uint32_t mask_of(U x) {
+#if defined(__AVX512DQ__)
+  return _mm512_movepi32_mask((__m512i)x);
+#elif defined(__AVX2__)
+  return _mm256_movemask_ps((__m256)x);
+#else
+  uint32_t mask = 0;
+  for (int i = 0; i < kLanes; ++i) mask |= (x[i] & 1u) << i;
+  return mask;
+#endif
+}
+
 LS_INLINE F root(F x) {
 #if defined(__AVX512F__)
   return (F)_mm512_sqrt_ps((__m512)x);

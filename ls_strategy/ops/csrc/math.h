@@ -111,11 +111,21 @@ struct Adagrad {
   }
 };
 
-// --- storage of moments ------------------------------------------------------------------------------------------------
-
 // Bits that belong to numbers N. Not deduced from an argument, which may be narrower: shifts would lose its upper bits.
 template <class N>
 using Bits = typename BitsOf<N>::type;
+
+// --- split masters -----------------------------------------------------------------------------------------------------
+
+constexpr uint32_t kMiddle = 0x8000;
+
+// `tied` is 1 where a number in the middle of two bf16 numbers was rounded up.
+template <class N>
+LS_INLINE N join_master(Bits<N> high, Bits<N> low, Bits<N> tied) {
+  return number((high - ((low + tied + (kMiddle - 1)) >> 16)) << 16 | low);
+}
+
+// --- storage of moments ------------------------------------------------------------------------------------------------
 
 constexpr uint32_t kWeyl = 0x9E3779B9;
 

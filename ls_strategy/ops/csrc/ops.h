@@ -56,13 +56,25 @@ float* scales_of(const MaybeTensor& scales, const Tensor& codes) {
 
 // What all updates have in common; moments are added by `with_first` and `with_second`.
 Buffers buffers(Tensor& param, const Tensor& grad, const MaybeTensor& out, const MaybeTensor& clip, double unscale, int64_t seed,
-                int64_t offset) {
+                int64_t offset, const MaybeTensor& low, const MaybeTensor& ties) {
   Buffers b{};
   b.n = param.numel();
   check(param, b.n, param, "param");
   check(grad, b.n, param, "grad");
-  STD_TORCH_CHECK(format_of(param) == kFP32, "ls_strategy: param must be fp32");
-  b.param = static_cast<float*>(param.mutable_data_ptr());
+  STD_TORCH_CHECK(low.has_value() == ties.has_value(), "ls_strategy: low and ties go together");
+  if (low) {
+    STD_TORCH_CHECK(format_of(param) == kBF16 && !out, "ls_strategy: with low, param must be bf16, and is what out would be");
+    STD_TORCH_CHECK(low->scalar_type() == ScalarType::Short, "ls_strategy: low must be int16");
+    STD_TORCH_CHECK(ties->scalar_type() == ScalarType::Byte, "ls_strategy: ties must be uint8");
+    check(*low, b.n, param, "low");
+    check(*ties, (b.n + 7) / 8, param, "ties");
+    b.high = param.mutable_data_ptr();
+    b.low = const_cast<Tensor&>(*low).mutable_data_ptr();
+    b.ties = static_cast<uint8_t*>(const_cast<Tensor&>(*ties).mutable_data_ptr());
+  } else {
+    STD_TORCH_CHECK(format_of(param) == kFP32, "ls_strategy: param must be fp32");
+    b.param = static_cast<float*>(param.mutable_data_ptr());
+  }
   b.grad = grad.const_data_ptr();
   b.grad_format = format_of(grad);
   STD_TORCH_CHECK(b.grad_format != kInt8, "ls_strategy: grad must be fp32, bf16 or fp16");
@@ -104,8 +116,8 @@ float fp32(double x) { return static_cast<float>(x); }
 
 void adamw_(Tensor param, Tensor exp_avg, MaybeTensor exp_avg_scales, Tensor exp_avg_sq, MaybeTensor exp_avg_sq_scales, Tensor grad,
             MaybeTensor out, MaybeTensor clip, double unscale, double decay, double l2, double weight1, double rest1, double beta2,
-            double weight2, double root2, double eps, double rate, int64_t seed, int64_t offset) {
-  Buffers b = buffers(param, grad, out, clip, unscale, seed, offset);
+            double weight2, double root2, double eps, double rate, int64_t seed, int64_t offset, MaybeTensor low, MaybeTensor ties) {
+  Buffers b = buffers(param, grad, out, clip, unscale, seed, offset, low, ties);
   with_first(b, exp_avg, exp_avg_scales, param);
   with_second(b, exp_avg_sq, exp_avg_sq_scales, param);
   launch(AdamWNumbers{fp32(decay), fp32(l2), fp32(weight1), fp32(rest1), fp32(beta2), fp32(weight2), fp32(root2), fp32(eps), fp32(rate)},
@@ -113,23 +125,24 @@ void adamw_(Tensor param, Tensor exp_avg, MaybeTensor exp_avg_scales, Tensor exp
 }
 
 void lion_(Tensor param, Tensor exp_avg, MaybeTensor exp_avg_scales, Tensor grad, MaybeTensor out, MaybeTensor clip, double unscale,
-           double decay, double beta1, double weight1, double beta2, double weight2, double rate, int64_t seed, int64_t offset) {
-  Buffers b = buffers(param, grad, out, clip, unscale, seed, offset);
+           double decay, double beta1, double weight1, double beta2, double weight2, double rate, int64_t seed, int64_t offset,
+           MaybeTensor low, MaybeTensor ties) {
+  Buffers b = buffers(param, grad, out, clip, unscale, seed, offset, low, ties);
   with_first(b, exp_avg, exp_avg_scales, param);
   launch(LionNumbers{fp32(decay), fp32(beta1), fp32(weight1), fp32(beta2), fp32(weight2), fp32(rate)}, b, param);
 }
 
 void sgd_(Tensor param, MaybeTensor momentum_buffer, MaybeTensor momentum_buffer_scales, Tensor grad, MaybeTensor out, MaybeTensor clip,
           double unscale, double l2, double momentum, double weight, double rate, bool nesterov, bool first, int64_t seed,
-          int64_t offset) {
-  Buffers b = buffers(param, grad, out, clip, unscale, seed, offset);
+          int64_t offset, MaybeTensor low, MaybeTensor ties) {
+  Buffers b = buffers(param, grad, out, clip, unscale, seed, offset, low, ties);
   if (momentum_buffer) with_first(b, *momentum_buffer, momentum_buffer_scales, param);
   launch(SGDNumbers{fp32(l2), fp32(momentum), fp32(weight), fp32(rate), nesterov, first}, b, param);
 }
 
 void adagrad_(Tensor param, Tensor sum, MaybeTensor sum_scales, Tensor grad, MaybeTensor out, MaybeTensor clip, double unscale,
-              double l2, double eps, double rate, int64_t seed, int64_t offset) {
-  Buffers b = buffers(param, grad, out, clip, unscale, seed, offset);
+              double l2, double eps, double rate, int64_t seed, int64_t offset, MaybeTensor low, MaybeTensor ties) {
+  Buffers b = buffers(param, grad, out, clip, unscale, seed, offset, low, ties);
   with_second(b, sum, sum_scales, param);
   launch(AdagradNumbers{fp32(l2), fp32(eps), fp32(rate)}, b, param);
 }

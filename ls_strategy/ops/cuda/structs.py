@@ -50,6 +50,7 @@ class BuffersStruct(ctypes.Structure):
         ("unscale", _FLOAT),
         *_fields("seed offset", ctypes.c_uint32),
         *_fields("moment_format grad_format out_format", ctypes.c_int),
+        *_fields("high low ties", _POINTER),
     ]
 
 

@@ -132,7 +132,7 @@ class Emulation:
         self._order += 1
         tensors = {t: n in writable for n, t in values.items() if isinstance(t, Tensor)}
         with self.memory(tensors, order=self._order), Allocations(self.library, list(tensors)):
-            return operation.redispatch(ON_CUDA, *(values[a.name] for a in arguments))
+            return operation.redispatch(ON_CUDA, *(values[a.name] for a in arguments if a.name in values))
 
     @contextlib.contextmanager
     def memory(self, tensors: dict[Tensor, bool], *, order: int) -> Iterator[None]:
