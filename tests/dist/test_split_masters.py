@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
@@ -10,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 
+from ls_strategy import ShardedEMA
 from ls_strategy.config import OffloadConfig, PrecisionConfig, nested
 from ls_strategy.errors import ConfigError, PlanError, StateError
 from ls_strategy.lightning.strategy import ZeROStrategy
@@ -21,6 +23,7 @@ from tests.unit.one_rank import adamw, close_engines, engine_on, network, steps
 
 pytestmark = pytest.mark.dist
 
+DOCS = Path(__file__).parents[2] / "docs" / "memory.md"
 SPLIT = ("precision.master_weights", "split")
 ON_CPU = (("offload.optimizer", "cpu"),)
 ON_NVME = (("offload.optimizer", "nvme"), ("offload.nvme_allow_ram", True))
@@ -68,6 +71,37 @@ def test_a_checkpoint_goes_from_split_masters_to_fp32_ones_and_back(tmp_path: Pa
     }
     for found in spawn(changed_in_between, 2, tmp_path, full, changes, init_process_group=False, timeout_s=300):
         assert all(found.values()), found
+
+
+class Unfreezing(Net):
+    """Trains its first block from the sixth batch on."""
+
+    def __init__(self, case: Case) -> None:
+        super().__init__(case)
+        self.blocks[0].requires_grad_(False)
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        self.blocks[0].requires_grad_(batch_idx >= 5)
+
+
+def averaged(rank: int, world_size: int, cases: list[Case]) -> list[Any]:
+    """Return the losses of each case, and its averaged weights, which are validated and saved in fp32. Collective."""
+    quiet()
+    found: list[Any] = []
+    for case in cases:
+        net, average = Unfreezing(case), ShardedEMA(0.5)
+        trainer = trainer_of(case, world_size, callbacks=[average])
+        trainer.fit(net, loader(case, world_size))
+        masters = [value.double().sum().item() for _, value in trainer.strategy.full_weights(dtype=torch.float32)]
+        found.append((net.result.losses, masters, [value.double().sum().item() for value in net.state_dict().values()]))
+    return found
+
+
+@pytest.mark.parametrize("options", [ON_CPU, wide(()), wide(ON_NVME)])
+def test_unfrozen_and_averaged_weights_are_those_of_fp32_masters(options: Any, tmp_path: Path) -> None:
+    cases = [placed(case, tmp_path) for case in pair(replace(SHORT, stage=2, options=options))]
+    for expected, found in spawn(averaged, 2, cases, init_process_group=False, timeout_s=200):
+        assert found == expected
 
 
 class Writing(Net):
@@ -126,6 +160,26 @@ def test_options_without_a_weight_to_complete_are_refused(options: dict[str, Any
 def test_precisions_without_bf16_weights_are_refused(precision: str) -> None:
     with pytest.raises(ConfigError, match=f"precision='{precision}'.*Set precision='bf16-true'"):
         resolve_precision(precision, master_weights="split")
+
+
+BYTES = re.findall(r"\| `(True|split)` \| `(\w+)` \| (\S+) \| (\S+) \| (\S+) \| (\S+) \|", DOCS.read_text())
+
+
+@pytest.mark.parametrize("row", BYTES, ids=" ".join)
+def test_bytes_per_parameter_are_those_of_the_documents(row: tuple[str, ...]) -> None:
+    master_weights, moments, *documented = row
+    model = network(256)
+    precision = PrecisionConfig(master_weights=master_weights == "True" or "split", moments=moments)  # type: ignore[arg-type]
+    engine = engine_on(model, [adamw(model.parameters())], stage=2, trainer_precision="bf16-true", precision=precision)
+    steps(engine, 1)
+    live, numel = engine.memory_bytes(), sum(flat.stepped_numel for flat in engine.flats)
+    kinds = [live[kind] / numel for kind in ("parameters", "masters", "optimizer")]
+    assert [float(value) for value in documented] == [round(value, 3) for value in (*kinds, sum(kinds))]
+    close_engines()
+
+
+def test_every_format_is_in_the_documents() -> None:
+    assert len(BYTES) == 6
 
 
 @pytest.mark.parametrize("tier", [None, "cpu"])

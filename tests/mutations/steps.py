@@ -78,9 +78,16 @@ STEPS = (
     Mutation(
         "random bits of stochastic rounding depend on the position in the shard: they are the same on every rank",
         "ls_strategy/zero/step/update.py",
-        '"offset": update.flat.stepped[0] + lo',
-        '"offset": lo',
+        "offset=update.flat.stepped[0] + self._lo + where.start,",
+        "offset=self._lo + where.start,",
         ("tests/unit/test_zero_update.py::test_random_bits_of_the_rounding_follow_the_place_in_the_full_buffer",),
+    ),
+    Mutation(
+        "split masters do not know which numbers in the middle of two bf16 numbers were rounded up",
+        "ls_strategy/ops/split_master.py",
+        "(bits & 0x1FFFF) == 0x18000",
+        "False",
+        ("tests/ops/test_split_master.py::test_every_number_is_restored_and_the_upper_part_is_nearest_even",),
     ),
     Mutation(
         "a rank keeps the state of a parameter that it never steps",
