@@ -187,10 +187,11 @@ class Compiled(Pretrained):
 def _compiled(rank: int, world_size: int, folder: str) -> None:
     place = Path(folder)
     strategy = ZeROStrategy(2, checkpoint={"background": True})
-    watch = run(Compiled(place / "llama"), place / "out", strategy, logits=False, dtype="bfloat16")
+    watch = run(Compiled(place / "llama"), place / "{step}" / "out", strategy, logits=False, dtype="bfloat16")
     if rank == 0:
-        compare(place / "out", watch, "compiled", lambda t: t.bfloat16())
-        assert json.loads((place / "out" / "config.json").read_text())["dtype"] == "bfloat16"
+        compare(place / "3" / "out", watch, "compiled", lambda t: t.bfloat16())
+        assert json.loads((place / "2" / "out" / "config.json").read_text())["dtype"] == "bfloat16"
+        assert sorted(p.name for p in place.iterdir()) == ["2", "3", "llama"]
 
 
 @pytest.mark.wide

@@ -92,8 +92,8 @@ class HuggingFaceExport(Callback):
 
     def _prepare(self) -> None:
         target = Path(self.path).absolute()
-        target.parent.mkdir(parents=True, exist_ok=True)
-        if _STEP not in target.name:
+        if _STEP not in self.path:
+            target.parent.mkdir(parents=True, exist_ok=True)
             check_target(target, force=True)
         if self.push_to_hub is not None:
             self._uploads = HubUploads(self.push_to_hub)
