@@ -9,7 +9,7 @@ import json
 import os
 import zlib
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from typing import Any
 
 from ls_strategy.checkpoint.place import CheckpointPath, sync_file
@@ -49,7 +49,7 @@ class Manifest:
 
     def to_json(self) -> str:
         """Return the file's text, which includes a checksum of itself."""
-        fields = asdict(self)
+        fields = {**vars(self), "files": {name: vars(record) for name, record in self.files.items()}}
         return json.dumps({**fields, "crc32": _crc_of(fields)})
 
     @classmethod
