@@ -4,6 +4,9 @@ A save captures the state at the time of the call. States on the device are copi
 states are not copied until an optimizer step is about to change them. That step finds a `Hold` on the flat buffer. It
 first copies what the save has not read yet (host memory), or waits until the save has read it (NVMe). What goes into a
 single file has been gathered on rank 0, and is copied there.
+
+A thread is enough: copying, writing, syncing and checksums release the GIL, and `RankFile` keeps the Python code per
+chunk short. What training waits for is the copy, which another process would need as well.
 """
 
 from __future__ import annotations
