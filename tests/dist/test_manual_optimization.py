@@ -255,6 +255,34 @@ class GanUntoggled(Gan):
         opt_c.step()
 
 
+class OneFake(Gan):
+    """Both losses share one batch of fakes, whose last layer is in the root unit: its backward is after a step."""
+
+    def build(self) -> None:
+        super().build()
+        self.tail = nn.Linear(WIDTH, WIDTH)
+
+    def training_step(self, batch: Any, i: int) -> None:
+        x, real = batch
+        opt_g, opt_c = self.optimizers()
+        fake = self.tail(self.generator(self.shared(x)))
+        loss = functional.softplus(self.critic(fake.detach())).mean() + functional.softplus(-self.critic(real)).mean()
+        self.losses.append(loss.item())
+        opt_c.zero_grad()
+        self.manual_backward(loss)
+        opt_c.step()
+        loss = functional.softplus(-self.critic(fake)).mean()
+        self.losses.append(loss.item())
+        opt_g.zero_grad()
+        self.manual_backward(loss)
+        opt_g.step()
+
+    def configure_optimizers(self) -> Any:
+        generator, critic = super().configure_optimizers()
+        generator.add_param_group({"params": list(self.tail.parameters())})
+        return [generator, critic]
+
+
 class TwoOptimizersOneBackward(Gan):
     """Both step on the gradients of one loss, the second one only every other time."""
 
@@ -284,13 +312,13 @@ GROUPS: dict[str, list[type[Net]]] = {
     "accumulation": [AccumulateByHand, AccumulateOverBatches, AccumulateToggled],
     "zero_grad": [ZeroToZeros, ZeroHalfWay, ModulesZeroTheirOwn, StepWithoutBackward, TwoSteps],
     "edits": [UserClips, EditsInPlace, EditsByReplacing],
-    "two_optimizers": [Gan, GanUntoggled, TwoOptimizersOneBackward],
+    "two_optimizers": [Gan, GanUntoggled, OneFake, TwoOptimizersOneBackward],
 }
 
 
 # One case of each group, at some stage.
 FEW: dict[tuple[int, ...], list[type[Net]]] = {
-    (3,): [AccumulateOverBatches, Gan],
+    (3,): [AccumulateOverBatches, Gan, OneFake],
     (1,): [EditsByReplacing],
     (2,): [ZeroHalfWay, RawBackward],
 }

@@ -36,6 +36,8 @@ class Gatherer:
         self._published = 0
         """Stages 0 to 2: number of blocks, in `_order`, whose new weights no longer have to be sent."""
         self._waits_before_steps = False
+        self._stepped: set[int] = set()
+        """``id`` of the buffers that an optimizer has stepped since the step began (stage 3)."""
 
     # stage 3 ---------------------------------------------------------------------------------------------------------
 
@@ -148,6 +150,7 @@ class Gatherer:
 
     def fetch_root(self) -> None:
         """Gather the root units, the parameters of which may be used anywhere in a step. Collective at stage 3."""
+        self._stepped.clear()
         for unit in self.units if self.sharded else ():
             for flat in unit.flats:
                 flat.outdate_secondary()
@@ -161,6 +164,20 @@ class Gatherer:
                 self._read(unit)
         for unit in self.forward_order() if self._waits_before_steps else roots:
             self.fetch(unit)
+
+    def fetch_root_again(self) -> None:
+        """Gather what a step of another optimizer has released of the root units. Collective at stage 3.
+
+        Backward may come from a forward before that step, as in a GAN whose losses share a batch of fakes. What was
+        stepped is left out, so that autograd refuses what it has saved of it.
+        """
+        flats = [f for u in self.units if u.is_root for f in u.flats] if self.sharded else []
+        released = [f for f in flats if not f.resident and not f.is_fetched and id(f) not in self._stepped]
+        for flat in released:
+            if flat.gathering is None:
+                flat.start_gather()
+        for flat in released:
+            flat.finish_gather()
 
     def wait_before_steps(self) -> None:
         """Let new weights of all units arrive before a step from now on, and now (stages 0 to 2).
@@ -183,6 +200,7 @@ class Gatherer:
 
     def outdate(self, flats: list[FlatBuffer]) -> None:
         """Outdate parameters that the optimizer steps, so that hooks after it read new ones. Not collective."""
+        self._stepped.update(map(id, flats))
         for flat in flats:
             if self.sharded:
                 flat.outdate_secondary()
