@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator
 from typing import Any, Protocol
 
 from ls_strategy import host
+from ls_strategy.host.fabric import sized_len
 from ls_strategy.lightning._private import Once
 
 
@@ -109,6 +110,44 @@ def around_loader_states(trainer: Any, around: Callable[[Callable[[], None]], No
 def drop_loader_states(trainer: Any) -> None:
     """Do not load the states that Lightning has saved of rank 0's loaders."""
     trainer.fit_loop._combined_loader_states_to_load = []
+
+
+def reloads_for(trainer: Any, epoch: int) -> bool:
+    """Return whether a run without interruption makes its training data again for ``epoch``.
+
+    It then also makes the iterators twice: once with the data, and once for the epoch.
+    """
+    every = trainer.reload_dataloaders_every_n_epochs
+    return bool(every) and epoch > 0 and epoch % every == 0
+
+
+def follow_reloads(trainer: Any) -> None:
+    """Let a fit that resumes make its training data again in the epochs in which the interrupted one would."""
+    every, loop = trainer.reload_dataloaders_every_n_epochs, trainer.fit_loop
+    if every:
+        progress = loop.epoch_progress.current
+        epoch, is_due = (
+            progress.processed,
+            progress.ready == progress.processed and reloads_for(trainer, progress.processed),
+        )
+        loop._last_train_dl_reload_epoch = epoch - every if is_due else epoch - epoch % every
+
+
+def make_iterators(trainer: Any) -> None:
+    """Make iterators over the training data and drop them, for what they draw, as the first batch does.
+
+    A data fetcher fetches that at once where the end of the data can only be found by looking.
+    """
+    loader = trainer.fit_loop._combined_loader
+    iterator = iter(loader)
+    if sized_len(loader) is None:
+        next(iterator, None)
+
+
+def has_begun_again(trainer: Any) -> bool:
+    """Return whether one of several loaders has reached its end in this pass, where others go on."""
+    iterator = getattr(trainer.fit_loop._combined_loader, "_iterator", None)
+    return any(getattr(iterator, "_consumed", ()))
 
 
 def set_sampler_epoch(loader: Any, epoch: int) -> None:

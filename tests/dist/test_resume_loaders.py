@@ -19,6 +19,7 @@ import numpy as np
 import pytest
 import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.utilities import CombinedLoader
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset, IterableDataset, WeightedRandomSampler, get_worker_info
 from typing_extensions import override
@@ -150,6 +151,7 @@ def own_generator() -> torch.Generator:
     return torch.Generator().manual_seed(random.randrange(1000))
 
 
+LAST, END = "on_train_batch_end", "on_train_epoch_end"
 OWN_ORDER = {"use_distributed_sampler": False}
 LOADERS: dict[str, tuple[Make, dict[str, Any]]] = {
     "stream": (lambda *ranks: loader(Stream(*ranks)), {}),
@@ -213,7 +215,8 @@ class Seen(pl.LightningModule):
 
     @override
     def training_step(self, batch: Any, i: int) -> Tensor:
-        parts = list(batch.values()) if isinstance(batch, dict) else [batch]
+        parts = list(batch.values()) if isinstance(batch, dict) else batch if isinstance(batch, list) else [batch]
+        parts = [part for part in parts if part is not None]
         noted = [part.tolist() for part in parts] + [torch.rand(1).item()]
         if not getattr(self.trainer.strategy, "runs_filler", False):
             self.seen.append(noted)
@@ -255,11 +258,12 @@ def train(
     strategy: Any = 2,
     asks: str = "",
     ckpt: Any = None,
+    kind: Any = Seen,
     **options: Any,
 ) -> list[Any]:
     for seeded in (random.seed, np.random.seed, torch.manual_seed):
         seeded(seed)
-    module = Seen(asks=asks)
+    module = kind(asks=asks)
     options = {"max_epochs": 3, "num_sanity_val_steps": 0, **options}
     trainer_of(strategy, callbacks=list(callbacks), **options).fit(
         module, data() if callable(data) else data, ckpt_path=ckpt
@@ -336,6 +340,111 @@ def _is_missing(name: str) -> bool:
 def test_loaders_and_datasets_of_libraries(rank: int, world_size: int, tmp_path: Path, library: str) -> None:
     for name, case in LIBRARIES[library].items():
         check(name, rank, world_size, tmp_path / name, case)
+
+
+class Validated(Seen):
+    @override
+    def validation_step(self, batch: Any, i: int) -> None:
+        torch.rand(1)
+
+
+class Made(pl.LightningDataModule):
+    """Draws numbers whenever it makes the training data."""
+
+    def __init__(self, make: Callable[[], Any], *, validates: bool) -> None:
+        super().__init__()
+        self.make, self.validates = make, validates
+
+    @override
+    def train_dataloader(self) -> Any:
+        torch.rand(3)
+        return self.make()
+
+    @override
+    def val_dataloader(self) -> Any:
+        return loader(Samples(), shuffle=True) if self.validates else []
+
+
+def shortest(rank: int, ranks: int) -> Any:
+    """A pass that ends before the length that Lightning takes it to have."""
+    short = loader(StatefulStream(rank, 2 * ranks))
+    return CombinedLoader({"a": loader(Samples(), shuffle=True), "b": short}, "min_size")
+
+
+BETWEEN: dict[str, tuple[Make, dict[str, Any], tuple[str, ...]]] = {
+    "made again": (lambda *r: loader(Stream(*r)), {"reload_dataloaders_every_n_epochs": 1}, (LAST, END)),
+    "shortest": (shortest, {}, (LAST, END)),
+    "made again, stateful": (
+        lambda *r: loader(StatefulStream(*r)),
+        {"reload_dataloaders_every_n_epochs": 1},
+        (LAST, END),
+    ),
+    "made again at times": (
+        lambda *_: loader(Samples(), shuffle=True),
+        {"reload_dataloaders_every_n_epochs": 2},
+        (END,),
+    ),
+    "validated": (lambda *r: loader(Stream(*r, noise=True), 2), {}, ("on_validation_end", END)),
+}
+"""Data, options of the Trainer, and hooks in which a checkpoint is saved."""
+
+
+@pytest.mark.parametrize("names", few_or_all(["made again", "shortest"], list(BETWEEN)))
+@on_ranks(1, timeout_s=200)
+def test_between_two_epochs_is_drawn_what_is_drawn_without_interruption(
+    rank: int, world_size: int, tmp_path: Path, names: list[str]
+) -> None:
+    for name in names:
+        make, options, hooks = BETWEEN[name]
+        validates = "on_validation_end" in hooks
+
+        def data(make: Make = make, validates: bool = validates) -> Any:
+            return Made(lambda: make(rank, world_size), validates=validates)
+
+        options = {**options, "kind": Validated if validates else Seen}
+        count = len(train(data, 3, **{**options, "max_epochs": 1}))
+        saves = [SaveAt(hook, count if hook == LAST else 1, tmp_path / f"{name} {hook}.ckpt") for hook in hooks]
+        whole = train(data, 3, *saves, **options)
+        for save in saves:
+            assert train(data, 4, ckpt=save.path, **options) == whole[save.done :], save.path.stem
+
+
+REPORTED: dict[str, tuple[Make, str, int, str]] = {
+    "workers that stay": (
+        lambda *r: loader(Stream(*r), 1, persistent_workers=True),
+        END,
+        1,
+        "workers that stay between epochs",
+    ),
+    "draws between steps": (
+        lambda *r: loader(Stream(*r, noise=True)),
+        "on_train_batch_start",
+        3,
+        "the data draw random numbers in the process that trains",
+    ),
+    "one has ended": (
+        lambda *r: CombinedLoader([loader(StatefulStream(*r)), loader(StatefulStream(r[0], 2 * r[1]))], "max_size"),
+        LAST,
+        8,
+        "one of several loaders had reached its end",
+    ),
+}
+
+
+@pytest.mark.parametrize("names", few_or_all(["draws between steps"], list(REPORTED)))
+@on_ranks(1)
+def test_an_order_that_no_checkpoint_holds_is_reported(
+    rank: int, world_size: int, tmp_path: Path, names: list[str]
+) -> None:
+    for name in names:
+        make, hook, count, message = REPORTED[name]
+
+        def data(make: Make = make) -> Any:
+            return make(rank, world_size)
+
+        path = tmp_path / f"{name}.ckpt"
+        train(data, 3, SaveAt(hook, count, path))
+        assert message in resumed_with_warnings(data, path)[1], name
 
 
 class Continues(Stream):

@@ -11,14 +11,14 @@ import copy
 import inspect
 import io
 import zlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, IterableDataset
 
-from ls_strategy.checkpoint.random import random_states
+from ls_strategy.checkpoint.random import random_marks, random_states
 from ls_strategy.lightning._private_data import fetched_ahead, is_exhausted
 from ls_strategy.lightning.checkpointing.data_position import order_is_known
 from ls_strategy.lightning.virtual.data import VirtualLoader
@@ -50,6 +50,12 @@ class DataNotes:
         """Those before its first batch was fetched, from which samplers draw their order."""
         self._generators: list[Tensor] = []
         """Those of the loaders' own generators then."""
+        self.lacks = False
+        """Whether one of several loaders has had no batch in this pass, where others had one."""
+        self._ended = False
+        """Whether the pass has said that there is no further batch."""
+        self._draws = False
+        """Whether data draw from this process's generators in every batch, as steps do."""
         self._exhausted = False
         """Whether the only loader has said that there is no further batch; of several, others have begun again then."""
         self._base = 0
@@ -61,6 +67,12 @@ class DataNotes:
         """Running checksums of what was read."""
         self._begun: set[int] = set()
         """Numbers of loaders that have given a state."""
+        self._fetching: Any = None
+        """Random states of this process when the last batch was about to be fetched."""
+        self.on_making: Callable[[], None] = _nothing
+        """Called before further iterators are made."""
+        self.on_made: Callable[[], None] = _nothing
+        """Called after that."""
 
     def follow(self, loaders: Sequence[Any]) -> None:
         """Follow other loaders, whose iterators are about to be made."""
@@ -94,6 +106,8 @@ class DataNotes:
             "states": states if states is None or all(map(_is_readable, self.kinds, states)) else None,
             "sum": self._sums.get(count),
             "exhausted": self._exhausted,
+            "ended": self._ended,
+            "draws": self._draws,
         }
 
     def set_generators(self, states: Sequence[Tensor]) -> None:
@@ -122,22 +136,29 @@ class DataNotes:
 
     def making(self) -> None:
         """Begin at the first batch of an epoch."""
+        self.on_making()
         self.before, self.first, self._generators = random_states(), None, self._generator_states()
-        self._exhausted = False
+        self._exhausted = self._ended = self._draws = self.lacks = False
         self.begin_at(0)
 
     def made(self) -> None:
         """Note the states at its begin."""
+        self.on_made()
         self._note_states()
 
     def fetching(self) -> None:
         """Note the random states before the first batch."""
         if "read" in self.kinds and self._count == 0:
             self.first = random_states()
+        elif "read" in self.kinds and not self._draws:
+            self._fetching = random_marks()
 
     def fetched(self, batch: Any) -> None:
         """Note a batch."""
+        if self._fetching is not None:
+            self._draws, self._fetching = self._fetching != random_marks(), None
         self._count += 1
+        self.lacks |= len(self.loaders) > 1 and _lacks(batch)
         self._note_states()
         if "read" in self.kinds and self._count - 1 in self._sums:
             self._sums[self._count] = checksum(batch, self._sums[self._count - 1])
@@ -145,6 +166,8 @@ class DataNotes:
 
     def ended(self) -> None:
         """Note the states at the end, where some loaders prepare the next pass."""
+        self._ended = True
+        self._fetching = None
         if len(self.loaders) == 1:
             self._exhausted = True
             self._note_states()
@@ -167,6 +190,15 @@ class DataNotes:
             self.kinds[number] = "read"
         self._begun.add(number)
         return state if self.kinds[number] != "read" else None
+
+
+def _lacks(batch: Any) -> bool:
+    parts = list(batch.values()) if isinstance(batch, Mapping) else batch
+    return isinstance(parts, (list, tuple)) and any(part is None for part in parts)
+
+
+def _nothing() -> None:
+    """Do nothing."""
 
 
 def kind_of(loader: Any) -> Kind:

@@ -29,9 +29,12 @@ from ls_strategy.lightning._private_data import (
     around_loader_states,
     drop_loader_states,
     fetched_ahead,
+    has_begun_again,
     is_resuming,
+    make_iterators,
     observe,
     read_on,
+    reloads_for,
     set_sampler_epoch,
 )
 from ls_strategy.lightning.checkpointing.data_notes import DataNotes, merge_virtual
@@ -71,6 +74,7 @@ class DataResume:
         """Begin without a checkpoint."""
         self._strategy, self._resume = strategy, resume
         self._notes = DataNotes()
+        self._notes.on_making, self._notes.on_made = self._before_pass, self._after_pass
         self._saved: dict[str, Any] | None = None
         """The notes that the checkpoint holds for this rank, until iterators are made."""
         self._replicas: int | None = None
@@ -89,6 +93,10 @@ class DataResume:
         """Why the data do not continue."""
         self._continues = False
         """Whether the next pass continues one."""
+        self._has_begun = False
+        """Whether the fit has its first iterators."""
+        self._made_again = False
+        """Whether the data were made again since, before a batch was fetched."""
 
     @property
     def _trainer(self) -> pl.Trainer:
@@ -103,7 +111,8 @@ class DataResume:
     def saved(self) -> dict[str, Any]:
         """Return what a checkpoint needs of this rank. Not collective."""
         progress: Any = self._trainer.fit_loop.epoch_loop.batch_progress
-        return self._notes.saved(progress.current.processed)
+        again = self._notes.lacks or (len(self._notes.loaders) > 1 and has_begun_again(self._trainer))
+        return {**self._notes.saved(progress.current.processed), "again": again}
 
     def take(self, random: Mapping[str, dict[str, Any]], replicas: int | None) -> None:
         """Take the notes of all ranks out of their random states, and keep those for this rank.
@@ -130,12 +139,18 @@ class DataResume:
     def prepare(self, trainer: pl.Trainer) -> None:
         """Take part in a fit, before user code may ask for its data."""
         self._again, self._continues, self._problem = None, False, ""
+        self._has_begun = self._made_again = False
         around_loader_states(trainer, self._before_iterators)
 
     @property
     def moves_iterators(self) -> bool:
         """Return whether iterators that were made before the progress was restored stand elsewhere."""
         return self._saved is not None and self._place() is not None
+
+    @property
+    def begins_epoch(self) -> bool:
+        """Return whether the fit resumes between two epochs, also where Lightning does not know it."""
+        return self._place() == "between"
 
     def _place(self) -> str | None:
         """Return where the fit resumes: "inside" an epoch, "between" two, or after one that was "cut" short."""
@@ -145,7 +160,10 @@ class DataResume:
         batches: Any = self._trainer.fit_loop.epoch_loop.batch_progress
         if batches.is_last_batch and batches.current.processed == batches.current.ready:
             return "between"
-        return "inside" if epochs.started > epochs.processed else "cut"
+        if epochs.started > epochs.processed:
+            return "inside"
+        # The shortest of several loaders may end a pass that another one's length promises to go on.
+        return "between" if self._saved is not None and self._saved.get("ended") else "cut"
 
     def _before_iterators(self, load: Callable[[], None]) -> None:
         """Prepare the loaders for the first iterators. ``load`` gives them the states that Lightning has saved."""
@@ -164,7 +182,12 @@ class DataResume:
             notes.begin_at(self._done)
             return
         self._set_epoch(place)
-        self._continues = place != "between"
+        self._continues = True
+        own = saved is not None and self._replicas is None
+        if place == "between":
+            if own:
+                self._notes.set_generators(saved["generators_now"])
+            self._draw_between()
         states = self._states(saved, place)
         if states is None:
             load()
@@ -174,8 +197,53 @@ class DataResume:
                 self._begin_next(states, exhausted=saved["exhausted"])
         if place == "inside" and self._again is None:
             notes.begin_at(self._done, states)
-        if saved is not None and self._replicas is None:
-            self._put_random(saved, inside=place == "inside")
+        if own and place == "inside":
+            self._put_random(saved)
+        self._problem = self._problem or self._lost_order(saved, place)
+
+    def _next_epoch(self) -> int:
+        epochs: Any = self._trainer.fit_loop.epoch_progress.current
+        return epochs.processed + (epochs.started > epochs.processed)
+
+    def _draw_between(self) -> None:
+        """Draw what the run that was not interrupted has drawn between two epochs, up to now."""
+        if not self._has_begun:
+            self._strategy.resume.before_iterators()
+        elif self._strategy.resume.pending:  # the data are made again: `reloads_for`
+            self._made_again = True
+            make_iterators(self._trainer)
+
+    def _before_pass(self) -> None:
+        if not reloads_for(self._trainer, self._trainer.current_epoch):
+            self._strategy.resume.before_iterators()
+
+    def _after_pass(self) -> None:
+        self._strategy.resume.after_iterators()
+
+    def _lost_order(self, saved: dict[str, Any] | None, place: str) -> str:
+        """Return a warning if loaders may go on in another order than in a run that was not interrupted."""
+        if saved is None:
+            return ""
+        kinds, epoch = self._notes.kinds, self._next_epoch()
+        if saved.get("again") and ("loader" in kinds or "dataset" in kinds):
+            return (
+                "one of several loaders had reached its end before the others, which their states do not say, so the "
+                "data may go on in another order, or have another number of batches. Use loaders of one length, or "
+                'CombinedLoader(loaders, "min_size").'
+            )
+        if saved.get("draws") and place == "inside" and "read" in kinds:
+            return (
+                "the data draw random numbers in the process that trains, which draws some between two batches, too, "
+                "so they may go on with other numbers. Draw in workers of the DataLoader (num_workers=1), or from a "
+                "generator of the dataset's own."
+            )
+        if epoch > 0 and any(getattr(each, "persistent_workers", False) for each in self._notes.loaders):
+            return (
+                "workers that stay between epochs (persistent_workers=True) have random numbers that no checkpoint "
+                "holds, so what they draw (an order, augmentations) differs from a run that was not interrupted. Set "
+                "persistent_workers=False."
+            )
+        return ""
 
     def _set_epoch(self, place: str) -> None:
         """Tell samplers the epoch: Lightning does so when some loaders have their indices already."""
@@ -187,7 +255,7 @@ class DataResume:
     def _states(self, saved: dict[str, Any] | None, place: str) -> list[Any] | None:
         """Return the states that loaders need. None: those of Lightning; none: they begin at their first batch."""
         kinds = self._notes.kinds
-        self._problem = self._foreign_states(saved) if self._continues else ""
+        self._problem = self._foreign_states(saved) if place != "between" else ""
         if place == "inside":
             self._problem = self._problem or self._why_not(saved)
             if saved is not None and "read" in kinds and not self._problem:
@@ -266,17 +334,20 @@ class DataResume:
             self._load(states)
         restore_random_states(before)
 
-    def _put_random(self, saved: dict[str, Any], *, inside: bool) -> None:
-        """Let iterators draw what they have drawn when the epoch began; or, between two, what comes next."""
+    def _put_random(self, saved: dict[str, Any]) -> None:
+        """Let iterators draw what they have drawn when the epoch began."""
         notes = self._notes
-        notes.set_generators(saved["generators"] if inside else saved["generators_now"])
-        if inside and saved["before"] is not None and self._strategy.virtual is None:
+        notes.set_generators(saved["generators"])
+        if saved["before"] is not None and self._strategy.virtual is None:
             self._outside = random_states()
             notes.before, notes.first = saved["before"], saved["first"]
             restore_random_states(saved["before"])
 
     def made(self) -> None:
         """Return to this run's random numbers, behind iterators that were made with those of the checkpoint."""
+        self._has_begun = True
+        if is_resuming(self._trainer) and reloads_for(self._trainer, self._next_epoch()):
+            self._strategy.resume.before_iterators()  # user code makes the data again, and may draw
         if self._outside is not None:
             self._behind = random_states()
             restore_random_states(self._outside)
@@ -287,12 +358,15 @@ class DataResume:
     def fetcher(self, loop: Any, inner: Any) -> Any:
         """Follow the data fetcher of a pass, and bring it behind the batches that are done.
 
-        Collective in the first pass of a fit that resumes inside an epoch.
+        Collective in the first pass of a fit that resumes.
         """
         if loop is not self._trainer.fit_loop.epoch_loop:
             return inner
         if observe(inner, self._notes):
             self._notes.fetched_before(inner)
+        if self._made_again:
+            self._strategy.resume.after_iterators()
+            self._made_again = False
         if self._continues:
             self._continues = False
             self._continue(inner)
@@ -301,7 +375,7 @@ class DataResume:
     def _continue(self, fetcher: Any) -> None:
         problem = self._problem
         if self._again is not None:
-            problem = self._read_again(fetcher, self._again)
+            problem = self._read_again(fetcher, self._again) or problem
             self._again = None
         self._behind = None
         for loader in self._notes.loaders:

@@ -22,7 +22,7 @@ from ls_strategy.lightning._private import (
     set_loader_states,
     unwrap_optimizer,
 )
-from ls_strategy.lightning._private_data import is_resuming
+from ls_strategy.lightning._private_data import follow_reloads, is_resuming
 from ls_strategy.lightning._private_uneven import hides_batches
 from ls_strategy.lightning.checkpointing import before_batch, contents, data_position
 from ls_strategy.lightning.checkpointing.data_resume import DataResume
@@ -52,6 +52,8 @@ class Resume:
         """Loads weights that wait for the engine."""
         self._random: dict[str, Any] | None = None
         """Random states that wait for the first batch."""
+        self._before_iterators: dict[str, Any] | None = None
+        """Those with which the iterators of the next epoch are made, until its first batch is fetched."""
         self._between: dict[str, Any] | None = None
         """What a snapshot that was taken between two batches holds of this rank, in addition to a checkpoint."""
         self._history: History | None = None
@@ -65,7 +67,7 @@ class Resume:
 
     def forget(self) -> None:
         """Forget what waits for a batch: an evaluation has loaded a checkpoint, or a fit had nothing left to do."""
-        self._position = self._random = self._between = self._loaded = None
+        self._position = self._random = self._before_iterators = self._between = self._loaded = None
         self.reading.forget()
         if self._strategy.virtual is not None:
             self._strategy.virtual.random.restore({})
@@ -224,7 +226,7 @@ class Resume:
 
     def restore_random_states(self) -> None:
         """Restore the random states of the checkpoint, once."""
-        self._position = None
+        self._position = self._before_iterators = None
         states, self._random = self._random, None
         if states is not None:
             restore_random_states(states)
@@ -242,6 +244,8 @@ class Resume:
         with self.making_iterators():
             yield
         self.reading.made()
+        if is_resuming(trainer):
+            follow_reloads(trainer)
         done: Any = trainer.fit_loop.epoch_loop.batch_progress.current
         if self.pending and done.ready == done.processed and not hides_batches(trainer.fit_loop._data_fetcher):
             # The states are those before the next fetch, in which samplers and datasets may draw.
@@ -261,7 +265,7 @@ class Resume:
         """Return whether the first iterator over the training data draws its seeds from the saved random states."""
         module = self._strategy.lightning_module
         boundary = module is not None and module.trainer.fit_loop.epoch_loop.batch_progress.is_last_batch
-        return self.pending and boundary
+        return self.pending and (boundary or self.reading.begins_epoch)
 
     @contextmanager
     def making_iterators(self) -> Generator[None, None, None]:
@@ -273,10 +277,20 @@ class Resume:
         if not self.makes_iterators:
             yield
             return
-        assert self._random is not None
-        restore_random_states(self._random)
+        self._before_iterators = self._random
+        self.before_iterators()
         yield
-        self._random = random_states()  # undoes what hooks draw before the first batch
+        self.after_iterators()
+
+    def before_iterators(self) -> None:
+        """Restore the random states from which the next epoch's iterators draw; Lightning may make them repeatedly."""
+        if self._before_iterators is not None:
+            restore_random_states(self._before_iterators)
+
+    def after_iterators(self) -> None:
+        """Undo what hooks draw from now on before the first batch."""
+        if self._before_iterators is not None:
+            self._random = random_states()
 
     def data(self, dataloader: Any) -> bool:
         """Let the training data continue where the checkpoint was saved. Return whether iterators stand elsewhere."""
