@@ -107,26 +107,8 @@ class Engine:
         """The ranks over which states are sharded and gradients averaged."""
         self.device = device
         self.policy = policy_of(config, comm.world_size)
-        previous = Engine.holding(model)
-        if previous is not None:
-            previous.stepper.take_replaced_states()
-        with showing_no_states(optimizers):
-            draft = self._agree_on_draft(model, optimizers, parts or {})
-        if previous is not None:
-            previous.detach()
-        held = {} if previous is None else {id(p): f for f in previous.flats for p in f.params}
-        sharded = shard(draft, optimizers, mesh, device, held)
-        self._planned, self.units, self.offload = sharded.plan, sharded.units, sharded.offload
-        self.on_demand, self.gatherer, self.reducer = sharded.on_demand, sharded.gatherer, sharded.reducer
-        self.events = StepEvents()
         scaler = LossScaler(loss_scale or LossScaleConfig()) if precision.loss_scaling else None
-        before = None if previous is None else previous.stepper
-        self.events.after_user_code.subscribe(self.on_demand.write_back)
-        with showing_no_states(optimizers):
-            self.stepper = Stepper(sharded, optimizers, scaler, self.events, before)
-        if previous is not None:
-            previous.offload.close()
-        self.gradients, self.schedule = self.stepper.gradients, self.stepper.schedule
+        draft = self._take_over(model, optimizers, parts or {}, scaler)
         self._subscribe_features()
         self.reducer.reset()
         nested = inside_compiled(model)
@@ -142,6 +124,31 @@ class Engine:
         self.on_detach: list[Callable[[], None]] = []
         """Callbacks that run when another engine adopts the model."""
         _HOLDERS[model] = self
+
+    def _take_over(
+        self, model: nn.Module, optimizers: list[Optimizer], parts: Mapping[int, TensorPart], scaler: LossScaler | None
+    ) -> Draft:
+        """Shard the parameters and adopt the optimizers, from the engine that holds them if there is one."""
+        previous = Engine.holding(model)
+        if previous is not None:
+            previous.stepper.take_replaced_states()
+        with showing_no_states(optimizers):
+            draft = self._agree_on_draft(model, optimizers, parts)
+        if previous is not None:
+            previous.detach()
+        held = {} if previous is None else {id(p): f for f in previous.flats for p in f.params}
+        sharded = shard(draft, optimizers, self.mesh, self.device, held)
+        self._planned, self.units, self.offload = sharded.plan, sharded.units, sharded.offload
+        self.on_demand, self.gatherer, self.reducer = sharded.on_demand, sharded.gatherer, sharded.reducer
+        self.events = StepEvents()
+        self.events.after_user_code.subscribe(self.on_demand.write_back)
+        before = None if previous is None else previous.stepper
+        with showing_no_states(optimizers):
+            self.stepper = Stepper(sharded, optimizers, scaler, self.events, before)
+        if previous is not None:
+            previous.offload.close()
+        self.gradients, self.schedule = self.stepper.gradients, self.stepper.schedule
+        return draft
 
     def _subscribe_features(self) -> None:
         """Let the features of a step that are on take part in its events; the optimizers' own have subscribed."""

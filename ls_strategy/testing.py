@@ -125,15 +125,9 @@ def spawn(
         ranks: list[_Rank] = []
         try:
             for rank in range(world_size):
-                setup = _Setup(
-                    rank=rank,
-                    world_size=world_size,
-                    env=_rank_environment(rank, world_size, port, env or {}),
-                    scratch=scratch,
-                    timeout_s=timeout_s,
-                    stack_after_s=deadline - clock() - _STACK_LEAD_S,
-                    init_process_group=init_process_group,
-                )
+                variables = _rank_environment(rank, world_size, port, env or {})
+                stack_after_s = deadline - clock() - _STACK_LEAD_S
+                setup = _Setup(rank, world_size, variables, scratch, timeout_s, stack_after_s, init_process_group)
                 ranks.append(_start(context, setup, task))
             results = _collect(ranks, deadline, timeout_s, Path(scratch))
             _end(ranks)

@@ -176,15 +176,7 @@ def linear_cross_entropy(
             "ignore_index": ignore_index, "reduction": reduction, "label_smoothing": label_smoothing, "z_loss": z_loss,
         }  # fmt: skip
         return handle_torch_function(linear_cross_entropy, (), hidden, head, target, **given)  # type: ignore[no-any-return]
-    weight = head if isinstance(head, Tensor) else getattr(head, "weight", None)
-    if not isinstance(weight, Tensor) or weight.dim() != 2 or hidden.dim() < 2:
-        shape = tuple(weight.shape) if isinstance(weight, Tensor) else None
-        raise PlanError(
-            f"Got hidden states {tuple(hidden.shape)} and head={type(head).__name__} with a weight of shape {shape}, "
-            "but linear_cross_entropy requires (..., width) and (classes, width). Pass the layer that computes logits, "
-            "or its weight."
-        )
-    logits: Any = defer(hidden, head) if isinstance(head, Tensor) else _deferred_output(head, hidden)
+    logits = _deferred_logits(hidden, head)
     if tuple(logits.shape[:-1]) != tuple(target.shape) or target.is_floating_point():
         raise PlanError(
             f"Got targets {tuple(target.shape)} of {target.dtype} for logits {tuple(logits.shape)}, but every token "
@@ -200,6 +192,18 @@ def linear_cross_entropy(
             f"linear_cross_entropy cannot use targets of type {type(target).__name__}. Pass a plain tensor of indices."
         )
     return loss.view(target.shape) if reduction == "none" else loss
+
+
+def _deferred_logits(hidden: Tensor, head: nn.Module | Tensor) -> Any:
+    weight = head if isinstance(head, Tensor) else getattr(head, "weight", None)
+    if not isinstance(weight, Tensor) or weight.dim() != 2 or hidden.dim() < 2:
+        shape = tuple(weight.shape) if isinstance(weight, Tensor) else None
+        raise PlanError(
+            f"Got hidden states {tuple(hidden.shape)} and head={type(head).__name__} with a weight of shape {shape}, "
+            "but linear_cross_entropy requires (..., width) and (classes, width). Pass the layer that computes logits, "
+            "or its weight."
+        )
+    return defer(hidden, head) if isinstance(head, Tensor) else _deferred_output(head, hidden)
 
 
 def _deferred_output(head: nn.Module, hidden: Tensor) -> Tensor:

@@ -29,12 +29,10 @@ from torch import Tensor, nn
 from ls_strategy import device as dev
 from ls_strategy import spans
 from ls_strategy._torch import set_versions
-from ls_strategy.distributed.axis import Axis
 from ls_strategy.distributed.buffer_pool import allocate
-from ls_strategy.distributed.comm import Comm, PendingGather
-from ls_strategy.distributed.wire_format import FORMATS
+from ls_strategy.distributed.comm import PendingGather
+from ls_strategy.distributed.wire_format import FORMATS, WireFormat
 from ls_strategy.errors import StateError
-from ls_strategy.plan import FlatPlan
 from ls_strategy.tiers.arrival import Arrival
 from ls_strategy.tiers.stream import Ticket
 from ls_strategy.zero.flat.averages import Averages
@@ -51,11 +49,9 @@ from ls_strategy.zero.flat.parameters import (
     set_grad,
     unnoticed,
 )
-from ls_strategy.zero.flat.state_store import StateStore
 from ls_strategy.zero.flat.states import ParameterState, UpdateState
 from ls_strategy.zero.flat.writes import UserWrites
 from ls_strategy.zero.wire import Wire
-from ls_strategy.zero_stages import StagePolicy
 
 _log = logging.getLogger("ls_strategy.zero")
 
@@ -125,6 +121,9 @@ class FlatBuffer(FlatStates):
     users = 0
     """Operations in progress that use the gathered parameters."""
 
+    secondary: Secondary | None = None
+    """A second copy of sharded parameters, inside the node."""
+
     wire: Wire | None = None
     """Stage 3: what gathers fill instead of ``full``, if the parameters are not sent as they are."""
 
@@ -136,34 +135,6 @@ class FlatBuffer(FlatStates):
 
     _rounding_warned = False
     """Whether user code was warned that what it writes is rounded."""
-
-    def __init__(
-        self,
-        plan: FlatPlan,
-        params: list[nn.Parameter],
-        *,
-        policy: StagePolicy,
-        comm: Comm,
-        store: StateStore | None = None,
-        axis: Axis | None = None,
-        node: Comm | None = None,
-    ) -> None:
-        """Record the arguments; `load` allocates the buffers.
-
-        Args:
-            plan: see `FlatStates`, as for the next ones.
-            params: parameters in the order of the layout's slots.
-            policy: which states are sharded.
-            comm: ranks over which they are sharded.
-            store: of the states on their tiers.
-            axis: tensor- or expert-parallel ranks.
-            node: ranks that share a second copy of sharded parameters, see `Secondary`. None: there is none.
-        """
-        super().__init__(plan, params, policy=policy, comm=comm, store=store, axis=axis)
-        sent_as = plan.quantized or plan.gathered_as
-        self._wire_format = FORMATS[sent_as] if sent_as is not None and policy.parameters else None
-        self.secondary = Secondary(node) if node is not None and policy.parameters else None
-        """A second copy of sharded parameters, inside the node."""
 
     @property
     def resident(self) -> bool:
@@ -272,6 +243,8 @@ class FlatBuffer(FlatStates):
         self.averages = Averages(self)
         self._fill(values, device)
         self.wire = self._make_wire(device)
+        if self._node is not None and self.policy.parameters:
+            self.secondary = Secondary(self._node)
         self.local = LocalGradients(
             self.params,
             self.layout,
@@ -294,11 +267,17 @@ class FlatBuffer(FlatStates):
         if not self.resident:
             self.release()
 
+    @property
+    def _wire_format(self) -> WireFormat | None:
+        sent_as = self.plan.quantized or self.plan.gathered_as
+        return FORMATS[sent_as] if sent_as is not None and self.policy.parameters else None
+
     def _make_wire(self, device: torch.device) -> Wire | None:
-        if self._wire_format is None:
+        form = self._wire_format
+        if form is None:
             return None
         return Wire(
-            self._wire_format, self.layout, self.stepped,
+            form, self.layout, self.stepped,
             dtype=self.dtype, device=device, pool=self.comm.pool, encodes=self.encodes,
         )  # fmt: skip
 

@@ -125,6 +125,7 @@ class FlatStates:
         comm: Comm,
         store: StateStore | None = None,
         axis: Axis | None = None,
+        node: Comm | None = None,
     ) -> None:
         """Record the arguments; `FlatBuffer.load` allocates the buffers.
 
@@ -135,6 +136,7 @@ class FlatStates:
             comm: ranks over which they are sharded.
             store: of the states on their tiers; without it everything is on the device.
             axis: tensor- or expert-parallel ranks, which hold other parts or copies of the parameters.
+            node: ranks that share a second copy of sharded parameters, see `Secondary`. None: there is none.
         """
         layout = plan.layout
         self.name = layout.slots[0].name if layout.slots else ""
@@ -158,6 +160,7 @@ class FlatStates:
         self.optimizer_index = plan.optimizer
         self.comm = comm
         self.axis = axis or Axis("tensor")
+        self._node = node
         self.owned = layout.shard_range(comm.rank)
         """Range of the buffer whose gradients this rank averages and, from stage 1 on, steps."""
         self.stepped = self.owned if policy.optimizer else (0, layout.numel)

@@ -229,6 +229,9 @@ class Gradients:
         Returns:
             Whether anything may have changed, the same on all ranks.
         """
+        if not self._shown and not self._given_in_place:  # user code has not looked at any
+            self._averaged.discard(index)
+            return False
         shown = [s for flat in self._of.get(index, []) if (s := self._shown.get(id(flat))) is not None]
         if any([each.late_writes() for each in shown]) and not self._is_local():
             self.average(shown[0].flat)

@@ -207,10 +207,13 @@ class OnDemandGather:
     def _take(self, flat: FlatBuffer) -> None:
         """Take writes to a buffer, for the innermost context that holds it. Not collective."""
         if flat.take_writes():
-            for opened in reversed(self._opened):
-                if id(flat) in opened.flats:
-                    opened.written = True
-                    return
+            self._note_written(flat)
+
+    def _note_written(self, flat: FlatBuffer) -> None:
+        for opened in reversed(self._opened):
+            if id(flat) in opened.flats:
+                opened.written = True
+                return
 
     def write_back(self) -> None:
         """Take user code's writes to parameters, and release what was gathered on demand. Not collective."""
@@ -226,7 +229,8 @@ class OnDemandGather:
     def take_parameter_writes(self) -> None:
         """Copy writes to parameters into masters and shards. Not collective."""
         for flat in self._flats:
-            self._take(flat)
+            if flat.take_writes():
+                self._note_written(flat)
 
     # called while a state dict is collected --------------------------------------------------------------------------
 
