@@ -30,11 +30,11 @@ import torch
 from benchmarks import record
 from benchmarks.contest import quartiles, ratios, turns
 from ls_strategy.config import NVMeIOConfig
+from ls_strategy.extras.cli.tuning import Measured, move
 from ls_strategy.tiers.buffers import AlignedBuffer
 from ls_strategy.tiers.file_io import IOEngine
 from ls_strategy.tiers.nvme import NVMeTier
 from ls_strategy.tiers.nvme_folder import mount_of, open_scratch
-from ls_strategy.tiers.tuning import Measured, move
 
 MINUTES = 6
 SPREAD = "quartiles over rounds"

@@ -16,9 +16,9 @@ import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import Tensor, nn
 
-from ls_strategy.checkpoint.continued import Continued
 from ls_strategy.errors import CheckpointError, ConfigError
 from ls_strategy.extras.callbacks import preemption as preemption_file
+from ls_strategy.extras.callbacks.continued import Continued
 from ls_strategy.extras.callbacks.preemption import Preempted, PreemptionHandler
 from ls_strategy.lightning.strategy import ZeROStrategy
 

@@ -10,9 +10,9 @@ import pytest
 import torch
 
 from ls_strategy._torch import without_crc32
-from ls_strategy.checkpoint import continued
-from ls_strategy.checkpoint.continued import newest_readable
 from ls_strategy.checkpoint.describe import verify_all
+from ls_strategy.extras.callbacks import continued
+from ls_strategy.extras.callbacks.continued import newest_readable
 from tests.unit.checkpoint_folders import small_folder
 from tests.unit.test_untrusted import Runs, write
 

@@ -14,7 +14,7 @@ import pytest
 from ls_strategy.config import NVMeIOConfig
 from ls_strategy.extras import cli
 from ls_strategy.extras.cli import arguments
-from ls_strategy.tiers.tuning import Measured, best
+from ls_strategy.extras.cli.tuning import Measured, best
 
 SMALL = ["--gib", "0.004", "--seconds", "0", "--block-mib", "0.25", "0.5", "--parallelism", "1", "2"]
 

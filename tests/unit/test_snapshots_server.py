@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 
-from ls_strategy.distributed import requests
 from ls_strategy.errors import CheckpointError
+from ls_strategy.extras import requests
 from ls_strategy.extras.snapshots.memory import Memory
 from ls_strategy.extras.snapshots.nodes import Nodes
 from ls_strategy.extras.snapshots.server import Peer, Server, one_address

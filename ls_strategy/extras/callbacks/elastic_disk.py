@@ -10,10 +10,10 @@ from typing import Any
 import torch
 from fsspec.core import url_to_fs
 
-from ls_strategy.checkpoint.continued import Continued, newest_readable
 from ls_strategy.checkpoint.describe import verify_all
 from ls_strategy.checkpoint.target import META
 from ls_strategy.errors import CheckpointError, StateError
+from ls_strategy.extras.callbacks.continued import Continued, newest_readable
 from ls_strategy.host.pytorch import rank_zero_warn
 
 

@@ -19,7 +19,6 @@ from typing_extensions import override
 
 from ls_strategy import device as dev
 from ls_strategy.checked import at_least, checked
-from ls_strategy.checkpoint.continued import Continued, newest_readable
 from ls_strategy.checkpoint.place import CheckpointPath
 from ls_strategy.distributed.launch import slurm_job
 from ls_strategy.errors import CheckpointError, ConfigError
@@ -31,6 +30,7 @@ from ls_strategy.extras._lightning import (
     overwrite_saved_config,
     take_signals_over,
 )
+from ls_strategy.extras.callbacks.continued import Continued, newest_readable
 from ls_strategy.host.pytorch import Callback, ModelCheckpoint, SIGTERMException, pl, rank_zero_info, rank_zero_warn
 from ls_strategy.lightning._private import deliver_sigterm
 from ls_strategy.lightning.strategy import ZeROStrategy

@@ -5,9 +5,9 @@ from __future__ import annotations
 import argparse
 
 from ls_strategy.checked import above
-from ls_strategy.distributed.requests import is_loopback
 from ls_strategy.errors import ConfigError
 from ls_strategy.extras.cli import arguments
+from ls_strategy.extras.requests import is_loopback
 
 
 def add(subcommands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:

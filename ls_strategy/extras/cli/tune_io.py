@@ -72,8 +72,8 @@ def run(args: argparse.Namespace) -> int:
     ]
     nbytes = int(args.gib * 2**30)
 
+    from ls_strategy.extras.cli.tuning import best, measure
     from ls_strategy.tiers.nvme_folder import check_path
-    from ls_strategy.tiers.tuning import best, measure
 
     check_path(path, nbytes, args.allow_ram)
     print(f"{len(settings)} settings on {path}, {args.gib:g} GiB each way, up to {args.seconds:g} s", flush=True)

@@ -11,10 +11,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from ls_strategy.distributed.requests import ALIVE_S, keep_alive, request_line
 from ls_strategy.errors import ConfigError, StateError
 from ls_strategy.extras.islands.link import HubLostError, HubSilentError, Link
 from ls_strategy.extras.islands.messages import PROTOCOL
+from ls_strategy.extras.requests import ALIVE_S, keep_alive, request_line
 
 _CONNECT_S = 5.0
 _PAUSE_S = 0.5

@@ -9,8 +9,8 @@ import time
 from collections.abc import Callable
 from typing import Any, TypeVar
 
-from ls_strategy.distributed.requests import ALIVE_S, LINE_BYTES
 from ls_strategy.extras.islands.messages import MOST_BYTES
+from ls_strategy.extras.requests import ALIVE_S, LINE_BYTES
 
 _PIECE_BYTES = 1 << 20
 

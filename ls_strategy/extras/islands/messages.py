@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from ls_strategy.distributed.requests import short_text, whole_number
+from ls_strategy.extras.requests import short_text, whole_number
 
 PROTOCOL = 2
 """What ranks and the hub have to agree on before anything else: the form of requests and answers."""

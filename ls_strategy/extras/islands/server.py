@@ -11,7 +11,11 @@ from typing import Any
 from typing_extensions import override
 
 from ls_strategy.distributed.launch.rendezvous import listeners
-from ls_strategy.distributed.requests import (
+from ls_strategy.errors import ConfigError
+from ls_strategy.extras.islands import messages
+from ls_strategy.extras.islands.decided import Reply
+from ls_strategy.extras.islands.hub import Hub
+from ls_strategy.extras.requests import (
     ALIVE_S,
     RequestHandler,
     RequestServer,
@@ -20,10 +24,6 @@ from ls_strategy.distributed.requests import (
     send_bytes,
     whole_number,
 )
-from ls_strategy.errors import ConfigError
-from ls_strategy.extras.islands import messages
-from ls_strategy.extras.islands.decided import Reply
-from ls_strategy.extras.islands.hub import Hub
 
 _SILENCE_S = 120.0
 """Seconds without a byte after which a rank counts as lost. Ranks that train send a line every few seconds."""

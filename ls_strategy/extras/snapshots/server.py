@@ -19,7 +19,8 @@ from typing import IO, Any
 
 from typing_extensions import override
 
-from ls_strategy.distributed.requests import (
+from ls_strategy.errors import CheckpointError
+from ls_strategy.extras.requests import (
     RequestHandler,
     RequestServer,
     copy_bytes,
@@ -29,7 +30,6 @@ from ls_strategy.distributed.requests import (
     short_text,
     whole_number,
 )
-from ls_strategy.errors import CheckpointError
 from ls_strategy.extras.snapshots.memory import Memory
 
 _TIMEOUT_S = 60.0
