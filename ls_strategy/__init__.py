@@ -41,6 +41,7 @@ if TYPE_CHECKING:
     )
     from ls_strategy.errors import CheckpointError, ConfigError, LSError, PlanError, StateError
     from ls_strategy.extras.callbacks import Monitor, PipelineTimeline, ShardedEMA
+    from ls_strategy.extras.callbacks.corruption_check import CorruptionCheck
     from ls_strategy.extras.callbacks.diloco import DiLoCo
     from ls_strategy.extras.callbacks.elastic import ElasticTraining
     from ls_strategy.extras.callbacks.expert_monitor import ExpertMonitor
@@ -82,6 +83,7 @@ __all__ = [
     "ChunkedLossConfig",
     "CompileConfig",
     "ConfigError",
+    "CorruptionCheck",
     "DiLoCo",
     "ElasticTraining",
     "ExpertMonitor",
@@ -139,6 +141,7 @@ _HOME = {
     name: module
     for module, names in {
         "extras.callbacks": "Monitor PipelineTimeline ShardedEMA",
+        "extras.callbacks.corruption_check": "CorruptionCheck",
         "extras.callbacks.expert_monitor": "ExpertMonitor",
         "extras.callbacks.diloco": "DiLoCo",
         "extras.callbacks.elastic": "ElasticTraining",

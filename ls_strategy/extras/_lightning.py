@@ -202,6 +202,30 @@ def uncount_for_loggers(trainer: Any) -> None:
     trainer.fit_loop.epoch_loop._batches_that_stepped -= 1
 
 
+@contextmanager
+def silenced(trainer: Any, module: Any) -> Generator[None, None, None]:
+    """Make ``self.log`` do nothing inside, where ``training_step`` runs again."""
+    results, connector = trainer._results, trainer._logger_connector
+    before = module._current_fx_name, connector._current_fx
+    module._current_fx_name = connector._current_fx = "training_step"  # with another name values would be reset
+    if results is not None:
+        results.log = results.reset = lambda *_, **__: None
+    try:
+        yield
+    finally:
+        if results is not None:
+            vars(results).pop("log", None)
+            vars(results).pop("reset", None)
+        module._current_fx_name, connector._current_fx = before
+
+
+def call_hook(trainer: Any, name: str) -> None:
+    """Call a hook of the training step of all callbacks and of the module."""
+    call = host.import_part("pytorch.trainer.call")
+    call._call_callback_hooks(trainer, name)
+    call._call_lightning_module_hook(trainer, name)
+
+
 def accumulates(trainer: Any) -> bool:
     """Return whether gradients of earlier batches wait for the next one."""
     return trainer.fit_loop.epoch_loop.batch_progress.current.ready % trainer.accumulate_grad_batches != 0

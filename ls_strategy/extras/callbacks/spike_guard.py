@@ -179,6 +179,10 @@ class SpikeGuard(Callback):
             self._note(strategy.global_rank if virtual is None else virtual.random.current, loss)
         return output
 
+    def forget_losses(self) -> None:
+        """Forget the losses since the last step: its batches are about to run again."""
+        self._noted.clear()
+
     def _note(self, rank: int | None, loss: Tensor) -> None:
         if rank is not None and rank >= 0:
             self._noted.setdefault(rank, []).append(loss.detach())

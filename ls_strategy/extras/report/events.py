@@ -99,6 +99,7 @@ def _time_at(series: Series | None, i: int) -> float | None:
 def _skipped(run: Run) -> Iterator[Event]:
     yield from _counted(run, "zero/skipped_steps", "steps skipped", "after an overflow in fp16")
     yield from _counted(run, "zero_spikes/skipped_steps", "steps left out", "by SpikeGuard")
+    yield from _counted(run, "zero_corruption/found", "wrong values", "found by CorruptionCheck")
 
 
 def _counted(run: Run, tag: str, what: str, why: str) -> Iterator[Event]:

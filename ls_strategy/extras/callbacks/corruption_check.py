@@ -1,0 +1,320 @@
+"""`CorruptionCheck`: find a rank that computes or stores wrong values, and repeat the step without them."""
+
+from __future__ import annotations
+
+import inspect
+from functools import partial
+from typing import Any
+
+from torch import Tensor
+from torch.optim import Optimizer
+from typing_extensions import override
+
+from ls_strategy.checked import at_least, checked
+from ls_strategy.engine import Engine
+from ls_strategy.errors import PlanError, StateError
+from ls_strategy.extras._lightning import call_hook
+from ls_strategy.extras.callbacks.corruption_digest import GradientWatch, StoredWeights, when_written
+from ls_strategy.extras.callbacks.corruption_examine import Examination, Finding
+from ls_strategy.extras.callbacks.corruption_repeat import RecordedStep
+from ls_strategy.extras.callbacks.sharded import zero_strategy
+from ls_strategy.extras.callbacks.spike_guard import SpikeGuard
+from ls_strategy.host.pytorch import Callback, is_overridden, pl, rank_zero_warn
+from ls_strategy.lightning._private import unwrap_optimizer
+from ls_strategy.lightning.loop.call import StepCall
+from ls_strategy.lightning.strategy import ZeROStrategy
+from ls_strategy.transient import Method
+
+_MOST_FAILURES = 2
+"""Failures of one rank that end the run."""
+
+_MOST_NAMES = 3
+"""Buffers that a message names."""
+
+
+class CorruptionCheck(Callback):
+    """Runs every N-th step twice, and compares the bits before the optimizer uses them.
+
+    ::
+
+        after the step before    digests of the weights; copies of shards that no other rank has
+        forward, backward        digests of the gradients that each rank sends, and of the averages that it gets
+        before the step          all of it again from the same bits, with virtual ranks on another rank
+            equal                the step runs
+            something differs    a third run decides which rank was wrong; the step uses values that two runs agree on
+
+    A rank that fails twice ends the run, on all ranks, with an error that names it and its host.
+
+    What is found, if it happens in a step that is checked: flipped bits and wrong results in forward and backward, in
+    gradients, in their exchange and in averages, and in weights. With ``every=1`` such a run ends with the bits of an
+    undisturbed one. With more, a rank that keeps computing wrong values is found within so many steps, but what it has
+    done in the steps between is in the weights: go back to a checkpoint from before the last check. Optimizer states
+    are not compared.
+
+    Batches must be the same when they are used again, and operations must repeat their bits. Those that do not are
+    reported once, with the parameters in whose gradients they show, which are then left out.
+    """
+
+    @checked(every=at_least(1))
+    def __init__(self, every: int = 100) -> None:
+        """Set the option.
+
+        Args:
+            every: optimizer steps from one check to the next. A check costs a step's forward and backward.
+
+        Raises:
+            ConfigError: the value is out of its range.
+        """
+        self.every = every
+        self.found = 0
+        """Checks of this run that have found something."""
+        self.failures: dict[int, int] = {}
+        """How often each rank was wrong."""
+        self._ignored: set[int] = set()
+        """Buffers whose gradients do not repeat."""
+        self._engine: Engine | None = None
+        """The engine of `_ignored`."""
+        self._step: RecordedStep | None = None
+        self._watch: GradientWatch | None = None
+        self._stored: StoredWeights | None = None
+        self._stored_at = -1
+        self._new: dict[int, Tensor] = {}
+        """Digests of what this rank has written in the last step."""
+        self._sending: Method | None = None
+        self._buffers = 0
+        self._early = False
+        """What the engine's ``early_step`` was."""
+        self._edits = False
+        """Whether user code may change gradients after a backward."""
+        self._undo: Method | None = None
+
+    # fit -------------------------------------------------------------------------------------------------------------
+
+    @override
+    def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
+        """Refuse what cannot be repeated, before anything is sharded; and come before other callbacks.
+
+        Raises:
+            PlanError: with the cure.
+        """
+        if stage != "fit":
+            return
+        _check(pl_module, zero_strategy(trainer, self))
+        trainer.callbacks = [self, *(c for c in trainer.callbacks if c is not self)]  # type: ignore[attr-defined]
+
+    @override
+    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Take part in the fit loop. Collective."""
+        strategy = zero_strategy(trainer, self)
+        self._release()
+        self.found = 0
+        self.failures.clear()
+        callbacks: list[Callback] = trainer.callbacks  # type: ignore[attr-defined]
+        own = __name__.partition(".")[0]
+        self._edits = is_overridden("on_after_backward", pl_module, parent=pl.LightningModule) or any(
+            is_overridden("on_after_backward", c, parent=Callback) and not type(c).__module__.startswith(own)
+            for c in callbacks
+        )
+        self._undo = Method(strategy.loop, "train", lambda method, call: self._before_step(trainer, method, call))
+        self._store(trainer)
+
+    @override
+    def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Leave the fit loop."""
+        self._release()
+
+    @override
+    def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
+        """Leave the fit loop."""
+        self._release()
+
+    @override
+    def teardown(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
+        """Leave the fit loop."""
+        self._release()
+
+    def _release(self) -> None:
+        self._end_step()
+        if self._stored is not None:
+            self._stored.end()
+            self._stored = None
+        for method in (self._undo, self._sending):
+            if method is not None:
+                method.remove()
+        self._undo = self._sending = None
+        self._stored_at, self._new = -1, {}
+
+    def _end_step(self) -> None:
+        if self._watch is not None:
+            self._watch.end()
+            self._watch.engine.early_step = self._early
+        self._watch = self._step = None
+
+    # a step ----------------------------------------------------------------------------------------------------------
+
+    def _due(self, trainer: pl.Trainer) -> bool:
+        return (trainer.global_step + 1) % self.every == 0
+
+    def _store(self, trainer: pl.Trainer) -> None:
+        """Take the weights after a step if the next one is checked. Collective."""
+        if self._due(trainer) and self._stored_at != trainer.global_step:
+            if self._stored is not None:
+                self._stored.end()
+            self._stored = StoredWeights(zero_strategy(trainer, self).require_engine(), self._new)
+            self._stored_at = trainer.global_step
+        self._new = {}
+
+    def _before_step(self, trainer: pl.Trainer, method: Method, call: StepCall) -> Any:
+        """Record a micro-batch of a step that is checked, and run it."""
+        if self._due(trainer):
+            if self._step is None:
+                self._early, call.engine.early_step = call.engine.early_step, False
+                self._watch = GradientWatch(call.engine)
+                strategy, module = zero_strategy(trainer, self), trainer.lightning_module
+                self._step = RecordedStep(strategy, module, call.engine, method.original)
+            self._step.add(call)
+        return method.original(call)
+
+    @override
+    def on_after_backward(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Take digests of what the backward has left, before other hooks may change it."""
+        if self._step is not None and self._watch is not None:
+            self._buffers = self._step.buffers()
+            self._watch.note_held()
+
+    @override
+    def on_before_optimizer_step(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, optimizer: Optimizer
+    ) -> None:
+        """Run the step again, and compare. Collective.
+
+        Raises:
+            StateError: a rank was wrong for the second time, or nothing says what is right.
+        """
+        step = self._step
+        engine = zero_strategy(trainer, self).require_engine()
+        index = engine.stepper.index_of(unwrap_optimizer(optimizer))
+        if step is not None and self._watch is not None and index is not None and any(engine.optimizers[index].used):
+            self._check(trainer, step, self._watch, index)
+        self._end_step()
+        if (trainer.global_step + 2) % self.every == 0:
+            self._sending = Method(
+                engine.schedule, "publish", lambda *args, **kwargs: self._send(engine, *args, **kwargs)
+            )
+
+    def _send(self, engine: Engine, method: Method, *args: Any, **kwargs: Any) -> Any:
+        """Take digests of new weights before they are sent."""
+        self._new = when_written(engine)
+        return method.original(*args, **kwargs)
+
+    @override
+    def on_train_batch_end(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        """Take the weights after the step. Collective if the next one is checked."""
+        if self._sending is not None:
+            self._sending.remove()
+            self._sending = None
+        if self._step is None:
+            self._store(trainer)
+
+    # what was found --------------------------------------------------------------------------------------------------
+
+    def _check(self, trainer: pl.Trainer, step: RecordedStep, watch: GradientWatch, index: int) -> None:
+        if self._engine is not step.engine:
+            self._engine = step.engine
+            self._ignored.clear()
+        guards = [c for c in trainer.callbacks if isinstance(c, SpikeGuard)]  # type: ignore[attr-defined]
+        stored = self._stored if self._stored is not None and self._stored.engine is step.engine else None
+        again = partial(call_hook, trainer, "on_after_backward") if self._edits else watch.note_held
+        examination = Examination(step, watch, stored, index, self._ignored, after_backward=again)
+        finding = examination.run(self._buffers, before_each=lambda: [guard.forget_losses() for guard in guards])
+        if finding:
+            self._report(trainer, step.engine, finding)
+
+    def _report(self, trainer: pl.Trainer, engine: Engine, finding: Finding) -> None:
+        """Log what was found, and count it.
+
+        Raises:
+            StateError: with the rank.
+        """
+        names = [*(flat.name for flat in engine.flats), "the module's buffers"]
+        before = f"before step {trainer.global_step}"
+        if finding.not_repeatable:
+            rank_zero_warn(
+                f"CorruptionCheck: forward and backward do not repeat their bits {before}, on several ranks at once or "
+                f"in three runs of one rank, for gradients in the buffers of {_listed(finding.not_repeatable, names)}. "
+                "These are left out of later checks. An operation in or behind them adds in another order each time: "
+                "torch.use_deterministic_algorithms(True, warn_only=True) names it."
+            )
+        culprits = finding.culprits
+        for rank in culprits:
+            self.failures[rank] = self.failures.get(rank, 0) + 1
+        if culprits or finding.unknown:
+            self.found += 1
+            metrics = {"zero_corruption/found": float(self.found)}
+            metrics |= {f"zero_corruption/rank_{rank}": float(count) for rank, count in self.failures.items()}
+            for logger in trainer.loggers:
+                logger.log_metrics(metrics, step=trainer.global_step)
+        whose = {rank: f"rank {rank} on {host}" for rank, host in enumerate(finding.hosts)}
+        if finding.unknown:
+            raise StateError(
+                f"CorruptionCheck: {before}, {' or '.join(whose[rank] for rank in sorted(finding.unknown))} has wrong "
+                f"values in the buffers of {_listed(finding.unknown_buffers, names)}, and no good copy is known. Start "
+                "the run again without it, from a checkpoint of before the last check that found nothing."
+            )
+        texts = [
+            f"{whose[rank]} had wrong {what} in the buffers of {_listed(buffers, names)}"
+            for what, found in (("weights", finding.weights), ("gradients", finding.gradients))
+            for rank, buffers in sorted(found.items())
+        ]
+        if not texts:
+            return
+        again = [rank for rank in culprits if self.failures[rank] >= _MOST_FAILURES]
+        if again:
+            raise StateError(
+                f"CorruptionCheck: {before}, {'; '.join(texts)}. {whose[again[0]]} was wrong for the second time in "
+                "this run, so its device or host is likely to be damaged. Start the run again without it, from its "
+                "last checkpoint."
+            )
+        rank_zero_warn(f"CorruptionCheck: {before}, {'; '.join(texts)}. The step uses right values on all ranks.")
+
+
+def _listed(buffers: set[int], names: list[str]) -> str:
+    first = [names[i] for i in sorted(buffers)][:_MOST_NAMES]
+    return ", ".join(first) + (f" and {len(buffers) - len(first)} more" if len(buffers) > len(first) else "")
+
+
+def _check(module: pl.LightningModule, strategy: ZeROStrategy) -> None:
+    """Refuse what cannot be repeated."""
+    if not module.automatic_optimization:
+        raise PlanError(
+            "Got CorruptionCheck with automatic_optimization=False, but then nothing says which batches a step belongs "
+            "to, and training_step would step twice. Set automatic_optimization=True, or leave CorruptionCheck out."
+        )
+    if "dataloader_iter" in inspect.signature(module.training_step).parameters:
+        raise PlanError(
+            "Got CorruptionCheck with training_step(dataloader_iter), which takes its batches itself, so they cannot "
+            "be used again. Take the batch as an argument, or leave CorruptionCheck out."
+        )
+    if strategy.uneven.joins:
+        raise PlanError(
+            "Got CorruptionCheck with uneven='join', whose finished ranks repeat batches that do not count. Leave one "
+            "of the two out."
+        )
+    if strategy.config.offload.delay_after is not None:
+        raise PlanError(
+            f"Got CorruptionCheck with offload.delay_after={strategy.config.offload.delay_after}, but a late update "
+            "would change the weights between the two runs. Leave one of the two out."
+        )
+    kinds = [kind for kind in ("tensor", "pipeline", "context", "expert") if _size(strategy, kind) > 1]
+    if kinds:
+        raise PlanError(
+            f"Got CorruptionCheck with parallel.{kinds[0]}={_size(strategy, kinds[0])}, but it compares ranks that "
+            "hold the full model. Leave one of the two out."
+        )
+
+
+def _size(strategy: ZeROStrategy, kind: str) -> int:
+    given: Any = getattr(strategy.config.parallel, kind)
+    return getattr(given, "size", given)

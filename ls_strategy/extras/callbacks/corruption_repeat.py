@@ -1,0 +1,320 @@
+"""Run forward and backward of one step again from the same bits, on the same rank or, with virtual ranks, on another.
+
+::
+
+    recorded            per micro-batch: the batch (a copy), random states; before the first one also buffers and
+                        attributes of the module
+    `RecordedStep.run`  gradients are dropped; forward, backward and average of all micro-batches
+    `RecordedStep.end`  random states and metrics are put back and, unless the first run was wrong, all that it has left
+
+Nothing is logged, and no metric counts. Of the hooks only ``on_after_backward`` runs, if user code has one.
+"""
+
+from __future__ import annotations
+
+import copy
+import io
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass, replace
+from functools import cache, cached_property
+from typing import Any
+
+import torch
+from lightning_utilities import apply_to_collection
+from torch import Tensor, nn
+from typing_extensions import override
+
+from ls_strategy.checkpoint.random import RandomStream
+from ls_strategy.distributed.comm import Comm
+from ls_strategy.distributed.rounds import Split, VirtualRound
+from ls_strategy.engine import Engine
+from ls_strategy.extras._lightning import silenced
+from ls_strategy.extras.callbacks.before_step import BeforeStep
+from ls_strategy.extras.callbacks.corruption_digest import bits_of, fold, numbers
+from ls_strategy.host.pytorch import pl
+from ls_strategy.lightning._private import metric_snapshot, training_loaders
+from ls_strategy.lightning.loop.call import StepCall
+from ls_strategy.lightning.strategy import ZeROStrategy
+from ls_strategy.lightning.virtual.ranks import VirtualRanks
+
+Streams = dict[int, RandomStream]
+"""Random states by virtual rank."""
+
+_PLAIN = (bool, int, float, complex, str, bytes, type(None))
+_CONTAINERS = (dict, set, list, deque)
+
+
+class Attributes:
+    """Attributes of a module and its parts that user code has set: numbers, strings, tensors and flat containers."""
+
+    def __init__(self, module: nn.Module) -> None:
+        """Take them."""
+        self._parts = [(part, _taken(part)) for part in module.modules()]
+
+    @torch.no_grad()
+    def put_back(self) -> None:
+        """Give them the values that they had."""
+        for part, kept in self._parts:
+            own = vars(part)
+            for name in [name for name in own if name not in kept and _is_kept(name, own[name])]:
+                del own[name]
+            for name, (value, content) in kept.items():
+                own[name] = value
+                if isinstance(value, Tensor):
+                    value.copy_(content)
+                elif isinstance(value, (dict, set)):
+                    value.clear()
+                    value.update(content)
+                elif isinstance(value, (list, deque)):
+                    value.clear()
+                    value.extend(content)
+
+
+@cache
+def _not_of_users() -> frozenset[str]:
+    """Return the names of attributes that every module has."""
+    return frozenset(vars(pl.LightningModule()))
+
+
+def _is_kept(name: str, value: Any) -> bool:
+    if name in _not_of_users():
+        return False
+    plain_tensor = type(value) is Tensor and not value.requires_grad and value.is_contiguous()
+    return (plain_tensor and not value.is_inference()) or type(value) in (*_PLAIN, *_CONTAINERS)
+
+
+def _taken(part: nn.Module) -> dict[str, tuple[Any, Any]]:
+    found: dict[str, tuple[Any, Any]] = {}
+    for name, value in vars(part).items():
+        if _is_kept(name, value):
+            found[name] = value, value.clone() if isinstance(value, Tensor) else copy.copy(value)
+    return found
+
+
+@dataclass
+class MicroBatch:
+    """One call of ``training_step``, as it began."""
+
+    call: StepCall
+    batch: Any
+    others: list[Any]
+    """Batches of this process's other virtual ranks."""
+    random: RandomStream
+    streams: Streams
+
+    @classmethod
+    def of(cls, call: StepCall, strategy: ZeROStrategy) -> MicroBatch:
+        """Take it before it runs."""
+        virtual, others = strategy.virtual, []
+        if virtual is not None:
+            loaders = training_loaders(strategy.lightning_module.trainer)  # type: ignore[union-attr]
+            waiting = [loader.waiting for loader in loaders]
+            kept = [deque(each) for each in waiting]
+            others = virtual._others(call.args) if len(virtual.ranks) > 1 else []
+            for queue, before in zip(waiting, kept, strict=True):
+                queue.clear()
+                queue.extend(before)
+        streams = {} if virtual is None else _copied(virtual.random._streams)
+        return cls(call, cloned(call.args[0]), cloned(others), RandomStream(), streams)
+
+
+def cloned(batch: Any) -> Any:
+    """Return a copy of a batch, as the step may write to it. Objects that hold tensors in a way of their own stay."""
+    return apply_to_collection(batch, Tensor, lambda t: t.clone())
+
+
+def _copied(streams: Mapping[int, RandomStream]) -> Streams:
+    return {rank: copy.copy(stream) for rank, stream in streams.items()}
+
+
+@dataclass(frozen=True)
+class Rotated(Split):
+    """The split whose rank r computes what rank r + ``shift`` of another one does."""
+
+    shift: int = 0
+
+    @cached_property
+    @override
+    def rounds(self) -> list[VirtualRound]:  # type: ignore[override]
+        """The rounds of the other split, with the ranks rotated."""
+        size = len(self.shares)
+        return [
+            replace(now, leaves=tuple(now.leaves[(rank + self.shift) % size] for rank in range(size)))
+            for now in Split(self.shares).rounds
+        ]
+
+
+class MovedRanks(VirtualRanks):
+    """The virtual ranks of another process, computed here for one step."""
+
+    def __init__(self, own: VirtualRanks, shift: int) -> None:
+        """``own``: those of this process; ``shift``: how many ranks on the other process is."""
+        super().__init__(own._strategy, own.count)
+        self.random, self._has_hooks = own.random, own._has_hooks
+        self._split = Rotated(own.split.shares, shift)
+        self.others: list[Any] = []
+        """The batches of all but the first one."""
+
+    @property
+    @override
+    def split(self) -> Split:
+        return self._split
+
+    @override
+    def _others(self, args: Sequence[Any]) -> list[Any]:
+        return self.others
+
+
+class RecordedStep:
+    """The micro-batches of one optimizer step, which can run again."""
+
+    def __init__(
+        self,
+        strategy: ZeROStrategy,
+        module: pl.LightningModule,
+        engine: Engine,
+        train: Callable[[StepCall], Any],
+    ) -> None:
+        """Take what the first micro-batch begins from. ``train`` runs ``training_step``, without recording it."""
+        self._strategy, self._module, self.engine, self._train = strategy, module, engine, train
+        self._before = BeforeStep(strategy, module)
+        self._attributes = Attributes(module)
+        self._micro_batches: list[MicroBatch] = []
+        self._after: tuple[Callable[[], None], Attributes, BeforeStep, Callable[[], None]] | None = None
+        """What the first run has left: functions that put back metrics and random states, and the rest."""
+
+    def add(self, call: StepCall) -> None:
+        """Record a micro-batch that is about to run."""
+        self._micro_batches.append(MicroBatch.of(call, self._strategy))
+
+    @property
+    def moves(self) -> bool:
+        """Return whether other ranks can compute what this one does."""
+        return self._strategy.virtual is not None
+
+    def buffers(self) -> int:
+        """Return the digest of the module's buffers; with virtual ranks, which have views of their own, 0."""
+        return 0 if self.moves else fold(numbers([bits_of(buffer) for buffer in self._module.buffers()]))
+
+    def leaves(self, shift: int) -> list[int]:
+        """Return the virtual ranks that this process computes, or its rank."""
+        virtual, world = self._strategy.virtual, self.engine.mesh.world
+        if virtual is None:
+            return [world.rank]
+        return Rotated(virtual.split.shares, shift).ranks_of(virtual._rank)
+
+    def run(self, index: int, shift: int, after_backward: Callable[[], None]) -> None:
+        """Run all forwards and backwards again, and average. Collective.
+
+        Args:
+            index: of the optimizer.
+            shift: with virtual ranks: compute those of the rank that many ranks on.
+            after_backward: called after every backward.
+        """
+        if self._after is None:  # the first run is over
+            self._after = (
+                metric_snapshot(self._module),
+                Attributes(self._module),
+                BeforeStep(self._strategy, self._module),
+                self._random(),
+            )
+        trainer, strategy, own = self._module.trainer, self._strategy, self._strategy.virtual
+        self._before.put_back()
+        self._attributes.put_back()
+        optimizer = trainer.optimizers[0]
+        self._module.optimizer_zero_grad(trainer.current_epoch, trainer.fit_loop.epoch_loop.batch_idx, optimizer)
+        self._clear_gaps()
+        if self.engine.policy.parameters:
+            self.engine.gatherer.release_all()  # else the root unit stays as it was gathered for the first run
+        moved = None if own is None else MovedRanks(own, shift)
+        strategy.virtual = own if moved is None else moved
+        try:
+            with silenced(trainer, self._module), torch.enable_grad():
+                for each in self._micro_batches:
+                    self._run(each if not shift else self._moved(each, shift), moved)
+                    after_backward()
+        finally:
+            strategy.virtual = own
+        self.engine.finish(index)
+
+    def _random(self) -> Callable[[], None]:
+        """Return a function that puts back the random states of now."""
+        states, virtual = RandomStream(), self._strategy.virtual
+        of_ranks = None if virtual is None else virtual.random.mark()
+
+        def put_back() -> None:
+            states.put()
+            if of_ranks is not None:
+                of_ranks()
+
+        return put_back
+
+    def _clear_gaps(self) -> None:
+        """Zero what lies between the gradients in resident buffers: it is sent, and a flipped bit would stay there."""
+        for flat in self.engine.flats:
+            buffer = flat.local.buffer
+            if buffer is not None:
+                for lo, hi in flat.layout.gaps():
+                    buffer[lo:hi].zero_()
+
+    def _run(self, each: MicroBatch, moved: MovedRanks | None) -> None:
+        strategy, module, call = self._strategy, self._module, each.call
+        each.random.put()
+        if moved is not None:
+            moved.random._streams.clear()
+            moved.random._streams.update(_copied(each.streams))
+            moved.others = cloned(each.others)
+        with strategy.block_backward_sync() if call.accumulates else nullcontext():
+            output = self._train(replace(call, args=(cloned(each.batch), *call.args[1:])))
+            loss = output.get("loss") if isinstance(output, Mapping) else output
+            if loss is not None:
+                loss = loss / module.trainer.accumulate_grad_batches
+                scaler = self.engine.scaler
+                strategy.zero_precision().backward(loss if scaler is None else loss * scaler.scale, module, None)
+
+    def _moved(self, each: MicroBatch, shift: int) -> MicroBatch:
+        """Return the micro-batch of the rank ``shift`` ranks on. Collective."""
+        device = self._strategy.root_device
+        given = pass_on((each.batch, each.others, each.streams), self.engine.mesh.world, shift)
+        batch, others, streams = given
+        return replace(
+            each, batch=apply_to_collection(batch, Tensor, lambda t: t.to(device)), others=others, streams=streams
+        )
+
+    def end(self, *, wrong: bool) -> None:
+        """Leave what the first run has left; if it was ``wrong``, what the last one has."""
+        if self._after is None:
+            return
+        metrics, attributes, after, random = self._after
+        if wrong:
+            random()
+        else:
+            after.put_back()
+            attributes.put_back()
+        metrics()
+
+
+def pass_on(value: Any, world: Comm, shift: int) -> Any:
+    """Return the value of the rank ``shift`` ranks on, and send this rank's to the one before. Collective.
+
+    Traffic:
+        The bytes of the value, with tensors in host memory.
+    """
+    written = io.BytesIO()
+    torch.save(apply_to_collection(value, Tensor, lambda t: t.cpu()), written)
+    data = world.sendable(torch.frombuffer(bytearray(written.getvalue()), dtype=torch.uint8))
+    sizes = torch.zeros(world.world_size, dtype=torch.int64)
+    sizes[world.rank] = data.numel()
+    world.agree(sizes)
+    source, to = (world.rank + shift) % world.world_size, (world.rank - shift) % world.world_size
+    sends: list[Tensor | None] = [None] * world.world_size
+    receives: list[Tensor | None] = [None] * world.world_size
+    sends[to] = data
+    memory = bytearray(int(sizes[source]))
+    here = torch.frombuffer(memory, dtype=torch.uint8)
+    received = receives[source] = world.sendable(here)
+    world.wait(world.exchange(sends, receives, "repetition", "batches"))
+    here.copy_(received)
+    return torch.load(io.BytesIO(memory), weights_only=False)
