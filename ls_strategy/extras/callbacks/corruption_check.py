@@ -135,20 +135,23 @@ class CorruptionCheck(Callback):
 
     def _release(self) -> None:
         self._end_step()
-        if self._stored is not None:
-            self._stored.end()
-            self._stored = None
         for method in (self._undo, self._sending):
             if method is not None:
                 method.remove()
         self._undo = self._sending = None
-        self._stored_at, self._new = -1, {}
+        self._drop_stored()
 
     def _end_step(self) -> None:
         if self._watch is not None:
             self._watch.end()
             self._watch.engine.early_step = self._early
         self._watch = self._step = None
+
+    def _drop_stored(self) -> None:
+        """Free the copies of weights."""
+        if self._stored is not None:
+            self._stored.end()
+        self._stored, self._stored_at, self._new = None, -1, {}
 
     # a step ----------------------------------------------------------------------------------------------------------
 
@@ -158,9 +161,9 @@ class CorruptionCheck(Callback):
     def _store(self, trainer: pl.Trainer) -> None:
         """Take the weights after a step if the next one is checked. Collective."""
         if self._due(trainer) and self._stored_at != trainer.global_step:
-            if self._stored is not None:
-                self._stored.end()
-            self._stored = StoredWeights(zero_strategy(trainer, self).require_engine(), self._new)
+            new = self._new
+            self._drop_stored()
+            self._stored = StoredWeights(zero_strategy(trainer, self).require_engine(), new)
             self._stored_at = trainer.global_step
         self._new = {}
 
@@ -196,6 +199,7 @@ class CorruptionCheck(Callback):
         index = engine.stepper.index_of(unwrap_optimizer(optimizer))
         if step is not None and self._watch is not None and index is not None and any(engine.optimizers[index].used):
             self._check(trainer, step, self._watch, index)
+            self._drop_stored()
         self._end_step()
         if (trainer.global_step + 2) % self.every == 0:
             self._sending = Method(
