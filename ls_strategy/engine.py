@@ -325,7 +325,8 @@ class Engine:
         nor does any step after user code has read a gradient.
         """
         self.events.before_read("parameters", "gradients")
-        self.gatherer.fetch_root_again()
+        if self.gatherer.stepped:
+            self.gatherer.fetch_root_again()
         spans.enter(spans.BACKWARD)
         self.events.on_backward_begin()
         self.stepper.begin_backward()

@@ -36,7 +36,7 @@ class Gatherer:
         self._published = 0
         """Stages 0 to 2: number of blocks, in `_order`, whose new weights no longer have to be sent."""
         self._waits_before_steps = False
-        self._stepped: set[int] = set()
+        self.stepped: set[int] = set()
         """``id`` of the buffers that an optimizer has stepped since the step began (stage 3)."""
 
     # stage 3 ---------------------------------------------------------------------------------------------------------
@@ -150,7 +150,7 @@ class Gatherer:
 
     def fetch_root(self) -> None:
         """Gather the root units, the parameters of which may be used anywhere in a step. Collective at stage 3."""
-        self._stepped.clear()
+        self.stepped.clear()
         for unit in self.units if self.sharded else ():
             for flat in unit.flats:
                 flat.outdate_secondary()
@@ -172,7 +172,7 @@ class Gatherer:
         stepped is left out, so that autograd refuses what it has saved of it.
         """
         flats = [f for u in self.units if u.is_root for f in u.flats] if self.sharded else []
-        released = [f for f in flats if not f.resident and not f.is_fetched and id(f) not in self._stepped]
+        released = [f for f in flats if not f.resident and not f.is_fetched and id(f) not in self.stepped]
         for flat in released:
             if flat.gathering is None:
                 flat.start_gather()
@@ -200,7 +200,7 @@ class Gatherer:
 
     def outdate(self, flats: list[FlatBuffer]) -> None:
         """Outdate parameters that the optimizer steps, so that hooks after it read new ones. Not collective."""
-        self._stepped.update(map(id, flats))
+        self.stepped.update(map(id, flats))
         for flat in flats:
             if self.sharded:
                 flat.outdate_secondary()
