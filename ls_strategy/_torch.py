@@ -443,7 +443,7 @@ set_versions: Callable[[tuple[Tensor, ...], tuple[int, ...]], None] = torch._C._
 """Sets what `version_of` returns: autograd refuses a tensor whose version is not that with which it was saved."""
 
 
-class SavedTensor:
+class VersionedTensor:
     """A tensor that hooks leave in autograd's graph, where autograd itself would check its version, but does not."""
 
     __slots__ = ("_tensor", "_version")

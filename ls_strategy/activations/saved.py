@@ -21,7 +21,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from ls_strategy._torch import SavedTensor, StorageWeakRef, storage_key, version_of
+from ls_strategy._torch import StorageWeakRef, VersionedTensor, storage_key, version_of
 
 
 class Keeper(Protocol):
@@ -162,7 +162,7 @@ class SavedTensors:
             or not is_eligible(tensor, self.device, self._protected)
         ):
             self.bytes_left += tensor.nbytes
-            return SavedTensor(tensor)
+            return VersionedTensor(tensor)
         region, offset = region_of(tensor)
         key = (storage_key(region), region.data_ptr(), region.numel(), region.dtype, version_of(region))
         try:

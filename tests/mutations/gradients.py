@@ -122,9 +122,9 @@ GRADIENTS = (
     Mutation(
         "clipping uses the norm of before user code changed the gradients",
         "ls_strategy/zero/step/stepper.py",
-        "            state.sharded.take_edits(state.used)\n            state.outdate_norm()\n"
+        "            state.sharded.take_edits(state.used)\n            state.norm = state.sums = None\n"
         "        if any([self.gradients.take(kind, self._used[kind]) for kind in state.kinds]):\n"
-        "            state.outdate_norm()\n",
+        "            state.norm = state.sums = None\n",
         "            state.sharded.take_edits(state.used)\n"
         "        if any([self.gradients.take(kind, self._used[kind]) for kind in state.kinds]):\n",
         ("tests/unit/test_zero_stepper.py::test_clipping_is_by_the_norm_of_the_gradients_as_user_code_left_them",),

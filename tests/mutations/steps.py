@@ -134,7 +134,7 @@ STEPS = (
     Mutation(
         "the norm of gradients is that of the step before",
         "ls_strategy/zero/step/stepper.py",
-        "        self.phase = Phase.ACCUMULATING\n        self.outdate_norm()\n",
+        "        self.phase = Phase.ACCUMULATING\n        self.norm = self.sums = None\n",
         "        self.phase = Phase.ACCUMULATING\n",
         ("tests/unit/test_phase.py::test_reopened_gradients_have_no_norm_but_keep_what_was_left_to_the_update",),
     ),

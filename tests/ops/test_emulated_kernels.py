@@ -227,7 +227,7 @@ def test_memory_that_a_kernel_would_read_wrongly_is_refused(emulation, wrong):
     given = {"param": param, "exp_avg": torch.zeros(300, dtype=torch.uint8), "exp_avg_scales": torch.zeros(2),
              "grad": grad, "out": None, "clip": torch.ones(())}  # fmt: skip
     names = [a.name for a in torch.ops.ls_strategy.lion_.default._schema.arguments]
-    given |= {n: numbers[n] for n in names if n in numbers}
+    given = dict.fromkeys(names) | given | {n: numbers[n] for n in names if n in numbers}
     emulation.run("lion_", **given)
     for other in (torch.zeros(299), torch.zeros(300, dtype=torch.float64), torch.zeros(600)[::2]):
         with pytest.raises(RuntimeError, match=r"but it must have \d+ contiguous elements of"):

@@ -82,7 +82,7 @@ WAITS = (
     Wait("extras.inference.storage", "arrival.wait_on_host()", "pass", "streamed cpu"),
     Wait("zero.flat.averages", "arrival.wait_on_host()", "None", "stage 3, all on cpu"),
     Wait("zero.flat.averages", "to_device(mine, out).wait_on_device()", "to_device(mine, out)", GRADIENTS_ADDED),
-    Wait("zero.flat.flat_buffer", "self.arriving.wait_on_device()", "pass", "stage 2, cpu, step on cpu"),
+    Wait("zero.flat.flat_states", "self.arriving.wait_on_device()", "pass", "stage 2, cpu, step on cpu"),
     Wait("zero.flat.averages", "self.wait()", "pass", "stage 3, all on nvme, clipping", "_recorded"),
     Wait("zero.flat.state_store", "pending.result()", "pass", "stage 3, all on nvme"),
     Wait("zero.flat.state_store", "arrival.wait_on_host()", "pass", "stage 3, all on nvme"),

@@ -9,16 +9,20 @@ from pathlib import Path
 import ls_strategy
 
 PACKAGE = Path(ls_strategy.__file__).parent
-OWNER = PACKAGE / "zero" / "flat" / "flat_buffer.py"
-SUBCLASSES = ("FlatBuffer", "QuantizedFlat")
+OWNERS = {
+    "FlatStates": PACKAGE / "zero" / "flat" / "flat_states.py",
+    "FlatBuffer": PACKAGE / "zero" / "flat" / "flat_buffer.py",
+}
+SUBCLASSES = (*OWNERS, "QuantizedFlat", "CastFlat")
 
 
 def states() -> set[str]:
-    """The attributes of `FlatBuffer` that have a value before any step: flags, and what is in flight."""
-    tree = ast.parse(OWNER.read_text())
-    (buffer,) = (n for n in tree.body if isinstance(n, ast.ClassDef) and n.name == "FlatBuffer")
+    """The attributes of a flat buffer that have a value before any step: flags, and what is in flight."""
     found = set()
-    for node in buffer.body:
+    trees = {name: ast.parse(file.read_text()) for name, file in OWNERS.items()}
+    classes = [n for name, tree in trees.items() for n in tree.body if isinstance(n, ast.ClassDef) and n.name == name]
+    assert len(classes) == len(OWNERS)
+    for node in (node for each in classes for node in each.body):
         if isinstance(node, ast.AnnAssign) and node.value is not None and isinstance(node.target, ast.Name):
             found.add(node.target.id)
         elif isinstance(node, ast.Assign):

@@ -26,7 +26,7 @@ from ls_strategy.engine import Engine
 from ls_strategy.extras.callbacks.corruption_verdict import elect_replica
 from ls_strategy.transient import Method
 from ls_strategy.zero.flat.flat_buffer import FlatBuffer
-from ls_strategy.zero.passes.reduction_kinds import InTree, ReductionKind
+from ls_strategy.zero.passes.reduce import InTree, ReductionKind
 
 _WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _FACTOR = 0x9E3779B97F4A7C15  # odd, so that multiplying by it modulo 2**64 loses nothing

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
-from ls_strategy._torch import SavedTensor, current_backward_pass, storage_key
+from ls_strategy._torch import VersionedTensor, current_backward_pass, storage_key
 from ls_strategy.distributed.comm import Comm
 from ls_strategy.errors import StateError
 from ls_strategy.zero.flat.flat_buffer import FlatBuffer
@@ -137,14 +137,14 @@ class OnDemandGather:
             return nullcontext()
         return saved_tensors_hooks(self._pack, self._unpack)
 
-    def _pack(self, tensor: Tensor) -> SavedTensor | _Saved:
+    def _pack(self, tensor: Tensor) -> VersionedTensor | _Saved:
         flat = self._by_storage.get(storage_key(tensor))
         if flat is None or not flat.gathered_on_demand:
-            return SavedTensor(tensor)
+            return VersionedTensor(tensor)
         return _Saved(flat, tuple(tensor.size()), tensor.stride(), int(tensor.storage_offset()))
 
-    def _unpack(self, saved: SavedTensor | _Saved) -> Tensor:
-        if isinstance(saved, SavedTensor):
+    def _unpack(self, saved: VersionedTensor | _Saved) -> Tensor:
+        if isinstance(saved, VersionedTensor):
             return saved.get()
         self.touch(saved.flat)
         values = saved.flat.full.as_strided(saved.size, saved.stride, saved.offset)
