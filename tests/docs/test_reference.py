@@ -17,6 +17,7 @@ from lightning.pytorch.callbacks import ModelPruning
 from lightning.pytorch.loggers import TensorBoardLogger
 from torch.nn import Embedding
 from torch.optim import AdamW
+from torch.utils.data import DataLoader
 
 import ls_strategy
 from ls_strategy import ZeROStrategy
@@ -77,6 +78,7 @@ def taken() -> dict[str, list[Any]]:
         Trainer,
         AdamW,
         Embedding,
+        DataLoader,
         Trainer.fit,
         Fabric.init_module,
         Fabric,

@@ -79,6 +79,7 @@ ARGUMENTS: dict[str, Callable[[], dict[str, Any]]] = {
     "Muon": lambda: {"params": [nn.Parameter(torch.ones(2, 2))]},
     "QKClip": lambda: {"query": "q.weight", "key": "k.weight", "head_width": 2, "num_heads": 2},
     "SOAP": lambda: {"params": [nn.Parameter(torch.ones(2, 2))]},
+    "HuggingFaceExport": lambda: {"path": "export"},
     "DiLoCo": lambda: {"meet": "host:1", "island": 0, "islands": 2},
     "SequenceCurriculum": lambda: {"lengths": [8, 64], "until": [10]},
     "RandomTokenDropping": lambda: {"kept": [8, 64], "until": [10]},
