@@ -158,3 +158,28 @@ def set_sampler_epoch(loader: Any, epoch: int) -> None:
 def is_resuming(trainer: Any) -> bool:
     """Return whether a fit has restored its progress and trained on no batch yet, also between two epochs."""
     return trainer.fit_loop._loaded_from_state_dict
+
+
+def untrained_epoch(trainer: Any) -> int | None:
+    """Return the epoch that Lightning leaves out when it resumes, None if none.
+
+    In ``on_train_epoch_start`` the progress of batches is still that of the epoch before, at its end. Call it when the
+    progress is restored.
+    """
+    epochs, batches = trainer.fit_loop.epoch_progress.current, trainer.fit_loop.epoch_loop.batch_progress.current
+    begins = epochs.ready == epochs.started + 1 and epochs.started == epochs.processed
+    return epochs.processed if begins and batches.ready else None
+
+
+def leaves_out_validation(trainer: Any) -> bool:
+    """Return whether Lightning resumes behind a validation that had not ended when the checkpoint was saved.
+
+    Call it when the progress is restored and the data are there.
+    """
+    loop, epochs = trainer.fit_loop.epoch_loop, trainer.fit_loop.epoch_progress.current
+    batches, validated = loop.batch_progress.current, loop.val_loop.batch_progress
+    if epochs.started == epochs.processed or not batches.ready == batches.processed > 0:
+        return False  # between two epochs, or inside a step
+    before = batches.completed < batches.processed  # in on_train_batch_end
+    ended = validated.is_last_batch and validated.current.ready == validated.current.processed
+    return (before or not ended) and loop._should_check_val_fx(trainer.fit_loop._data_fetcher)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
+import logging
 import random
 import warnings
 from collections.abc import Callable, Iterator
@@ -272,9 +273,10 @@ def train(
 
 
 def moments(batches: int, folder: Path) -> list[SaveAt]:
-    """Inside the first epoch, at its last batch, at its end, and inside the second before a batch is trained on."""
+    """Inside the first epoch, before and after its last step, at its end, and inside the second before a step."""
     return [
         SaveAt("on_train_batch_end", batches - 2, folder / "inside.ckpt"),
+        SaveAt("on_train_batch_start", batches, folder / "before.ckpt"),
         SaveAt("on_train_batch_end", batches, folder / "last.ckpt"),
         SaveAt("on_train_epoch_end", 1, folder / "end.ckpt"),
         SaveAt("on_train_batch_start", batches + 3, folder / "second.ckpt"),
@@ -445,6 +447,84 @@ def test_an_order_that_no_checkpoint_holds_is_reported(
         path = tmp_path / f"{name}.ckpt"
         train(data, 3, SaveAt(hook, count, path))
         assert message in resumed_with_warnings(data, path)[1], name
+
+
+LEFT_OUT: dict[str, tuple[str, int, dict[str, Any], tuple[int, int], str]] = {
+    "epoch": ("on_train_epoch_start", 2, {}, (12, 12), "takes epoch 1 for trained"),
+    "validation": ("on_train_batch_end", 24, {}, (12, 12), "saved before a validation had ended"),
+    "inside it": ("on_validation_batch_end", 14, {}, (12, 12), "saved before a validation had ended"),
+    "inside an epoch": (
+        "on_train_batch_end",
+        18,
+        {"val_check_interval": 0.5},
+        (18, 36),
+        "saved before a validation had ended",
+    ),
+    "nothing": ("on_validation_end", 2, {}, (12, 12), ""),
+    "none was due": ("on_train_epoch_end", 1, {"check_val_every_n_epoch": 2}, (24, 12), ""),
+    "nothing, inside an epoch": ("on_train_batch_end", 17, {"val_check_interval": 0.5}, (19, 48), ""),
+}
+"""A hook and its call in which a checkpoint is saved, options, how many batches a run then trains on and validates, and
+what the log says of that."""
+
+
+@pytest.mark.parametrize("names", few_or_all(["epoch", "validation", "nothing"], list(LEFT_OUT)))
+@on_ranks(1, timeout_s=200)
+def test_what_lightning_leaves_out_is_reported(rank: int, world_size: int, tmp_path: Path, names: list[str]) -> None:
+    """With DDP it leaves out the same."""
+    for name in names:
+        hook, count, options, left, message = LEFT_OUT[name]
+        for strategy in ("ddp", 2):
+            path, validated, said = tmp_path / f"{name}.ckpt", Counts(), Said()
+            options = {**options, "kind": Validated, "strategy": strategy}
+
+            def data() -> Any:
+                return Made(lambda: loader(Samples(), shuffle=True), validates=True)
+
+            train(data, 3, SaveAt(hook, count, path), **options)
+            with said:
+                seen = train(data, 4, validated, ckpt=path, **options)
+            assert (len(seen), validated.count) == left, (name, strategy)
+            texts = [each for each in said.texts if each.startswith("ZeROStrategy: the checkpoint was saved ")]
+            assert len(texts) == (strategy == 2 and bool(message)), (name, texts)
+            assert not texts or message in texts[0]
+
+
+class Counts(pl.Callback):
+    """Counts batches of validations."""
+
+    count = 0
+
+    @override
+    def on_validation_batch_end(self, *_: Any, **__: Any) -> None:
+        self.count += 1
+
+
+class Said(logging.Handler):
+    """Notes what Lightning logs and warns of."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.texts: list[str] = []
+        self._logger = logging.getLogger("lightning.pytorch.utilities.rank_zero")
+        self._caught = warnings.catch_warnings(record=True)
+
+    @override
+    def emit(self, record: logging.LogRecord) -> None:
+        self.texts.append(record.getMessage())
+
+    def __enter__(self) -> None:
+        self._warnings: Any = self._caught.__enter__()
+        warnings.simplefilter("always")
+        self._logger.addHandler(self)
+        self._level = self._logger.level
+        self._logger.setLevel(logging.INFO)
+
+    def __exit__(self, *error: Any) -> None:
+        self._logger.setLevel(self._level)
+        self._logger.removeHandler(self)
+        self._caught.__exit__(*error)
+        self.texts += [str(each.message) for each in self._warnings]
 
 
 class Continues(Stream):

@@ -31,11 +31,13 @@ from ls_strategy.lightning._private_data import (
     fetched_ahead,
     has_begun_again,
     is_resuming,
+    leaves_out_validation,
     make_iterators,
     observe,
     read_on,
     reloads_for,
     set_sampler_epoch,
+    untrained_epoch,
 )
 from ls_strategy.lightning.checkpointing.data_notes import DataNotes, merge_virtual
 from ls_strategy.lightning.checkpointing.data_position import forget
@@ -65,6 +67,13 @@ class _Resume(Protocol):
 
     @property
     def between_batches(self) -> bool: ...
+
+    @property
+    def pending(self) -> bool: ...
+
+    def before_iterators(self) -> None: ...
+
+    def after_iterators(self) -> None: ...
 
 
 class DataResume:
@@ -183,10 +192,10 @@ class DataResume:
             return
         self._set_epoch(place)
         self._continues = True
-        own = saved is not None and self._replicas is None
+        own = saved if self._replicas is None else None
         if place == "between":
-            if own:
-                self._notes.set_generators(saved["generators_now"])
+            if own is not None:
+                self._notes.set_generators(own["generators_now"])
             self._draw_between()
         states = self._states(saved, place)
         if states is None:
@@ -197,8 +206,8 @@ class DataResume:
                 self._begin_next(states, exhausted=saved["exhausted"])
         if place == "inside" and self._again is None:
             notes.begin_at(self._done, states)
-        if own and place == "inside":
-            self._put_random(saved)
+        if own is not None and place == "inside":
+            self._put_random(own)
         self._problem = self._problem or self._lost_order(saved, place)
 
     def _next_epoch(self) -> int:
@@ -208,17 +217,17 @@ class DataResume:
     def _draw_between(self) -> None:
         """Draw what the run that was not interrupted has drawn between two epochs, up to now."""
         if not self._has_begun:
-            self._strategy.resume.before_iterators()
-        elif self._strategy.resume.pending:  # the data are made again: `reloads_for`
+            self._resume.before_iterators()
+        elif self._resume.pending:  # the data are made again: `reloads_for`
             self._made_again = True
             make_iterators(self._trainer)
 
     def _before_pass(self) -> None:
         if not reloads_for(self._trainer, self._trainer.current_epoch):
-            self._strategy.resume.before_iterators()
+            self._resume.before_iterators()
 
     def _after_pass(self) -> None:
-        self._strategy.resume.after_iterators()
+        self._resume.after_iterators()
 
     def _lost_order(self, saved: dict[str, Any] | None, place: str) -> str:
         """Return a warning if loaders may go on in another order than in a run that was not interrupted."""
@@ -346,12 +355,31 @@ class DataResume:
     def made(self) -> None:
         """Return to this run's random numbers, behind iterators that were made with those of the checkpoint."""
         self._has_begun = True
+        self._report_left_out()
         if is_resuming(self._trainer) and reloads_for(self._trainer, self._next_epoch()):
-            self._strategy.resume.before_iterators()  # user code makes the data again, and may draw
+            self._resume.before_iterators()  # user code makes the data again, and may draw
         if self._outside is not None:
             self._behind = random_states()
             restore_random_states(self._outside)
             self._outside = None
+
+    def _report_left_out(self) -> None:
+        """Report what Lightning leaves out of a run that resumes here, with any strategy."""
+        if not is_resuming(self._trainer) or self._resume.between_batches:
+            return
+        epoch = untrained_epoch(self._trainer)
+        if epoch is not None:
+            rank_zero_warn(
+                "ZeROStrategy: the checkpoint was saved in on_train_epoch_start, where Lightning has not reset its "
+                f"count of batches, so it takes epoch {epoch} for trained and goes on behind it, with any strategy. "
+                "Resume from a checkpoint of another moment, and save in on_train_epoch_end or on_train_batch_start."
+            )
+        elif leaves_out_validation(self._trainer):
+            rank_zero_info(
+                "ZeROStrategy: the checkpoint was saved before a validation had ended. Lightning does not run that "
+                "validation again, with any strategy, so random numbers that it draws are drawn later. Save in "
+                "on_validation_end for a run that goes on as without an interruption."
+            )
 
     # batches ---------------------------------------------------------------------------------------------------------
 
@@ -365,7 +393,7 @@ class DataResume:
         if observe(inner, self._notes):
             self._notes.fetched_before(inner)
         if self._made_again:
-            self._strategy.resume.after_iterators()
+            self._resume.after_iterators()
             self._made_again = False
         if self._continues:
             self._continues = False

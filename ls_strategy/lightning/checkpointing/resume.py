@@ -264,8 +264,11 @@ class Resume:
     def makes_iterators(self) -> bool:
         """Return whether the first iterator over the training data draws its seeds from the saved random states."""
         module = self._strategy.lightning_module
-        boundary = module is not None and module.trainer.fit_loop.epoch_loop.batch_progress.is_last_batch
-        return self.pending and (boundary or self.reading.begins_epoch)
+        if not self.pending or module is None:
+            return False
+        batches: Any = module.trainer.fit_loop.epoch_loop.batch_progress
+        ends = batches.is_last_batch and batches.current.ready == batches.current.processed  # not before its last step
+        return ends or self.reading.begins_epoch
 
     @contextmanager
     def making_iterators(self) -> Generator[None, None, None]:
