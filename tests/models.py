@@ -24,7 +24,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from ls_strategy.config import LossScaleConfig, nested
 from ls_strategy.errors import PlanError
-from ls_strategy.lightning import engine_setup
+from ls_strategy.lightning import connection
 from ls_strategy.lightning.precision import ZeROPrecision
 from ls_strategy.lightning.strategy import ZeROStrategy
 from ls_strategy.precision import PrecisionPolicy, resolve_precision
@@ -302,7 +302,7 @@ def scaled_fp32() -> Iterator[None]:
     def resolve(*args: Any, **options: Any) -> PrecisionPolicy:
         return replace(resolve_precision(*args, **options), loss_scaling=True)
 
-    with mock.patch.object(engine_setup, "resolve_precision", resolve):
+    with mock.patch.object(connection, "resolve_precision", resolve):
         yield
 
 

@@ -178,7 +178,7 @@ def save_and_die(path: Path, number: int, death: Death, *, exchange: bool) -> bo
     try:
         for name in STEPS:
             setattr(os, name, death.before(getattr(os, name)))
-        commit._exchange = death.before(commit._exchange if exchange else lambda a, b: False)
+        commit.exchange_names = death.before(commit.exchange_names if exchange else lambda a, b: False)
         plain_open = CheckpointPath.open
 
         def torn_open(self: CheckpointPath, name: str, mode: str) -> Any:

@@ -302,18 +302,18 @@ def recorded() -> Iterator[list[Event]]:
 
         return rename
 
-    exchange = commit._exchange
+    exchange = commit.exchange_names
 
     def swap(a: str, b: str) -> bool:
         events.append((time.monotonic(), "rename", Path(b).name))
         return exchange(a, b)
 
-    commit._exchange = swap
+    commit.exchange_names = swap
     try:
         with replaced({"fsync": fsync, "rename": renamed("rename"), "replace": renamed("replace")}):
             yield events
     finally:
-        commit._exchange = exchange
+        commit.exchange_names = exchange
 
 
 def save_recorded(rank: int, world_size: int, path: Path, kind: str) -> list[list[Event]]:

@@ -190,6 +190,9 @@ class SimulatedFlat:
             self._hold_wire()
             self.reading = True
 
+    def release_cast(self) -> None:
+        """See `FlatBuffer`: what is resident, or in use, has no second copy here."""
+
     def finish_gather(self) -> None:
         """See `FlatBuffer`, and `QuantizedFlat`."""
         if self.gathering and self.plan.wire_format is not None:
