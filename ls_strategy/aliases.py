@@ -9,7 +9,7 @@ from __future__ import annotations
 import ast
 import inspect
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from functools import wraps
 from typing import Any
@@ -18,11 +18,12 @@ import yaml
 
 from ls_strategy.autoload import ALIASES
 from ls_strategy.config import OffloadConfig, ZeROConfig
-from ls_strategy.config.option_names import nested, refuse_unknown
+from ls_strategy.config.option_names import is_group, nested, option_names, refuse_unknown
 from ls_strategy.errors import NOTED, ConfigError, LSError
 from ls_strategy.lightning.strategy import ZeROStrategy
 
 _SIGNATURE = inspect.signature(ZeROStrategy.__init__)
+_OPTIONS = frozenset(_SIGNATURE.parameters) - {"self"}
 
 
 def _make(name: str, defaults: Mapping[str, Any]) -> type[ZeROStrategy]:
@@ -52,7 +53,8 @@ def _make(name: str, defaults: Mapping[str, Any]) -> type[ZeROStrategy]:
 def explain_mistakes(parser: Any) -> None:
     """Make a parser class of jsonargparse say what this package says of a mistake in its options, and only that.
 
-    Alone, jsonargparse lists what each member of a union of types has against the whole value, level by level.
+    Alone, jsonargparse lists what each member of a union of types has against the whole value, level by level, and
+    drops an unknown option that is empty (``ofload: {}``).
     """
     if parser is None or "error" in vars(parser):
         return  # jsonargparse is missing, or this was called before
@@ -86,6 +88,55 @@ def explain_mistakes(parser: Any) -> None:
 
     parser.error = explained
     setattr(parser, method, building)
+    _see_dropped(parser)
+
+
+def _see_dropped(parser: Any) -> None:
+    """Make a parser class look for unknown options that are empty before it drops them."""
+    parse, parse_words = parser.parse_object, parser.parse_args
+
+    @wraps(parse)
+    def parsing(self: Any, options: Any, *args: Any, **kwargs: Any) -> Any:
+        _refuse_dropped(self, options)
+        return parse(self, options, *args, **kwargs)
+
+    @wraps(parse_words)
+    def parsing_words(self: Any, words: Any = None, *args: Any, **kwargs: Any) -> Any:
+        for word in words if isinstance(words, list) else ():
+            name, _, value = str(word).partition("=")
+            if value.strip() == "{}":
+                _refuse_dropped(self, nested({name.lstrip("-"): {}}))
+        return parse_words(self, words, *args, **kwargs)
+
+    parser.parse_object, parser.parse_args = parsing, parsing_words
+
+
+def _refuse_dropped(parser: Any, options: Any) -> None:
+    """Refuse an unknown option that is empty, in the parser of a strategy's options."""
+    if {each.dest for each in parser._actions}.issuperset(_OPTIONS):
+        dropped = next(_dropped(options), None)
+        if dropped is not None:
+            parser.error(f"Option '{dropped}' is not accepted")
+
+
+def _dropped(options: Any, group: str = "") -> Iterator[str]:
+    """Yield the dotted names of unknown options that are empty mappings, or hold nothing else."""
+    for name, value in (_mapping(options) or {}).items():
+        path = f"{group}.{name}" if group else str(name)
+        if path not in (*_OPTIONS, *option_names()) and _is_empty(value):
+            yield path
+        elif is_group(path):
+            yield from _dropped(value, path)
+
+
+def _is_empty(value: Any) -> bool:
+    found = _mapping(value)
+    return found is not None and all(map(_is_empty, found.values()))
+
+
+def _mapping(value: Any) -> Mapping[Any, Any] | None:
+    found = vars(value) if hasattr(value, "as_dict") else value
+    return found if isinstance(found, Mapping) else None
 
 
 def _tells(failure: Exception, error: LSError) -> bool:
@@ -95,8 +146,8 @@ def _tells(failure: Exception, error: LSError) -> bool:
 
 def _refused_in(config: Any, depth: int = 0) -> str | None:
     """Return why a strategy of this package in a parsed configuration refuses its options."""
-    found = vars(config) if hasattr(config, "as_dict") else config
-    if not isinstance(found, Mapping) or depth > 3:
+    found = _mapping(config)
+    if found is None or depth > 3:
         return None
     if "class_path" in found:
         options: Any = found.get("init_args") or {}

@@ -102,6 +102,11 @@ def option_names() -> list[str]:
     return [f"{path}.{field.name}" for path, kind in _groups().items() for field in fields(kind)]
 
 
+def is_group(name: str) -> bool:
+    """Return whether options are inside the option of this dotted name."""
+    return name in _groups()
+
+
 def _groups() -> dict[str, type[Group]]:
     """Return every group by its dotted name, inner ones (``parallel.tensor``) last."""
     found = [*GROUPS.items()]

@@ -43,6 +43,15 @@ ROWS = [
     "checkpoint: {frozn: true}",
 ]  # fmt: skip
 
+EMPTY = [
+    ("ofload: {}", "no option 'ofload'. Did you mean 'offload'"),
+    ("ofload: {optimizer: {}}", "no option 'ofload'. Did you mean 'offload'"),
+    ("offload: {optimiser: {}}", "no option 'optimiser'. Did you mean 'optimizer'"),
+    ("offload: {optimizer: {tier: cpu, pth: {}}}", "no option 'pth'"),
+    ("offload.optimiser: {}", "no option 'optimiser'. Did you mean 'optimizer'"),
+]
+"""Options without a value, of which jsonargparse says nothing."""
+
 WRONG = ["x", -1, 2.5, True, None, ["x", 5], {"x": 1}]
 
 
@@ -89,6 +98,15 @@ def test_a_mistake_ends_with_a_sentence(form: str, capsys: pytest.CaptureFixture
     option = {row: row.partition(": ")[0] for row in ROWS}
     of_itself = ("policy=", "Got LossScaleConfig", "Got TierConfig", "Got NVMeIOConfig", "Got ActivationOffloadConfig")
     assert [row for row, text in told.items() if option[row] not in text and not text.startswith(of_itself)] == []
+
+
+def test_an_unknown_option_that_is_empty_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    for row, sentence in EMPTY:
+        for form in ("class", "alias", "command"):
+            assert sentence in ending(words_of(row, form), capsys), (row, form)
+    for row in ("precision: {}", "offload: {nvme_io: {}}"):
+        for form in ("class", "alias", "command"):
+            assert ending(words_of(row, form), capsys) == ""
 
 
 @pytest.mark.wide
