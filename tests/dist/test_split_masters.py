@@ -12,11 +12,14 @@ import pytest
 import torch
 
 from ls_strategy import ShardedEMA
+from ls_strategy.checkpoint.files import Reader, read_range
+from ls_strategy.checkpoint.manifest import read_manifest
 from ls_strategy.config import OffloadConfig, PrecisionConfig, nested
 from ls_strategy.errors import ConfigError, PlanError, StateError
 from ls_strategy.lightning.strategy import ZeROStrategy
 from ls_strategy.precision import resolve_precision
 from ls_strategy.testing import spawn
+from tests.dist.test_checkpoint_async import slow_writes
 from tests.marks import wide
 from tests.models import Case, Net, assert_same_bits, changed_in_between, loader, placed, quiet, trainer_of
 from tests.unit.one_rank import adamw, close_engines, engine_on, network, steps
@@ -141,6 +144,94 @@ def test_announced_writes_change_only_what_they_write_and_others_are_refused(tmp
         assert found[2] == found[3]
     for (error,) in spawn(written, 2, cases[1:2], False, init_process_group=False, timeout_s=200):
         assert "cannot tell which elements have changed. Write to it inside" in error
+
+
+class Through(Net):
+    """Halves a weight after the fourth step, by ``means``, and ``announced`` or not."""
+
+    means = "parameter"
+    announced = False
+
+    def on_train_start(self) -> None:
+        weight = self.head.weight
+        self.kept = {"kept data": lambda: weight.data.view(-1), "kept view": weight.detach}.get(self.means, int)()
+
+    def on_train_batch_end(self, *_: Any) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
+        if self.trainer.global_step != 4:
+            return
+        strategy: Any = self.trainer.strategy
+        early = self.head.weight.data if self.means == "data of before" else None
+        with strategy.gathered_parameters(modify=True) if self.announced else nullcontext(), torch.no_grad():
+            target: Any = {"parameter": self.head.weight, "data of before": early}.get(self.means, self.kept)
+            (self.head.weight.data if self.means == "data" else target).mul_(0.37)
+
+
+def written_through(rank: int, world_size: int, cases: list[Case], means: list[tuple[str, bool]]) -> list[list[Any]]:
+    """Return the losses of each case with writes of each kind, or the error. Collective."""
+    quiet()
+    found: list[list[Any]] = []
+    for case in cases:
+        found.append([])
+        for name, announced in means:
+            net = Through(case)
+            net.means, net.announced = name, announced
+            try:
+                trainer_of(case, world_size).fit(net, loader(case, world_size))
+            except StateError as error:
+                found[-1].append(str(error))
+            else:
+                found[-1].append(net.result.losses)
+    return found
+
+
+@pytest.mark.parametrize("stage", [2, wide(0), wide(1)])
+def test_writes_through_views_that_no_version_counts_are_those_to_parameters(stage: int) -> None:
+    cases = pair(replace(SHORT.at(stage), steps=7))
+    means = [("parameter", True), ("data", False), ("data", True), ("data of before", True)]
+    means += [("kept data", False), ("kept data", True), ("kept view", False)]
+    for ours in spawn(written_through, 2, cases, means, init_process_group=False, timeout_s=200):
+        for direct, *others in ours:
+            assert isinstance(direct, list)
+            assert all(other == direct for other in others)
+        assert ours[0] == ours[1]
+
+
+def test_with_offload_a_write_through_a_view_of_before_the_step_is_an_error() -> None:
+    cases = pair(replace(SHORT.at(2), steps=7, options=ON_CPU))
+    means = [("kept data", False), ("kept view", False)]
+    for ours in spawn(written_through, 2, cases, means, init_process_group=False, timeout_s=200):
+        for error in (*ours[0], *ours[1]):
+            assert "that was kept through a step was written to" in error
+
+
+class Saving(Net):
+    """Writes to weights while a save in the background has not read them yet."""
+
+    folder = ""
+
+    def on_train_batch_end(self, *_: Any) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
+        strategy: Any = self.trainer.strategy
+        if self.trainer.global_step != 4:
+            return
+        self.trainer.save_checkpoint(self.folder)
+        with strategy.gathered_parameters(modify=True), torch.no_grad():
+            self.head.weight.mul_(0.37)
+
+
+@pytest.mark.parametrize("options", [ON_CPU, wide(ON_NVME)])
+def test_a_background_save_has_the_weights_of_before_a_write(options: Any, tmp_path: Path) -> None:
+    options = (*options, ("checkpoint.background", True), ("checkpoint.format", "sharded"))
+    saved: list[dict[str, Any]] = []
+    for case in pair(replace(SHORT.at(2), steps=6, options=options)):
+        net = Saving(case)
+        net.folder = str(tmp_path / f"{len(saved)}.ckpt")
+        with slow_writes(0.02):
+            trainer_of(placed(case, tmp_path), 1).fit(net, loader(case, 1))
+        reader = Reader(net.folder, read_manifest(net.folder))
+        weights = {p: m for p in reader.under("model") if (m := reader.tensor_metadata(p)) is not None}
+        saved.append({str(p): read_range(reader, p, 0, m.size.numel()) for p, m in weights.items()})
+    assert saved[0].keys() == saved[1].keys()
+    assert all(torch.equal(value, saved[1][name]) for name, value in saved[0].items())
 
 
 @pytest.mark.parametrize(

@@ -569,6 +569,8 @@ class FlatBuffer(FlatStates):
         if before is ParameterState.AWAITED:
             self.writes.end_outdated()
             self.writes.record()
+            if self.writes.may_be_written:
+                self.writes.note_access()
 
     def release(self, to: ParameterState = ParameterState.RELEASED) -> None:
         """Free the full buffer, unless user code has a view of it (stage 3). The parameters keep their shapes.

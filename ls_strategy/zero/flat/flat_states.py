@@ -247,9 +247,15 @@ class FlatStates:
         """Return the tensors that hold the masters, or what stands for them."""
         return [self.master]
 
-    def take_in_place(self) -> bool:
-        """Let masters that are the parameters follow a write of user code; return whether this rank's changed."""
-        return True
+    def watch(self) -> None:
+        """Prepare for writes of user code that may come from now on without another trace."""
+
+    def take_in_place(self, *, detected: bool) -> bool:
+        """Let masters that are the parameters follow a possible write; return whether this rank's changed.
+
+        ``detected``: there was a write to a parameter of the buffer.
+        """
+        return detected
 
     def writing(self) -> AbstractContextManager[None]:
         """Wrap writes of user code that are announced."""

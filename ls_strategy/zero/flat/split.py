@@ -31,7 +31,9 @@ class SplitFlat(FlatBuffer):
     """Parameters whose masters are split, once they train. ``master`` is a placeholder that reads as NaN."""
 
     _before: Tensor | None = None
-    """This rank's range of the parameters before writes that user code has announced."""
+    """This rank's range of the parameters before writes of user code that were announced, or that may come."""
+
+    _announced = False
 
     @override
     def place(self, mine: Tensor) -> None:
@@ -61,29 +63,60 @@ class SplitFlat(FlatBuffer):
     @contextmanager
     def writing(self) -> Iterator[None]:
         """Keep the parameters of before: elements that are not written to keep their masters."""
-        if not self.plan.split_masters or self._before is not None:
+        if not self.plan.split_masters or self._announced:
             yield
             return
-        self._before = self.full.detach()[slice(*self.stepped)].clone()
+        self._announced = True
+        self.writes.note_access()
         try:
             yield
         finally:
-            self._before = None
+            self._announced, self._before = False, None
 
     @override
-    def take_in_place(self) -> bool:
+    def watch(self) -> None:
+        if not self.plan.split_masters or self._before is not None or self.hidden or self.gathering is not None:
+            return
+        if self.updating is None and not self.offloaded:
+            self.before_change()  # a save in flight would complete what is written to by what was there before
+            self._before = self._own_range().clone()
+
+    @override
+    def before_change(self) -> None:
+        super().before_change()
+        self._before = None
+
+    @override
+    def start_gather(self) -> None:
+        super().start_gather()
+        if self.plan.split_masters and (self._announced or self.writes.may_be_written):
+            self.writes.note_access()
+
+    @override
+    def _reveal(self) -> None:
+        super()._reveal()
+        if self._announced:
+            self.writes.note_access()
+
+    @override
+    def take_in_place(self, *, detected: bool) -> bool:
         if not self.plan.split_masters:
-            return True
+            return super().take_in_place(detected=detected)
         if self._before is None:
+            if not detected:
+                return False
             raise StateError(
                 f"a parameter in the buffer of {self.name!r} was written to, but with precision.master_weights='split' "
                 "its masters cannot tell which elements have changed. Write to it inside "
                 "strategy.gathered_parameters(modify=True), or set master_weights=True on the strategy."
             )
-        now = self.full.detach()[slice(*self.stepped)]
-        changed = take_elements(self, 0, now, self._before)
-        self._before = now.clone()
+        changed = take_elements(self, 0, self._own_range(), self._before)
+        if not self._announced:
+            self._before = None
         return changed
+
+    def _own_range(self) -> Tensor:
+        return self.full.detach()[slice(*self.stepped)]
 
     # masters ---------------------------------------------------------------------------------------------------------
 
@@ -91,7 +124,7 @@ class SplitFlat(FlatBuffer):
     def masters_of(self, start: int, stop: int, held: Mapping[str, Tensor]) -> Tensor | SplitMaster:
         if not self.plan.split_masters:
             return super().masters_of(start, stop, held)
-        high = self.full.detach()[slice(*self.stepped)][start:stop]
+        high = self._own_range()[start:stop]
         low, ties = (held.get(name) for name in self.plan.master_states(0))
         if low is None or ties is None:
             low = self.store.view("master.low", start, stop)
@@ -130,6 +163,7 @@ class SplitFlat(FlatBuffer):
             super().write_master(start, values)
             return
         self.wait_updated()
+        before = self._before
         self.before_change()
         if self.gathering is not None:
             self.finish_gather()  # it sends the parameters
@@ -137,5 +171,8 @@ class SplitFlat(FlatBuffer):
         joined = masters.join()
         joined[start - first : start - first + values.numel()].copy_(values)
         masters.store_(joined)
+        if before is not None:
+            before[first : first + masters.numel()].copy_(masters.high)
+            self._before = before
         self.store.write("master.low", first, masters.low)
         self.store.write("master.ties", first // PER_BYTE, masters.ties)

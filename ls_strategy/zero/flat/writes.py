@@ -50,6 +50,7 @@ class UserWrites:
     def note_access(self) -> None:
         """Record that user code has accessed the memory, and may write there without another trace."""
         self.possible = True
+        self._flat.watch()
 
     def take_detected(self) -> bool:
         """Return whether a write was detected since the last call."""
@@ -78,17 +79,16 @@ class UserWrites:
         return [(r, values) for r in every if (values := r()) is not None]
 
     @property
-    def has_data_views(self) -> bool:
-        """Return whether a tensor that ``param.data`` returned is still alive."""
-        return bool(self._alive_data_views())
-
-    @property
     def _is_kept(self) -> bool:
-        return any(r() is not None for r in self._views) or self.has_data_views
+        return any(r() is not None for r in self._views) or bool(self._alive_data_views())
 
     def mark_outdated(self) -> None:
-        """Record that the tensors which ``param.data`` returned do not show the current parameters."""
-        self._outdated = [(r, version_of(values)) for r, values in self._alive_data_views()]
+        """Record that the tensors which ``param.data`` returned do not show the current parameters.
+
+        At stages 0 to 2, nor do those of ``param.detach()``. At stage 3 their version changes with every release.
+        """
+        detached = [] if self._flat.policy.parameters else [(r, v) for r in self._views if (v := r()) is not None]
+        self._outdated = [(r, version_of(values)) for r, values in (*self._alive_data_views(), *detached)]
 
     def end_outdated(self) -> None:
         """Record that they show the current parameters again, after taking writes."""
@@ -107,6 +107,17 @@ class UserWrites:
         flat = self._flat
         own = self._own_references if flat.is_gathered else self._own_references - len(flat.params)
         return storage_users(flat.full) > own
+
+    @property
+    def may_be_written(self) -> bool:
+        """Return whether user code has a view of ``full``, through which it can write without another trace."""
+        flat = self._flat
+        return (flat.plan.split_masters or not flat.master_is_slice) and self.has_memory_views
+
+    @property
+    def is_viewed(self) -> bool:
+        """Stages 0 to 2: return whether user code has a view of ``full``, as far as that can be told."""
+        return self._is_kept or self.may_be_written
 
     # memory of a released buffer, stage 3 ----------------------------------------------------------------------------
 
@@ -182,14 +193,15 @@ class UserWrites:
         self.detected |= detected
         for i in moved:
             self._restore(i)
-        viewed = not flat.master_is_slice and self.has_memory_views
-        changed = (detected and flat.take_in_place()) if flat.master_is_slice else self._take_shard()
+        viewed = self.may_be_written
+        changed = flat.take_in_place(detected=detected) if flat.master_is_slice else self._take_shard()
         if flat.plan.cast_to is not None:
             flat.written({*moved, *counted} if detected else range(len(flat.params)) if changed else ())
         flat.show_stored()
         flat.update_secondary()
         self.record()
-        self.possible = viewed  # such a view can be written to at any time
+        if viewed:
+            self.note_access()
         return changed
 
     def _too_late(self) -> StateError:
@@ -224,9 +236,9 @@ class UserWrites:
             if values is not None and version_of(values) != version:
                 self._outdated = []
                 raise StateError(
-                    f"a view (p.data) of a parameter in the buffer of {self._flat.name!r} that was kept through a step "
-                    "was written to. At stage 3 and with offload it does not show the parameter any more. Read p.data "
-                    "again in every hook."
+                    f"a view (p.data, p.detach()) of a parameter in the buffer of {self._flat.name!r} that was kept "
+                    "through a step was written to. At stage 3 and with offload it does not show the parameter any "
+                    "more. Read p.data again in every hook."
                 )
 
     def _take_viewed(self, before: Tensor) -> bool:

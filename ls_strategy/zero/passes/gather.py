@@ -229,7 +229,7 @@ class Gatherer:
                 flat.owe_gather()
             else:
                 flat.start_gather()
-            if flat.is_arriving and not lazily and flat.writes.has_data_views:  # a view can be read at any time
+            if flat.is_arriving and not lazily and flat.writes.is_viewed:  # a view can be used at any time
                 flat.finish_gather()
             elif flat.is_arriving:
                 flat.writes.mark_outdated()
