@@ -69,7 +69,7 @@ class RankFile:
     def add_tensor(self, path: Path, shape: Sequence[int], offsets: Sequence[int], chunk: Tensor) -> None:
         """Append one box of a tensor. ``chunk`` is on the CPU and has the box's shape."""
         start = self._begin()
-        chunk = chunk.detach().contiguous()
+        chunk = chunk.detach().resolve_conj().resolve_neg().contiguous()
         before, after = self._frame(chunk)
         elements = as_bytes(chunk)
         if len(elements) < _LARGE:  # one call is one handover of the GIL

@@ -219,7 +219,7 @@ def _by_flat(entries: Iterable[CheckpointEntry]) -> list[CheckpointEntry]:
 
 def _write_value(file: RankFile, entry: CheckpointEntry) -> None:
     value = entry.value
-    if isinstance(value, Tensor) and value.layout == torch.strided:
+    if isinstance(value, Tensor) and value.layout == torch.strided and not value.is_quantized:
         value = value.detach().to("cpu")
         file.add_tensor(entry.path, value.shape, (0,) * value.dim(), value)
     else:

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import io
 import zlib
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
+from torch import Tensor
 
 from ls_strategy._torch import without_crc32
 from ls_strategy.checkpoint import files
@@ -15,6 +17,7 @@ from ls_strategy.checkpoint.files import RankFile, Reader, read_box, read_range
 from ls_strategy.checkpoint.manifest import FileRecord, read_manifest
 from ls_strategy.checkpoint.metadata import write_metadata
 from ls_strategy.checkpoint.place import CheckpointPath
+from ls_strategy.checkpoint.reshard import CheckpointEntry, write_entries
 from ls_strategy.errors import CheckpointError
 from tests.unit.checkpoint_folders import damage, small_folder, small_tensors
 
@@ -75,6 +78,24 @@ def test_chunks_are_what_torch_save_writes_and_it_runs_once_per_shape(
     file.close()
     assert len(calls) == 1
     assert (tmp_path / "f").read_bytes() == expected.getvalue()
+
+
+@pytest.mark.parametrize("view", [torch.conj, torch._neg_view], ids=["conjugate", "negative"])
+def test_what_torch_computes_lazily_is_written_as_it_reads(tmp_path: Path, view: Callable[[Tensor], Tensor]) -> None:
+    values = view(torch.tensor([1 + 2j, 3 - 4j]))
+    file = RankFile(CheckpointPath(tmp_path), "f")
+    file.add_tensor(("a",), (2,), (0,), values)
+    file.close()
+    assert torch.load(tmp_path / "f", weights_only=True).tolist() == values.tolist()
+
+
+@pytest.mark.filterwarnings("ignore:torch.quantize_per_tensor")
+def test_a_quantized_tensor_is_written_with_its_scales(tmp_path: Path) -> None:
+    values = torch.quantize_per_tensor(torch.tensor([0.1, -0.2]), 0.1, 3, torch.qint8)
+    file = RankFile(CheckpointPath(tmp_path), "f")
+    write_entries(file, [CheckpointEntry(("a",), values, None)], lambda _: True)
+    file.close()
+    assert torch.equal(torch.load(tmp_path / "f", weights_only=True), values)
 
 
 def test_the_disks_error_is_raised_not_torchs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
