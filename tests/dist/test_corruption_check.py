@@ -12,10 +12,12 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy
 import pytest
 import torch
 from lightning.pytorch.callbacks import Callback
 from torch import Tensor, nn
+from torch.nn import functional
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 from ls_strategy import CorruptionCheck, PlanError, StateError, ZeROPrecision, ZeROStrategy
@@ -203,6 +205,74 @@ def test_a_check_leaves_no_trace_in_logs_attributes_and_random_numbers(
     assert_same(run(check, flips)[0], expected, "a flip")
     assert check.failures == {1: 1}
     assert flips.done == (rank == 1)
+
+
+class Hooks(Noisy):
+    """Hooks change what the next batch of a step sees."""
+
+    def build(self) -> None:
+        super().build()
+        self.register_buffer("factor", torch.ones(1))
+        self.generator, self.numpy, self.scale, self.count = torch.Generator(), numpy.random.default_rng(0), 1.0, 0
+
+    def on_train_batch_start(self, batch: Any, i: int) -> None:
+        self.scale = 1 + 0.1 * i
+
+    def on_before_backward(self, loss: Tensor) -> None:
+        self.count += 1
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        self.factor.mul_(1.05)
+
+    def loss(self, batch: Any) -> Tensor:
+        drawn = torch.rand(1, generator=self.generator) + self.numpy.random()
+        index = self.trainer.fit_loop.batch_idx
+        return super().loss(batch) * (self.scale * self.factor + 0.1 * drawn + 0.01 * (self.count + index))
+
+
+class Teacher(Noisy):
+    """Writes to weights in the step, or between two batches of it."""
+
+    between = False
+
+    def build(self) -> None:
+        super().build()
+        self.teacher = nn.Linear(WIDTH, WIDTH).requires_grad_(False)
+
+    @torch.no_grad()
+    def follow(self) -> None:
+        for old, new in zip(self.teacher.parameters(), self.first.parameters(), strict=True):
+            old.mul_(0.9).add_(new, alpha=0.1)
+
+    def loss(self, batch: Any) -> Tensor:
+        if not self.between:
+            self.follow()
+        return super().loss(batch) + functional.mse_loss(self(batch[0]), self.teacher(batch[0]))
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        if self.between:
+            self.follow()
+
+
+class TeacherBetween(Teacher):
+    between = True
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+@on_ranks(2)
+def test_what_hooks_and_the_step_change_before_the_optimizer_does_not_count_twice(
+    rank: int, world_size: int, stage: int, tmp_path: Path
+) -> None:
+    for kind in (Hooks, Teacher, TeacherBetween):
+        options = {"accumulate_grad_batches": 2}
+        expected, check = train(stage, data(rank), tmp_path, module=kind(), **options), CorruptionCheck(every=2)
+        with warnings.catch_warnings(record=True) as noted:
+            warnings.simplefilter("always")
+            found = train(stage, data(rank), tmp_path, check, module=kind(), **options)
+        assert_same(found, expected, kind.__name__)
+        assert (check.found, check._ignored) == (0, set())
+        texts = [str(each.message) for each in noted if "CorruptionCheck: weights were written" in str(each.message)]
+        assert len(texts) == (rank == 0 and kind is not Hooks)
 
 
 class Virtual(Noisy):

@@ -87,6 +87,7 @@ class CorruptionCheck(Callback):
         self._edits = False
         """Whether user code may change gradients after a backward."""
         self._undo: Method | None = None
+        self._warned = False
 
     # fit -------------------------------------------------------------------------------------------------------------
 
@@ -174,9 +175,12 @@ class CorruptionCheck(Callback):
                 self._early, call.engine.early_step = call.engine.early_step, False
                 self._watch = GradientWatch(call.engine)
                 strategy, module = zero_strategy(trainer, self), trainer.lightning_module
-                self._step = RecordedStep(strategy, module, call.engine, method.original)
+                self._step = RecordedStep(strategy, module, call.engine, method.original, self._stored)
             self._step.add(call)
-        return method.original(call)
+        output = method.original(call)
+        if self._step is not None:
+            self._step.note_forward()
+        return output
 
     @override
     def on_after_backward(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
@@ -184,6 +188,7 @@ class CorruptionCheck(Callback):
         if self._step is not None and self._watch is not None:
             self._buffers = self._step.buffers()
             self._watch.note_held()
+            self._step.note_backward()
 
     @override
     def on_before_optimizer_step(
@@ -230,11 +235,23 @@ class CorruptionCheck(Callback):
             self._ignored.clear()
         guards = [c for c in trainer.callbacks if isinstance(c, SpikeGuard)]  # type: ignore[attr-defined]
         stored = self._stored if self._stored is not None and self._stored.engine is step.engine else None
+        if step.has_written_weights(stored):
+            self._warn_of_writes(trainer)
+            return
         again = partial(call_hook, trainer, "on_after_backward") if self._edits else watch.note_held
         examination = Examination(step, watch, stored, index, self._ignored, after_backward=again)
         finding = examination.run(self._buffers, before_each=lambda: [guard.forget_losses() for guard in guards])
         if finding:
             self._report(trainer, step.engine, finding)
+
+    def _warn_of_writes(self, trainer: pl.Trainer) -> None:
+        if not self._warned:
+            self._warned = True
+            rank_zero_warn(
+                f"CorruptionCheck: weights were written to between the first forward and the optimizer of step "
+                f"{trainer.global_step}, so the step would not repeat. Such steps are not checked. Write to weights in "
+                "on_train_batch_end, after the last batch of a step."
+            )
 
     def _report(self, trainer: pl.Trainer, engine: Engine, finding: Finding) -> None:
         """Log what was found, and count it.
@@ -249,7 +266,9 @@ class CorruptionCheck(Callback):
                 f"CorruptionCheck: forward and backward do not repeat their bits {before}, on several ranks at once or "
                 f"in three runs of one rank, for gradients in the buffers of {_listed(finding.not_repeatable, names)}. "
                 "These are left out of later checks. An operation in or behind them adds in another order each time: "
-                "torch.use_deterministic_algorithms(True, warn_only=True) names it."
+                "torch.use_deterministic_algorithms(True, warn_only=True) names it. Or training_step uses an iterator, "
+                "or an object of user code that counts: then this step's values are others than without "
+                "CorruptionCheck, so leave it out."
             )
         culprits = finding.culprits
         for rank in culprits:

@@ -217,9 +217,9 @@ class StoredWeights:
         """
         self.engine = engine
         engine.wait()
-        self._written: set[int] = set()
-        """Buffers that user code has written to since."""
-        self._undo = [_noting_writes(flat, i, self._written) for i, flat in enumerate(engine.flats)]
+        self.written: list[int] = []
+        """Buffers that user code has written to since, in order."""
+        self._undo = [_noting_writes(flat, i, self.written) for i, flat in enumerate(engine.flats)]
         self._shared = [i for i, flat in enumerate(engine.flats) if flat.resident and not flat.offloaded]
         mine = {i: bits_of(_own_slice(engine.flats[i])) for i in self._shared if i not in new} | dict(new)
         self._when_new = numbers([mine[i] for i in self._shared])
@@ -245,7 +245,7 @@ class StoredWeights:
 
     def changed(self) -> list[int]:
         """Return the places in `own` of what has changed, and nobody has written to."""
-        values = [(n, each.tensor()) for n, each in enumerate(self.own) if each.buffer not in self._written]
+        values = [(n, each.tensor()) for n, each in enumerate(self.own) if each.buffer not in self.written]
         kept = [(n, value) for n, value in values if value is not None]
         found = numbers([bits_of(value) for _, value in kept])
         return [n for (n, _), digest in zip(kept, found, strict=True) if digest != self.own[n].digest]
@@ -318,6 +318,13 @@ def when_written(engine: Engine) -> dict[int, Tensor]:
     return found
 
 
+def digests_of_weights(engine: Engine) -> list[int]:
+    """Return digests of the weights that this rank holds in memory."""
+    held = [flat.full for flat in engine.flats if flat.resident and not flat.offloaded]
+    own = [value for flat in engine.flats for source in _own_tensors(flat) if (value := source()) is not None]
+    return numbers([bits_of(value) for value in (*held, *own)])
+
+
 def _own_slice(flat: FlatBuffer) -> Tensor:
     return flat.full[slice(*ranges_of(flat)[own_range(flat)])]
 
@@ -347,9 +354,9 @@ def _own_tensors(flat: FlatBuffer) -> list[Callable[[], Tensor | None]]:
     return found
 
 
-def _noting_writes(flat: FlatBuffer, index: int, written: set[int]) -> Method:
+def _noting_writes(flat: FlatBuffer, index: int, written: list[int]) -> Method:
     def write(method: Method, *args: Any, **kwargs: Any) -> Any:
-        written.add(index)
+        written.append(index)
         return method.original(*args, **kwargs)
 
     return Method(flat, "write_master", write)

@@ -14,6 +14,8 @@ from __future__ import annotations
 
 import copy
 import io
+import random
+import sys
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
@@ -32,7 +34,7 @@ from ls_strategy.distributed.rounds import Split, VirtualRound
 from ls_strategy.engine import Engine
 from ls_strategy.extras._lightning import silenced
 from ls_strategy.extras.callbacks.before_step import BeforeStep
-from ls_strategy.extras.callbacks.corruption_digest import bits_of, fold, numbers
+from ls_strategy.extras.callbacks.corruption_digest import StoredWeights, bits_of, digests_of_weights, fold, numbers
 from ls_strategy.host.pytorch import pl
 from ls_strategy.lightning._private import metric_snapshot, training_loaders
 from ls_strategy.lightning.loop.call import StepCall
@@ -47,7 +49,10 @@ _CONTAINERS = (dict, set, list, deque)
 
 
 class Attributes:
-    """Attributes of a module and its parts that user code has set: numbers, strings, tensors and flat containers."""
+    """Attributes of a module and its parts that user code has set.
+
+    They are numbers, strings, tensors, generators of random numbers, and flat containers.
+    """
 
     def __init__(self, module: nn.Module) -> None:
         """Take them."""
@@ -61,15 +66,92 @@ class Attributes:
             for name in [name for name in own if name not in kept and _is_kept(name, own[name])]:
                 del own[name]
             for name, (value, content) in kept.items():
-                own[name] = value
-                if isinstance(value, Tensor):
-                    value.copy_(content)
-                elif isinstance(value, (dict, set)):
-                    value.clear()
-                    value.update(content)
-                elif isinstance(value, (list, deque)):
-                    value.clear()
-                    value.extend(content)
+                _put(own, name, value, content)
+
+    def changes(self) -> Callable[[], None]:
+        """Return a function that sets again what was set since, or whose content has changed."""
+        changed = [
+            (vars(part), name, value, content)
+            for part, kept in self._parts
+            for name, (value, content) in _taken(part).items()
+            if name not in kept or kept[name][0] is not value or not _equal(kept[name][1], content)
+        ]
+
+        def put() -> None:
+            with torch.no_grad():
+                for each in changed:
+                    _put(*each)
+
+        return put
+
+
+class Between:
+    """What hooks change in attributes after ``training_step``, and in buffers after backward, until the next one."""
+
+    def __init__(self, module: nn.Module) -> None:
+        """Begin after ``training_step``."""
+        self._module, self._attributes = module, Attributes(module)
+        self._buffers = _buffers_of(module)
+
+    def note_backward(self) -> None:
+        """Take the buffers, to which recomputation may have written."""
+        self._buffers = _buffers_of(self._module)
+
+    def end(self) -> Callable[[], None]:
+        """Return a function that changes the same again. Call it before the next micro-batch."""
+        attributes, before, now = self._attributes.changes(), self._buffers, _buffers_of(self._module)
+        places = [place for place in now if place in before and before[place][0] is now[place][0]]
+        digests = numbers([bits_of(at[place][1]) for place in places for at in (before, now)])
+        same = {place for place, old, new in zip(places, digests[::2], digests[1::2], strict=True) if old == new}
+        changed = [(vars(part)["_buffers"], name, *now[part, name]) for part, name in now if (part, name) not in same]
+
+        def put() -> None:
+            attributes()
+            with torch.no_grad():
+                for each in changed:
+                    _put(*each)
+
+        return put
+
+
+def _buffers_of(module: nn.Module) -> dict[tuple[nn.Module, str], tuple[Tensor, Tensor]]:
+    """Return the buffers of a module, and copies of them, by where they are."""
+    return {
+        (part, name): (buffer, buffer.detach().clone())
+        for part in module.modules()
+        for name, buffer in part._buffers.items()
+        if buffer is not None
+    }
+
+
+def _put(own: dict[str, Any], name: str, value: Any, content: Any) -> None:
+    """Set an attribute to an object, and its content to what it was."""
+    own[name] = value
+    if isinstance(value, Tensor):
+        value.copy_(content)
+    elif isinstance(value, torch.Generator):
+        value.set_state(content)
+    elif isinstance(value, random.Random):
+        value.setstate(content)
+    elif _is_numpy_generator(value):
+        value.bit_generator.state = content
+    elif isinstance(value, (dict, set)):
+        value.clear()
+        value.update(content)
+    elif isinstance(value, (list, deque)):
+        value.clear()
+        value.extend(content)
+
+
+def _equal(one: Any, other: Any) -> bool:
+    """Compare what `_taken` has copied: containers by the objects in them."""
+    if isinstance(one, Tensor):
+        return torch.equal(one, other)
+    if isinstance(one, dict):
+        return _equal([*one, *one.values()], [*other, *other.values()])
+    if isinstance(one, (list, deque)):
+        return len(one) == len(other) and all(a is b for a, b in zip(one, other, strict=True))
+    return bool(one == other)
 
 
 @cache
@@ -81,6 +163,8 @@ def _not_of_users() -> frozenset[str]:
 def _is_kept(name: str, value: Any) -> bool:
     if name in _not_of_users():
         return False
+    if isinstance(value, (torch.Generator, random.Random)) or _is_numpy_generator(value):
+        return True
     plain_tensor = type(value) is Tensor and not value.requires_grad and value.is_contiguous()
     return (plain_tensor and not value.is_inference()) or type(value) in (*_PLAIN, *_CONTAINERS)
 
@@ -89,8 +173,24 @@ def _taken(part: nn.Module) -> dict[str, tuple[Any, Any]]:
     found: dict[str, tuple[Any, Any]] = {}
     for name, value in vars(part).items():
         if _is_kept(name, value):
-            found[name] = value, value.clone() if isinstance(value, Tensor) else copy.copy(value)
+            found[name] = value, _content(value)
     return found
+
+
+def _is_numpy_generator(value: Any) -> bool:
+    numpy = sys.modules.get("numpy")
+    return numpy is not None and isinstance(value, numpy.random.Generator)
+
+
+def _content(value: Any) -> Any:
+    """Return a copy of a value, or the state of a generator."""
+    if isinstance(value, torch.Generator):
+        return value.get_state()
+    if isinstance(value, random.Random):
+        return value.getstate()
+    if _is_numpy_generator(value):
+        return value.bit_generator.state
+    return value.clone() if isinstance(value, Tensor) else copy.copy(value)
 
 
 @dataclass
@@ -103,9 +203,11 @@ class MicroBatch:
     """Batches of this process's other virtual ranks."""
     random: RandomStream
     streams: Streams
+    prepare: Callable[[], None]
+    """Does again what hooks have done since the micro-batch before."""
 
     @classmethod
-    def of(cls, call: StepCall, strategy: ZeROStrategy) -> MicroBatch:
+    def of(cls, call: StepCall, strategy: ZeROStrategy, prepare: Callable[[], None]) -> MicroBatch:
         """Take it before it runs."""
         virtual, others = strategy.virtual, []
         if virtual is not None:
@@ -117,7 +219,7 @@ class MicroBatch:
                 queue.clear()
                 queue.extend(before)
         streams = {} if virtual is None else _copied(virtual.random._streams)
-        return cls(call, cloned(call.args[0]), cloned(others), RandomStream(), streams)
+        return cls(call, cloned(call.args[0]), cloned(others), RandomStream(), streams, prepare)
 
 
 def cloned(batch: Any) -> Any:
@@ -176,18 +278,48 @@ class RecordedStep:
         module: pl.LightningModule,
         engine: Engine,
         train: Callable[[StepCall], Any],
+        stored: StoredWeights | None,
     ) -> None:
-        """Take what the first micro-batch begins from. ``train`` runs ``training_step``, without recording it."""
+        """Take what the first micro-batch begins from.
+
+        ``train`` runs ``training_step``, without recording it; ``stored`` notes writes to weights.
+        """
         self._strategy, self._module, self.engine, self._train = strategy, module, engine, train
         self._before = BeforeStep(strategy, module)
         self._attributes = Attributes(module)
         self._micro_batches: list[MicroBatch] = []
+        self._between: Between | None = None
+        self._weights = digests_of_weights(engine)
+        self._writes = 0 if stored is None else len(stored.written)
         self._after: tuple[Callable[[], None], Attributes, BeforeStep, Callable[[], None]] | None = None
         """What the first run has left: functions that put back metrics and random states, and the rest."""
 
     def add(self, call: StepCall) -> None:
         """Record a micro-batch that is about to run."""
-        self._micro_batches.append(MicroBatch.of(call, self._strategy))
+        prepare = (lambda: None) if self._between is None else self._between.end()
+        self._between = None
+        self._micro_batches.append(MicroBatch.of(call, self._strategy, prepare))
+
+    def note_forward(self) -> None:
+        """Take what hooks may change before the next micro-batch of the step."""
+        self._between = Between(self._module) if self._micro_batches[-1].call.accumulates else None
+
+    def note_backward(self) -> None:
+        """Call it after every backward of the first run."""
+        if self._between is not None:
+            self._between.note_backward()
+
+    def has_written_weights(self, stored: StoredWeights | None) -> bool:
+        """Return whether user code has written to weights since the first micro-batch began. Collective.
+
+        What nobody was seen to write counts if it differs on all ranks. ``stored`` notes the writes.
+        """
+        self.engine.on_demand.take_parameter_writes()
+        noted = stored is not None and len(stored.written) > self._writes
+        changed = digests_of_weights(self.engine) != self._weights
+        said = torch.tensor([noted, not changed], dtype=torch.int64)
+        somewhere, unchanged = self.engine.mesh.world.agree(said).tolist()
+        return bool(somewhere or not unchanged)
 
     @property
     def moves(self) -> bool:
@@ -221,22 +353,25 @@ class RecordedStep:
                 self._random(),
             )
         trainer, strategy, own = self._module.trainer, self._strategy, self._strategy.virtual
+        optimizer, loop = trainer.optimizers[0], trainer.fit_loop.epoch_loop
+        self._module.optimizer_zero_grad(trainer.current_epoch, loop.batch_idx, optimizer)
         self._before.put_back()
         self._attributes.put_back()
-        optimizer = trainer.optimizers[0]
-        self._module.optimizer_zero_grad(trainer.current_epoch, trainer.fit_loop.epoch_loop.batch_idx, optimizer)
         self._clear_gaps()
         if self.engine.policy.parameters:
             self.engine.gatherer.release_all()  # else the root unit stays as it was gathered for the first run
         moved = None if own is None else MovedRanks(own, shift)
         strategy.virtual = own if moved is None else moved
+        progress = loop.batch_progress.current
+        batches = progress.ready
         try:
             with silenced(trainer, self._module), torch.enable_grad():
-                for each in self._micro_batches:
+                for i, each in enumerate(self._micro_batches, start=1 - len(self._micro_batches)):
+                    progress.ready = batches + i  # what `trainer.fit_loop.batch_idx` is made of
                     self._run(each if not shift else self._moved(each, shift), moved)
                     after_backward()
         finally:
-            strategy.virtual = own
+            strategy.virtual, progress.ready = own, batches
         self.engine.finish(index)
 
     def _random(self) -> Callable[[], None]:
@@ -266,6 +401,7 @@ class RecordedStep:
             moved.random._streams.clear()
             moved.random._streams.update(_copied(each.streams))
             moved.others = cloned(each.others)
+        each.prepare()
         with strategy.block_backward_sync() if call.accumulates else nullcontext():
             output = self._train(replace(call, args=(cloned(each.batch), *call.args[1:])))
             loss = output.get("loss") if isinstance(output, Mapping) else output
