@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 import pytest
@@ -269,16 +270,36 @@ class KeepsViews(Net):
             block.kept[0].mul_(0.9) if self.trainer.precision == "bf16-mixed" else block.kept[1].mul_(0.9)
 
 
+class KeepsAliases(Block):
+    """What ``detach()`` and ``data`` return is freed when the forward ends: other views of it are kept."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.kept = [self.wide.weight.detach().data, self.narrow.weight.data.detach()]
+        self.in_evaluation = None if self.training else self.wide.weight.view(-1)[3:]
+        return super().forward(x)
+
+
+class KeepsOtherViews(KeepsViews):
+    def build(self) -> None:
+        super().build()
+        self.blocks = nn.ModuleList([KeepsAliases() for _ in range(3)])
+
+    def validation_step(self, batch: Any, i: int) -> None:
+        self(batch[0])
+        self.seen += [float(block.in_evaluation.norm()) for block in self.blocks]
+
+
 @on_ranks(2)
 def test_views_that_a_block_keeps_from_its_forward_have_the_values_and_take_writes(rank: int, world_size: int) -> None:
     """Their memory would be released, and a read of it would end the process."""
-    for precision in ("32-true", "bf16-mixed"):
-        ours, theirs = KeepsViews(), KeepsViews()
-        fit(3, ours, max_steps=2, precision=precision)
-        fit("ddp", theirs, max_steps=2, precision=precision)
-        assert_close(ours.seen, theirs.seen, f"{precision}, views")
-        assert_close(ours.losses, theirs.losses, f"{precision}, losses")
-        assert_close(weights(ours), weights(theirs), f"{precision}, weights")
+    for kind, precision in itertools.product((KeepsViews, KeepsOtherViews), ("32-true", "bf16-mixed")):
+        ours, theirs = kind(), kind()
+        for strategy, module in ((3, ours), ("ddp", theirs)):
+            trainer = fit(strategy, module, max_steps=2, precision=precision)
+            trainer.validate(module, batches(), verbose=False)
+        assert_close(ours.seen, theirs.seen, f"{kind.__name__}, {precision}, views")
+        assert_close(ours.losses, theirs.losses, f"{kind.__name__}, {precision}, losses")
+        assert_close(weights(ours), weights(theirs), f"{kind.__name__}, {precision}, weights")
 
 
 class Samples(Net):

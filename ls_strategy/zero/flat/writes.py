@@ -42,6 +42,8 @@ class UserWrites:
         """Those of them that have shown outdated values since the step, with their versions at that time."""
         self._own_references = 0
         """References to the memory of ``full`` while user code has no view of it."""
+        self._may_be_shared = False
+        """Whether such a tensor may have left other views when it was freed, as ``p.detach().numpy()`` does."""
         self._is_viewed = False
         """Stage 3: whether user code has, or had, a view of a buffer: the memory is kept until all views are freed."""
         self._viewed_shard: Tensor | None = None
@@ -68,11 +70,22 @@ class UserWrites:
     def note_data_view(self, index: int, values: Tensor) -> None:
         """Record a tensor that ``param.data`` returned."""
         alive = [r for r in self._data_views.get(index, ()) if r() is not None]
-        self._data_views[index] = [*alive, weakref.ref(values)]
+        self._data_views[index] = [*alive, self._noting_end(values)]
 
     def note_view(self, values: Tensor) -> None:
         """Record a tensor that ``param.detach()`` returned."""
-        self._views = [*(r for r in self._views if r() is not None), weakref.ref(values)]
+        self._views = [*(r for r in self._views if r() is not None), self._noting_end(values)]
+
+    def _noting_end(self, values: Tensor) -> weakref.ref[Tensor]:
+        """Refer to a view. If its memory has more users when it is freed than now, it may have been passed on."""
+        before, writes = storage_users(values), weakref.ref(self)
+
+        def end(_: weakref.ref[Tensor]) -> None:
+            noted = writes()
+            if noted is not None and storage_users(noted._flat.full) > before:
+                noted._may_be_shared = True
+
+        return weakref.ref(values, end)
 
     def _alive_data_views(self) -> list[tuple[weakref.ref[Tensor], Tensor]]:
         every = [r for references in self._data_views.values() for r in references]
@@ -129,11 +142,12 @@ class UserWrites:
         """Return whether the buffer has to keep its memory, because user code has a view of it."""
         flat = self._flat
         # Autograd has views, too, and checks whether their memory was gathered again. So in a module's own forward only
-        # those count that user code has asked for, or that its hooks on saved tensors may have kept.
-        hooked = torch.is_grad_enabled() and saved_by_hooks_of_others()
-        is_kept = bool(self._views or self._data_views) and self._is_kept
+        # those count that user code has asked for, or that its hooks on saved tensors may have kept. Without gradients
+        # autograd has none.
+        hooked = not torch.is_grad_enabled() or saved_by_hooks_of_others()
+        is_kept = self._may_be_shared or (bool(self._views or self._data_views) and self._is_kept)
         may_be_viewed = flat.gathered_on_demand or self._is_viewed or is_kept or hooked
-        self._is_viewed = may_be_viewed and self.has_memory_views
+        self._is_viewed, self._may_be_shared = may_be_viewed and self.has_memory_views, False
         if self._is_viewed:
             self._viewed_shard = flat.full[slice(*flat.stepped)].clone()
         return self._is_viewed
