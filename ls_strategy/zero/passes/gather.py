@@ -169,9 +169,13 @@ class Gatherer:
         """Gather what a step of another optimizer has released of the root units. Collective at stage 3.
 
         Backward may come from a forward before that step, as in a GAN whose losses share a batch of fakes. What was
-        stepped is left out, so that autograd refuses what it has saved of it.
+        stepped is left out, so that autograd refuses what it has saved of it. At stages 1 and 2 autograd has saved the
+        memory where new weights arrive: all of them have to be there, as all are under DDP.
         """
-        flats = [f for u in self.units if u.is_root for f in u.flats] if self.sharded else []
+        if not self.sharded:
+            self.finish_all()
+            return
+        flats = [f for u in self.units if u.is_root for f in u.flats]
         released = [f for f in flats if not f.resident and not f.is_fetched and id(f) not in self.stepped]
         for flat in released:
             if flat.gathering is None:
