@@ -130,7 +130,7 @@ class UserWrites:
     @property
     def is_viewed(self) -> bool:
         """Stages 0 to 2: return whether user code has a view of ``full``, as far as that can be told."""
-        return self._is_kept or self.may_be_written
+        return (bool(self._views or self._data_views) and self._is_kept) or self.may_be_written
 
     # memory of a released buffer, stage 3 ----------------------------------------------------------------------------
 
