@@ -27,7 +27,7 @@ LINES = {0: 1170, 1: 1025, 2: 850, 3: 1330}
 """At most so many per unit and step, by stage: some more than there are, since versions of Python count differently."""
 
 FILES = {0: 22, 1: 22, 2: 22, 3: 23}
-FUNCTIONS = {0: 179, 1: 190, 2: 183, 3: 210}
+FUNCTIONS = {0: 179, 1: 190, 2: 183, 3: 208}
 """A plain step may enter so many, by stage. They only ever fall: a feature that is off is not entered."""
 
 CALLS_OF_A_GATHER = 6

@@ -142,9 +142,10 @@ class UserWrites:
         """Return whether the buffer has to keep its memory, because user code has a view of it."""
         flat = self._flat
         # Autograd has views, too, and checks whether their memory was gathered again. So in a module's own forward only
-        # those count that user code has asked for, or that its hooks on saved tensors may have kept. Without gradients
+        # those count that user code has asked for, or that its hooks on saved tensors may have kept. In inference mode
         # autograd has none.
-        hooked = not torch.is_grad_enabled() or saved_by_hooks_of_others()
+        inference = torch.is_inference_mode_enabled()
+        hooked = inference or (torch.is_grad_enabled() and saved_by_hooks_of_others())
         is_kept = self._may_be_shared or (bool(self._views or self._data_views) and self._is_kept)
         may_be_viewed = flat.gathered_on_demand or self._is_viewed or is_kept or hooked
         self._is_viewed, self._may_be_shared = may_be_viewed and self.has_memory_views, False
