@@ -363,7 +363,6 @@ class Manual(Net):
 
 
 def test_what_cannot_be_repeated_is_refused() -> None:
-    quiet()
     with pytest.raises(PlanError, match="CorruptionCheck with automatic_optimization=False"):
         train(2, data(0), Path(), CorruptionCheck(), module=Manual())
     strategy = ZeROStrategy(2, offload={"optimizer": "cpu", "delay_after": 2})

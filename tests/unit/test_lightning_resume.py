@@ -57,8 +57,8 @@ def test_a_batch_restores_random_states_in_training_alone(training: bool) -> Non
 
 
 def boundary(is_last: bool) -> Any:
-    progress = SimpleNamespace(batch_progress=SimpleNamespace(is_last_batch=is_last))
-    return SimpleNamespace(epoch_loop=progress, _loaded_from_state_dict=False)
+    batches = SimpleNamespace(is_last_batch=is_last, current=SimpleNamespace(ready=1, processed=1))
+    return SimpleNamespace(epoch_loop=SimpleNamespace(batch_progress=batches), _loaded_from_state_dict=False)
 
 
 def test_an_iterator_between_epochs_draws_from_the_saved_states() -> None:
