@@ -132,7 +132,9 @@ def flipped(rank: int, world_size: int, tmp_path: Path, rounds: int, seed: int) 
         assert_same(found, expected[stage, every], what)
         if rank == bad and kind != "gathered":
             assert injected.done, what
-        if kind != "gathered":
+        if kind == "gradient" and every == 2:  # the sum over micro-batches may round such a bit away
+            assert check.found <= 1, what
+        elif kind != "gathered":
             assert check.found == 1, what
         assert check.failures in ({bad: 1}, {}), f"{what}: {check.failures}"
         assert bool(check.failures) == bool(check.found)
