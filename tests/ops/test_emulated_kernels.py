@@ -234,6 +234,12 @@ def test_memory_that_a_kernel_would_read_wrongly_is_refused(emulation, wrong):
             lion_(*({**given, wrong: other}[n] for n in names))
 
 
+def test_split_masters_are_refused_by_the_kernel_for_fp32_masters(emulation):
+    low, ties = torch.zeros(8, dtype=torch.int16), torch.zeros(1, dtype=torch.uint8)
+    with pytest.raises(RuntimeError, match="Lion got 8 numbers; split masters have no kernel on GPUs"):
+        lion_(torch.zeros(8), torch.zeros(8), None, torch.zeros(8), None, None, 1.0, *[1.0] * 6, 1, 0, low, ties)
+
+
 # --- what the emulation finds ----------------------------------------------------------------------------------------
 
 FAULTS = {

@@ -97,7 +97,9 @@ def _update(  # noqa: PLR0913, PLR0917
     unscale: float,
     *rest: Any,
 ) -> None:
-    *numbers, seed, offset = rest
+    *numbers, seed, offset = (each for each in rest if each is not None)  # `low` and `ties`, unless masters are split
+    if len(numbers) != len(_RULES[rule]._fields_):  # ctypes would fill what is missing with zeros
+        raise RuntimeError(f"ls_strategy: {rule} got {len(numbers)} numbers; split masters have no kernel on GPUs")
     n = param.numel()
     codes = next((c for c, _ in (first, second) if c is not None), None)
     check(param, "param", like=param, numel=n, dtypes=(torch.float32,))
