@@ -237,43 +237,6 @@ def _amount(nbytes: float) -> str:
     return f"{nbytes:.3g} TB"
 
 
-def _scaled(*kinds: str) -> Callable[[dict[str, Any]], list[list[str]]]:
-    """One row per model and strategy, one column per number of ranks; rows without anything are left out."""
-
-    def rows_of(record: dict[str, Any]) -> list[list[str]]:
-        ranks = [str(n) for n in record["ranks"]]
-        rows = [["model", "strategy", *(f"{int(n):,} GPUs" for n in ranks)]]
-        for size, by_strategy in record["results"].items():
-            for name, by_ranks in by_strategy.items():
-                amounts = [sum(by_ranks[n][kind] for kind in kinds) for n in ranks]
-                if any(amounts):
-                    rows.append([size, f"`{name}`", *(_amount(amount) for amount in amounts)])
-        return rows
-
-    return rows_of
-
-
-def _figure_1(record: dict[str, Any]) -> list[list[str]]:
-    """One row per stage of the paper's figure 1."""
-    rows = [["", "printed in the paper", "the paper's formula", "states in this package", "difference"]]
-    for name, r in record["figure_1"]["stages"].items():
-        cells = (r["formula_bytes"], r["planned_bytes"], r["planned_bytes"] - r["formula_bytes"])
-        rows.append([f"`{name}`", f"{r['printed_gb']} GB", *(f"{c / 1e9:.2f} GB" for c in cells)])
-    return rows
-
-
-def _scaling_checked(record: dict[str, Any]) -> list[list[str]]:
-    """One row per strategy; per number of ranks what was foretold over what was counted, bytes sent and peak."""
-    ranks = list(record["checked"]["ranks"])
-    rows = [["strategy", *(f"{what}, {n} ranks" for what in ("sent", "peak") for n in ranks)]]
-    for name in record["checked"]["ranks"][ranks[0]]:
-        each = [record["checked"]["ranks"][n][name] for n in ranks]
-        sent = [f"{r['sent_foretold'] / r['sent_counted']:.4f}" for r in each]
-        peak = [f"{r['peak_foretold'] / r['peak_measured']:.4f}" for r in each]
-        rows.append([f"`{name}`", *sent, *peak])
-    return rows
-
-
 def _parity(record: dict[str, Any]) -> list[list[str]]:
     """One row per configuration and precision."""
     head = ["configuration", "ZeRO stage", "precision", "largest relative difference of a loss"]
@@ -530,10 +493,6 @@ _TABLES: dict[str, Callable[[dict[str, Any]], list[list[str]]]] = {
     "inference": _inference,
     "generate": _generate,
     "stream_inference": _streaming,
-    "scaling#host": _scaled("host_bytes"),
-    "scaling#bus": _scaled("bus_bytes"),
-    "scaling#figure_1": _figure_1,
-    "scaling#checked": _scaling_checked,
 }
 
 
