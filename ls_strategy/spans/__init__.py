@@ -7,9 +7,9 @@
     copies          |  ==          ====                       ===                             overlaps the phases
     waits           |              ~               ~~                                         computation is blocked
 
-Off by default, at the cost of reading `SpanRecorder.active`. An active recorder records phases in every step, and
-everything else only while ``detail`` is set. There is one recorder per process, as with ``torch.profiler``, because
-independent objects on several threads record to it.
+Off by default, at the cost of reading `SpanRecorder.active`. An active recorder records phases in every step, waits for
+other ranks where it measures the `own_time` of a step, and everything else only while ``detail`` is set. There is one
+recorder per process, as with ``torch.profiler``, because independent objects on several threads record to it.
 
 Times are those of the computation: the clock on the CPU, and events in the current stream on CUDA, which are resolved
 when seconds are requested. Until then nothing waits for the device.
@@ -110,11 +110,10 @@ def followed(works: Sequence[Any], name: str, nbytes: int) -> Sequence[Any]:
 
 def waiting(category: str, name: str = "wait") -> AbstractContextManager[None]:
     """Record a wait. Communication counts as in flight while it is waited for."""
-    recorder = _detailed()
-    if recorder is None or _is_overlapped():
+    recorder = SpanRecorder.active
+    if recorder is None or not (recorder.detail or recorder.own_time.on) or _is_overlapped():
         return _NOTHING
-    now = recorder.clock.now
-    return recorder.during(Note(category, name, now(), None, moves=category == COMMUNICATION, waits=True), now)
+    return recorder.wait(category, name)
 
 
 def copying(name: str, nbytes: int) -> AbstractContextManager[None]:

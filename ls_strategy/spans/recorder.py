@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections import Counter, defaultdict
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, ClassVar
@@ -13,8 +13,11 @@ from typing import Any, ClassVar
 import torch
 
 from ls_strategy import device as dev
+from ls_strategy.spans.own_time import OwnTime
 from ls_strategy.spans.record import COMMUNICATION, OTHER, PHASES, VALIDATION, Span, SpanRecord
 from ls_strategy.spans.stamps import Stamper
+
+_NOTHING = nullcontext()
 
 _FOLD_AT = 1024
 """Phase changes that are kept before their seconds are summed."""
@@ -113,6 +116,7 @@ class SpanRecorder:
     def __init__(self, device: torch.device) -> None:
         """``device`` is where the model computes."""
         self.clock = Clock(device)
+        self.own_time = OwnTime(self.clock)
         self.detail = False
         """Whether collectives, copies and waits are recorded."""
         self.measure: Callable[[], Mapping[str, int]] | None = None
@@ -152,6 +156,11 @@ class SpanRecorder:
             self._stamper.close()
             self._stamper = None
 
+    @property
+    def phase(self) -> str:
+        """Return the current phase."""
+        return self._stack[-1]
+
     # phases ----------------------------------------------------------------------------------------------------------
 
     def enter(self, phase: str) -> None:
@@ -172,6 +181,8 @@ class SpanRecorder:
     def _change(self) -> None:
         change = (self.clock.now(), self._stack[-1])
         self._changes.append(change)
+        if self.own_time.on:
+            self.own_time.change(*change)
         if self.window_start is not None:
             self._window_changes.append(change)
         if len(self._changes) > _FOLD_AT:
@@ -232,6 +243,20 @@ class SpanRecorder:
                 work.wait()  # only the side stream waits
         note.end = self.clock.now(self._side)
         return works
+
+    def wait(self, category: str, name: str) -> AbstractContextManager[None]:
+        """Record a wait of the training thread."""
+        own = self.own_time if category == COMMUNICATION and self.own_time.on else _NOTHING
+        if not self.detail:
+            return own
+        return self._noted_wait(
+            Note(category, name, self.clock.now(), None, moves=category == COMMUNICATION, waits=True), own
+        )
+
+    @contextmanager
+    def _noted_wait(self, note: Note, own: AbstractContextManager[None]) -> Generator[None, None, None]:
+        with own, self.during(note, self.clock.now):
+            yield
 
     @contextmanager
     def during(self, note: Note, now: Callable[[], Any]) -> Generator[None, None, None]:
