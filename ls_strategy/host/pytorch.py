@@ -20,6 +20,7 @@ if TYPE_CHECKING or host.name() == "lightning":
     from lightning.pytorch.callbacks import ModelPruning as ModelPruning
     from lightning.pytorch.callbacks import ModelSummary as ModelSummary
     from lightning.pytorch.callbacks import StochasticWeightAveraging as StochasticWeightAveraging
+    from lightning.pytorch.callbacks import Timer as Timer
     from lightning.pytorch.callbacks import WeightAveraging as WeightAveraging
     from lightning.pytorch.core.optimizer import LightningOptimizer as LightningOptimizer
     from lightning.pytorch.plugins.precision import Precision as Precision
@@ -46,6 +47,7 @@ else:
     from pytorch_lightning.callbacks import ModelPruning as ModelPruning
     from pytorch_lightning.callbacks import ModelSummary as ModelSummary
     from pytorch_lightning.callbacks import StochasticWeightAveraging as StochasticWeightAveraging
+    from pytorch_lightning.callbacks import Timer as Timer
     from pytorch_lightning.callbacks import WeightAveraging as WeightAveraging
     from pytorch_lightning.core.optimizer import LightningOptimizer as LightningOptimizer
     from pytorch_lightning.plugins.precision import Precision as Precision

@@ -74,6 +74,11 @@ class Planning:
         self._strategy = strategy
         self._planner: Planner | None = None
 
+    @property
+    def planned_step_s(self) -> float | None:
+        """Predicted seconds of an optimizer step; None if nothing was planned, or the planner has none."""
+        return getattr(self._planner, "planned_step_s", None)
+
     def plan(self, trainer: pl.Trainer, module: pl.LightningModule) -> None:
         """Record the memory that is free before the fit, for error messages. With ``stage="auto"`` choose how to train.
 

@@ -68,6 +68,7 @@ def choose_many(rank: int, world_size: int) -> list[Any]:
     result: list[Any] = []
     for rooms in ([10**9] * 2, [10**9, 1_900_000], [1_500_000] * 2):
         strategy, module = fit_on(rooms, world_size)
+        assert strategy.planning.planned_step_s > 0
         offload = strategy.config.offload.optimizer
         recompute = strategy.config.activations.recompute
         result.append(
@@ -77,7 +78,8 @@ def choose_many(rank: int, world_size: int) -> list[Any]:
     result.append((updates.config.stage, updates.config.offload.optimizer, None, module.result.losses[-CASE.steps :]))
     with pytest.raises(PlanError, match=r"nothing fits\..* comes closest and needs"):
         fit_on([1000] * 2, world_size)
-    _, trusted = fit_on([10**9] * 2, world_size, stage=0)
+    unplanned, trusted = fit_on([10**9] * 2, world_size, stage=0)
+    assert unplanned.planning.planned_step_s is None
     result.append(trusted.result.losses)
     return result
 

@@ -58,7 +58,7 @@ class Strategy(ZeROStrategy):
         super().__init__(1, **options)
         self.traffic = self.context_parallel_traffic = SimpleNamespace(bytes={"all_gather": 0})
         self.tensor_parallel_traffic = SimpleNamespace(bytes={"all_reduce": 0})
-        self.parallel = SimpleNamespace(replica_ranks=2)  # type: ignore[assignment]
+        self.parallel = SimpleNamespace(replica_ranks=2, mesh=None)  # type: ignore[assignment]
         self.states = {"parameters": 3 * MIB, "gradients": 0}
         self.norms: list[Any] = []
 
@@ -87,11 +87,12 @@ class Run:
         self.clock, self.monitor = clock, monitor
         self.strategy = Strategy(**options)
         self.logger, self.module = Logger(), nn.Linear(1, 1)
+        self.module.automatic_optimization = True  # type: ignore[assignment]
         self.batch: Any = torch.ones(4, 3)
         self.trainer: Any = SimpleNamespace(
             strategy=self.strategy, callbacks=[monitor], global_step=0, log_every_n_steps=every,
             loggers=[self.logger] * loggers, optimizers=["only"], log_dir=None, default_root_dir=None,
-            is_global_zero=True,
+            is_global_zero=True, max_steps=-1, estimated_stepping_batches=float("inf"),
         )  # fmt: skip
 
     def call(self, hook: str, *args: Any) -> None:

@@ -14,6 +14,7 @@ from ls_strategy.extras.callbacks.expert_monitor import draw as draw_loads
 from ls_strategy.extras.plots.figure import Frame, framed, ticks
 from ls_strategy.extras.plots.pipeline import bars
 from ls_strategy.extras.plots.pipeline import draw as draw_spans
+from ls_strategy.extras.plots.ranks import draw_ranks
 from ls_strategy.parallel.pipeline.schedules import make_table
 from ls_strategy.parallel.pipeline.simulate import simulate
 
@@ -125,3 +126,30 @@ def test_a_timeline_has_ranks_milliseconds_and_a_legend(schedule: str, kinds: se
     assert ("lighter" in written[0]) == (schedule == "zbv")  # two stages on each rank
     longest = 1e3 * (max(e for row in spans for _, _, e in row) - min(s for row in spans for _, s, _ in row))
     assert float([text for text in written if text.isdigit()][-1]) <= longest
+
+
+DARKEST = torch.tensor([213, 94, 0], dtype=torch.uint8)
+
+
+def dark(image: Tensor) -> Tensor:
+    """Where an image has the color of 1.5 x, without the scale above the rows, ``(H, W)``."""
+    return (image == DARKEST[:, None, None]).all(0)[50:]
+
+
+def test_ranks_by_phases_show_where_a_rank_is_slow(written: list[str]) -> None:
+    ratios = torch.tensor([[0.8, 1.0, 0.7], [1.7, 1.0, 2.0]])
+    image = draw_ranks(ratios, ["step", "forward", "backward"], "optimizer step 7")
+    assert {"optimizer step 7", "rank 0: 0.80 x", "rank 1: 1.70 x", "step", "forward", "backward"} <= set(written)
+    rows, columns = dark(image).nonzero(as_tuple=True)
+    assert len(rows.unique()) == 20  # one row of the map
+    assert len(columns.unique()) == 2 * 128  # two of its columns, with gaps
+    assert not dark(draw_ranks(ratios.clamp(max=1.2), ["step", "forward", "backward"], "")).any()
+
+
+def test_of_many_ranks_the_slowest_are_shown(written: list[str]) -> None:
+    ratios = torch.ones(100, 2)
+    ratios[77] = 1.4
+    draw_ranks(ratios, ["step", "data"], "optimizer step 7")
+    assert written[0] == "optimizer step 7; the slowest 32 of 100 ranks"
+    assert "rank 77: 1.40 x" in written
+    assert sum(text.startswith("rank ") for text in written) == 32

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -22,9 +23,13 @@ from ls_strategy.extras.callbacks.bytes_in_use import bytes_in_use, memory_metri
 from ls_strategy.extras.callbacks.intervals import MIB, FitTable, Interval, Sample
 from ls_strategy.extras.callbacks.run_file import RunFile
 from ls_strategy.extras.callbacks.sharded import zero_strategy
-from ls_strategy.extras.callbacks.step_figures import StepFigures
+from ls_strategy.extras.callbacks.slow_ranks import SlowRank
+from ls_strategy.extras.callbacks.step_figures import StepFigures, log_images
 from ls_strategy.extras.callbacks.step_trace import RankTrace, merged
+from ls_strategy.extras.callbacks.stragglers import Stragglers, tell
+from ls_strategy.extras.callbacks.time_left import TimeLeft
 from ls_strategy.extras.plots.charts import ByteUnit, Charts, unit_for
+from ls_strategy.extras.plots.ranks import draw_ranks
 from ls_strategy.host.fabric import get_available_flops
 from ls_strategy.host.pytorch import (
     Callback,
@@ -35,12 +40,12 @@ from ls_strategy.host.pytorch import (
     rank_zero_info,
 )
 from ls_strategy.lightning.strategy import ZeROStrategy
-from ls_strategy.spans import DATA, VALIDATION, SpanRecord, SpanRecorder, Window
+from ls_strategy.spans import DATA, PHASES, VALIDATION, SpanRecord, SpanRecorder, Window
 
 _WITHOUT_LOGGING = 50
 """Steps per interval if nothing is logged."""
 
-_ALWAYS = ("zero/skipped_steps", "zero/exposed_update_ms", "zero/exposed_update")
+_ALWAYS = ("zero/skipped_steps", "zero/exposed_update_ms", "zero/exposed_update", "zero_stragglers/slowest_rank")
 """Scalars for which 0 is information."""
 
 
@@ -63,6 +68,9 @@ class Monitor(Callback):
     ``zero/sent_mib_per_step``             MiB this rank sent per step for sharded states, layers and sequences
     ``zero/exposed_update_ms``             milliseconds per step that training waited for updates of offloaded states
     ``zero/exposed_update``                the same as a share of the step
+    ``zero/hours_left``                    until the end of the fit, at the speed of the last interval
+    ``zero/hours_left_by_plan``            the same at the speed that was planned, see ``planned_step_s``
+    ``zero/step_over_plan``                time of a step over the planned one
     ``zero_time/step_ms``                  milliseconds per optimizer step, without validation
     ``zero_time/forward_ms``               of it in ``training_step``; in a pipeline with the waits between its actions
     ``zero_time/backward_ms``              of it in backward passes
@@ -83,6 +91,11 @@ class Monitor(Callback):
     ``zero_memory_after_PHASE_UNIT/*``     the same when forward, backward, optimizer ends, in one step of the interval;
                                            also ``allocated`` (CUDA), ``process`` (resident memory) and ``offloaded``
                                            activations
+    ``zero_stragglers/slowest_ratio``      own time of the slowest rank's steps, without waits for others, over the
+                                           median of the other ranks with the same work
+    ``zero_stragglers/slowest_rank``       its number
+    ``zero_stragglers/PHASE_ratio``        the same by phase
+    ``zero_stragglers/slow_ranks``         number of ranks that are slow
     ``zero_activations/*``                 tensors that backward needs: kept, offloaded, and waited for
     ====================================== =============================================================================
 
@@ -93,15 +106,28 @@ class Monitor(Callback):
     exposed. Recording them takes more work, so it is done in one step in the middle of an interval. Times are those of
     the computation: of the training thread on CPUs, of the current stream on CUDA.
 
+    A rank whose steps, forwards, backwards, updates or data take 1.2 x as long as the median of the others, without
+    waits, is named in the log when that begins (within 20 steps if it is 1.3 x), and when it ends. Compared are ranks
+    with the same work: the same pipeline stage, the same experts, as many virtual ranks. Times travel through the
+    rendezvous store, without a collective. Waits in collectives that user code calls by itself count as work.
+
     Loggers with TensorBoard's interface also get two images of such a step: ``zero_time/step``, what each rank did, and
-    ``zero_memory/step``, bytes by kind on the rank that had the most. At the end of a fit the log shows a table, unless
+    ``zero_memory/step``, bytes by kind on the rank that had the most; and ``zero_stragglers/ranks``, the ratios of
+    ranks and phases. At the end of a fit the log shows a table, unless
     ``Trainer(enable_model_summary=False)``. A line in ``zero_run.jsonl`` in the log folder says when a fit began and
     ended, with its versions, for ``ls-strategy report``.
     """
 
-    @checked(peak_tflops=above(0), trace_step=at_least(1), picture_every_n_steps=at_least(1))
+    @checked(
+        peak_tflops=above(0), trace_step=at_least(1), picture_every_n_steps=at_least(1), planned_step_s=above(0)
+    )  # fmt: skip
     def __init__(
-        self, peak_tflops: float | None = None, *, trace_step: int | None = None, picture_every_n_steps: int = 1000
+        self,
+        peak_tflops: float | None = None,
+        *,
+        trace_step: int | None = None,
+        picture_every_n_steps: int = 1000,
+        planned_step_s: float | None = None,
     ) -> None:
         """Set the options; none is required.
 
@@ -110,7 +136,10 @@ class Monitor(Callback):
             trace_step: write ``trace_step<N>.json`` to the log folder, for https://ui.perfetto.dev: what all ranks did
                 in the step after which ``trainer.global_step`` is N, and memory by category.
             picture_every_n_steps: the least number of optimizer steps between two images of a step.
+            planned_step_s: seconds per optimizer step that ``ls-strategy plan`` has predicted, to compare with. None:
+                the prediction of ``stage="auto"``, if there is one.
         """
+        self.planned_step_s = planned_step_s
         self.peak_tflops = peak_tflops
         self.trace_step = trace_step
         self.picture_every_n_steps = picture_every_n_steps
@@ -118,6 +147,10 @@ class Monitor(Callback):
         self._draws = False
         """Whether the step of the current window is drawn."""
         self._run_file = RunFile()
+        self._stragglers: Stragglers | None = None
+        self._ranks_drawn: int | None = None
+        """The step at which ranks were drawn last."""
+        self._time_left: TimeLeft | None = None
         self._recorder: SpanRecorder | None = None
         self._undo: Callable[[], None] | None = None
         self._table = FitTable()
@@ -158,8 +191,11 @@ class Monitor(Callback):
         self._last_step, self._stride = trainer.global_step, 1
         self._recorder.start()
         self._recorder.measure = partial(bytes_in_use, strategy)
+        self._time_left = TimeLeft(trainer, pl_module, self.planned_step_s or strategy.planning.planned_step_s)
         self._restart(trainer, strategy)
         self._look_ahead(trainer)
+        self._ranks_drawn = None
+        self._stragglers = Stragglers(strategy, self._recorder, trainer.global_step, self._tell)
 
     @override
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
@@ -191,7 +227,7 @@ class Monitor(Callback):
         if self._undo is not None:
             self._undo()
             self._undo = None
-        self._window = None
+        self._window = self._stragglers = self._time_left = None
 
     @override
     def on_validation_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
@@ -257,10 +293,13 @@ class Monitor(Callback):
         if self._recorder is None or trainer.global_step == self._last_step:
             return
         self._stride, self._last_step = trainer.global_step - self._last_step, trainer.global_step
+        assert self._stragglers is not None
+        self._stragglers.end(trainer.global_step, counts=not getattr(trainer.strategy, "runs_filler", False))
         self._end_window(trainer)
         if trainer.global_step >= self._step_before + (self._every(trainer) or _WITHOUT_LOGGING):
             self._end_interval(trainer, pl_module)
         self._look_ahead(trainer)
+        self._stragglers.begin()
 
     def _end_interval(self, trainer: pl.Trainer, module: pl.LightningModule) -> None:
         strategy = zero_strategy(trainer, self)
@@ -268,7 +307,10 @@ class Monitor(Callback):
         utilisation = self._utilisation(module, strategy)
         interval = self._interval(trainer, strategy, utilisation)
         self._table.add(interval)
+        assert self._time_left is not None
+        time_left = self._time_left.add(interval, trainer.global_step)
         if self._every(trainer):
+            assert self._stragglers is not None
             metrics = self._speed(trainer, strategy) | ({} if utilisation is None else {"zero/mfu": utilisation})
             self._unit = self._unit or unit_for(sum(strategy.memory_bytes().values()))
             metrics |= interval.metrics() | memory_metrics(strategy, self._unit) | strategy.activations.metrics()
@@ -276,11 +318,35 @@ class Monitor(Callback):
                 metrics["zero/gradient_error"] = strategy.gradient_error()
             if interval.sample is not None:
                 metrics |= interval.sample.memory_metrics(self._unit)
+            metrics |= time_left | self._stragglers.metrics()
             shown = self._charts.of(metrics)
             for logger in trainer.loggers:
                 logger.log_metrics(shown, step=trainer.global_step)
+            self._draw_ranks(trainer, self._stragglers)
         self._norms.clear()
         self._restart(trainer, strategy)
+
+    def _tell(self, slow: SlowRank, about: str, until: int | None) -> None:
+        """Log an event of a rank on rank 0, and note it for a report."""
+        tell(slow, about, until)
+        self._run_file.note(
+            "slow rank" if until is None else "rank no longer slow",
+            step=self._last_step,
+            until=until,
+            about=about,
+            **asdict(slow),
+        )
+        self._ranks_drawn = None  # show it
+
+    def _draw_ranks(self, trainer: pl.Trainer, stragglers: Stragglers) -> None:
+        """Draw ranks by phases, on rank 0 now and then."""
+        ratios, step = stragglers.ratios, trainer.global_step
+        if ratios is None or not self._figures.on:
+            return
+        if self._ranks_drawn is None or step >= self._ranks_drawn + self.picture_every_n_steps:
+            self._ranks_drawn = step
+            title = f"optimizer step {step}: which rank is slower than others"
+            log_images(trainer, {"zero_stragglers/ranks": draw_ranks(ratios, ["step", *PHASES], title)}, step)
 
     def _interval(self, trainer: pl.Trainer, strategy: ZeROStrategy, utilisation: float | None) -> Interval:
         assert self._recorder is not None

@@ -1,7 +1,7 @@
 """`RunFile`: what only the process knows of a run, in ``zero_run.jsonl`` next to its logs, for ``ls-strategy report``.
 
-One line of JSON for every start and end of a fit, appended and flushed at once, so that a process that is killed leaves
-complete lines.
+One line of JSON for every start and end of a fit, and every slow rank, appended and flushed at once, so that a process
+that is killed leaves complete lines.
 """
 
 from __future__ import annotations
@@ -49,6 +49,11 @@ class RunFile:
             options=dataclasses.asdict(strategy.config),
             versions={"python": platform.python_version(), **_versions()},
         )
+
+    def note(self, event: str, **fields: Any) -> None:
+        """Note an event of the fit."""
+        if self._path is not None:
+            self._write(event, **fields)
 
     def end(self, trainer: pl.Trainer, error: BaseException | None = None) -> None:
         """Note that a fit ends. Idempotent."""

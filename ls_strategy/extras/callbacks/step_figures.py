@@ -83,6 +83,11 @@ class StepFigures:
             takes = False
         self._on = bool(trainer.strategy.broadcast(takes))
 
+    @property
+    def on(self) -> bool:
+        """Whether a logger takes images."""
+        return self._on
+
     def due(self, step: int) -> bool:
         """Return whether the step that begins when ``global_step`` is ``step`` is drawn."""
         return self._on and (self._last is None or step >= self._last + self._every)
@@ -104,10 +109,15 @@ class StepFigures:
         images = {"zero_time/step": draw_time(ranks, step)}
         if any(rank.peak_bytes for rank in ranks):
             images["zero_memory/step"] = draw_memory(ranks, step)
-        for logger in trainer.loggers:
-            if _takes_images(logger):
-                for tag, image in images.items():
-                    logger.experiment.add_image(tag, image, step)  # type: ignore[attr-defined]
+        log_images(trainer, images, step)
+
+
+def log_images(trainer: pl.Trainer, images: Mapping[str, Tensor], step: int) -> None:
+    """Give images to the loggers that take any."""
+    for logger in trainer.loggers:
+        if _takes_images(logger):
+            for tag, image in images.items():
+                logger.experiment.add_image(tag, image, step)  # type: ignore[attr-defined]
 
 
 def _takes_images(logger: Any) -> bool:

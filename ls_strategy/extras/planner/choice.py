@@ -84,6 +84,13 @@ class Choice:
     forecasts: tuple[Forecast, ...]
     """Of all candidates, with predicted seconds."""
 
+    @property
+    def step_s(self) -> float:
+        """Predicted seconds of an optimizer step."""
+        seconds = next(f.seconds for f in self.forecasts if f.candidate == self.candidate)
+        assert seconds is not None
+        return seconds[0]
+
 
 def choose(ask: Callable[[], Question], world: Comm, hardware: Hardware, speeds: Speeds) -> Choice:
     """Return the strategy that is fastest of those that fit, as far as speeds tell. Collective over ``world``.

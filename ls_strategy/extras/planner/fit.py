@@ -37,6 +37,8 @@ class FitPlanner:
         self._hardware: Hardware | None = None
         self._nvme_path = ""
         self._unsharded: list[Optimizer] = []
+        self.planned_step_s: float | None = None
+        """Seconds of an optimizer step, as predicted for what was chosen."""
 
     def begin(
         self, optimizers: Sequence[Optimizer], comm: Comm, device: torch.device, ranks_per_node: int, nvme_path: str
@@ -58,6 +60,7 @@ class FitPlanner:
         fit = ask()
         speeds = measure(comm, device, fit.precision.autocast or fit.precision.compute)
         choice = choose(lambda: self._question(ask()), comm, self._hardware, speeds)
+        self.planned_step_s = choice.step_s
         return choice.candidate.config(fit.config), choice.words
 
     @contextmanager
