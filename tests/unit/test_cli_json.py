@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -16,8 +17,9 @@ from ls_strategy.checkpoint.safetensors import export_safetensors
 from ls_strategy.extras import cli
 from tests.unit.checkpoint_folders import damage, small_folder
 
+DOCUMENT = Path(__file__).parents[2] / "docs" / "commands.md"
 SCHEMAS = Path(cli.__file__).parent / "schemas"
-NAMES = ["doctor", "inspect", "plan"]
+NAMES = ["bench-inference", "doctor", "inspect", "plan"]
 
 
 def check(command: str, text: str) -> Any:
@@ -33,6 +35,13 @@ def objects(schema: Any) -> list[dict[str, Any]]:
     here = [schema] if isinstance(schema, dict) and "properties" in schema else []
     inner = schema.values() if isinstance(schema, dict) else schema if isinstance(schema, list) else ()
     return here + [found for each in inner for found in objects(each)]
+
+
+def test_every_command_with_json_has_a_schema_and_stands_in_the_document() -> None:
+    commands = cli.make_parser().commands
+    assert [name for name in commands if "--json" in commands[name]._option_string_actions] == NAMES
+    line = next(line for line in DOCUMENT.read_text().splitlines() if " take `--json`" in line)
+    assert re.findall(r"`([a-z-]+)`", line.split(" take ")[0]) == NAMES
 
 
 def test_the_schemas_list_all_keys() -> None:

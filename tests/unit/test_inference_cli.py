@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import lightning
@@ -13,6 +12,7 @@ from ls_strategy.extras.cli import main
 from ls_strategy.extras.inference.measure import triad_gbs, weights_read
 from recipes.gpt.model import GPTModule
 from recipes.gpt.network import GPT, GPTConfig
+from tests.unit.test_cli_json import check
 
 SIZE = GPTConfig(vocab_size=256, block_size=64, num_layers=2, num_heads=2, width=64, tied_embeddings=False)
 SHORT = ["--prompt-length", "8", "--new-tokens", "4", "--rounds", "1"]
@@ -35,9 +35,11 @@ def test_a_checkpoint(checkpoint: str, tmp_path: Path, capsys: pytest.CaptureFix
     text = tmp_path / "text"
     text.write_text("Wer reitet so spät durch Nacht und Wind? " * 20)
     command = ["bench-inference", checkpoint, "--module", "recipes.gpt.model.GPTModule", *SHORT, "--text", str(text)]
+    command += ["--context", "32", "--windows", "8"]
     assert main([*command, "--quantize", "int8", "--batch", "2", "--json"]) == 0
     captured = capsys.readouterr()
-    result = json.loads(captured.out)
+    result = check("bench-inference", captured.out)
+    assert result["peak_device_bytes"] is result["resting_bytes"] is None
     assert "round 1 of 1" in captured.err
     assert result["batch"] == 2
     assert result["token_s"] > 0
@@ -63,7 +65,7 @@ def test_models_of_transformers(tmp_path: Path, capsys: pytest.CaptureFixture[st
     capsys.readouterr()  # transformers imports DeepSpeed where it is installed, which prints
     options = ["--offload", "nvme", "--nvme-path", str(tmp_path), "--quantize", "int8", "--json"]
     assert main(["bench-inference", str(tmp_path), *SHORT, *options]) == 0
-    result = json.loads(capsys.readouterr().out)
+    result = check("bench-inference", capsys.readouterr().out)
     assert 0 < result["resting_bytes"] < result["weight_bytes"] < result["weight_bytes_before"]
 
 
@@ -77,6 +79,8 @@ def test_errors_say_what_to_do(
         ([checkpoint, "--module", "recipes.gpt.model.Nothing"], "Give an importable class"),
         ([*with_module, "--new-tokens", "1"], "new_tokens at least 2"),
         ([*with_module, "--new-tokens", "60"], "92 tokens, but the model reads 64 at once"),
+        ([*with_module, "--context", "65"], "--context of 65 tokens, but the model reads 64 at once"),
+        ([*with_module, "--device", "meta"], "which computes nothing"),
         ([*with_module, "--tensor-parallel-size", "2"], "torchrun --nproc-per-node 2"),
     ):
         assert main(["bench-inference", *arguments]) == 1

@@ -23,6 +23,11 @@ if TYPE_CHECKING:
     from ls_strategy.extras.inference.engine import InferenceEngine
 
 _WEIGHTS = ("*.safetensors", "pytorch_model*.bin")
+_NOT_ALWAYS = (
+    "peak_device_bytes", "weight_bytes_before", "weight_bytes", "resting_bytes", "perplexity", "perplexity_before",
+    "perplexity_change",
+)  # fmt: skip
+"""What only some runs measure; null in JSON otherwise."""
 
 
 def add(subcommands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -102,7 +107,7 @@ def run(args: argparse.Namespace) -> int:
         result["perplexity_before"] = before
         result["perplexity_change"] = result["perplexity"] / before - 1
     if rank == 0:
-        arguments.print_json(args, result) if args.json else print(_table(result))
+        arguments.print_json(args, dict.fromkeys(_NOT_ALWAYS) | result) if args.json else print(_table(result))
     if torch.distributed.is_available() and torch.distributed.is_initialized():
         torch.distributed.barrier()
         torch.distributed.destroy_process_group()
