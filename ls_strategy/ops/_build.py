@@ -6,6 +6,9 @@ the same cache. The file name contains a hash of everything that determines the 
 file lock builds, and the others wait. The operating system releases the lock if its holder dies, and only a complete
 file gets its final name.
 
+A platform wheel ships the libraries for CPUs (``hatch_build.py`` compiles them); a shipped one that fits the sources
+beside it is loaded, and nothing is compiled.
+
 Environment:
     LS_STRATEGY_OPS: ``0`` uses the references in torch, ``1`` raises an error if a kernel is not available.
     LS_STRATEGY_CACHE: folder of the cache. Default: ``ls_strategy`` in ``XDG_CACHE_HOME`` or ``~/.cache``. Other
@@ -45,6 +48,12 @@ TIME_LIMIT_S = 300.0
 """Limit for a build, and for waiting on another process's. It takes ten seconds."""
 
 SOURCES = Path(__file__).parent / "csrc"
+SHIPPED = Path(__file__).parent / "shipped"
+"""Libraries of a platform wheel; missing elsewhere."""
+
+CPU_LIBRARIES = ("", "routing", "linear", "quantized")
+"""First words of the source files' names, see `cpu_recipe`."""
+
 _DIGEST_BYTES = 32  # SHA-256, appended to a file: loading a truncated one would kill the process
 _STABLE_ABI = "0x020b000000000000ULL"  # torch 2.11
 _lock = threading.RLock()
@@ -81,7 +90,7 @@ class BuildRecipe:
         text = [self.compiler_version, platform.machine(), platform.libc_ver()[0]]
         text += [arg for unit in self.units for arg in unit.command if not arg.startswith("-I")]
         text += [arg for arg in self.link if not arg.startswith("-L")]
-        text += [p.name + "\n" + p.read_text() for p in sorted(SOURCES.iterdir())]
+        text += [p.name + "\n" + p.read_text(encoding="utf-8") for p in sorted(SOURCES.iterdir())]
         return hashlib.sha256("\0".join(text).replace(str(SOURCES), "csrc").encode()).hexdigest()[:20]
 
 
@@ -92,10 +101,16 @@ def cpu_recipe(library: str = "") -> BuildRecipe:
     """Return the recipe of a library for this host's CPU, with kernels for each instruction set.
 
     ``library`` is the first word of its source files' names; empty for the updates and norms.
+
+    Raises:
+        BuildError: there is no compiler.
     """
-    prefix = f"{library}_" * bool(library)
     compiler = _chosen_compiler() or [shutil.which("g++") or shutil.which("c++") or "g++"]
-    version = _version(compiler)
+    return _cpu_recipe(library, compiler, _version(compiler))
+
+
+def _cpu_recipe(library: str, compiler: list[str], version: str) -> BuildRecipe:
+    prefix = f"{library}_" * bool(library)
     x86 = platform.machine().lower() in ("x86_64", "amd64")
     common = ("-std=c++20", "-fPIC", "-O2", f"-DTORCH_TARGET_VERSION={_STABLE_ABI}", *(("-DLS_X86",) if x86 else ()))
     exact = ("-O3", "-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math", "-w")
@@ -202,6 +217,38 @@ def kept(name: str, make: Callable[[Path, float], bytes]) -> tuple[Path, bytes]:
         raise BuildError(f"{path.parent}: {e}") from e
 
 
+def shipped_name(library: str) -> str:
+    """Return the name of a library of `CPU_LIBRARIES` in a wheel, with a hash of the sources, flags and machine.
+
+    The compiler is not part of it: only the machine that builds the wheel has it. The name is an identifier, as
+    checkers of wheels expect of a file that Python might import.
+    """
+    recipe = _cpu_recipe(library, [], "")
+    return f"{recipe.name}-{recipe.key}.so".replace("-", "_")
+
+
+def shipped(library: str) -> Path | None:
+    """Return a library that came with the wheel; None if there is none that is complete and fits the sources.
+
+    Its owner is not asked, unlike that of a file in the cache: whoever may write to it may write to this module.
+    """
+    path = SHIPPED / shipped_name(library)
+    try:
+        return path if _body(path.read_bytes()) is not None else None
+    except OSError:
+        return None
+
+
+def with_digest(content: bytes) -> bytes:
+    """Return the content of a file that `read` and `shipped` accept."""
+    return content + hashlib.sha256(content).digest()
+
+
+def _body(content: bytes) -> bytes | None:
+    body, digest = content[:-_DIGEST_BYTES], content[-_DIGEST_BYTES:]
+    return body if len(body) > 0 and hashlib.sha256(body).digest() == digest else None
+
+
 def check_trusted(folder: Path) -> None:
     """Refuse a cache that other users can write to.
 
@@ -224,8 +271,7 @@ def read(path: Path) -> bytes | None:
         return None
     if reason_against(path) is not None:
         return None
-    body, digest = content[:-_DIGEST_BYTES], content[-_DIGEST_BYTES:]
-    return body if len(body) > 0 and hashlib.sha256(body).digest() == digest else None
+    return _body(content)
 
 
 @contextlib.contextmanager
@@ -251,7 +297,7 @@ def _make(path: Path, make: Callable[[Path, float], bytes], deadline: float) -> 
         start = time.monotonic()
         content = make(folder, deadline)
         complete = folder / "complete"
-        complete.write_bytes(content + hashlib.sha256(content).digest())
+        complete.write_bytes(with_digest(content))
         complete.chmod(0o755)  # not writable by others, for any umask
         complete.replace(path)
         _log.info("compiled %s in %.1f s", path, time.monotonic() - start)
@@ -349,7 +395,7 @@ def _load(device_type: str, load_kernels: Callable[[], str] | None = None) -> st
             return f"native: {load_kernels()}"
         if device_type != "cpu":
             raise BuildError("no kernel is written for this device type")
-        return f"native: {load_library(cpu_recipe())}"
+        return f"native: {load_library('')}"
     except BuildError as e:
         if mode == "1":
             raise ConfigError(f"LS_STRATEGY_OPS=1, but there is no kernel for {device_type}: {e}.") from e
@@ -362,13 +408,20 @@ def _load(device_type: str, load_kernels: Callable[[], str] | None = None) -> st
         return f"reference: {e}"
 
 
-def load_library(recipe: BuildRecipe) -> Path:
-    """Build and load the library of a recipe.
+def load_library(name: str) -> Path:
+    """Load a library for CPUs, of `CPU_LIBRARIES`: the wheel's if it fits, else one that is built if necessary.
 
     Raises:
         BuildError: that is not possible.
     """
-    path = library(recipe)
+    path = shipped(name)
+    if path is not None:
+        try:
+            torch.ops.load_library(path)
+            return path
+        except OSError as e:  # not for this libc, for example
+            _log.info("%s does not load, and one is compiled instead: %s", path, _first_line(str(e)))
+    path = library(cpu_recipe(name))
     try:
         torch.ops.load_library(path)
     except (OSError, RuntimeError) as e:

@@ -16,7 +16,7 @@ _log = logging.getLogger("ls_strategy.ops")
 
 
 class ExtraLibrary:
-    """Kernels that are built at first use."""
+    """Kernels that are loaded at first use, and built if the wheel has not shipped them."""
 
     def __init__(self, name: str, *, on_cuda: Operations | None, without: str) -> None:
         """Build nothing yet.
@@ -46,16 +46,16 @@ class ExtraLibrary:
                     self._loaded[device_type] = self._load(device_type)
         return self._loaded[device_type] is not None
 
-    def recipe(self) -> _build.BuildRecipe:
-        """Return how the library for CPUs is built: with the commands of the updates."""
-        return _build.cpu_recipe(self._name)
-
-    def limit_isa(self, limit: int) -> int:
-        """Limit the CPU's instruction set to 0 portable, 1 AVX2, 2 AVX-512; return the one in use. For tests."""
+    def path(self) -> str:
+        """Return the library for CPUs, built or shipped with the wheel."""
         path = self._loaded["cpu"] if self.available("cpu") else None
         if path is None:
             raise RuntimeError(f"no {self._name} kernels for the CPU: {_build.status()['cpu']}")
-        return getattr(ctypes.CDLL(path), f"ls_strategy_limit_{self._name}_isa")(limit)
+        return path
+
+    def limit_isa(self, limit: int) -> int:
+        """Limit the CPU's instruction set to 0 portable, 1 AVX2, 2 AVX-512; return the one in use. For tests."""
+        return getattr(ctypes.CDLL(self.path()), f"ls_strategy_limit_{self._name}_isa")(limit)
 
     def _load(self, device_type: str) -> str | None:
         """Return the library, or the architectures of the kernels; None without any."""
@@ -63,7 +63,7 @@ class ExtraLibrary:
             return None
         try:
             if device_type == "cpu":
-                return str(_build.load_library(self.recipe()))
+                return str(_build.load_library(self._name))
             assert self._on_cuda is not None
             return self._on_cuda.load()
         except _build.BuildError as e:

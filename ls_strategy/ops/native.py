@@ -53,11 +53,16 @@ def block_square_sums(grad: Tensor, unscale: float) -> Tensor:
     return torch.ops.ls_strategy.block_square_sums(grad, unscale)
 
 
-def limit_isa(limit: int) -> int:
-    """Limit the CPU's instruction set to 0 portable, 1 AVX2, 2 AVX-512; return the one in use. For tests."""
+def path() -> str:
+    """Return the library for CPUs, built or shipped with the wheel."""
     if not available("cpu"):
         raise RuntimeError(f"no kernels for the CPU: {_build.status()['cpu']}")
-    return ctypes.CDLL(_build.status()["cpu"].removeprefix("native: ")).ls_strategy_limit_isa(limit)
+    return _build.status()["cpu"].removeprefix("native: ")
+
+
+def limit_isa(limit: int) -> int:
+    """Limit the CPU's instruction set to 0 portable, 1 AVX2, 2 AVX-512; return the one in use. For tests."""
+    return ctypes.CDLL(path()).ls_strategy_limit_isa(limit)
 
 
 META = torch.library.Library(schemas.LIBRARY.ns, "IMPL", "Meta")

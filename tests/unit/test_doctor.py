@@ -198,20 +198,24 @@ def test_kernels_that_are_required_and_cannot_be_had():
     def refuses(device):
         raise ConfigError("LS_STRATEGY_OPS=1, but there is no kernel for cpu: no compiler g++.")
 
-    finding = kernels.library("cpu", "updates", ("adamw_",), refuses, lambda limit: 0)
+    finding = kernels.library("cpu", "updates", ("adamw_",), SimpleNamespace(available=refuses))
     assert finding.state == "problem"
     assert "unset LS_STRATEGY_OPS" in finding.cure
 
 
 def test_kernels_that_are_switched_off(monkeypatch):
     monkeypatch.setenv("LS_STRATEGY_OPS", "0")
-    finding = kernels.library("cpu", "updates", ("adamw_",), lambda device: False, lambda limit: 0)
+    finding = kernels.library("cpu", "updates", ("adamw_",), SimpleNamespace(available=lambda device: False))
     assert (finding.state, finding.cure) == ("note", "Unset LS_STRATEGY_OPS to use the kernels.")
 
 
-def test_kernels_that_run_say_for_which_processor():
-    finding = kernels.library("cpu", "updates", ("adamw_", "lion_"), lambda device: True, lambda limit: 1)
-    assert finding.value == "adamw_ lion_: kernels with AVX2"
+@pytest.mark.parametrize(
+    ("folder", "where"), [(_build.SHIPPED, "came with the wheel"), (Path("cache"), "compiled here")]
+)
+def test_kernels_that_run_say_for_which_processor_and_where_they_were_compiled(folder, where):
+    found = SimpleNamespace(available=lambda device: True, limit_isa=lambda limit: 1, path=lambda: str(folder / "a.so"))
+    finding = kernels.library("cpu", "updates", ("adamw_", "lion_"), found)
+    assert finding.value == f"adamw_ lion_: kernels with AVX2, {where}"
 
 
 # --- host ------------------------------------------------------------------------------------------------------------

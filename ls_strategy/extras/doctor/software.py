@@ -101,13 +101,36 @@ def _torch_devices() -> str:
 
 
 def compilers() -> Iterator[Finding]:
-    """Check C++, ninja and, with a GPU, NVRTC. Without kernels, torch references take their place."""
+    """Check C++ and ninja, unless the wheel has the kernels for CPUs, and NVRTC with a GPU.
+
+    Without kernels, torch references take their place.
+    """
     import torch
 
     from ls_strategy.ops import _build
     from ls_strategy.ops.cuda import nvrtc
 
     slower = "Without it, torch references are used: the same results, but slower."
+    if all(_build.shipped(name) for name in _build.CPU_LIBRARIES):
+        yield Finding("C++", "not needed: the kernels for CPUs came with the wheel")
+    else:
+        yield from _cpu_compilers(slower)
+    if torch.version.cuda is None or not torch.cuda.is_available():  # CUDA only: kernels
+        reason = "this torch is built without CUDA" if torch.version.cuda is None else "this host has no GPU"
+        yield Finding("NVRTC", f"not needed: {reason}")
+        return
+    try:
+        compiler = nvrtc.compiler()
+        target = compiler.architecture(torch.cuda.get_device_capability())  # CUDA only
+        yield Finding("NVRTC", f"{compiler.version}, for {target}")
+    except _build.BuildError as error:
+        cure = f"Install torch with its CUDA packages, or a torch for older GPUs. {slower}"
+        yield Finding("NVRTC", str(error), "note", cure)
+
+
+def _cpu_compilers(slower: str) -> Iterator[Finding]:
+    from ls_strategy.ops import _build
+
     try:
         recipe = _build.cpu_recipe()
         yield Finding("C++", one_line(recipe.compiler_version.splitlines()[0]))
@@ -120,14 +143,3 @@ def compilers() -> Iterator[Finding]:
         yield Finding("ninja", one_line(f"{output or error}, {ninja}"))
     else:
         yield Finding("ninja", "not found", "note", "pip install ninja: it compiles kernels in parallel.")
-    if torch.version.cuda is None or not torch.cuda.is_available():  # CUDA only: kernels
-        reason = "this torch is built without CUDA" if torch.version.cuda is None else "this host has no GPU"
-        yield Finding("NVRTC", f"not needed: {reason}")
-        return
-    try:
-        compiler = nvrtc.compiler()
-        target = compiler.architecture(torch.cuda.get_device_capability())  # CUDA only
-        yield Finding("NVRTC", f"{compiler.version}, for {target}")
-    except _build.BuildError as error:
-        cure = f"Install torch with its CUDA packages, or a torch for older GPUs. {slower}"
-        yield Finding("NVRTC", str(error), "note", cure)
