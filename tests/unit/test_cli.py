@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -109,6 +110,9 @@ def test_a_drive_that_is_too_small(tmp_path, capsys):
 def test_host_memory_is_refused(capsys):
     assert cli.main(["tune-io", "/dev/shm"]) == 1
     assert "host memory" in capsys.readouterr().err
+    with tempfile.TemporaryDirectory(dir="/dev/shm") as folder:
+        assert cli.main(["tune-io", folder, *SMALL, "--allow-ram"]) == 0
+    assert f"nvme_path: {folder}" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,9 @@ import sys
 import pytest
 
 from ls_strategy.errors import ConfigError, PlanError
+from ls_strategy.extras import cli
 from ls_strategy.extras.cli import plan
+from ls_strategy.extras.planner.hardware import Hardware
 from tests.unit.test_cli_json import check
 
 pytest.importorskip("jsonargparse")
@@ -100,6 +102,16 @@ def config(tmp_path, monkeypatch):
         del sys.modules[name]
     for name in os.environ.keys() - variables.keys():  # Lightning's
         del os.environ[name]
+
+
+def test_every_option_of_the_machine_reaches_the_plan():
+    machine = "--gpus 16 --node-size 8 --gpu-memory 80GB --host-memory 1TB --nvme 4TB"
+    speeds = "--tflops 300 --link 50 --inter-node 100Gbit --bus 20 --drive 3"
+    args = cli.parse(f"plan x.yaml {machine} {speeds}".split())
+    assert plan.hardware_of(args, {}) == Hardware(
+        ranks=16, ranks_per_node=8, device="cuda", device_memory=80 * 10**9, host_memory=10**12, drive=4 * 10**12,
+        tflops=300, link_gbs=50, node_gbs=12.5, bus_gbs=20, drive_gbs=3,
+    )  # fmt: skip
 
 
 @pytest.mark.wide

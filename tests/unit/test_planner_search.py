@@ -16,6 +16,7 @@ from torch.nn import functional
 
 from ls_strategy.config import ActivationOffloadConfig, RecomputeConfig, TierConfig, ZeROConfig
 from ls_strategy.errors import ConfigError, PlanError
+from ls_strategy.extras import cli
 from ls_strategy.extras.cli import plan_search
 from ls_strategy.extras.planner import search as search_module
 from ls_strategy.extras.planner.block_steps import BlockSteps, Known, NotUniform, sharded_size
@@ -292,3 +293,10 @@ def test_what_a_search_needs(given, message, tmp_path):
     options = {"tflops": 300.0, "link": 50.0, "picture": picture, **given}
     with pytest.raises(ConfigError, match=message):
         plan_search.check_search(argparse.Namespace(**options))
+
+
+def test_the_search_gets_the_seconds_of_the_command():
+    args = cli.parse(["plan", "x.yaml", "--search", "--search-seconds", "2.5"])
+    with mock.patch.object(search_module, "search") as searches:
+        plan_search.run_search(args, "question", MANY)
+    searches.assert_called_once_with("question", MANY, seconds=2.5)

@@ -59,12 +59,14 @@ def bash_accepts(text: str) -> None:
 
 
 def test_the_geometry_of_the_job_is_the_trainers(program, capsys):
-    assert cli(BASE, BIG, "--nodes=4", "--gpus-per-node=8", "--cpus-per-task=6", "--time=1-00:00:00", "--dry-run") == 0
+    assert cli(BASE, BIG, "--nodes=4", "--gpus-per-node=8", "--cpus-per-task=6", "--time=1-00:00:00", "--account=lab",
+               "--qos=long", "--constraint=ib&a100", "--mail-user=me@lab.org", "--dry-run") == 0  # fmt: skip
     text = capsys.readouterr().out
     bash_accepts(text)
     expected = {
         "job-name": "toy-big", "nodes": "4", "ntasks-per-node": "8", "gpus-per-node": "8", "cpus-per-task": "6",
-        "time": "1-00:00:00", "signal": "SIGUSR1@120", "requeue": "", "open-mode": "append",
+        "time": "1-00:00:00", "account": "lab", "qos": "long", "constraint": "ib&a100", "mail-user": "me@lab.org",
+        "signal": "SIGUSR1@120", "requeue": "", "open-mode": "append",
     }  # fmt: skip
     assert directives(text).items() >= expected.items()
     words = command(text)
