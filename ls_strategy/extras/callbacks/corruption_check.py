@@ -260,12 +260,13 @@ class CorruptionCheck(Callback):
             StateError: with the rank.
         """
         names = [*(flat.name for flat in engine.flats), "the module's buffers"]
-        before = f"before step {trainer.global_step}"
+        step = trainer.global_step
         if finding.not_repeatable:
             rank_zero_warn(
-                f"CorruptionCheck: forward and backward do not repeat their bits {before}, on several ranks at once or "
-                f"in three runs of one rank, for gradients in the buffers of {_listed(finding.not_repeatable, names)}. "
-                "These are left out of later checks. An operation in or behind them adds in another order each time: "
+                f"CorruptionCheck: forward and backward do not repeat their bits before step {step}, on several ranks "
+                "at once or in three runs of one rank, for gradients in the buffers of "
+                f"{_listed(finding.not_repeatable, names)}. These are left out of later checks. An operation in or "
+                "behind them adds in another order each time: "
                 "torch.use_deterministic_algorithms(True, warn_only=True) names it. Or training_step uses an iterator, "
                 "or an object of user code that counts: then this step's values are others than without "
                 "CorruptionCheck, so leave it out."
@@ -278,13 +279,14 @@ class CorruptionCheck(Callback):
             metrics = {"zero_corruption/found": float(self.found)}
             metrics |= {f"zero_corruption/rank_{rank}": float(count) for rank, count in self.failures.items()}
             for logger in trainer.loggers:
-                logger.log_metrics(metrics, step=trainer.global_step)
+                logger.log_metrics(metrics, step=step)
         whose = {rank: f"rank {rank} on {host}" for rank, host in enumerate(finding.hosts)}
         if finding.unknown:
             raise StateError(
-                f"CorruptionCheck: {before}, {' or '.join(whose[rank] for rank in sorted(finding.unknown))} has wrong "
-                f"values in the buffers of {_listed(finding.unknown_buffers, names)}, and no good copy is known. Start "
-                "the run again without it, from a checkpoint of before the last check that found nothing."
+                f"CorruptionCheck: before step {step}, "
+                f"{' or '.join(whose[rank] for rank in sorted(finding.unknown))} has wrong values in the buffers of "
+                f"{_listed(finding.unknown_buffers, names)}, and no good copy is known. Start the run again without "
+                "it, from a checkpoint of before the last check that found nothing."
             )
         texts = [
             f"{whose[rank]} had wrong {what} in the buffers of {_listed(buffers, names)}"
@@ -296,11 +298,13 @@ class CorruptionCheck(Callback):
         again = [rank for rank in culprits if self.failures[rank] >= _MOST_FAILURES]
         if again:
             raise StateError(
-                f"CorruptionCheck: {before}, {'; '.join(texts)}. {whose[again[0]]} was wrong for the second time in "
-                "this run, so its device or host is likely to be damaged. Start the run again without it, from its "
-                "last checkpoint."
+                f"CorruptionCheck: before step {step}, {'; '.join(texts)}. {whose[again[0]]} was wrong for the second "
+                "time in this run, so its device or host is likely to be damaged. Start the run again without it, from "
+                "its last checkpoint."
             )
-        rank_zero_warn(f"CorruptionCheck: {before}, {'; '.join(texts)}. The step uses right values on all ranks.")
+        rank_zero_warn(
+            f"CorruptionCheck: before step {step}, {'; '.join(texts)}. The step uses right values on all ranks."
+        )
 
 
 def _listed(buffers: set[int], names: list[str]) -> str:
