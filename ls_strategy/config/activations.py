@@ -15,17 +15,17 @@ class RecomputeConfig(Group):
     """Which modules run their forward again in backward instead of keeping its results."""
 
     policy: Literal["full", "selective"]
-    """``full`` keeps a module's inputs only. ``selective`` also keeps the outputs of the operations in ``keep``."""
+    """``full`` keeps a module's inputs only, ``selective`` also the outputs of the operations in ``keep``."""
 
     block_classes: tuple[str, ...] = ()
-    """Class names (``["Block"]``) of the modules to recompute; inside one of them no other is. Empty: the children of
-    every ModuleList and Sequential."""
+    """Classes (``["Block"]``) of modules to recompute; inside one of them no other is. Empty: the children of every
+    ModuleList and Sequential."""
 
     every: int = 1
     """Recompute the first module and every ``every``-th after it; the others keep their activations."""
 
     keep: tuple[str, ...] = ("matmul", "attention", "collective")
-    """``selective``: operations that are expensive to run twice. ``matmul attention convolution collective``, or names
+    """``selective``: operations that are expensive to run twice: ``matmul attention convolution collective``, or names
     of operations (``aten.gelu``)."""
 
     def __post_init__(self) -> None:
@@ -43,14 +43,14 @@ class ActivationOffloadConfig(Group):
     """``cpu``: host memory, pinned with CUDA. ``nvme``: a file on a local NVMe device."""
 
     min_bytes: int = 1 << 20
-    """Smaller tensors stay on the device: they save little memory, and each copy costs a kernel launch."""
+    """Smaller tensors stay on the device: each copy costs a kernel launch."""
 
     in_flight_bytes: int = 256 << 20
-    """Limit of the device memory in flight in either direction. As many bytes of the forward's last tensors stay on the
-    device, because backward needs them first. A tensor above the limit is copied alone, and training waits for it."""
+    """Limit of device memory in flight in either direction. As many bytes of the forward's last tensors stay on the
+    device. A larger tensor is copied alone, and training waits for it."""
 
     staging_bytes: int = 256 << 20
-    """``nvme``: limit of the host memory between the device and the file, in either direction."""
+    """``nvme``: limit of host memory between device and file, in either direction."""
 
     def __post_init__(self) -> None:
         """Refuse invalid values."""
@@ -63,11 +63,11 @@ class ChunkedLossConfig(Group):
     """The output layer's logits are computed in chunks by the loss, and again in backward."""
 
     head: str | None = None
-    """Name of the output layer. None: what the model's ``get_output_embeddings()`` returns, or a layer named like one
-    (``head``, ``lm_head``) with the size of the vocabulary."""
+    """Name of the output layer. None: the model's ``get_output_embeddings()``, or a layer of the vocabulary's size
+    named ``head``, ``lm_head`` or alike."""
 
     chunk_bytes: int | None = None
-    """Bytes of the fp32 logits that are held at a time. None: 1/32 of all, between 1 MiB and 256 MiB."""
+    """Bytes of fp32 logits held at a time. None: 1/32 of all, between 1 MiB and 256 MiB."""
 
     def __post_init__(self) -> None:
         """Refuse invalid values."""
@@ -79,8 +79,8 @@ class TilingConfig(Group):
     """Which layers run on some tokens at a time, and again in backward."""
 
     modules: tuple[str, ...] = ()
-    """Names of modules that treat every token alone, as in ``model.named_modules()``, with ``*`` for any letters
-    (``["*.mlp"]``). Empty: the feed-forwards of the blocks, by usual names (``mlp``, ``feed_forward``, ``ffn``)."""
+    """Names of modules that treat every token alone, with ``*`` for anything (``["*.mlp"]``). Empty: the feed-forwards
+    of the blocks, by usual names (``mlp``, ``feed_forward``, ``ffn``)."""
 
     tokens: int = 1024
     """Tokens of each sequence that a layer runs on at a time."""
@@ -95,25 +95,25 @@ class ActivationsConfig(Group):
     """Memory of activations. The short form ``"full"`` or ``"selective"`` sets ``checkpointing``."""
 
     checkpointing: Literal["full", "selective"] | RecomputeConfig | None = None
-    """``full`` keeps the inputs of every block and recomputes everything else in backward; ``selective`` also keeps
-    what is expensive to compute (matrix products, attention, communication). ``RecomputeConfig(...)`` chooses classes,
-    every how many blocks, and operations."""
+    """``full`` keeps the inputs of every block and recomputes the rest in backward; ``selective`` also keeps what is
+    expensive (matrix products, attention, communication). ``RecomputeConfig(...)`` chooses classes, blocks and
+    operations."""
 
     offload: Literal["cpu", "nvme"] | ActivationOffloadConfig | None = None
-    """Store tensors that backward needs on this tier until then; with ``checkpointing``, the blocks' inputs.
+    """Tier of tensors that backward needs; with ``checkpointing``, of the blocks' inputs.
     ``ActivationOffloadConfig(...)`` sets sizes; the folder of ``nvme`` is ``offload.nvme_path``."""
 
     partitioning: bool = False
-    """Partition the inputs of recomputed blocks over the tensor-parallel ranks."""
+    """Partition inputs of recomputed blocks over the tensor-parallel ranks."""
 
     loss: Literal["chunked"] | ChunkedLossConfig | None = None
-    """``chunked``: never hold the logits of all tokens. ``cross_entropy`` computes the output layer and the loss for
-    some tokens at a time, and again in backward; anything else that is done with the logits computes them as usual.
-    ``ChunkedLossConfig(...)`` names the layer and sets the size."""
+    """``chunked``: ``cross_entropy`` computes the output layer and the loss for some tokens at a time, and again in
+    backward, and never holds the logits of all; other uses of logits compute them as usual. ``ChunkedLossConfig(...)``
+    sets layer and size."""
 
     tiling: Literal["mlp"] | TilingConfig | None = None
-    """``mlp``: feed-forwards run on 1,024 tokens of each sequence at a time, and again in backward, so that what they
-    compute in between never exists for all tokens. ``TilingConfig(...)`` names layers and sets the number of tokens."""
+    """``mlp``: feed-forwards run on 1,024 tokens of each sequence at a time, and again in backward, so their
+    intermediate results never exist for all tokens. ``TilingConfig(...)`` sets layers and tokens."""
 
     @staticmethod
     def short_form(value: Any, stage: Any) -> dict[str, Any]:

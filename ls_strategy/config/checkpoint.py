@@ -16,21 +16,21 @@ class CheckpointConfig(Group):
     """How checkpoints are written. The short form ``"auto"``, ``"sharded"`` or ``"file"`` sets ``format``."""
 
     format: CheckpointFormat = "auto"
-    """``sharded``: a checkpoint is a folder; every rank writes what it stores, and any other layout can load it.
-    ``file``: one file in Lightning's own format, as DDP writes it, gathered on rank 0, which needs the memory for it.
-    ``auto``: a file while weights and optimizer states have at most 2 GiB together, a folder beyond; the log says
-    which. Pipelines, and ``frozen=False``, always write folders then. Either is resumed by every strategy."""
+    """``sharded``: a folder, to which every rank writes what it stores; any other layout can load it. ``file``: one
+    file as DDP writes it, gathered on rank 0, which needs the memory. ``auto``: a file while weights and optimizer
+    states have at most 2 GiB together, a folder beyond, and always with pipelines and ``frozen=False``; the log says
+    which. Every strategy resumes from either."""
 
     background: bool = False
-    """Write checkpoints while training continues. A step waits only for copies from the device, or until a file is
-    gathered on rank 0; the next save, or the end of the run, raises an error of the write."""
+    """Write while training continues. A step waits only for copies from the device, or for the gathering of a file; the
+    next save, or the end of the run, raises an error of the write."""
 
     frozen: bool = True
-    """Include parameters that do not train in checkpoint folders. A file includes them always."""
+    """Include frozen parameters in checkpoint folders; a file always has them."""
 
     on_error: Literal["raise", "continue"] = "raise"
-    """``raise`` when a checkpoint cannot be written (a full disk), or ``continue`` training: the error is logged and no
-    earlier checkpoint is removed."""
+    """When a checkpoint cannot be written (a full disk): ``raise``, or ``continue`` training: the error is logged and
+    no earlier checkpoint is removed."""
 
     @staticmethod
     def short_form(value: Any, stage: Any) -> dict[str, Any]:

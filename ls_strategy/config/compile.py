@@ -17,13 +17,12 @@ class CompileConfig(Group):
     """What ``torch.compile`` compiles, and how. The short form ``"blocks"`` or ``"model"`` sets ``regions``."""
 
     regions: Literal["blocks", "model"] | None = None
-    """``blocks``: every block of the model, each in a graph that equal blocks share, so that compiling takes as long as
-    for one of them. ``model``: what lies between blocks too, below stage 3 in one graph; at stage 3 graphs end at
-    blocks, because their parameters are gathered in between. None: nothing is compiled here, and what the module
-    compiles itself stays compiled."""
+    """``blocks``: every block; equal blocks share a graph, so compiling takes as long as for one of them. ``model``:
+    also what lies between blocks, below stage 3 in one graph; at stage 3 graphs end at blocks. None: nothing is
+    compiled here, and what the module compiles itself stays compiled."""
 
     backend: str = "inductor"
-    """As in ``torch.compile``. ``inductor`` needs a C++ compiler on CPUs, and Triton on GPUs."""
+    """As in ``torch.compile``. ``inductor`` needs a C++ compiler on CPUs, Triton on GPUs."""
 
     mode: Literal["default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs"] = "default"
     """As in ``torch.compile``. ``reduce-overhead`` and ``max-autotune`` record CUDA graphs: stages 0 to 2 only."""

@@ -24,7 +24,7 @@ class TierConfig(Group):
     """``cpu``: host memory, pinned with CUDA. ``nvme``: a file on a local NVMe device."""
 
     ratio: float = 1.0
-    """The share of the bytes that is offloaded. What stays on the device is the first units of the model."""
+    """Share of the bytes that is offloaded; the model's first units stay on the device."""
 
     def __post_init__(self) -> None:
         """Refuse invalid values."""
@@ -42,7 +42,7 @@ class NVMeIOConfig(Group):
     """Threads that read and write in parallel."""
 
     queue_depth: int = 32
-    """Blocks that may be queued or in flight; further requests wait."""
+    """Blocks queued or in flight; further requests wait."""
 
     direct: bool = True
     """Bypass the page cache (``O_DIRECT``) where the file system supports it."""
@@ -62,31 +62,31 @@ class OffloadConfig(Group):
     """Tiers of the model states. ``"cpu"`` or ``"nvme"`` is short for ``optimizer``, and at stage 3 ``parameters``."""
 
     optimizer: Literal["cpu", "nvme"] | TierConfig | None = None
-    """Master weights and optimizer states are stored and updated on this tier.
-    ``TierConfig(tier="cpu", ratio=0.7)`` keeps 30 % of the bytes on the device. The numbers do not change."""
+    """Tier on which master weights and optimizer states are stored and updated. ``TierConfig(tier="cpu", ratio=0.7)``
+    keeps 30 % of the bytes on the device. Same numbers."""
 
     parameters: Literal["cpu", "nvme"] | TierConfig | None = None
-    """Stage 3: this rank's shard of the parameters is stored on this tier; units are gathered from there."""
+    """Stage 3: tier of this rank's shard of the parameters; units are gathered from there."""
 
     gradients: Literal["cpu", "nvme"] | TierConfig | None = None
-    """Averaged gradients are stored on this tier between backward and step. None: on the optimizer's tier."""
+    """Tier of averaged gradients between backward and step. None: the optimizer's."""
 
     nvme_path: str = ""
-    """Folder of the NVMe tier on a local NVMe device, also for activations. Empty: the environment's
-    ``LS_STRATEGY_NVME_PATH``, else ``nvme`` in the Trainer's ``default_root_dir``; the log shows the choice."""
+    """Folder on a local NVMe device, also for activations. Empty: the environment's ``LS_STRATEGY_NVME_PATH``, else
+    ``nvme`` in the Trainer's ``default_root_dir``; the log shows the choice."""
 
     nvme_io: NVMeIOConfig = field(default_factory=NVMeIOConfig)
     """How files of the NVMe tier are read and written."""
 
     nvme_allow_ram: bool = False
-    """Accept a folder that is itself in memory (tmpfs), for tests."""
+    """Accept a folder in memory (tmpfs), for tests."""
 
     step_on: StepDevice = "auto"
     """Where offloaded states are updated: on the ``cpu``, or streamed through the ``device``. ``auto`` measures both
     when a fit starts."""
 
     delay_after: int | None = None
-    """Stages 1 and 2: from this step on, apply every update one step late, overlapped with the next step (ZeRO-Offload,
+    """Stages 1 and 2: from this step on, apply updates one step late, overlapped with the next step (ZeRO-Offload,
     section 5.2). Changes the numbers. None: never."""
 
     @staticmethod

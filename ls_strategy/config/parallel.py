@@ -21,15 +21,15 @@ class TensorConfig(Group):
     """Tensor parallelism: every layer is partitioned over a group of ranks."""
 
     size: int
-    """Ranks that every layer is partitioned over; they work on the same batch."""
+    """Ranks that every layer is partitioned over, on the same batch."""
 
     plan: Literal["auto"] | Mapping[str, Any] = "auto"
-    """How each layer is partitioned. ``auto``: by the module's ``tensor_parallel_plan()``, or by ``parallelize_module``
-    in its ``configure_model``, or by Hugging Face's plan, or by names and shapes.
+    """How layers are partitioned. ``auto``: by the module's ``tensor_parallel_plan()``, ``parallelize_module`` in its
+    ``configure_model``, Hugging Face's plan, or names and shapes.
     ``{"blocks.*.up": "column", "blocks.*.down": "row", ...}`` sets it by module name."""
 
     sequence_parallel: bool = False
-    """Megatron's sequence parallelism: the layers in between (norms, dropout) are partitioned along the tokens."""
+    """Megatron's sequence parallelism: layers in between (norms, dropout) are partitioned along the tokens."""
 
     def __post_init__(self) -> None:
         """Refuse invalid values."""
@@ -46,28 +46,26 @@ class PipelineConfig(Group):
     """Pipeline parallelism: the blocks of the model are partitioned into stages over a group of ranks."""
 
     size: int
-    """Ranks that the blocks are partitioned over; they work on micro-batches of the same batch. ``training_step`` stays
-    as it is."""
+    """Ranks that the blocks are partitioned over, on micro-batches of the same batch."""
 
     micro_batches: int | None = None
     """Micro-batches per batch. None: four per rank of the pipeline."""
 
     micro_batch_size: int | None = None
-    """Samples per micro-batch, instead of the number of micro-batches."""
+    """Samples per micro-batch, instead of their number."""
 
     schedule: Schedule = "1f1b"
     """Order of forwards and backwards, see `ls_strategy.parallel.pipeline.schedules`."""
 
     partition: str = "parameters"
-    """What is balanced over stages: ``parameters``, ``flops`` (of the forward, counted in a dry run on one batch),
-    ``uniform`` (the number of blocks) or ``type:REGEX`` (blocks of a class with a matching name)."""
+    """What is balanced over stages: ``parameters``, ``flops`` (of the forward, counted on one batch), ``uniform`` (the
+    number of blocks) or ``type:REGEX`` (blocks of a class with a matching name)."""
 
     stages_per_rank: int | None = None
     """Stages per rank, for schedules with several. None: two for ``interleaved_1f1b``."""
 
     blocks: str | None = None
-    """Name of the ModuleList or Sequential to partition. None: what the model's ``to_layers()`` returns, or the
-    longest one."""
+    """Name of the ModuleList or Sequential to partition. None: the model's ``to_layers()``, or the longest one."""
 
     def __post_init__(self) -> None:
         """Refuse invalid values."""
@@ -119,32 +117,32 @@ class ParallelConfig(Group):
     """Sizes of tensor, context, expert and pipeline parallelism; 1 disables each."""
 
     tensor: int | TensorConfig = 1
-    """Tensor parallelism: ranks that every layer is partitioned over."""
+    """Ranks that every layer is partitioned over."""
 
     context: int = 1
-    """Context parallelism: ranks that the tokens of every sequence are partitioned over; around attention they exchange
-    tokens for heads (Ulysses). For models that call ``scaled_dot_product_attention``."""
+    """Ranks that the tokens of every sequence are partitioned over; around attention they exchange tokens for heads
+    (Ulysses). For models that call ``scaled_dot_product_attention``."""
 
     expert: int = 1
-    """Expert parallelism: neighbouring ranks that the experts of every `MoE` layer are partitioned over; they exchange
-    tokens and train on different batches. The states of an expert are sharded over the ranks that hold it."""
+    """Neighbouring ranks that the experts of every `MoE` layer are partitioned over; they exchange tokens and train on
+    different batches. An expert's states are sharded over the ranks that hold it."""
 
     pipeline: int | PipelineConfig = 1
-    """Pipeline parallelism: ranks that the blocks of the model are partitioned over."""
+    """Ranks that the blocks of the model are partitioned over."""
 
     ring: int = 1
-    """Of the context-parallel ranks, the number that form a ring, in which keys and values pass from rank to rank (ring
-    attention); the other ranks exchange tokens for heads. It must divide ``context``. 1: all exchange tokens for heads,
-    which the number of heads limits. ``ring`` equal to ``context``: any number of heads."""
+    """Context-parallel ranks that form a ring for keys and values (ring attention); the others exchange tokens for
+    heads. It must divide ``context``. 1: no ring, and the number of heads limits ``context``. Equal to ``context``: any
+    number of heads."""
 
     virtual_ranks: int | None = None
-    """The number of ranks that the run computes as if it had, on as many as there are or fewer: losses and weights are
-    the same bits on any number of ranks, at every stage and with any offload. Each virtual rank has its own batches and
-    random numbers. For data parallelism. None: the real ranks."""
+    """Compute as this many ranks would, on as many or fewer: losses and weights are bitwise identical on any number of
+    ranks, at every stage and with any offload. Each virtual rank has its own batches and random numbers. For data
+    parallelism. None: the real ranks."""
 
     virtual_ranks_per_rank: tuple[int, ...] | None = None
-    """For ranks of different speed: ``[3, 5]`` lets rank 0 compute three of eight virtual ranks. The numbers do not
-    change. None: as many on each."""
+    """For ranks of different speed: ``[3, 5]`` lets rank 0 compute three of eight virtual ranks. Same numbers. None: as
+    many on each."""
 
     @property
     def tp(self) -> TensorConfig:

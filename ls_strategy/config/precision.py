@@ -20,22 +20,22 @@ class LossScaleConfig(Group):
     """Loss scale of the fp16 modes. The knobs and their defaults are DeepSpeed's (its ``fp16`` section)."""
 
     static: float | None = None
-    """A constant scale. None: the scale is dynamic and the other options apply."""
+    """A constant scale. None: dynamic, by the other options."""
 
     initial_power: int = 16
     """The first dynamic scale is ``2 ** initial_power``."""
 
     window: int = 1000
-    """The scale doubles after this many consecutive steps without an overflow."""
+    """The scale doubles after this many steps in a row without an overflow."""
 
     hysteresis: int = 2
-    """Overflows before the scale is halved; each of them skips the step."""
+    """Overflows before the scale halves; each skips the step."""
 
     consecutive_hysteresis: bool = False
-    """Reset the count of overflows after every good step instead of only when the scale doubles."""
+    """Reset the count of overflows after every good step, not only when the scale doubles."""
 
     min_scale: float = 1.0
-    """The scale never falls below this; an overflow at this scale ends the run with an error."""
+    """The scale never falls below this; an overflow at it is an error."""
 
     def __post_init__(self) -> None:
         """Refuse invalid values."""
@@ -55,12 +55,11 @@ class Float8Config(Group):
     """How linear layers multiply in fp8. torchao converts them (``pip install torchao``)."""
 
     recipe: Literal["tensorwise", "rowwise", "rowwise_with_gw_hp"] = "tensorwise"
-    """As in torchao: one scale for each tensor, which is the fastest; or one for each row, which rounds less;
-    ``rowwise_with_gw_hp`` also computes the gradients of weights in the layer's own precision."""
+    """As in torchao: one scale per tensor, the fastest; or one per row, which rounds less; ``rowwise_with_gw_hp`` also
+    computes gradients of weights in the layer's own precision."""
 
     skip: tuple[str, ...] = ()
-    """Modules that are left as they are, with all that they contain: names, or the ends of names, in which ``*``
-    matches anything, such as ``"vision_tower"`` or ``"layers.0.*.down_proj"``."""
+    """Modules that are left as they are, named as in ``precision.frozen_except``."""
 
     def __post_init__(self) -> None:
         """Refuse invalid values."""
@@ -73,48 +72,46 @@ class PrecisionConfig(Group):
 
     master_weights: MasterWeights = True
     """Keep fp32 master weights with ``bf16-true`` and ``16-true``. ``split``, with ``bf16-true`` at stages 0 to 2: the
-    same weights, of which only the bits are stored that bf16 weights lack, in 2.125 bytes instead of 4. False halves
-    their memory, and the optimizer works in 16 bit."""
+    same weights, storing only the bits that bf16 weights lack, in 2.125 bytes instead of 4. False halves their memory,
+    and the optimizer works in 16 bit."""
 
     reduce_dtype: ReduceDtype = "fp32"
-    """NCCL: sum gradients over ranks in ``fp32``, or with ``compute`` in the dtype they were computed in, which halves
-    the bytes in the 16-bit modes. gloo always sums in fp32. At stage 3 with ``bf16-mixed`` and ``16-mixed``,
-    ``compute`` also sends the gradients of what is gathered in 16 bits in them, rounded where a weight is used several
-    times."""
+    """NCCL: sum gradients over ranks in ``fp32``, or with ``compute`` in the dtype of their computation, half the bytes
+    in the 16-bit modes. gloo always sums in fp32. At stage 3 with ``bf16-mixed`` and ``16-mixed``, ``compute`` also
+    sends the gradients of what is gathered in 16 bits in them, rounded where a weight is used several times."""
 
     gather: Literal["compute", "fp32"] = "compute"
-    """Stage 3 with ``bf16-mixed`` and ``16-mixed``: ``compute`` gathers the weights of linear layers and convolutions
-    in 16 bits, as autocast casts them: half of the bytes on the wire and in memory, with the same results. Any other
-    use of such a weight gathers it in fp32. ``fp32`` gathers everything in fp32."""
+    """Stage 3 with ``bf16-mixed`` and ``16-mixed``: ``compute`` gathers weights of linear layers and convolutions in 16
+    bits, as autocast casts them: half the bytes on the wire and in memory, same results. Any other use of such a weight
+    gathers it in fp32, and ``fp32`` everything."""
 
     fp32_modules: tuple[str, ...] = ()
-    """What stays in fp32 with ``bf16-true`` and ``16-true``: classes of modules, such as ``"Router"``, and names, or
-    the ends of names, of modules, parameters and buffers, in which ``*`` matches anything, such as ``"layers.*.gate"``
-    or ``"e_score_correction_bias"``. A module stays with all that it contains; its inputs are cast to fp32 and its
+    """What stays in fp32 with ``bf16-true`` and ``16-true``: classes of modules (``"Router"``), and names, or ends of
+    names, of modules, parameters and buffers, with ``*`` for anything (``"layers.*.gate"``,
+    ``"e_score_correction_bias"``). A module stays with all that it contains; its inputs are cast to fp32 and its
     outputs back. Around a single parameter or buffer, nothing is cast. Batch norms, and what transformers' models name
-    in ``_keep_in_fp32_modules_strict`` (with ``16-true`` also in ``_keep_in_fp32_modules``), stay in fp32 anyway."""
+    in ``_keep_in_fp32_modules_strict`` (with ``16-true`` also ``_keep_in_fp32_modules``), stay in fp32 anyway."""
 
     loss_scale: LossScaleConfig | None = None
-    """The loss scale of the fp16 precisions. None: a dynamic scale with the default options."""
+    """The loss scale of fp16. None: dynamic, with the default options."""
 
     moments: MomentFormat = "fp32"
-    """``bf16`` and ``int8`` store the optimizer's moments in 2 bytes and 1 byte instead of 4, rounded stochastically.
-    For AdamW, Adam, SGD, Adagrad and Lion, with or without offload."""
+    """``bf16`` and ``int8`` store moments in 2 bytes and 1 byte instead of 4, rounded stochastically. For AdamW, Adam,
+    SGD, Adagrad and Lion, with or without offload."""
 
     matmul: Literal["fp8"] | Float8Config | None = None
-    """``fp8``: linear layers multiply in fp8, forward and backward, where both of their sizes are multiples of 16.
-    Weights, gradients and checkpoints stay what they are; output heads, routers and adapters multiply as before. For
-    GPUs from sm_89 on; other devices emulate it, slower than without. None: in the precision of the
-    Trainer."""
+    """``fp8``: linear layers multiply in fp8, forward and backward, where both sizes are multiples of 16. Weights,
+    gradients and checkpoints stay what they are; output heads, routers and adapters multiply as before. For GPUs from
+    sm_89 on; other devices emulate it, slower than without. None: the Trainer's precision."""
 
     frozen: FrozenFormat | None = None
-    """``nf4``, ``int4`` and ``int8`` store the frozen weights of linear layers in 4 or 8 bits (QLoRA): on the device,
-    on every tier and on the wire. A unit's weights are dequantized while it computes. Output heads and embeddings keep
-    their precision, and so do all trainable parameters."""
+    """``nf4``, ``int4`` and ``int8`` store frozen weights of linear layers in 4 or 8 bits (QLoRA), on the device, every
+    tier and the wire; a unit is dequantized while it computes. Output heads, embeddings and trainable parameters keep
+    their precision."""
 
     frozen_except: tuple[str, ...] = ()
-    """Modules that ``frozen`` leaves as they are, with all that they contain: names, or the ends of names, in which
-    ``*`` matches anything, such as ``"vision_tower"`` or ``"layers.0.*.down_proj"``."""
+    """Modules that ``frozen`` leaves as they are, with all that they contain: names, or ends of names, with ``*`` for
+    anything (``"vision_tower"``, ``"layers.0.*.down_proj"``)."""
 
     @property
     def float8(self) -> Float8Config | None:

@@ -15,46 +15,41 @@ class ShardingConfig(Group):
     """Units, the modules whose parameters are gathered, reduced and updated together, and the sizes of their shards."""
 
     block_classes: tuple[str, ...] = ()
-    """Class names (``["Block"]``) of the modules that become units. Empty: the children of every ModuleList and
-    Sequential."""
+    """Classes of modules (``["Block"]``) that become units. Empty: the children of every ModuleList and Sequential."""
 
     min_unit_numel: int = 100_000
     """Blocks with fewer elements join the root unit, which stays gathered during a step at stage 3."""
 
     replicated_modules: tuple[str, ...] = ()
-    """Stage 3: names of modules (``["teacher"]``) whose frozen parameters every rank holds in full, so that their
-    forwards send nothing. Parameters in an optimizer stay sharded. Below stage 3 all parameters are held in full."""
+    """Stage 3: names of modules (``["teacher"]``) whose frozen parameters every rank holds in full, so their forwards
+    send nothing. Parameters in an optimizer stay sharded."""
 
     prefetch_units: int = 1
-    """Stage 3: the number of units gathered ahead of the one that computes."""
+    """Stage 3: units gathered ahead of the one that computes."""
 
     overlap_step: bool = True
-    """Overlap the gathering of new parameters (stages 1 and 2) and the update of offloaded states with backward or the
-    next forward. The numbers do not change."""
+    """Overlap gathering new parameters (stages 1 and 2) and updating offloaded states with backward or the next
+    forward. Same numbers."""
 
     rank_weights: tuple[float, ...] | Literal["auto"] | None = None
-    """For ranks with unequal memory: ``[2, 1]`` stores two thirds of what the stage shards on rank 0; ``auto`` weights
-    each rank by its memory. The numbers do not change. None: equal shards."""
+    """For unequal memory: ``[2, 1]`` stores two thirds of what the stage shards on rank 0; ``auto`` weights ranks by
+    memory. Same numbers. None: equal shards."""
 
     shard_size: int | Literal["node"] | None = None
-    """Ranks that shard states together; every such group holds a replica of them (HSDP, MiCS). Gathers stay inside a
-    group, so with ``node`` (the ranks of a node) they do not cross nodes, for more memory per rank. The numbers do not
-    change. None: states are sharded over all ranks."""
+    """Ranks that shard states together; every such group holds a replica (HSDP, MiCS). Gathers stay in a group, with
+    ``node`` in a node, for more memory per rank. Same numbers. None: all ranks."""
 
     hpz: int | Literal["node"] | None = None
     """Stage 3: ranks that share a second copy of the blocks' parameters (ZeRO++'s hpZ), with ``node`` those of a node.
-    Forward gathers from all ranks, backward from the copy, so it sends nothing between nodes; the copy costs memory.
-    The numbers do not change. None: no copy."""
+    Backward gathers from the copy, which costs memory, and sends nothing between nodes. Same numbers. None: no copy."""
 
     quantized_gathers: Literal["int8", "int4"] | None = None
     """Stage 3: format in which parameters are gathered (ZeRO++'s qwZ). Forward and backward compute with rounded
-    weights; masters and checkpoints stay exact. `strategy.gather_error()` measures what rounding changes. None: they
-    are sent in the compute dtype, and nothing is lost."""
+    weights; masters and checkpoints stay exact. `strategy.gather_error()` measures the rounding. None: exact."""
 
     quantized_gradients: Literal["int8", "int4"] | None = None
-    """Stages 1 to 3: format in which gradients are sent (ZeRO++'s qgZ), inside each node first, then sums of them
-    between nodes, always added in fp32. `strategy.gradient_error()` measures what rounding changes. None: they are sent
-    as they are, and nothing is lost."""
+    """Stages 1 to 3: format in which gradients are sent (ZeRO++'s qgZ), inside each node first, then their sums between
+    nodes, always added in fp32. `strategy.gradient_error()` measures the rounding. None: exact."""
 
     def __post_init__(self) -> None:
         """Refuse invalid values."""

@@ -74,24 +74,23 @@ class ZeROStrategy(BuiltStrategy):  # its many public members are Lightning's ho
 
     Args:
         stage: 0 replicates everything (DDP on this engine), 1 shards optimizer states, 2 also gradients, 3 also
-            parameters. ``"auto"`` plans when a fit begins and takes the combination of stage, recomputation and
-            offload that fits and is predicted to be the fastest.
-        sharding: which blocks are gathered and reduced together, how far ahead, and how much each rank stores.
-        precision: master weights, the dtype of sums over ranks, modules in fp32, the loss scale, the format of moments.
-            The precision of the computation is ``Trainer(precision=...)``.
-        offload: ``"cpu"`` or ``"nvme"``: optimizer states, and at stage 3 the parameters, are stored and updated there.
-            ``OffloadConfig(optimizer=..., parameters=..., ...)`` sets each. The numbers do not change.
-        activations: ``"full"`` or ``"selective"``: blocks are recomputed in backward. ``ActivationsConfig(...)``
-            stores activations in host memory or on NVMe, or partitions them.
-        parallel: ranks that work on one model replica together: ``{"tensor": 2}``, ``{"pipeline": 2}``,
-            ``{"context": 2}``, ``{"expert": 2}``, or a ``ParallelConfig``.
+            parameters. ``"auto"`` plans when a fit begins: the stage, recomputation and offload that fit and are
+            predicted to be the fastest.
+        sharding: which blocks are gathered together, how far ahead, and how much each rank stores.
+        precision: of masters, sums, moments and frozen weights. ``Trainer(precision=...)`` is that of the computation.
+        offload: ``"cpu"`` or ``"nvme"``: optimizer states, and at stage 3 the parameters, are stored and updated there;
+            ``OffloadConfig(...)`` sets each. Same numbers.
+        activations: ``"full"`` or ``"selective"`` recomputes blocks in backward; ``ActivationsConfig(...)`` also
+            offloads or partitions activations.
+        parallel: ranks that share a model replica: ``{"tensor": 2}``, ``{"pipeline": 2}``, ``{"context": 2}``,
+            ``{"expert": 2}``, or a ``ParallelConfig``.
         checkpoint: ``"file"``, ``"sharded"`` (folders), or ``"auto"``: a file up to 2 GiB, a folder beyond;
             ``CheckpointConfig(...)`` writes in the background.
-        compile: ``"blocks"``: ``torch.compile`` compiles every block; ``"model"``: also what lies between them.
+        compile: ``torch.compile`` every block (``"blocks"``), or also what lies between them (``"model"``);
             ``CompileConfig(...)`` chooses the backend.
         deepspeed_config: a DeepSpeed configuration, as a JSON file or a dictionary. It sets the options above, what the
             Trainer leaves at its default (precision, clipping, accumulation), and optimizer and schedule where the
-            module has none. A contradiction, or a key without a counterpart here, is an error; the log shows every key.
+            module has none. A contradiction, or a key without a counterpart, is an error; the log shows every key.
         accelerator: set by the Trainer.
         parallel_devices: set by the Trainer.
         cluster_environment: set by the Trainer.
@@ -99,10 +98,10 @@ class ZeROStrategy(BuiltStrategy):  # its many public members are Lightning's ho
         precision_plugin: made from ``Trainer(precision=...)``; pass a `ZeROPrecision` for fp16 on the CPU.
         process_group_backend: ``nccl`` on GPUs and ``gloo`` on CPUs unless given.
         timeout: of collectives; a rank that waits longer fails.
-        explain_waits_after: seconds. When a rank has waited this long for others, every rank prints where it is. If no
-            rank could ever continue (code that ran on one rank only), all of them fail. None disables it.
+        explain_waits_after: seconds. When a rank has waited this long, every rank prints where it is; if no rank could
+            ever continue (code that ran on one rank only), all fail. None disables it.
         start_method: how ranks are started when no launcher did: ``popen``, ``spawn``, ``fork``, ``forkserver``.
-        uneven: ranks with different numbers of batches. ``error``: all ranks raise. ``join``: finished ranks wait, and
+        uneven: for different numbers of batches. ``error``: all ranks raise. ``join``: finished ranks wait, and
             averages are over the ranks that have a batch. ``join_samples``: the same, weighted by batch size.
     """
 
