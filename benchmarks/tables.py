@@ -101,41 +101,46 @@ def _host_memory(record: dict[str, Any]) -> list[list[str]]:
 
 
 def _on_drive(record: dict[str, Any]) -> list[list[str]]:
-    """One row per size and case: what is on the drive, and what of the process is in memory."""
-    rows = [["parameters", "clipping", "states on NVMe", "resident", "peak", "charged to the cgroup"]]
+    """One row per size and case, in MiB: what is on the drive, and what of the process is in memory."""
+    rows = [["MiB, parameters", "clipping", "states on NVMe", "peak", "charged to the cgroup"]]
     for case in record["on_drive"]:
-        kinds = ("states_bytes", "resident_bytes", "peak_bytes", "charged_bytes")
-        cells = (f"{case[kind] / 2**20:,.0f} MiB" if kind in case else "" for kind in kinds)
+        kinds = ("states_bytes", "peak_bytes", "charged_bytes")
+        cells = (f"{case[kind] / 2**20:,.0f}" if kind in case else "" for kind in kinds)
         rows.append([f"{case['parameters'] / 1e6:.0f} M", "yes" if case["clip"] else "no", *cells])
     return rows
 
 
 def _moments(record: dict[str, Any]) -> list[list[str]]:
     """Losses by format, and how far from fp32 they are."""
-    rows = [["moments", "validation loss", "difference from fp32", "spread of fp32 over seeds"]]
+    rows = [["moments", "validation loss", "difference from fp32"]]
     for name, r in record["results"].items():
-        rows.append([f"`{name}`", f"{r['val']:.3f}", f"{r['val_difference']:+.4f}", f"{r['val_noise']:.4f}"])
+        rows.append([f"`{name}`", f"{r['val']:.3f}", f"{r['val_difference']:+.4f}"])
     return rows
 
 
 def _quantized_traffic(record: dict[str, Any]) -> list[list[str]]:
     """Losses by what is sent in few bits, how far from exact runs they are, and what rounding changes."""
-    rows = [["sent", "validation loss", "difference", "spread over seeds", "change of gradients"]]
+    rows = [["sent", "validation loss", "difference", "change of gradients"]]
     for name, r in record["results"].items():
         error = f"{r['gradient_error']:.1%}" if r["gradient_error"] else "0"
-        rows.append([name, f"{r['val']:.3f}", f"{r['val_difference']:+.4f}", f"{r['val_noise']:.4f}", error])
+        rows.append([name, f"{r['val']:.3f}", f"{r['val_difference']:+.4f}", error])
     return rows
 
 
 def _slow_network(record: dict[str, Any]) -> list[list[str]]:
-    """Times and bytes by contender: faster than full stage 3, what crosses the link, and over the formula."""
-    rows = [["", "step, s", "times faster", "MB over the link per step", "over the formula"]]
+    """Times and bytes by contender: faster than full stage 3, and what crosses the link."""
+    rows = [["", "step, s", "times faster", "MB per step"]]
     for name, r in record["results"].items():
         fast = r["times_faster"]
         faster = "" if name == record["baseline"] else f"{fast['median']:.2f} [{fast['q1']:.2f}, {fast['q3']:.2f}]"
-        over = f"{r['crossed_bytes'] / r['predicted_bytes']:.3f}" if r["predicted_bytes"] else ""
-        rows.append([name, f"{r['median_s']:.2f}", faster, f"{r['crossed_bytes'] / 1e6:.1f}", over])
+        rows.append([name, f"{r['median_s']:.2f}", faster, f"{r['crossed_bytes'] / 1e6:.1f}"])
     return rows
+
+
+def _deepspeed_network(record: dict[str, Any]) -> list[list[str]]:
+    """Those rows of `_slow_network` that DeepSpeed's are compared with, and these."""
+    head, *rows = _slow_network(record)
+    return [head, *(row for row in rows if row[0] in ("DDP", "stage 3", "hpZ") or row[0].startswith("DeepSpeed"))]
 
 
 def _exposed_update(record: dict[str, Any]) -> list[list[str]]:
@@ -158,18 +163,11 @@ def _checkpoint(record: dict[str, Any]) -> list[list[str]]:
         return f"{middle:.2f} [{low:.2f}, {high:.2f}]"
 
     first = any("first_memory_over_unit" in r for r in record["results"].values())
-    head = [
-        "",
-        "speed over `torch.save`",
-        "speed over DCP",
-        "training waits, share of a folder's time",
-        "peak memory, units",
-    ]
+    head = ["", "speed over DCP", "training waits, share of a folder's time", "peak memory, units"]
     rows = [[*head, *(["peak memory, first save"] if first else [])]]
     for name, r in record["results"].items():
-        speeds = [cell(r[f"times_faster_than_{peer}"]) for peer in ("torch.save", "dcp")]
         peaks = [f"{r[kind]:.2f}" for kind in ("memory_over_unit", "first_memory_over_unit") if kind in r]
-        rows.append([name, *speeds, cell(r["stall_over_folder"]), *peaks])
+        rows.append([name, cell(r["times_faster_than_dcp"]), cell(r["stall_over_folder"]), *peaks])
     return rows
 
 
@@ -305,15 +303,20 @@ _VERDICTS = {
 
 
 def _conformance(record: dict[str, Any]) -> list[list[str]]:
-    """One row per habit that is not equal everywhere: the verdict on each strategy that runs anything."""
+    """One row per combination of verdicts that are not all equal, one column per group of strategies that agree."""
     results = record["results"]
-    verdicts = results["verdicts"].values()
-    labels = [s for s in results["strategies"] if any(by[s]["outcome"] == "equal" for by in verdicts)]
-    rows = [["habit", *(f"`{label}`" for label in labels)]]
-    for habit, by in results["verdicts"].items():
-        if any(by[label]["outcome"] != "equal" for label in labels):
-            rows.append([f"`{habit}`", *(_VERDICTS[by[label]["outcome"]] for label in labels)])
-    return rows
+    verdicts = results["verdicts"]
+    columns: dict[tuple[str, ...], list[str]] = {}
+    for label in results["strategies"]:
+        outcomes = tuple(_VERDICTS[by[label]["outcome"]] for by in verdicts.values())
+        if "equal" in outcomes:
+            columns.setdefault(outcomes, []).append(f"`{label}`")
+    rows: dict[tuple[str, ...], list[str]] = {}
+    for habit, cells in zip(verdicts, zip(*columns, strict=True), strict=True):
+        if set(cells) != {"equal"}:
+            rows.setdefault(cells, []).append(f"`{habit}`")
+    head = ["habits", *(", ".join(labels) for labels in columns.values())]
+    return [head, *([", ".join(habits), *cells] for cells, habits in rows.items())]
 
 
 def _verdict_counts(record: dict[str, Any]) -> list[list[str]]:
@@ -333,10 +336,21 @@ def _verdict_details(record: dict[str, Any]) -> list[list[str]]:
         alike: dict[str, list[str]] = {}
         for label, verdict in by.items():
             if _VERDICTS[verdict["outcome"]].startswith("**"):
-                alike.setdefault(verdict["detail"], []).append(f"`{label}`")
+                alike.setdefault(_in_short(verdict["detail"]), []).append(f"`{label}`")
         for detail, labels in alike.items():
-            rows.append([f"`{habit}`", ", ".join(labels), detail.replace("|", "\\|").replace("<", "\\<")])
+            rows.append([f"`{habit}`", ", ".join(labels), detail])
     return rows
+
+
+def _in_short(detail: str) -> str:
+    """By how much a number is off, where a rank stood, or the first and the last error of a trace."""
+    if found := re.fullmatch(r"(.*?): .*\(by (\S+); .*\)", detail):
+        return f"{found[1]} is off by {found[2]}"
+    if found := re.fullmatch(r"(ranks? [\d, ]+) had not ended at the limit; it stood at File .* in (\S+)", detail):
+        return f"{found[1]} stood in `{found[2]}`"
+    if found := re.fullmatch(r"(.*?Exception): .*? (\w+Error)", detail, re.DOTALL):
+        return f"{found[1]}, {found[2]}"
+    return detail.replace("|", "\\|").replace("<", "\\<")
 
 
 def _published(record: dict[str, Any]) -> list[list[str]]:
@@ -408,22 +422,28 @@ def _virtual_shares(record: dict[str, Any]) -> list[list[str]]:
 
 
 def _inference(record: dict[str, Any]) -> list[list[str]]:
-    """One row per batch and format of weights."""
-    rows = [["batch", "weights", "speedup over fp32", "MB read per step", "share of memory bandwidth"]]
-    for r in record["results"]:
-        low, middle, high = r["times_faster"]
-        faster, share = f"{middle:.2f} [{low:.2f}, {high:.2f}]", f"{100 * r['bandwidth_share']:.0f} %"
-        rows.append([str(r["batch"]), f"`{r['format']}`", faster, f"{r['weights_mb']:.0f}", share])
+    """One row per format of weights, one column per batch."""
+    results = {(r["format"], r["batch"]): r for r in record["results"]}
+    formats, batches = (list(dict.fromkeys(key[i] for key in results)) for i in (0, 1))
+    rows = [["weights", "MB read per step", *(f"speedup, batch {batch}" for batch in batches)]]
+    for form in formats:
+        found = [results[form, batch] for batch in batches]
+        speedups = ("{1:.2f} [{0:.2f}, {2:.2f}]".format(*r["times_faster"]) for r in found)
+        rows.append([f"`{form}`", f"{found[0]['weights_mb']:.0f}", *speedups])
     return rows
 
 
 def _generate(record: dict[str, Any]) -> list[list[str]]:
-    """One row per shape and batch; how many times longer transformers takes."""
-    peers = ("transformers static", "transformers dynamic")
-    rows = [["network", "batch", *(f"{peer} over ours" for peer in peers)]]
+    """One row per shape; how many times longer transformers takes, by cache and batch."""
+    by_shape: dict[str, dict[int, Any]] = {}
     for r in record["results"]:
-        cells = ("{1:.2f} [{0:.2f}, {2:.2f}]".format(*r[peer]["ratio"]) for peer in peers)
-        rows.append([r["shape"], str(r["batch"]), *cells])
+        by_shape.setdefault(r["shape"], {})[r["batch"]] = r
+    batches = list(next(iter(by_shape.values())))
+    caches = ("static", "dynamic")
+    rows = [["network", *(f"{cache}, batch {batch}" for cache in caches for batch in batches)]]
+    for shape, found in by_shape.items():
+        ratios = (found[batch][f"transformers {cache}"]["ratio"] for cache in caches for batch in batches)
+        rows.append([shape, *("{1:.2f} [{0:.2f}, {2:.2f}]".format(*ratio) for ratio in ratios)])
     return rows
 
 
@@ -475,6 +495,7 @@ _TABLES: dict[str, Callable[[dict[str, Any]], list[list[str]]]] = {
     "moments": _moments,
     "quantized_traffic": _quantized_traffic,
     "slow_network": _slow_network,
+    "slow_network#deepspeed": _deepspeed_network,
     "exposed_update": _exposed_update,
     "checkpoint": _checkpoint,
     "moe_quality": _moe_quality,
