@@ -50,24 +50,26 @@ def refused(text: str, *off: Any) -> Key:
 
 Table = dict[str, "Key | AnyBlock | Table"]
 
-_UNITS = ignored(
-    "gradients and parameters are communicated per unit: `sharding.block_classes`, `sharding.min_unit_numel`"
-)
-_MODES = ignored("this package has one implementation, which needs no option")
+_UNITS = ignored("a unit takes the place of a bucket: `sharding.block_classes`, `sharding.min_unit_numel`")
+_MODES = ignored("this package has one implementation")
+_ALWAYS = ignored("this package always does so")
 _CHECKS = ignored("it only debugs DeepSpeed")
+_NO_CHECK = ignored("bf16 has the range of fp32: steps with inf or nan are not skipped")
 _LOGGER = ignored("set the logger with `Trainer(logger=...)`")
 _REPORTS = ignored("use `ls_strategy.Monitor`, which reports times, memory and bytes sent")
-_PINNED = ignored("host memory is always pinned with CUDA")
-_NVME_BUFFERS = ignored("NVMe buffers follow the sizes of the model's units")
-_LIVE = ignored("only the current unit and prefetched units are gathered: `sharding.prefetch_units`")
+_NVME_BUFFERS = ignored("NVMe buffers follow the sizes of units")
+_EXPORT = ignored("`ls-strategy consolidate --dtype bf16` exports 16-bit weights")
+_LIVE = ignored("the current and prefetched units are gathered: `sharding.prefetch_units`")
 _REMOVED = "DeepSpeed itself has removed it. Delete the block"
 _DATA_EFFICIENCY = (
-    "it changes data and tokens. Use the callback `RandomTokenDropping` for `random_ltd` and `SequenceCurriculum` for "
-    "a `seqlen` curriculum, and sample in the DataModule"
+    "it changes data and tokens. Use the callbacks `RandomTokenDropping` (`random_ltd`) and `SequenceCurriculum` "
+    "(`seqlen`), and sample in the DataModule"
 )
 _CURRICULUM = "it shortens sequences. Use the callback `SequenceCurriculum`"
 _ZEROPP = "quantized communication changes results. Delete it"
 _LOCO = "quantized gradients have no error feedback. Delete it; `strategy.gradient_error()` measures what is lost"
+
+_NO_MASTERS = to("`precision.master_weights=False`, both together")
 
 _LOSS_SCALE: Table = {
     "loss_scale": to("`precision.loss_scale.static`; 0 means a dynamic scale"),
@@ -81,24 +83,24 @@ _LOSS_SCALE: Table = {
 _BF16: Table = {
     "enabled": to("`Trainer(precision='bf16-true')`, as DeepSpeed computes; `bf16-mixed` is accepted"),
     "immediate_grad_update": _MODES,
-    "check_grad_overflow": ignored("bf16 has the range of fp32, so that steps with inf or nan are not skipped"),
-    "check_overflow": ignored("older name of check_grad_overflow"),
-    "bf16_master_weights_and_grads": to("`precision.master_weights=False`, together with bf16_optimizer_states"),
-    "bf16_optimizer_states": to("`precision.master_weights=False`, together with bf16_master_weights_and_grads"),
+    "check_grad_overflow": _NO_CHECK,
+    "check_overflow": _NO_CHECK,
+    "bf16_master_weights_and_grads": _NO_MASTERS,
+    "bf16_optimizer_states": _NO_MASTERS,
     **{name: ignored("bf16 needs no loss scale") for name in _LOSS_SCALE},
 }
 
 _ZERO: Table = {
     "stage": to("`stage`"),
     "contiguous_gradients": _MODES,
-    "reduce_scatter": ignored("sharded gradients are always reduce-scattered"),
+    "reduce_scatter": _ALWAYS,
     "reduce_bucket_size": _UNITS,
     "use_multi_rank_bucket_allreduce": _MODES,
-    "allgather_partitions": ignored("parameters are always all-gathered"),
+    "allgather_partitions": _ALWAYS,
     "allgather_bucket_size": _UNITS,
-    "overlap_comm": ignored("communication always overlaps with computation"),
+    "overlap_comm": _ALWAYS,
     "compute_grad_norm": ignored("the norm is computed only for clipping and `strategy.grad_norm()`"),
-    "load_from_fp32_weights": ignored("master weights always come from the unrounded fp32 weights"),
+    "load_from_fp32_weights": _ALWAYS,
     "elastic_checkpoint": ignored("any number of ranks can load any checkpoint"),
     "offload_param": {
         "device": to("`offload.parameters`"),
@@ -106,20 +108,20 @@ _ZERO: Table = {
         "buffer_count": _NVME_BUFFERS,
         "buffer_size": _NVME_BUFFERS,
         "max_in_cpu": _NVME_BUFFERS,
-        "pin_memory": _PINNED,
+        "pin_memory": _ALWAYS,
     },
     "offload_optimizer": {
         "device": to("`offload.optimizer`"),
         "nvme_path": to("`offload.nvme_path`"),
         "ratio": to("`TierConfig(ratio=...)`"),
         "buffer_count": _NVME_BUFFERS,
-        "pin_memory": _PINNED,
-        "pipeline": ignored("reads, updates and writes always overlap"),
-        "pipeline_read": ignored("reads always overlap with updates"),
-        "pipeline_write": ignored("writes always overlap with updates"),
-        "fast_init": ignored("states on NVMe are always initialized in place"),
+        "pin_memory": _ALWAYS,
+        "pipeline": _ALWAYS,
+        "pipeline_read": _ALWAYS,
+        "pipeline_write": _ALWAYS,
+        "fast_init": _ALWAYS,
         "super_offload": ignored("updates overlap with backward unless gradients are clipped: `sharding.overlap_step`"),
-        "cpuadam_cores_perc": ignored("set the number of threads with `OMP_NUM_THREADS`"),
+        "cpuadam_cores_perc": ignored("set `OMP_NUM_THREADS`"),
     },
     "zenflow": AnyBlock(
         refused("it updates with stale gradients. Delete it; `offload.delay_after` delays updates by one step")
@@ -128,20 +130,18 @@ _ZERO: Table = {
     "cpu_offload": to("`offload.optimizer='cpu'`"),
     "cpu_offload_param": to("`offload.parameters='cpu'`"),
     "cpu_offload_params": to("`offload.parameters='cpu'`"),
-    "cpu_offload_use_pin_memory": _PINNED,
+    "cpu_offload_use_pin_memory": _ALWAYS,
     "stage3_prefetch_bucket_size": to("`sharding.prefetch_units`: 0 stays 0, other values become 1, the default"),
-    "stage3_param_persistence_threshold": ignored("small blocks share one unit: `sharding.min_unit_numel`"),
-    "stage3_model_persistence_threshold": ignored("small blocks share one unit: `sharding.min_unit_numel`"),
+    "stage3_param_persistence_threshold": ignored("small blocks share a unit: `sharding.min_unit_numel`"),
+    "stage3_model_persistence_threshold": ignored("small blocks share a unit: `sharding.min_unit_numel`"),
     "stage3_max_live_parameters": _LIVE,
     "stage3_max_reuse_distance": _LIVE,
-    "stage3_gather_16bit_weights_on_model_save": ignored(
-        "`ls-strategy consolidate --dtype bf16` exports 16-bit weights"
-    ),
-    "stage3_gather_fp16_weights_on_model_save": ignored("older name of stage3_gather_16bit_weights_on_model_save"),
+    "stage3_gather_16bit_weights_on_model_save": _EXPORT,
+    "stage3_gather_fp16_weights_on_model_save": _EXPORT,
     "stage3_module_granularity_threshold": _UNITS,
     "stage3_use_all_reduce_for_fetch_params": _MODES,
     "stage3_allgather_sequential": _MODES,
-    "ignore_unused_parameters": ignored("unused parameters are always allowed"),
+    "ignore_unused_parameters": _ALWAYS,
     "legacy_stage1": _MODES,
     "round_robin_gradients": _MODES,
     "parameter_alignment": _MODES,
@@ -151,14 +151,14 @@ _ZERO: Table = {
     "zero_quantized_gradients": to("`sharding.quantized_gradients='int4'`, at stage 3"),
     "zeropp_loco_param": AnyBlock(refused(_LOCO)),
     "mics_shard_size": to("`sharding.shard_size` if above 0"),
-    "mics_hierarchical_params_gather": ignored("parameters are gathered in one step, inside the group; same results"),
+    "mics_hierarchical_params_gather": ignored("gathered in one step, inside the group; same results"),
     "memory_efficient_linear": _MODES,
     "pipeline_loading_checkpoint": _MODES,
     "override_module_apply": _MODES,
     "log_trace_cache_warnings": _CHECKS,
     "enable_sanity_checks": _CHECKS,
     "save_muon_momentum_buffer_in_memory": ignored("all states of an optimizer are offloaded"),
-    "leaf_module": AnyBlock(ignored("all parameters of a unit are gathered together, including experts")),
+    "leaf_module": AnyBlock(ignored("a unit is gathered together, including experts")),
     "partition_activations": to("same as activation_checkpointing.partition_activations"),
 }
 
@@ -182,7 +182,7 @@ KEYS: Table = {
         "auto_cast": ignored("inputs are always cast to the parameters' dtype"),
         **_LOSS_SCALE,
         "fp16_master_weights_and_grads": refused(
-            "the optimizer's eps of 1e-8 rounds to 0 in fp16. Delete it; `precision.moments='int8'` saves more memory"
+            "an eps of 1e-8 rounds to 0 in fp16. Delete it; `precision.moments='int8'` saves more memory"
         ),
     },
     "bf16": dict(_BF16),
@@ -208,11 +208,11 @@ KEYS: Table = {
     "zero_allow_untested_optimizer": ignored("any elementwise torch optimizer is allowed"),
     "zero_force_ds_cpu_optimizer": ignored("the optimizer that you chose always runs, on the CPU too"),
     "communication_data_type": to("`precision.reduce_dtype`: `fp32`, or `compute` for the parameters' dtype"),
-    "seq_parallel_communication_data_type": ignored("gradients of sequence-parallel ranks are reduced with all others"),
+    "seq_parallel_communication_data_type": ignored("these gradients are reduced with all others"),
     "prescale_gradients": ignored("the mean does not depend on it"),
     "gradient_predivide_factor": ignored("the mean does not depend on it"),
     "gradient_allreduce_op": refused("gradients are averaged. Multiply the loss by the world size", "mean", None),
-    "sparse_gradients": ignored("gradients are reduced as dense tensors; results are the same"),
+    "sparse_gradients": ignored("dense gradients give the same results"),
     "disable_allgather": _MODES,
     "aio": {
         "block_size": to("`offload.nvme_io.block_bytes`"),
@@ -261,7 +261,7 @@ KEYS: Table = {
         "tag_validation": ignored("all ranks commit one checkpoint, or none"),
         "load_universal": ignored("any layout can load any checkpoint; `ls-strategy consolidate` reads DeepSpeed's"),
         "use_node_local_storage": refused("all ranks write to one folder. Use a path that all nodes share"),
-        "parallel_write": AnyBlock(ignored("every rank always writes its own shard")),
+        "parallel_write": AnyBlock(_ALWAYS),
         "checkpoint_serialization": _MODES,
         "writer": AnyBlock(ignored("use `checkpoint.background=True` to save in the background")),
     },
