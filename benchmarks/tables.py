@@ -302,40 +302,44 @@ _VERDICTS = {
 """Words of the conformance suite, as short as in a table."""
 
 
+def _agreeing(record: dict[str, Any]) -> dict[tuple[str, ...], str]:
+    """Labels of the strategies that come to the same verdicts on all habits, of those that run anything."""
+    results = record["results"]
+    labels: dict[tuple[str, ...], list[str]] = {}
+    for label in results["strategies"]:
+        verdicts = tuple(_VERDICTS[by[label]["outcome"]] for by in results["verdicts"].values())
+        if "equal" in verdicts:
+            labels.setdefault(verdicts, []).append(f"`{label}`")
+    return {verdicts: ", ".join(each) for verdicts, each in labels.items()}
+
+
 def _conformance(record: dict[str, Any]) -> list[list[str]]:
     """One row per combination of verdicts that are not all equal, one column per group of strategies that agree."""
-    results = record["results"]
-    verdicts = results["verdicts"]
-    columns: dict[tuple[str, ...], list[str]] = {}
-    for label in results["strategies"]:
-        outcomes = tuple(_VERDICTS[by[label]["outcome"]] for by in verdicts.values())
-        if "equal" in outcomes:
-            columns.setdefault(outcomes, []).append(f"`{label}`")
+    columns = _agreeing(record)
     rows: dict[tuple[str, ...], list[str]] = {}
-    for habit, cells in zip(verdicts, zip(*columns, strict=True), strict=True):
-        if set(cells) != {"equal"}:
-            rows.setdefault(cells, []).append(f"`{habit}`")
-    head = ["habits", *(", ".join(labels) for labels in columns.values())]
-    return [head, *([", ".join(habits), *cells] for cells, habits in rows.items())]
+    for habit, verdicts in zip(record["results"]["verdicts"], zip(*columns, strict=True), strict=True):
+        if set(verdicts) != {"equal"}:
+            rows.setdefault(verdicts, []).append(f"`{habit}`")
+    return [["habits", *columns.values()], *([", ".join(habits), *verdicts] for verdicts, habits in rows.items())]
 
 
 def _verdict_counts(record: dict[str, Any]) -> list[list[str]]:
-    """One row per strategy: how many habits have come to each verdict."""
-    results = record["results"]
-    rows = [["strategy", *_VERDICTS.values()]]
-    for label in results["strategies"]:
-        outcomes = [by[label]["outcome"] for by in results["verdicts"].values()]
-        rows.append([f"`{label}`", *(str(outcomes.count(each)) for each in _VERDICTS)])
-    return rows
+    """One row per group of strategies that agree: how many habits have come to each verdict."""
+    words = [word for word in _VERDICTS.values() if word != _VERDICTS["not run"]]
+    groups = _agreeing(record).items()
+    return [
+        ["strategies", *words],
+        *([labels, *(str(found.count(word)) for word in words)] for found, labels in groups),
+    ]
 
 
 def _verdict_details(record: dict[str, Any]) -> list[list[str]]:
-    """One row per verdict that is silent, a hang or a loss, with all strategies to which the same happened."""
+    """One row per verdict that is silent or a loss, with all strategies to which the same happened."""
     rows = [["habit", "strategies", "what happened"]]
     for habit, by in record["results"]["verdicts"].items():
         alike: dict[str, list[str]] = {}
         for label, verdict in by.items():
-            if _VERDICTS[verdict["outcome"]].startswith("**"):
+            if verdict["outcome"] in ("silently other", "lost data"):
                 alike.setdefault(_in_short(verdict["detail"]), []).append(f"`{label}`")
         for detail, labels in alike.items():
             rows.append([f"`{habit}`", ", ".join(labels), detail])
@@ -343,11 +347,9 @@ def _verdict_details(record: dict[str, Any]) -> list[list[str]]:
 
 
 def _in_short(detail: str) -> str:
-    """By how much a number is off, where a rank stood, or the first and the last error of a trace."""
+    """By how much a number is off, or the first and the last error of a trace."""
     if found := re.fullmatch(r"(.*?): .*\(by (\S+); .*\)", detail):
         return f"{found[1]} is off by {found[2]}"
-    if found := re.fullmatch(r"(ranks? [\d, ]+) had not ended at the limit; it stood at File .* in (\S+)", detail):
-        return f"{found[1]} stood in `{found[2]}`"
     if found := re.fullmatch(r"(.*?Exception): .*? (\w+Error)", detail, re.DOTALL):
         return f"{found[1]}, {found[2]}"
     return detail.replace("|", "\\|").replace("<", "\\<")
