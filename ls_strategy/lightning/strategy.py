@@ -363,6 +363,7 @@ class ZeROStrategy(BuiltStrategy):  # its many public members are Lightning's ho
         Raises:
             CheckpointError: on every rank, if any rank failed; earlier checkpoints are untouched.
         """
+        self.resume.wrote(os.fspath(filepath))
         self.saves.save(checkpoint, os.fspath(filepath), storage_options)
 
     @override

@@ -10,10 +10,11 @@ from typing import Any
 
 import lightning.pytorch as pl
 import pytest
+import torch
 from lightning.fabric.plugins.io.torch_io import TorchCheckpointIO
 from lightning.pytorch.callbacks import LearningRateFinder, ModelCheckpoint
 from lightning.pytorch.tuner import Tuner
-from torch import nn
+from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from ls_strategy.checkpoint.consolidate import consolidate
@@ -137,16 +138,31 @@ def test_the_learning_rate_finder_restores_what_it_saved(
 @pytest.mark.parametrize("stage", [slow(1), slow(2), 3])
 @on_ranks(2)
 def test_a_callback_searches_in_the_middle_of_a_fit(rank: int, world_size: int, stage: int, tmp_path: Path) -> None:
-    """`LearningRateFinder` saves, trains, and restores, with optimizer states the second time."""
+    """`LearningRateFinder` saves, trains, and restores, with optimizer states the second time.
+
+    The fit goes on with DDP's batches and random numbers: those behind the search.
+    """
     found = {}
     for strategy in ("ddp", stage):
-        module = Net()
+        torch.manual_seed(3)
+        module = WithDropout()
         search = SearchAgain(num_training_steps=6)
         fit(strategy, module, max_epochs=3, callbacks=[search], default_root_dir=tmp_path)
         found[strategy] = (module.lr, module.losses, weights(module))
         assert search.searches == 2
     for mine, expected in zip(found[stage], found["ddp"], strict=True):
         assert_close(mine, expected, "found")
+
+
+class WithDropout(Net):
+    """Draws random numbers in every step."""
+
+    def build(self) -> None:
+        super().build()
+        self.drop = nn.Dropout(0.3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(self.drop(x))
 
 
 class SearchAgain(LearningRateFinder):

@@ -30,7 +30,6 @@ from ls_strategy.lightning._private_data import (
     drop_loader_states,
     fetched_ahead,
     has_begun_again,
-    is_resuming,
     leaves_out_validation,
     make_iterators,
     observe,
@@ -70,6 +69,8 @@ class _Resume(Protocol):
 
     @property
     def pending(self) -> bool: ...
+
+    def resumes(self, trainer: pl.Trainer) -> bool: ...
 
     def before_iterators(self) -> None: ...
 
@@ -163,7 +164,7 @@ class DataResume:
 
     def _place(self) -> str | None:
         """Return where the fit resumes: "inside" an epoch, "between" two, or after one that was "cut" short."""
-        if not is_resuming(self._trainer):
+        if not self._resume.resumes(self._trainer):
             return None
         epochs: Any = self._trainer.fit_loop.epoch_progress.current
         batches: Any = self._trainer.fit_loop.epoch_loop.batch_progress
@@ -356,7 +357,7 @@ class DataResume:
         """Return to this run's random numbers, behind iterators that were made with those of the checkpoint."""
         self._has_begun = True
         self._report_left_out()
-        if is_resuming(self._trainer) and reloads_for(self._trainer, self._next_epoch()):
+        if self._resume.resumes(self._trainer) and reloads_for(self._trainer, self._next_epoch()):
             self._resume.before_iterators()  # user code makes the data again, and may draw
         if self._outside is not None:
             self._behind = random_states()
@@ -365,7 +366,7 @@ class DataResume:
 
     def _report_left_out(self) -> None:
         """Report what Lightning leaves out of a run that resumes here, with any strategy."""
-        if not is_resuming(self._trainer) or self._resume.between_batches:
+        if not self._resume.resumes(self._trainer) or self._resume.between_batches:
             return
         epoch = untrained_epoch(self._trainer)
         if epoch is not None:

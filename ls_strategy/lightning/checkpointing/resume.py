@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -60,6 +61,10 @@ class Resume:
         """Of the running fit, or of the last one."""
         self._loaded: History | None = None
         """Of the checkpoint that the run has loaded."""
+        self._written: set[str] = set()
+        """Checkpoints that this fit has saved."""
+        self._goes_back = False
+        """Whether the last one that was loaded is one of those."""
 
     def restores(self, load: Callable[[pl.Trainer, dict[str, Any]], None]) -> None:
         """Call ``load`` when the training data continue, with the entries of a checkpoint that only we read."""
@@ -67,10 +72,24 @@ class Resume:
 
     def forget(self) -> None:
         """Forget what waits for a batch: an evaluation has loaded a checkpoint, or a fit had nothing left to do."""
+        self._written.clear()
+        self._goes_back = False
         self._position = self._random = self._before_iterators = self._between = self._loaded = None
         self.reading.forget()
         if self._strategy.virtual is not None:
             self._strategy.virtual.random.restore({})
+
+    def wrote(self, path: str) -> None:
+        """Record a checkpoint that this fit has saved.
+
+        A fit that loads it (`LearningRateFinder` does so) gets weights, states and progress back, but keeps its random
+        numbers, and reads its data as if it had not: those are DDP's numbers.
+        """
+        self._written.add(path)
+
+    def resumes(self, trainer: pl.Trainer) -> bool:
+        """Return whether a fit goes on from a checkpoint of before it, and has trained on no batch yet."""
+        return is_resuming(trainer) and not self._goes_back
 
     def load(
         self,
@@ -90,6 +109,7 @@ class Resume:
         """
         strategy = self._strategy
         strategy.wait_for_saves()
+        self._goes_back = os.fspath(path) in self._written
         if strategy.is_global_zero:
             recover(path)
         strategy.barrier("ZeROStrategy.load_checkpoint")
@@ -104,21 +124,28 @@ class Resume:
                 )
             check = partial(contents.verify_file, path, checkpoint)
             strategy.on_all_ranks(check if strategy.is_global_zero else lambda: None)
-            self._ours = self._position = checkpoint.pop(contents.OURS, {})
-            self._loaded = History.of(self._ours.get(HISTORY))
-            self._take_random_states(self._ours)  # a file's top level is Lightning's and the user's
+            self._ours = checkpoint.pop(contents.OURS, {})
+            self._take(self._ours)  # a file's top level is Lightning's and the user's
             return checkpoint
         read = partial(contents.read, path, strategy.checkpoint_io, weights_only)
         checkpoint = strategy.on_all_ranks(read)
-        self._ours = self._position = checkpoint.pop(contents.OURS)
-        self._loaded = History.of(self._ours.get(HISTORY))
-        self._take_random_states(checkpoint)
+        self._ours = checkpoint.pop(contents.OURS)
+        self._take(checkpoint)
         if self._between is not None and self._between["loaders"]:
             set_loader_states(checkpoint, self._between["loaders"])
         return checkpoint
 
-    def _take_random_states(self, saved: dict[str, Any]) -> None:
-        states, virtual = saved.pop(contents.RANDOM, {}), self._strategy.virtual
+    def _take(self, saved: dict[str, Any]) -> None:
+        """Take what the run continues with besides weights, states and progress. ``saved`` has the random states."""
+        states = saved.pop(contents.RANDOM, {})
+        if self._goes_back:
+            return
+        self._position = self._ours
+        self._loaded = History.of(self._ours.get(HISTORY))
+        self._take_random_states(states)
+
+    def _take_random_states(self, states: dict[str, Any]) -> None:
+        virtual = self._strategy.virtual
         self._between = None
         self.reading.take(states, self._ours.get("world_size"))
         if self._ours.get(before_batch.MARK):
@@ -244,7 +271,7 @@ class Resume:
         with self.making_iterators():
             yield
         self.reading.made()
-        if is_resuming(trainer):
+        if self.resumes(trainer):
             follow_reloads(trainer)
         done: Any = trainer.fit_loop.epoch_loop.batch_progress.current
         if self.pending and done.ready == done.processed and not hides_batches(trainer.fit_loop._data_fetcher):
@@ -300,7 +327,7 @@ class Resume:
         module = self._strategy.lightning_module
         trainer = None if module is None else module._trainer
         data_position.forget(dataloader)
-        if not self._position or trainer is None or not trainer.training or not is_resuming(trainer):
+        if not self._position or trainer is None or not trainer.training or not self.resumes(trainer):
             return False
         for load in self._loads:
             load(trainer, self._position)
