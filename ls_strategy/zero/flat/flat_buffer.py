@@ -583,14 +583,12 @@ class FlatBuffer(FlatStates):
             self._end_read()
         keeps_memory = self.writes.begin_release()
         with unnoticed():
-            away: list[int] = []
             for p, placeholder in zip(self.params, self._released, strict=True):
                 point(p, placeholder)
-                if not self._versions_away:
-                    away.append(p._version)
-            if away:  # autograd refuses what it has saved of them: their memory may be that of a gather in flight
-                self._versions_away = away
-                set_versions(tuple(self.params), tuple(version + RELEASED_VERSIONS for version in away))
+            if not self._versions_away and self.params:
+                # Autograd refuses what it has saved of them: their memory may be that of a gather in flight.
+                self._versions_away = [p._version for p in self.params]
+                set_versions(tuple(self.params), tuple(v + RELEASED_VERSIONS for v in self._versions_away))
         self._switch(ShardedParameter)
         self._move(to)
         if not keeps_memory:

@@ -30,6 +30,10 @@ class Gatherer:
         self.releases = sharded or any(not flat.resident for unit in units for flat in unit.flats)
         """Whether some buffers are released between their uses: all at stage 3, below only the quantized ones."""
         self.prefetch_units = prefetch_units
+        self._reads_ahead = any(flat.plan.param_tier != "device" for unit in units for flat in unit.flats)
+        """Whether shards of parameters are on a tier from which they are read before they are gathered."""
+        self._with_secondary = [f for unit in units for f in unit.flats if f.plan.node]
+        """Buffers with a second copy per node."""
         self._order: list[Unit] = [u for u in units if not u.is_root]
         self._position = {id(u): i for i, u in enumerate(self._order)}
         self._seen: list[Unit] = []
@@ -60,7 +64,7 @@ class Gatherer:
                         flat.update is UpdateState.UPDATED_EARLY for flat in neighbour.flats
                     ):  # else its backward is over
                         self.start(neighbour)
-                for neighbour in neighbours:
+                for neighbour in neighbours if self._reads_ahead else ():
                     self._read(neighbour)
         elif not self.sharded:
             self._start_due(unit)
@@ -151,16 +155,15 @@ class Gatherer:
     def fetch_root(self) -> None:
         """Gather the root units, the parameters of which may be used anywhere in a step. Collective at stage 3."""
         self.stepped.clear()
-        for unit in self.units if self.sharded else ():
-            for flat in unit.flats:
-                flat.outdate_secondary()
+        for flat in self._with_secondary:
+            flat.outdate_secondary()
         roots = [u for u in self.units if u.is_root]
         for unit in roots if self.sharded else ():
             self.start(unit)
         if self.sharded and self.prefetch_units:
             for unit in self._order[:1]:
                 self.start(unit)
-            for unit in self._order[1:2]:
+            for unit in self._order[1:2] if self._reads_ahead else ():
                 self._read(unit)
         for unit in self.forward_order() if self._waits_before_steps else roots:
             self.fetch(unit)
@@ -198,8 +201,8 @@ class Gatherer:
             if unit.pinned:
                 unit.unpin()
             self.release(unit, stepped=stepped, kept=True)
-            for flat in unit.flats:
-                flat.outdate_secondary()
+        for flat in self._with_secondary:
+            flat.outdate_secondary()
         self._seen.clear()
 
     def outdate(self, flats: list[FlatBuffer]) -> None:
@@ -207,7 +210,8 @@ class Gatherer:
         self.stepped.update(map(id, flats))
         for flat in flats:
             if self.sharded:
-                flat.outdate_secondary()
+                if flat.plan.node:
+                    flat.outdate_secondary()
                 if flat.plan.cast_to is not None:
                     flat.outdate_casts()
                 if flat.is_fetched:
