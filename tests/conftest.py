@@ -116,10 +116,10 @@ def pytest_timeout_set_timer(item: Any, settings: Any) -> bool | None:
 
 
 ROOT = Path(__file__).parent
-OTHER_DEVICES = ("simulated_device", "gpu")
+OTHER_DEVICES = ("simulated_device", "gpu", "gpus")
 """Folders of tests whose ranks have another device: autograd counts devices once in a process."""
 
-FOLDER_MARKERS = ("dist", "gpu", "slurm")
+FOLDER_MARKERS = ("dist", "gpu", "gpus", "slurm")
 
 # Set by Lightning and its launchers in the process that runs a Trainer, and by libraries when they are imported.
 # Restored, and not counted as a leak.

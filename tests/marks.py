@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-LEFT_OUT = ("wide", "slow", "gpu", "slurm")
+LEFT_OUT = ("wide", "slow", "gpu", "gpus", "slurm")
 """What the default run leaves out: ``addopts`` in pyproject.toml."""
 
 DEFAULT = pytest.StashKey[dict[str, bool]]()

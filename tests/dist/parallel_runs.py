@@ -159,7 +159,7 @@ def train(rank: int, world_size: int, run: Run, kind: type[Module] = Module) -> 
     if isinstance(trainer.strategy, ZeROStrategy):
         check_every_rank(trainer.strategy, weights)
     if rank == 0:
-        outcome.weights = {k: v.detach().clone() for k, v in weights.items()}
+        outcome.weights = {k: v.detach().cpu().clone() for k, v in weights.items()}
     return outcome
 
 

@@ -227,6 +227,8 @@ def mean_over_ranks(values: list[float]) -> list[float]:
     """Element-wise."""
     total = torch.tensor(values, dtype=torch.float64).to("cpu:0")  # the device of `tests.native_ranks`
     if dist.is_initialized():
+        if dist.get_backend() == "nccl":  # which has no collectives on the host
+            total = total.cuda()
         dist.all_reduce(total)
         total /= dist.get_world_size()
     return total.tolist()

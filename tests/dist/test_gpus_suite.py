@@ -1,0 +1,50 @@
+"""The suite for several GPUs, ``python -m pytest -m gpus``, in small over gloo: its programs and their claims hold."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from tests.dist.parallel_runs import differences
+from tests.dist.test_parity import check_parity
+from tests.gpus import suite, test_layouts, test_stages
+from tests.gpus.suite import FAILURES, LAYOUTS, STAGES
+from tests.limits import wall
+
+pytestmark = [pytest.mark.wide, pytest.mark.dist]
+
+
+@pytest.mark.parametrize("name", test_stages.CASES)
+def test_stages_are_ddp(name: str) -> None:
+    case = suite.case_of("cpu", "32-true", steps=10, **test_stages.CASES[name])
+    found = suite.stages_of(2, case)
+    for stage in STAGES:
+        check_parity(case, found[None], found[stage])
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=pytest.mark.slow if each.ranks > 4 else ()) for name, each in LAYOUTS.items()]
+)
+def test_layouts_have_the_numbers_of_one_device(name: str, tmp_path: Path) -> None:
+    assert not suite.too_far(LAYOUTS[name], "cpu", tmp_path)
+
+
+def test_a_wrong_number_is_noticed(tmp_path: Path) -> None:
+    layout = LAYOUTS["uneven shards"]
+    run = replace(layout.run, options={**(layout.run.options or {}), "sharding.quantized_gradients": "int8"})
+    assert suite.too_far(replace(layout, run=run), "cpu", tmp_path)
+
+
+def test_half_of_the_ranks_go_on(tmp_path: Path) -> None:
+    whole, resumed = suite.saved_and_resumed("cpu", 4, 2, tmp_path)
+    assert max(differences(whole, resumed).values()) <= 1e-5
+
+
+@pytest.mark.parametrize("failure", FAILURES)
+def test_a_failing_rank_ends_all(failure: str) -> None:
+    found = suite.ended("cpu", 2, failure, wall(test_layouts.END_S))
+    assert found["seconds"] < wall(test_layouts.END_S)
+    assert 0 not in found["statuses"]
+    assert None not in found["statuses"]
