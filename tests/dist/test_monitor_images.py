@@ -21,6 +21,7 @@ from tests.dist.ranks import on_ranks, trainer_of
 from tests.marks import slow
 
 pytest.importorskip("tensorboard")
+pytest.importorskip("matplotlib")
 Image = pytest.importorskip("PIL.Image")
 
 pytestmark = pytest.mark.wide
@@ -108,9 +109,9 @@ def _rows_of_forward(image: torch.Tensor, ranks: int) -> list[int]:
 def test_a_logger_without_images_and_a_missing_package_are_named_once(
     rank: int, world_size: int, tmp_path: Path
 ) -> None:
-    """Without Pillow, the run says what to install, and trains."""
-    import importlib.util
+    """Without matplotlib, the run says what to install, and trains."""
     import logging
+    import sys
     from unittest import mock
 
     lines: list[str] = []
@@ -119,12 +120,11 @@ def test_a_logger_without_images_and_a_missing_package_are_named_once(
         def emit(self, record: logging.LogRecord) -> None:
             lines.append(record.getMessage())
 
-    find = importlib.util.find_spec
     log = logging.getLogger("lightning.pytorch.utilities.rank_zero")
     log.setLevel(logging.INFO)
     log.addHandler(handler := Handler())
     try:
-        with mock.patch("importlib.util.find_spec", lambda name, *a: None if name == "PIL" else find(name, *a)):
+        with mock.patch.dict(sys.modules, {"matplotlib": None}):
             trainer = trainer_of(
                 ZeROStrategy(3), max_epochs=1, log_every_n_steps=2,
                 logger=TensorBoardLogger(tmp_path, name="run", version=0), callbacks=[Monitor()],
@@ -134,5 +134,5 @@ def test_a_logger_without_images_and_a_missing_package_are_named_once(
         log.removeHandler(handler)
     assert trainer.global_step == trainer.num_training_batches > 0
     if rank == 0:
-        assert sum("Pillow is missing. Run pip install pillow" in line for line in lines) == 1
+        assert sum('matplotlib is missing. Run pip install "ls_strategy[report]"' in line for line in lines) == 1
         assert not read(tmp_path / "run" / "version_0", "run").images

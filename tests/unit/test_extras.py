@@ -109,6 +109,25 @@ def test_the_core_trains_where_extras_cannot_be_imported() -> None:
         assert process.output().splitlines()[-1] == "fitted without one"
 
 
+def test_what_does_not_draw_is_imported_where_nothing_can_be_drawn() -> None:
+    code = """
+import importlib, pkgutil, sys
+for name in [name for name in sys.modules if name.split(".")[0] in ("matplotlib", "jinja2")]:
+    del sys.modules[name]
+sys.modules["matplotlib"] = sys.modules["jinja2"] = None
+import ls_strategy.extras
+for folder in ("callbacks", "cli", "planner", "plots", "report"):
+    package = importlib.import_module(f"ls_strategy.extras.{folder}")
+    for module in pkgutil.iter_modules(package.__path__, package.__name__ + "."):
+        if not module.name.endswith("__main__"):
+            importlib.import_module(module.name)
+from ls_strategy.extras.plots.figure import missing
+print(missing())
+"""
+    with Program(code) as process:
+        assert process.output().splitlines()[-1] == "matplotlib is missing"
+
+
 @pytest.fixture
 def offers(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(extensions, "_OFFERED", {name: list(them) for name, them in extensions._OFFERED.items()})

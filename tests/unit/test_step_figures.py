@@ -20,22 +20,26 @@ from ls_strategy.extras.callbacks.step_figures import (
 from ls_strategy.extras.callbacks.step_trace import RankTrace
 from ls_strategy.spans import BACKWARD, COMMUNICATION, COPY, DATA, FORWARD, OPTIMIZER, Span, SpanRecord
 
-ImageDraw: Any = pytest.importorskip("PIL.ImageDraw")
+text = pytest.importorskip("matplotlib.text")
 
 MIB = 1 << 20
 
 
 @pytest.fixture
 def written(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """All texts that are drawn."""
+    """All texts that are drawn, whole, within the image."""
     texts: list[str] = []
-    draw = ImageDraw.ImageDraw.text
+    draw = text.Text.draw
 
-    def text(self: Any, xy: Any, text: str, *args: Any, **options: Any) -> None:
-        texts.append(text)
-        draw(self, xy, text, *args, **options)
+    def noted(self: Any, renderer: Any, *args: Any, **options: Any) -> None:
+        if self.get_text() and self.get_visible():
+            texts.append(self.get_text())
+            box, whole = self.get_window_extent(renderer), self.get_figure(root=True).bbox
+            assert whole.x0 <= box.x0 <= box.x1 <= whole.x1, self.get_text()
+            assert whole.y0 <= box.y0 <= box.y1 <= whole.y1, self.get_text()
+        draw(self, renderer, *args, **options)
 
-    monkeypatch.setattr(ImageDraw.ImageDraw, "text", text)
+    monkeypatch.setattr(text.Text, "draw", noted)
     return texts
 
 
@@ -85,8 +89,9 @@ def test_ranks_are_drawn_on_one_clock_with_names_units_and_a_legend(written: lis
     spans = [span for span in columns(image, PHASES[BACKWARD][0]).values() if span[1] - span[0] > 100]
     begins = sorted({begin for begin, _ in spans})
     assert len(begins) == 2
-    assert begins[1] - begins[0] == pytest.approx(1200 * 20 / 120, abs=2)  # 20 of 120 ms
-    assert {end - begin + 1 for begin, end in spans} <= {399, 400, 401}  # 40 of 120 ms
+    (length,) = {end - begin + 1 for begin, end in spans}  # 40 of 120 ms
+    assert begins[1] - begins[0] == pytest.approx(length / 2, abs=2)  # 20 of 120 ms
+    assert length > 300
 
 
 def test_copies_have_a_row_of_their_own_where_there_are_any(written: list[str]) -> None:
@@ -105,12 +110,11 @@ def test_only_the_first_ranks_are_shown_and_that_is_said(written: list[str]) -> 
 
 
 def test_memory_is_that_of_the_fullest_rank_in_heights(written: list[str]) -> None:
-    image = draw_memory(two_ranks(), 7, height=300)
+    image = draw_memory(two_ranks(), 7)
     assert any("memory of rank 1 by kind, peak 9 GiB, the most of 2 ranks (least: 6 GiB)" in t for t in written)
-    assert {"parameters", "moments (optimizer)", "activations and other", "time since the step began, ms"} <= set(
-        written
-    )
-    assert "8 GiB" in written
+    assert {"parameters", "moments (optimizer)", "activations and other"} <= set(written)
+    assert any("time since the step began, ms" in t for t in written)
+    assert {"8", "GiB"} <= set(written)
     assert not any("measured on CUDA only" in t for t in written)
     assert any("the process had at most 12 GiB resident" in t for t in written)
 
@@ -118,10 +122,10 @@ def test_memory_is_that_of_the_fullest_rank_in_heights(written: list[str]) -> No
         wide = [span for span in columns(image, KINDS[kind][0]).values() if span[1] - span[0] > 200]
         return len(wide)
 
-    # 9 GiB are 300 / 1.05 pixels high: a sixth, a third and a half of them, but for lines of the grid.
-    assert rows("parameters") == pytest.approx(300 / 1.05 / 6, abs=4)
-    assert rows("optimizer") == pytest.approx(300 / 1.05 / 3, abs=4)
-    assert rows("activations") == pytest.approx(300 / 1.05 / 2, abs=4)
+    # A sixth, a third and a half of the peak, but for lines of the grid.
+    assert rows("optimizer") == pytest.approx(2 * rows("parameters"), abs=4)
+    assert rows("activations") == pytest.approx(3 * rows("parameters"), abs=4)
+    assert rows("parameters") > 30
 
 
 def test_without_activations_the_note_says_why(written: list[str]) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,14 +14,15 @@ from typing_extensions import override
 
 from ls_strategy.checked import at_least, checked
 from ls_strategy.distributed.axis import Axis, Waits
+from ls_strategy.extras.callbacks.step_figures import draws
 from ls_strategy.extras.plots.charts import Charts
-from ls_strategy.extras.plots.figure import ROW_GAP, Frame, framed
+from ls_strategy.extras.plots.figure import add_legend, figure, of, pixels, short_name
 from ls_strategy.host.pytorch import Callback, pl, rank_zero_info
 from ls_strategy.lightning.strategy import ZeROStrategy
 from ls_strategy.moe.sparse import SparseLayer
 
 _BUSY, _EVEN, _IDLE = (219, 68, 55), (245, 245, 245), (66, 133, 244)
-_UNUSED, _BACKGROUND = (40, 40, 40), 255
+_UNUSED = (40, 40, 40)
 
 
 @dataclass(frozen=True)
@@ -105,12 +106,14 @@ class ExpertMonitor(Callback):
         self._picture_step: int | None = None
         self._sent_before = 0
         self._charts = Charts()
+        self._draws = False
 
     @override
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Find the layers."""
         self._layers = {name: m for name, m in pl_module.named_modules() if isinstance(m, SparseLayer)}
         self._picture_step, self._charts = None, Charts()
+        self._draws = draws(trainer, "ExpertMonitor")
         if not self._layers:
             rank_zero_info("ExpertMonitor: the model has no MoE layer, so nothing is logged.")
         self._restart(trainer)
@@ -154,7 +157,7 @@ class ExpertMonitor(Callback):
             for logger in trainer.loggers:
                 logger.log_metrics(shown, step=step)
                 if draw:
-                    _show(getattr(logger, "experiment", None), loads, step)
+                    _show(getattr(logger, "experiment", None), loads, step, picture=self._draws)
         self._restart(trainer)
 
     def _over_all_ranks(self, trainer: pl.Trainer, device: torch.device) -> tuple[dict[str, LayerLoad], float, float]:
@@ -228,9 +231,9 @@ def scalars(loads: dict[str, LayerLoad]) -> dict[str, float]:
     return result
 
 
-def _show(experiment: Any, loads: dict[str, LayerLoad], step: int) -> None:
+def _show(experiment: Any, loads: dict[str, LayerLoad], step: int, *, picture: bool) -> None:
     """Log histograms and the plot to a logger's ``experiment``, if it supports them."""
-    if hasattr(experiment, "add_image"):
+    if picture and hasattr(experiment, "add_image"):
         experiment.add_image("zero_experts/load", draw({name: load.routed for name, load in loads.items()}), step)
     if not hasattr(experiment, "add_histogram_raw"):
         return
@@ -250,61 +253,39 @@ def _show(experiment: Any, loads: dict[str, LayerLoad], step: int) -> None:
         )
 
 
-def draw(loads: Mapping[str, Tensor], *, width: int = 960, height: int = 24) -> Tensor:
-    """Return a plot of loads, ``(3, H, W)`` uint8, for TensorBoard's ``add_image``: `cells` with axes and a scale.
+def draw(loads: Mapping[str, Tensor], *, width: int = 960) -> Tensor:
+    """Return a plot of loads, ``(3, H, W)`` uint8, for TensorBoard's ``add_image``: a row per layer, a cell per expert.
+
+    White is the mean load of the layer, red twice the mean or more, blue less; black is an expert that no token chose.
 
     Args:
         loads: ``(E,)`` tokens per expert, by layer name; E may differ.
-        width: width of the cells in pixels.
-        height: height of a line in pixels.
+        width: of the image, in pixels.
     """
+    from matplotlib.cm import ScalarMappable
+    from matplotlib.colors import LinearSegmentedColormap, Normalize
+
     sizes = {len(load) for load in loads.values()}
-    shades = _shades(torch.linspace(0, 2, 101)).tolist()
-    return framed(
-        cells(list(loads.values()), width=width, height=height),
-        Frame(
-            title="tokens routed to each expert, by MoE layer",
-            rows=[name if len(sizes) == 1 else f"{name}, {len(load)} experts" for name, load in loads.items()],
-            x_label="number of the expert" if len(sizes) == 1 else "experts of the layer, from number 0 at the left",
-            x_ticks=_expert_ticks(sizes.pop()) if len(sizes) == 1 else [],
-            legend=[(_UNUSED, "no token")],
-            scale=("load over the layer's mean load (white: 1):  0", [tuple(c) for c in shades], "2 or more"),
-        ),
-    )
-
-
-def _expert_ticks(experts: int) -> list[tuple[float, str]]:
-    """Return positions and numbers of at most 16 experts, in the middle of their cells."""
-    step = -(-experts // 16)
-    return [((e + 0.5) / experts, str(e)) for e in range(0, experts, step)]
-
-
-def cells(loads: Sequence[Tensor], *, width: int = 960, height: int = 24) -> Tensor:
-    """Return the cells of the plot, ``(3, layers * (height + 4) + 4, width)`` uint8.
-
-    There is one line per layer, the first at the top, and one cell per expert. White is the mean load of the layer, red
-    twice the mean or more, blue less; black is an expert that no token chose.
-    """
-    image = torch.full((3, len(loads) * (height + ROW_GAP) + ROW_GAP, width), _BACKGROUND, dtype=torch.uint8)
-    for line, load in enumerate(loads):
-        top = ROW_GAP + line * (height + ROW_GAP)
-        expert = torch.arange(width) * len(load) // width
-        image[:, top : top + height] = _colours(load)[expert].t()[:, None, :]
-        begins = expert.diff(prepend=expert[:1] - 1) > 0
-        if 8 * len(load) <= width:  # room for lines between cells
-            image[:, top : top + height, begins] = _BACKGROUND
-    return image
-
-
-def _colours(load: Tensor) -> Tensor:
-    """Return the colours of loads, ``(E, 3)`` uint8."""
-    colours = _shades(load.double() / load.double().mean().clamp(min=1e-9))
-    colours[load == 0] = torch.tensor(_UNUSED, dtype=torch.uint8)
-    return colours
-
-
-def _shades(relative: Tensor) -> Tensor:
-    """Return the colours of loads relative to their mean, ``(E, 3)`` uint8."""
-    above = (relative.double() - 1).clamp(-1, 1)[:, None]
-    even, busy, idle = (torch.tensor(c, dtype=torch.double) for c in (_EVEN, _BUSY, _IDLE))
-    return torch.where(above > 0, even + (busy - even) * above, even + (even - idle) * above).round().to(torch.uint8)
+    colours = LinearSegmentedColormap.from_list("load", [of(c) for c in (_IDLE, _EVEN, _BUSY)], N=257)
+    colours = colours.with_extremes(bad=of(_UNUSED))
+    scale = ScalarMappable(Normalize(0, 2), colours)
+    with figure(width, 26 * len(loads) + 130, layout="constrained") as drawn:
+        axes = drawn.add_subplot(xlim=(0, 1), ylim=(len(loads), 0))
+        axes.set_title("tokens routed to each expert, by MoE layer", loc="left")
+        for row, load in enumerate(loads.values()):
+            relative = load.double() / load.double().mean().clamp(min=1e-9)
+            cells = relative.masked_fill(load == 0, torch.nan)[None].numpy()
+            line = "white" if 8 * len(load) <= width else "face"  # room for lines between cells
+            edges = torch.linspace(0, 1, len(load) + 1).numpy()
+            axes.pcolormesh(edges, [row + 0.08, row + 0.92], cells, cmap=colours, norm=scale.norm, edgecolors=line)
+        names = [name if len(sizes) == 1 else f"{name}, {len(load)} experts" for name, load in loads.items()]
+        axes.set_yticks([row + 0.5 for row in range(len(loads))], map(short_name, names))
+        axes.set_xlabel("number of the expert" if len(sizes) == 1 else "experts of the layer, number 0 at the left")
+        experts = sizes.pop()
+        shown = range(0, 0 if sizes else experts, -(-experts // 16))
+        axes.set_xticks([(e + 0.5) / experts for e in shown], map(str, shown))
+        label = "load over the layer's mean load"
+        bar = drawn.colorbar(scale, ax=axes, location="bottom", aspect=60, label=label)
+        bar.set_ticks([0, 1, 2], labels=["0", "1", "2 or more"])
+        add_legend(drawn, [(_UNUSED, "no token")])
+        return pixels(drawn)

@@ -10,6 +10,7 @@ from typing_extensions import override
 from ls_strategy.checked import at_least, checked
 from ls_strategy.errors import PlanError
 from ls_strategy.extras.callbacks.sharded import zero_strategy
+from ls_strategy.extras.callbacks.step_figures import draws
 from ls_strategy.extras.plots import pipeline as figure
 from ls_strategy.host.pytorch import Callback, pl
 from ls_strategy.lightning.pipeline.step import Pipeline
@@ -32,6 +33,7 @@ class PipelineTimeline(Callback):
             every_n_steps: optimizer steps between two plots; the first plot shows the second step.
         """
         self.every_n_steps = every_n_steps
+        self._draws = False
 
     def _pipeline(self, trainer: pl.Trainer) -> Pipeline:
         pipeline = zero_strategy(trainer, self).parallel.pipeline
@@ -46,6 +48,7 @@ class PipelineTimeline(Callback):
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Refuse a run without a pipeline."""
         self._pipeline(trainer)
+        self._draws = draws(trainer, "PipelineTimeline")
 
     @override
     def on_train_batch_start(
@@ -72,7 +75,7 @@ class PipelineTimeline(Callback):
         for logger in trainer.loggers:
             logger.log_metrics({"zero_pipeline/bubble": bubble(spans)}, step=step)
             experiment: Any = getattr(logger, "experiment", None)
-            if hasattr(experiment, "add_image"):
+            if self._draws and hasattr(experiment, "add_image"):
                 experiment.add_image("zero_pipeline/timeline", figure.draw(spans), step)
         folder.mkdir(parents=True, exist_ok=True)
         (folder / f"pipeline_step{step}.json").write_text(figure.chrome_trace(spans))

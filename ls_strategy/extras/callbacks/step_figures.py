@@ -8,17 +8,15 @@
 
 from __future__ import annotations
 
-import importlib.util
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from ls_strategy.extras.callbacks.step_trace import RankTrace
 from ls_strategy.extras.plots.charts import unit_for
-from ls_strategy.extras.plots.figure import ROW_GAP, Colour, Frame, framed, ticks
+from ls_strategy.extras.plots.figure import CURE, Band, Colour, add_legend, figure, missing, of, pixels, rows
 from ls_strategy.host.pytorch import pl, rank_zero_info
 from ls_strategy.spans import BACKWARD, COMMUNICATION, COPY, DATA, FORWARD, OPTIMIZER, OTHER, Span, SpanRecord
 
@@ -51,8 +49,6 @@ KINDS: dict[str, tuple[Colour, str]] = {
 }
 """Color and name of each kind of memory, from the bottom of the figure."""
 
-_EMPTY = 245
-
 
 @dataclass(frozen=True)
 class RankStep:
@@ -77,11 +73,7 @@ class StepFigures:
     def start(self, trainer: pl.Trainer) -> None:
         """Begin a fit: find out whether a logger takes images. Collective."""
         self._last = None
-        takes = trainer.is_global_zero and any(map(_takes_images, trainer.loggers))
-        if takes and importlib.util.find_spec("PIL") is None:
-            rank_zero_info("Monitor: no image of a step is logged, because Pillow is missing. Run pip install pillow.")
-            takes = False
-        self._on = bool(trainer.strategy.broadcast(takes))
+        self._on = bool(trainer.strategy.broadcast(draws(trainer, "Monitor")))
 
     @property
     def on(self) -> bool:
@@ -120,6 +112,18 @@ def log_images(trainer: pl.Trainer, images: Mapping[str, Tensor], step: int) -> 
                 logger.experiment.add_image(tag, image, step)  # type: ignore[attr-defined]
 
 
+def draws(trainer: pl.Trainer, callback: str) -> bool:
+    """Return whether ``callback`` draws on this rank, and say what it would need where a logger takes images.
+
+    Imports matplotlib, when the fit begins rather than within a step.
+    """
+    if not trainer.is_global_zero or not any(map(_takes_images, trainer.loggers)):
+        return False
+    if why := missing():
+        rank_zero_info(f"{callback} logs no image, because {why}. {CURE}.")
+    return not why
+
+
 def _takes_images(logger: Any) -> bool:
     return hasattr(getattr(logger, "experiment", None), "add_image")
 
@@ -132,95 +136,70 @@ def states(held: Mapping[str, int]) -> dict[str, int]:
 # --- time -------------------------------------------------------------------------------------------------------------
 
 
-def draw_time(ranks: Sequence[RankStep], step: int, *, width: int = 1200, height: int = 20) -> Tensor:
+def draw_time(ranks: Sequence[RankStep], step: int, *, width: int = 1200) -> Tensor:
     """Return the step of the first `SHOWN_RANKS` ranks as an image, ``(3, H, W)`` uint8."""
     shown = ranks[:SHOWN_RANKS]
     start = min(r.trace.record.start + r.trace.shift_s for r in shown)
     length = max(max(r.trace.record.end + r.trace.shift_s for r in shown) - start, 1e-9)
     moves = [c for c in _MOVES if any(s.category == c and s.moves for r in shown for s in r.trace.record.spans)]
     names: list[str] = []
-    image = torch.full(
-        (3, len(shown) * (1 + len(moves)) * (height + ROW_GAP) + ROW_GAP, width), _EMPTY, dtype=torch.uint8
-    )
-
-    def fill(spans: Sequence[Span], shift: float, colour: Colour, top: int, rows: int) -> None:
-        for span in spans:
-            left = int((span.start + shift - start) / length * width)
-            right = max(int((span.end + shift - start) / length * width), left + 1)
-            image[:, top : top + rows, left:right] = torch.tensor(colour, dtype=torch.uint8)[:, None, None]
-
+    bands: list[Band] = []
     for number, rank in enumerate(shown):
-        record, shift = rank.trace.record, rank.trace.shift_s
-        top = ROW_GAP + len(names) * (height + ROW_GAP)
-        names.append(f"rank {number}")
+        record, zero = rank.trace.record, start - rank.trace.shift_s
         for phase, (colour, _) in PHASES.items():
-            fill([s for s in record.phases if s.name == phase], shift, colour, top, height)
-        fill([s for s in record.spans if s.waits], shift, _WAIT, top + 2 * height // 3, height - 2 * height // 3)
+            bands.append(Band(len(names), colour, _ms((s for s in record.phases if s.name == phase), zero)))
+        bands.append(Band(len(names), _WAIT, _ms((s for s in record.spans if s.waits), zero), top=2 / 3))
+        names.append(f"rank {number}")
         for category in moves:
-            top += height + ROW_GAP
+            spans = (s for s in record.spans if s.category == category and s.moves and s.name != "wait")
+            bands.append(Band(len(names), _MOVES[category][0], _ms(spans, zero)))
             names.append("messages" if category == COMMUNICATION else "copies")
-            spans = [s for s in record.spans if s.category == category and s.moves and s.name != "wait"]
-            fill(spans, shift, _MOVES[category][0], top, height)
     kinds = {s.name for r in shown for s in r.trace.record.phases}
     waits = any(s.waits for r in shown for s in r.trace.record.spans)
     legend = [each for phase, each in PHASES.items() if phase in kinds]
     legend += [(_WAIT, "waiting")] if waits else []
     some = "" if len(shown) == len(ranks) else f"; the first {len(shown)} of {len(ranks)} ranks"
-    return framed(
-        image,
-        Frame(
-            title=f"optimizer step {step}: what each rank did{some}",
-            rows=names,
-            x_label="time since the step began, ms",
-            x_ticks=ticks(1e3 * length),
-            legend=[*legend, *(_MOVES[c] for c in moves)],
-        ),
-    )
+    title = f"optimizer step {step}: what each rank did{some}"
+    legend += [_MOVES[c] for c in moves]
+    return rows(title, names, bands, legend, "time since the step began, ms", 1e3 * length, width=width)
+
+
+def _ms(spans: Iterable[Span], zero: float) -> list[tuple[float, float]]:
+    """Return when spans begin and end, in ms since ``zero``."""
+    return [(1e3 * (s.start - zero), 1e3 * (s.end - zero)) for s in spans]
 
 
 # --- memory -----------------------------------------------------------------------------------------------------------
 
 
-def draw_memory(ranks: Sequence[RankStep], step: int, *, width: int = 1200, height: int = 300) -> Tensor:
+def draw_memory(ranks: Sequence[RankStep], step: int, *, width: int = 1200, height: int = 400) -> Tensor:
     """Return the memory over the step of the rank that had the most, as an image, ``(3, H, W)`` uint8."""
     number = max(range(len(ranks)), key=lambda i: ranks[i].peak_bytes)
     record = ranks[number].trace.record
-    peak = max(ranks[number].peak_bytes, 1)
-    unit = unit_for(peak)
-    y_ticks = ticks(1.05 * peak / unit.nbytes, most=6)
-    image = torch.full((3, height, width), 255, dtype=torch.uint8)
-    begins = [max(int((at - record.start) / max(record.seconds, 1e-9) * width), 0) for at, _, _ in record.memory]
-    if begins:
-        begins[0] = 0  # what is in use between the beginning and the first reading is not known better
-    for (_, _, held), left, right in zip(record.memory, begins, [*begins, width][1:], strict=True):
-        bottom = 0
-        for kind, nbytes in states(held).items():
-            top = bottom + nbytes
-            rows = slice(height - int(top / (1.05 * peak) * height), height - int(bottom / (1.05 * peak) * height))
-            image[:, rows, left : max(right, left + 1)] = torch.tensor(KINDS[kind][0], dtype=torch.uint8)[:, None, None]
-            bottom = top
-    for place, _ in y_ticks[1:]:
-        image[:, height - int(place * height), ::6] = 110
-    used = {kind for _, _, held in record.memory for kind, nbytes in states(held).items() if nbytes}
-    name = f"{unit.name[0].upper()}iB"
+    unit = unit_for(max(ranks[number].peak_bytes, 1))
+    name = _unit(unit.nbytes)
+    used = [kind for kind in KINDS if any(held.get(kind) for _, _, held in record.memory)]
     peaks = [rank.peak_bytes / unit.nbytes for rank in ranks]
     others = "" if len(ranks) == 1 else f", the most of {len(ranks)} ranks (least: {min(peaks):.3g} {name})"
     resident = max((held.get("process", 0) for _, _, held in record.memory), default=0)
     notes = [] if "activations" in used else ["activations are measured on CUDA only"]
     if resident:
         notes.append(f"the process had at most {resident / unit_for(resident).nbytes:.3g} {_unit(resident)} resident")
-    return framed(
-        image,
-        Frame(
-            title=f"optimizer step {step}: memory of rank {number} by kind, peak {max(peaks):.3g} {name}{others}",
-            rows=[],
-            x_label="time since the step began, ms",
-            x_ticks=ticks(1e3 * record.seconds),
-            legend=[each for kind, each in KINDS.items() if kind in used],
-            y_ticks=[(place, f"{text} {name}") for place, text in y_ticks],
-            note="; ".join(notes),
-        ),
-    )
+    with figure(width, height, layout="constrained") as drawn:
+        axes = drawn.add_subplot(xlim=(0, 1e3 * record.seconds or 1), ylim=(0, 1.05 * max(peaks) or 1), ylabel=name)
+        title = f"optimizer step {step}: memory of rank {number} by kind, peak {max(peaks):.3g} {name}{others}"
+        axes.set_title(title, loc="left")
+        axes.set_xlabel("\n".join(["time since the step began, ms", *notes]))
+        if used:
+            # What is in use between the beginning and the first reading is not known better than by that reading.
+            times = [0.0, *(1e3 * (at - record.start) for at, _, _ in record.memory[1:]), 1e3 * record.seconds]
+            held = [[held.get(kind, 0) / unit.nbytes for _, _, held in record.memory] for kind in used]
+            colours = [of(KINDS[kind][0]) for kind in used]
+            axes.stackplot(times, [[*row, row[-1]] for row in held], colors=colours, step="post", antialiased=False)
+        axes.grid(axis="y", color="#6e6e6e", linestyle=":")
+        axes.set_axisbelow(False)
+        add_legend(drawn, [KINDS[kind] for kind in used])
+        return pixels(drawn)
 
 
 def _unit(nbytes: int) -> str:

@@ -44,6 +44,10 @@ def check_search(args: argparse.Namespace) -> None:
         )
     if args.picture is not None and not args.picture.parent.is_dir():
         raise ConfigError(f"Got --picture {args.picture}, but {args.picture.parent} is no folder. Create it first.")
+    if args.picture is not None:
+        from ls_strategy.extras.plots.front import check_picture
+
+        check_picture(args.picture)
 
 
 def run_search(args: argparse.Namespace, question: Any, hardware: Any) -> Any:

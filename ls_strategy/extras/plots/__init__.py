@@ -1,1 +1,1 @@
-"""Figures and charts for loggers, without a plotting library."""
+"""Figures by matplotlib for loggers, the planner and the report, and which scalars a logger gets."""

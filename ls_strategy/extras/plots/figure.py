@@ -1,132 +1,163 @@
-"""Figures for loggers: colored rows in a frame with axes, units and a legend. Needs Pillow."""
+"""Figures that matplotlib draws without its global state: SVG for pages, files, and pixels for loggers.
+
+Sizes are in pixels: a figure has 72 dots per inch, so that a point is a pixel. What the user has set in matplotlib's
+``rcParams`` neither changes a figure nor is changed by one.
+"""
 
 from __future__ import annotations
 
-import math
-from collections.abc import Sequence
+import importlib
+import io
+import re
+import warnings
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import torch
-from torch import Tensor
+from ls_strategy.errors import ConfigError
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 Colour = tuple[int, int, int]
 
-ROW_GAP = 4
-"""Pixels above every row, and below the last one."""
-
-_BACKGROUND, _INK, _LINE = (255, 255, 255), (40, 40, 40), (150, 150, 150)
-_SIZE, _PAD, _TICK = 13, 8, 5
-"""Pixels: font size, padding, and length of an axis tick."""
+CURE = 'Run pip install "ls_strategy[report]"'
+INK, SOFT, RULE = "#1b1f23", "#50575e", "#d5dadf"
+"""Colors of text, of text and lines at axes, and of grids."""
 
 _LONGEST = 48
 """Maximum characters of a row's name."""
 
-_SCALE_WIDTH = 160
-
 
 @dataclass(frozen=True)
-class Frame:
-    """Title, axes and legend around rows."""
+class Band:
+    """Bars of one color in a row."""
 
-    title: str
-    rows: Sequence[str]
-    """The name of each row, from top to bottom."""
+    row: int
+    colour: Colour
+    bars: Sequence[tuple[float, float]]
+    """Where each begins and ends."""
 
-    x_label: str
-    x_ticks: Sequence[tuple[float, str]]
-    """Labels below the rows with their positions: 0 is the left edge, 1 the right edge."""
-
-    legend: Sequence[tuple[Colour, str]]
-    """The meaning of each color."""
-
-    scale: tuple[str, Sequence[Colour], str] | None = None
-    """A color scale: text for its lowest value, the colors, and text for its highest value."""
-
-    y_ticks: Sequence[tuple[float, str]] = ()
-    """Labels at the left with their positions, instead of rows: 0 is the bottom, 1 the top."""
-
-    note: str = ""
-    """A line of text under the axis."""
+    top: float = 0.0
+    """Share of the row that is left free above the bars."""
 
 
-def framed(body: Tensor, frame: Frame) -> Tensor:
-    """Draw a frame around rows.
+def missing(*packages: str) -> str:
+    """Import what draws, and return why nothing can be drawn: what cannot be imported. Empty if all can."""
+    for module in ("matplotlib", "matplotlib.figure", *packages):
+        try:
+            importlib.import_module(module)
+        except ModuleNotFoundError:
+            return f"{module.partition('.')[0]} is missing"
+        except ImportError as error:
+            return f"{module} cannot be imported: {error}"
+    return ""
+
+
+def require(given: str, *packages: str) -> None:
+    """Refuse what cannot be drawn.
 
     Args:
-        body: ``(3, height, width)`` uint8: rows of equal height, `ROW_GAP` pixels above each and below the last.
-        frame: title, axes and legend.
+        given: what needs matplotlib.
+        packages: further packages that it needs.
 
-    Returns:
-        ``(3, H, W)`` uint8, larger than ``body``, for TensorBoard's ``add_image``.
+    Raises:
+        ConfigError: a package is missing.
     """
-    from PIL import Image, ImageDraw, ImageFont
-
-    font: Any = ImageFont.load_default(_SIZE)
-    height, width = body.shape[1:]
-    names = [name if len(name) <= _LONGEST else "..." + name[3 - _LONGEST :] for name in frame.rows]
-    line = _SIZE + _PAD
-    labels = [*names, *(text for _, text in frame.y_ticks)]
-    left = 2 * _PAD + max((math.ceil(font.getlength(name)) for name in labels), default=0)
-    top = 2 * line + _PAD
-    texts = (font.getlength(frame.title), font.getlength(frame.note))
-    right = left + math.ceil(max(width, _legend_width(frame, font), *texts))
-    below = _TICK + (3 if frame.note else 2) * line + _PAD
-    image = Image.new("RGB", (right + 4 * _PAD, top + height + below), _BACKGROUND)
-    image.paste(Image.fromarray(body.permute(1, 2, 0).contiguous().numpy()), (left, top))
-    draw = ImageDraw.Draw(image)
-    draw.text((left, _PAD), frame.title, _INK, font)
-    _legend(draw, frame, (left, _PAD + line), font)
-    draw.rectangle((left - 1, top - 1, left + width, top + height), outline=_LINE)
-    for i, name in enumerate(names):
-        middle = top + ROW_GAP / 2 + (height - ROW_GAP) * (i + 0.5) / len(names)
-        draw.text((left - _PAD, middle), name, _INK, font, anchor="rm")
-    for place, text in frame.y_ticks:
-        y = top + (1 - place) * height
-        draw.line((left - _TICK, y, left, y), _INK)
-        draw.text((left - _PAD, y), text, _INK, font, anchor="rm")
-    for place, text in frame.x_ticks:
-        x = left + place * width
-        draw.line((x, top + height, x, top + height + _TICK), _INK)
-        draw.text((x, top + height + _TICK + 2), text, _INK, font, anchor="ma")
-    draw.text((left + width / 2, top + height + _TICK + line), frame.x_label, _INK, font, anchor="ma")
-    draw.text((left, top + height + _TICK + 2 * line), frame.note, _INK, font)
-    return torch.frombuffer(bytearray(image.tobytes()), dtype=torch.uint8).view(image.height, -1, 3).permute(2, 0, 1)
+    if why := missing(*packages):
+        raise ConfigError(f"Got {given}, which draws with {' and '.join(('matplotlib', *packages))}; {why}. {CURE}.")
 
 
-def _scale_width(frame: Frame, font: Any) -> int:
-    if frame.scale is None:
-        return 0
-    return _SCALE_WIDTH + 4 * _PAD + math.ceil(font.getlength(frame.scale[0]) + font.getlength(frame.scale[2]))
+@contextmanager
+def figure(width: float, height: float, name: str = "", **options: Any) -> Iterator[Any]:
+    """Draw on a new ``matplotlib.figure.Figure`` within the context, in the package's style, and write it there too.
+
+    Args:
+        width: in pixels.
+        height: in pixels.
+        name: of figures on one page, whose SVG must not have the same identifiers.
+        **options: of ``Figure``.
+    """
+    from matplotlib import style
+    from matplotlib.figure import Figure
+
+    ours = {
+        "svg.fonttype": "none", "svg.hashsalt": f"ls_strategy {name!a}", "text.parse_math": False, "font.size": 12,
+        "axes.titlesize": 13, "axes.edgecolor": SOFT, "axes.labelcolor": SOFT, "axes.labelsize": "medium",
+        "axes.axisbelow": True, "axes.spines.right": False, "axes.spines.top": False, "grid.color": RULE,
+        "text.color": INK, "xtick.color": SOFT, "ytick.color": SOFT, "ytick.major.size": 0, "legend.frameon": False,
+        "lines.scale_dashes": False,
+    }  # fmt: skip
+    with style.context(["default", ours]), warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "Glyph .* missing")  # browsers have the characters of all languages
+        yield Figure((width / 72, height / 72), dpi=72, **options)
 
 
-def _legend_width(frame: Frame, font: Any) -> int:
-    return _scale_width(frame, font) + sum(
-        _SIZE + 3 * _PAD + math.ceil(font.getlength(text)) for _, text in frame.legend
-    )
+def svg(drawn: Any, *, transparent: bool = False) -> str:
+    """Return a figure as SVG, from ``<svg>`` on. The same figure gives the same text."""
+    file = io.StringIO()
+    nothing = dict.fromkeys(("Date", "Creator", "Format", "Type"))
+    drawn.savefig(file, format="svg", transparent=transparent, metadata=nothing)
+    text = re.sub(r"^.*?(?=<svg)|<style.*?</style>|font-family: [^;<]*; | transform=\"rotate\(-0[^\"]*\"", "",
+                  file.getvalue(), flags=re.DOTALL)  # fmt: skip
+    text = re.sub(r' d="[^"]*"', lambda way: re.sub(r"(\.\d)\d+", r"\1", way[0]).replace("\n", ""), text)
+    return re.sub(r' id="\w+_\d+"|(?<=>)\s+(?=<)', "", text)
 
 
-def _legend(draw: Any, frame: Frame, at: tuple[int, int], font: Any) -> None:
-    """Draw the scale, then a box of each color with its meaning."""
-    x, y = at
-    if frame.scale is not None:
-        least, colours, largest = frame.scale
-        draw.text((x, y), least, _INK, font)
-        start = x + math.ceil(font.getlength(least)) + _PAD
-        for i in range(_SCALE_WIDTH):
-            draw.line((start + i, y, start + i, y + _SIZE), colours[i * len(colours) // _SCALE_WIDTH])
-        draw.text((start + _SCALE_WIDTH + _PAD, y), largest, _INK, font)
-        x += _scale_width(frame, font)
-    for colour, text in frame.legend:
-        draw.rectangle((x, y, x + _SIZE, y + _SIZE), fill=colour, outline=_LINE)
-        draw.text((x + _SIZE + _PAD, y), text, _INK, font)
-        x += _SIZE + 3 * _PAD + math.ceil(font.getlength(text))
+def pixels(drawn: Any) -> Tensor:
+    """Return a figure as an image, ``(3, H, W)`` uint8, for TensorBoard's ``add_image``."""
+    import torch
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+
+    canvas = FigureCanvasAgg(drawn)
+    canvas.draw()
+    width, height = canvas.get_width_height()
+    image = torch.frombuffer(bytearray(canvas.buffer_rgba()), dtype=torch.uint8).view(height, width, 4)
+    return image[..., :3].permute(2, 0, 1)
 
 
-def ticks(length: float, most: int = 10) -> list[tuple[float, str]]:
-    """Return evenly spaced round numbers from 0 to ``length`` for `Frame.x_ticks`; at most ``most`` besides 0."""
-    if length <= 0:
-        return [(0.0, "0")]
-    power = 10.0 ** math.floor(math.log10(length / most))
-    step = next(m * power for m in (1, 2, 5, 10, 20) if length / (m * power) <= most)
-    return [(i * step / length, f"{i * step:.6g}") for i in range(int(length / step + 1e-9) + 1)]
+def rows(
+    title: str, names: Sequence[str], bands: Iterable[Band], legend: Sequence[tuple[Colour, str]], x_label: str,
+    length: float, *, width: int = 1200,
+) -> Tensor:  # fmt: skip
+    """Return an image of rows with bars on a gray ground, ``(3, H, W)`` uint8.
+
+    Args:
+        title: above.
+        names: of the rows, from top to bottom; a long one keeps its end.
+        bands: the bars.
+        legend: what each color means.
+        x_label: what the bars' numbers are.
+        length: of the axis, which begins at 0.
+        width: of the image, in pixels.
+    """
+    with figure(width, 24 * len(names) + 100, layout="constrained") as drawn:
+        axes = drawn.add_subplot(title=title, xlabel=x_label, xlim=(0, length or 1), ylim=(len(names), 0))
+        axes.title.set(ha="left", x=0)
+        axes.set_facecolor("#f5f5f5")
+        axes.set_yticks([row + 0.5 for row in range(len(names))], map(short_name, names))
+        for band in bands:
+            bars = [(begin, max(end - begin, length / width)) for begin, end in band.bars]
+            place = (band.row + 0.08 + 0.84 * band.top, 0.84 * (1 - band.top))
+            axes.broken_barh(bars, place, facecolor=of(band.colour), linewidth=0, antialiased=False)
+        add_legend(drawn, legend)
+        return pixels(drawn)
+
+
+def add_legend(drawn: Any, colours: Sequence[tuple[Colour, str]]) -> None:
+    """Write the meaning of each color below the axes."""
+    from matplotlib.patches import Patch
+
+    patches = [Patch(facecolor=of(colour), edgecolor=SOFT, linewidth=0.5, label=name) for colour, name in colours]
+    drawn.legend(handles=patches, loc="outside lower left", ncols=max(len(patches), 1), handlelength=1)
+
+
+def of(colour: Colour) -> str:
+    """Return a color as matplotlib takes it."""
+    return "#{:02x}{:02x}{:02x}".format(*colour)
+
+
+def short_name(name: str) -> str:
+    """Return the name of a row, of which a long one keeps its end."""
+    return name if len(name) <= _LONGEST else "..." + name[3 - _LONGEST :]

@@ -2,20 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING
 
-import torch
-from torch import Tensor
-
-from ls_strategy.extras.plots.figure import ROW_GAP, Frame, framed, ticks
+from ls_strategy.extras.plots.figure import Band, rows
 from ls_strategy.parallel.pipeline.simulate import Span, bubble
 from ls_strategy.spans.chrome_trace import ChromeTrace
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 _COLOURS = {"F": (66, 133, 244), "B": (52, 168, 83), "I": (120, 200, 120), "W": (251, 188, 4)}
 _NAMES = {
     "F": "F: forward", "B": "B: backward", "I": "I: backward, gradients of inputs", "W": "W: backward, of weights"
 }  # fmt: skip
-_BACKGROUND = 240
+_BACKGROUND, _SEPARATOR = (245, 245, 245), (90, 90, 90)
 
 
 def chrome_trace(spans: Sequence[Sequence[Span]]) -> str:
@@ -29,42 +30,38 @@ def chrome_trace(spans: Sequence[Sequence[Span]]) -> str:
     return trace.json()
 
 
-def draw(spans: Sequence[Sequence[Span]], *, width: int = 1200, height: int = 24) -> Tensor:
-    """Return the figure as an image, ``(3, H, W)`` uint8, for TensorBoard's ``add_image``: `bars`, axes, legend."""
+def draw(spans: Sequence[Sequence[Span]], *, width: int = 1200) -> Tensor:
+    """Return the figure as an image, ``(3, H, W)`` uint8, for TensorBoard's ``add_image``.
+
+    One row per rank: F blue, B green, I light green, W yellow, lighter for later stages of the rank; bubbles gray.
+    """
     kinds = {action.kind for row in spans for action, _, _ in row}
     legend = [(_COLOURS[kind], name) for kind, name in _NAMES.items() if kind in kinds]
     stages = max((len({action.stage for action, _, _ in row}) for row in spans), default=1)
     several = f"; lighter: later of a rank's {stages} stages" if stages > 1 else ""
-    return framed(
-        bars(spans, width=width, height=height),
-        Frame(
-            title=f"one optimizer step by pipeline rank: {100 * bubble(spans):.1f} % of the time is bubble{several}",
-            rows=[f"pipeline rank {rank}" for rank in range(len(spans))],
-            x_label="time since the first action, ms",
-            x_ticks=ticks(1e3 * _extent(spans)[1]),
-            legend=[*legend, ((_BACKGROUND, _BACKGROUND, _BACKGROUND), "bubble (no work)")],
-        ),
+    zero, length = _extent(spans)
+    return rows(
+        f"one optimizer step by pipeline rank: {100 * bubble(spans):.1f} % of the time is bubble{several}",
+        [f"pipeline rank {rank}" for rank in range(len(spans))],
+        [band for rank, row in enumerate(spans) for band in _bands(rank, row, zero)],
+        [*legend, (_BACKGROUND, "bubble (no work)")],
+        "time since the first action, ms",
+        1e3 * length,
+        width=width,
     )
 
 
-def bars(spans: Sequence[Sequence[Span]], *, width: int = 1200, height: int = 24) -> Tensor:
-    """Return the actions as an image, ``(3, ranks * (height + 4) + 4, width)`` uint8.
-
-    One row per rank: F blue, B green, I light green, W yellow, lighter for later stages of the rank; bubbles gray.
-    """
-    image = torch.full((3, len(spans) * (height + ROW_GAP) + ROW_GAP, width), _BACKGROUND, dtype=torch.uint8)
-    zero, length = _extent(spans)
-    for rank, row in enumerate(spans):
-        top = ROW_GAP + rank * (height + ROW_GAP)
-        stages = sorted({action.stage for action, _, _ in row})
-        for action, start, end in row:
-            left = int((start - zero) / length * width)
-            right = max(int((end - zero) / length * width), left + 1)
-            light = stages.index(action.stage) / (2 * len(stages))
-            colour = torch.tensor([round(c + (255 - c) * light) for c in _COLOURS[action.kind]], dtype=torch.uint8)
-            image[:, top : top + height, left:right] = colour[:, None, None]
-            image[:, top : top + height, left] = 90  # separates actions
-    return image
+def _bands(rank: int, row: Sequence[Span], zero: float) -> Iterator[Band]:
+    """Yield the bars of each stage and kind of action, and thin lines where an action begins."""
+    bars: dict[tuple[int, str], list[tuple[float, float]]] = {}
+    for action, start, end in row:
+        bars.setdefault((action.stage, action.kind), []).append((1e3 * (start - zero), 1e3 * (end - zero)))
+    stages = sorted({stage for stage, _ in bars})
+    for (stage, kind), them in bars.items():
+        light = stages.index(stage) / (2 * len(stages))
+        red, green, blue = (round(c + (255 - c) * light) for c in _COLOURS[kind])
+        yield Band(rank, (red, green, blue), them)
+    yield Band(rank, _SEPARATOR, [(at, at) for at in (1e3 * (start - zero) for _, start, _ in row)])
 
 
 def _extent(spans: Sequence[Sequence[Span]]) -> tuple[float, float]:

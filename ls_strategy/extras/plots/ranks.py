@@ -1,13 +1,12 @@
-"""Draw ranks by phases: how much longer each takes than others with the same work. Needs Pillow."""
+"""Draw ranks by phases: how much longer each takes than others with the same work. Needs matplotlib."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
-import torch
 from torch import Tensor
 
-from ls_strategy.extras.plots.figure import ROW_GAP, Colour, Frame, framed
+from ls_strategy.extras.plots.figure import figure, of, pixels
 
 SHOWN_RANKS = 32
 """If there are more, the slowest ones are shown."""
@@ -15,7 +14,6 @@ SHOWN_RANKS = 32
 _MOST = 1.5
 """Ratio of the darkest color."""
 
-_CELL, _ROW = 130, 20
 _EQUAL, _DARK = (240, 240, 240), (213, 94, 0)
 
 
@@ -27,30 +25,19 @@ def draw_ranks(ratios: Tensor, columns: Sequence[str], title: str) -> Tensor:
         columns: names.
         title: above the map.
     """
+    from matplotlib.colors import LinearSegmentedColormap
+
     shown = sorted(ratios[:, 0].topk(min(SHOWN_RANKS, len(ratios))).indices.tolist())
-    image = torch.full((3, len(shown) * (_ROW + ROW_GAP) + ROW_GAP, len(columns) * _CELL), 255, dtype=torch.uint8)
-    for row, rank in enumerate(shown):
-        top = ROW_GAP + row * (_ROW + ROW_GAP)
-        for column in range(len(columns)):
-            left = column * _CELL
-            colour = torch.tensor(_colour(float(ratios[rank, column])), dtype=torch.uint8)
-            image[:, top : top + _ROW, left + 1 : left + _CELL - 1] = colour[:, None, None]
     some = "" if len(shown) == len(ratios) else f"; the slowest {len(shown)} of {len(ratios)} ranks"
-    scale = [_colour(1 + (_MOST - 1) * i / 15) for i in range(16)]
-    return framed(
-        image,
-        Frame(
-            title=f"{title}{some}",
-            rows=[f"rank {rank}: {float(ratios[rank, 0]):.2f} x" for rank in shown],
-            x_label="own time, over the median of the other ranks with the same work",
-            x_ticks=[((i + 0.5) / len(columns), name) for i, name in enumerate(columns)],
-            legend=[],
-            scale=("1 x or less", scale, f"{_MOST} x or more"),
-        ),
-    )
-
-
-def _colour(ratio: float) -> Colour:
-    part = min(max((ratio - 1) / (_MOST - 1), 0.0), 1.0)
-    red, green, blue = (round(low + part * (high - low)) for low, high in zip(_EQUAL, _DARK, strict=True))
-    return red, green, blue
+    colours = LinearSegmentedColormap.from_list("ratio", [of(_EQUAL), of(_DARK)])
+    with figure(130 * len(columns) + 160, 24 * len(shown) + 130, layout="constrained") as drawn:
+        axes = drawn.add_subplot(xlim=(0, len(columns)), ylim=(len(shown), 0))
+        axes.set_title(f"{title}{some}", loc="left")
+        cells = axes.pcolormesh(ratios[shown].numpy(), cmap=colours, vmin=1, vmax=_MOST, edgecolors="white")
+        names = [f"rank {rank}: {float(ratios[rank, 0]):.2f} x" for rank in shown]
+        axes.set_yticks([row + 0.5 for row in range(len(shown))], names)
+        axes.set_xticks([column + 0.5 for column in range(len(columns))], columns)
+        label = "own time, over the median of the other ranks with the same work"
+        bar = drawn.colorbar(cells, ax=axes, location="bottom", aspect=60, label=label)
+        bar.set_ticks([1, _MOST], labels=["1 x or less", f"{_MOST} x or more"])
+        return pixels(drawn)
