@@ -13,7 +13,7 @@ import sys
 import tempfile
 from pathlib import Path
 
-EXTRAS = ("jsonargparse", "tensorboard", "torchvision", "pytest", "transformers", "peft")
+EXTRAS = ("jsonargparse", "tensorboard", "torchvision", "pytest", "transformers", "peft", "matplotlib")
 LIMIT_S = 300
 
 
@@ -38,6 +38,7 @@ def check_installed_package_is_used() -> None:
     assert "site-packages" in Path(ls_strategy.__file__).parts, ls_strategy.__file__
     assert (Path(ls_strategy.__file__).parent / "py.typed").is_file()
     assert list((Path(ls_strategy.__file__).parent / "ops" / "csrc").glob("*")), "the wheel lacks the kernels' source"
+    assert list((Path(ls_strategy.__file__).parent / "extras" / "report" / "templates").glob("*.html"))
 
 
 def check_commands() -> None:
@@ -47,6 +48,8 @@ def check_commands() -> None:
     refused = run(script, "plan", "missing.yaml", check=False)
     assert refused.returncode, "plan without jsonargparse must fail"
     assert "Traceback" not in refused.stderr, refused.stderr
+    refused = run(script, "report", ".", check=False)
+    assert 'Run pip install "ls_strategy[report]"' in " ".join(refused.stderr.split()), refused.stderr
 
 
 def check_new_project() -> None:

@@ -47,16 +47,17 @@ addEventListener("load", () => {
       const texts = [...svg.querySelectorAll("text")];
       const cut = texts.filter((t) => { const r = t.getBoundingClientRect();
         return r.left < box.left - 1 || r.right > box.right + 1 || r.top < box.top - 1 || r.bottom > box.bottom + 1; });
-      const ticks = [...svg.querySelectorAll(".tick")].map((t) => t.getBoundingClientRect());
+      const ticks = texts.filter((t) => !t.closest(".unit, .label, .inside")).map((t) => t.getBoundingClientRect());
       const overlap = ticks.some((a, i) => ticks.some((b, j) => i < j &&
         a.left < b.right && b.left < a.right && a.top < b.bottom - 2 && b.top < a.bottom - 2));
       return { title: f.querySelector("figcaption").textContent,
         unit: [...svg.querySelectorAll(".unit, .label")].filter(seen).map((t) => t.textContent),
         ticks: ticks.length, cut: cut.map((t) => t.textContent), overlap,
         legend: [...f.querySelectorAll(".legend li")].filter(seen).map((t) => t.textContent),
-        drawn: [...svg.querySelectorAll(".line, .area")].filter((p) => p.getBoundingClientRect().width > 0).length,
+        drawn: new Set([...svg.querySelectorAll(".named")].filter((p) => p.getBoundingClientRect().width > 0)
+          .map((p) => p.querySelector("title").textContent)).size,
         font: texts.length ? texts[0].getBoundingClientRect().height : 0,
-        colours: [...new Set([...svg.querySelectorAll(".line")].map((p) => getComputedStyle(p).stroke +
+        colours: [...new Set([...svg.querySelectorAll(".named > path")].map((p) => getComputedStyle(p).stroke +
           getComputedStyle(p).strokeDasharray))].length };
     });
     all[frame.name] = { wide: root.scrollWidth, room: root.clientWidth, height: root.scrollHeight, figures,
@@ -199,11 +200,11 @@ def contrast(one: str, other: str) -> float:
 
 
 def test_colours_of_lines_have_contrast_in_light_and_dark() -> None:
-    from ls_strategy.extras.report import style
+    from ls_strategy.extras.report import charts
 
     def rgb(colour: str) -> str:
         return ",".join(str(int(colour[i : i + 2], 16)) for i in (1, 3, 5))
 
-    assert all(contrast(rgb(c), "255,255,255") >= 3 for c in style._LIGHT)
-    assert all(contrast(rgb(c), rgb("#1d2125")) >= 3 for c in style._DARK)
-    assert torch.tensor([len({*style._LIGHT}), len({*style._DARK}), len({*style._DASHES})]).eq(8).all()
+    assert all(contrast(rgb(c), "255,255,255") >= 3 for c in charts.LINES)
+    assert all(contrast(rgb(c), rgb("#1d2125")) >= 3 for c in charts.DARK_LINES)
+    assert torch.tensor([len({*charts.LINES}), len({*charts.DARK_LINES}), len({*charts.DASHES})]).eq(8).all()

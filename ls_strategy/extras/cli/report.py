@@ -32,6 +32,9 @@ def add(subcommands: argparse._SubParsersAction[argparse.ArgumentParser]) -> Non
 
 def run(args: argparse.Namespace) -> int:
     """Read, and write the file."""
+    from ls_strategy.extras.plots.figure import require
+
+    require("report", "jinja2")
     from ls_strategy.extras.report import find
     from ls_strategy.extras.report.page import page
     from ls_strategy.extras.report.run import read

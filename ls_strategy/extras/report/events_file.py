@@ -12,8 +12,10 @@ load_data/tfrecord. The messages are those of the package ``tensorboard``.
 from __future__ import annotations
 
 import struct
+from collections import defaultdict
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from functools import lru_cache
 from importlib import import_module
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -24,6 +26,9 @@ from ls_strategy.extras.report.series import Series
 _HEADER = struct.Struct("<QI")
 _LONGEST = 1 << 30
 """Bytes: no record is longer."""
+
+_FLOATS = {1: ("<f", "float_val"), 2: ("<d", "double_val")}
+"""Format and field by DT_FLOAT and DT_DOUBLE."""
 
 
 @dataclass
@@ -41,7 +46,7 @@ class EventFile:
     """Scalars, images and times that were read from one event file."""
 
     path: Path
-    scalars: dict[str, Series] = field(default_factory=dict)
+    scalars: dict[str, Series] = field(default_factory=lambda: defaultdict(Series))
     images: dict[str, Image] = field(default_factory=dict)
     started: float | None = None
     """Time of the first event."""
@@ -63,8 +68,9 @@ def _crc_table() -> list[int]:
 _TABLE = _crc_table()
 
 
+@lru_cache(1024)
 def masked_crc32c(data: bytes) -> int:
-    """Return the checksum of TFRecord files."""
+    """Return the checksum of a length in TFRecord files: there are few lengths."""
     crc = 0xFFFFFFFF
     for byte in data:
         crc = _TABLE[(crc ^ byte) & 0xFF] ^ (crc >> 8)
@@ -129,24 +135,21 @@ def _add(event: Any, found: EventFile) -> None:
     for value in event.summary.value:
         kind = value.WhichOneof("value")
         if kind == "simple_value":
-            found.scalars.setdefault(value.tag, Series()).add(event.step, value.simple_value, event.wall_time)
+            found.scalars[value.tag].add(event.step, value.simple_value, event.wall_time)
         elif kind == "image":
             image = value.image
             found.images[value.tag] = Image(event.step, image.encoded_image_string, image.width, image.height)
         elif kind == "tensor" and (number := _scalar_of(value.tensor)) is not None:
-            found.scalars.setdefault(value.tag, Series()).add(event.step, number, event.wall_time)
+            found.scalars[value.tag].add(event.step, number, event.wall_time)
 
 
 def _scalar_of(tensor: Any) -> float | None:
     """Return the number of a tensor with a single float, as ``tf.summary.scalar`` writes it."""
-    if tensor.tensor_shape.dim:
+    if tensor.tensor_shape.dim or tensor.dtype not in _FLOATS:
         return None
-    if tensor.dtype == 1:  # DT_FLOAT
-        if len(tensor.float_val) == 1:
-            return tensor.float_val[0]
-        return struct.unpack("<f", tensor.tensor_content)[0] if len(tensor.tensor_content) == 4 else None
-    if tensor.dtype == 2:  # DT_DOUBLE
-        if len(tensor.double_val) == 1:
-            return tensor.double_val[0]
-        return struct.unpack("<d", tensor.tensor_content)[0] if len(tensor.tensor_content) == 8 else None
-    return None
+    code, values = _FLOATS[tensor.dtype]
+    given = getattr(tensor, values)
+    if len(given) == 1:
+        return given[0]
+    content = tensor.tensor_content
+    return struct.unpack(code, content)[0] if len(content) == struct.calcsize(code) else None

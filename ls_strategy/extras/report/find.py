@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Iterable
 from pathlib import Path
 
@@ -62,21 +63,7 @@ def _below(path: Path) -> list[Path]:
 
 def _natural(text: str) -> list[tuple[int, str]]:
     """Return a key that sorts version_2 before version_10."""
-    parts: list[tuple[int, str]] = []
-    for digits, characters in _pieces(text):
-        parts.append((int(characters), "") if digits and len(characters) < 18 else (-1, characters))
-    return parts
-
-
-def _pieces(text: str) -> list[tuple[bool, str]]:
-    pieces: list[tuple[bool, str]] = []
-    for character in text:
-        digit = character in "0123456789"
-        if pieces and pieces[-1][0] == digit:
-            pieces[-1] = (digit, pieces[-1][1] + character)
-        else:
-            pieces.append((digit, character))
-    return pieces
+    return [(int(part), "") if i % 2 else (-1, part) for i, part in enumerate(re.split(r"([0-9]{1,17})", text))]
 
 
 def names_of(folders: Iterable[Path]) -> list[str]:

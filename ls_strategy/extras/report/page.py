@@ -1,19 +1,25 @@
-"""The report: one HTML file that is well-formed XML too, has no script, and loads nothing from elsewhere."""
+"""The report: one HTML file that is well-formed XML too, has no script, and loads nothing from elsewhere.
+
+Jinja escapes whatever comes from files: ``templates/report.html`` marks nothing as safe but the charts, which
+matplotlib has escaped.
+"""
 
 from __future__ import annotations
 
 import base64
 import json
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
+
+from ls_strategy.extras.report.charts import DARK_LINES, FILLS, LINES
 from ls_strategy.extras.report.events import events_of, moment
-from ls_strategy.extras.report.markup import attribute, number, table, text
-from ls_strategy.extras.report.panels import Panel, panels_of, unit_of
+from ls_strategy.extras.report.numbers import allowed, number
+from ls_strategy.extras.report.panels import Details, Panel, Table, most, panels_of, unit_of
 from ls_strategy.extras.report.run import Run
-from ls_strategy.extras.report.series import Series
-from ls_strategy.extras.report.style import CSS
 
 MARK = '<meta name="generator" content="ls-strategy report"/>'
 """By which a file is known as a report, so that no other file is overwritten."""
@@ -25,50 +31,42 @@ _IMAGES = {
     "zero_experts/load": "Tokens routed to each expert, by layer",
 }
 _MOST_IMAGE_BYTES = 4 << 20
-_POLICY = "default-src 'none'; style-src 'unsafe-inline'; img-src data:"
+
+
+@dataclass(frozen=True)
+class Image:
+    """An image that a callback has logged."""
+
+    about: str
+    where: str
+    data: str
+    """In base64."""
+
+    width: int
+    height: int
 
 
 def page(runs: Sequence[Run], *, now: float | None = None) -> str:
-    """Return the report of one run, or the comparison of several."""
+    """Return the report of one run, or the comparison of several. Needs matplotlib and Jinja."""
+    import jinja2
+
     now = time.time() if now is None else now
-    title = runs[0].name if len(runs) == 1 else f"{len(runs)} runs"
-    panels = [_summary(runs, now), *panels_of(runs), _steps(runs), _events(runs), _configuration(runs)]
-    shown = [panel for panel in panels if panel.parts or panel.missing]
-    links = "".join(f'<li><a href="#{p.anchor}">{text(p.title)}</a></li>' for p in shown)
-    return "\n".join(
-        [
-            "<!DOCTYPE html>",
-            '<html lang="en" xmlns="http://www.w3.org/1999/xhtml">',
-            "<head>",
-            '<meta charset="utf-8"/>',
-            '<meta name="viewport" content="width=device-width, initial-scale=1"/>',
-            f'<meta http-equiv="Content-Security-Policy" content="{_POLICY}"/>',
-            MARK,
-            f"<title>{text(title)} - run report</title>",
-            f"<style>{CSS}</style>",
-            "</head>",
-            "<body>",
-            '<a class="skip" href="#summary">Skip to the summary</a>',
-            f"<header><h1>{text(title)}</h1></header>",
-            f'<nav aria-label="Sections"><ul>{links}</ul></nav>',
-            "<main>",
-            *(_section(panel) for panel in shown),
-            "</main>",
-            f"<footer>Written by <code>ls-strategy report</code> on {moment(now)} UTC. All times are UTC.</footer>",
-            "</body>",
-            "</html>",
-            "",
-        ]
-    )
+    templates = jinja2.Environment(
+        loader=jinja2.PackageLoader("ls_strategy.extras.report"), autoescape=True, finalize=_finalize,
+        undefined=jinja2.StrictUndefined, trim_blocks=True, lstrip_blocks=True,
+    )  # fmt: skip
+    with np.errstate(over="ignore", invalid="ignore"):  # of logged values
+        panels = [_summary(runs, now), *panels_of(runs), _steps(runs), _events(runs), _configuration(runs)]
+    return templates.get_template("report.html").render(
+        title=runs[0].name if len(runs) == 1 else f"{len(runs)} runs", now=moment(now), mark=MARK,
+        panels=[panel for panel in panels if panel.parts or panel.missing],
+        light=LINES, dark=DARK_LINES, fills=FILLS,
+    )  # fmt: skip
 
 
-def _section(panel: Panel) -> str:
-    about = f"<p>{text(panel.about)}</p>" if panel.about else ""
-    missing = "".join(f'<p class="missing">{text(each)}</p>' for each in panel.missing)
-    parts = "\n".join(panel.parts)
-    grid = f'<div class="grid-of-figures">{parts}</div>' if parts else ""
-    head = f'<h2 id="{panel.anchor}">{text(panel.title)}</h2>'
-    return f'<section aria-labelledby="{panel.anchor}">{head}{about}{grid}{missing}</section>'
+def _finalize(value: Any) -> Any:
+    """Return what stands in the page. ``value`` keeps its type, which says whether it is escaped already."""
+    return type(value)(allowed(value)) if isinstance(value, str) else value
 
 
 # --- summary ----------------------------------------------------------------------------------------------------------
@@ -76,12 +74,12 @@ def _section(panel: Panel) -> str:
 
 def _summary(runs: Sequence[Run], now: float) -> Panel:
     panel = Panel("Summary", "summary")
-    rows = [[run.name, *cells.values()] for run in runs for cells in [_facts(run, now)]]
-    head = ["run", *_facts(runs[0], now)]
+    facts = [_facts(run, now) for run in runs]
     if len(runs) == 1:
-        panel.parts.append(table(["", "value"], list(zip(head[1:], rows[0][1:], strict=True)), "The run"))
+        panel.parts.append(Table(["", "value"], list(facts[0].items()), "The run"))
     else:
-        panel.parts.append(table(head, rows, "The runs", 2))
+        rows = [[run.name, *cells.values()] for run, cells in zip(runs, facts, strict=True)]
+        panel.parts.append(Table(["run", *facts[0]], rows, "The runs", 2))
     for run in runs:
         prefix = f"{run.name}: " if len(runs) > 1 else ""
         panel.missing += [f"{prefix}{problem}" for problem in run.problems]
@@ -99,18 +97,18 @@ def _facts(run: Run, now: float) -> dict[str, str]:
     """Return what the summary says of a run."""
     losses = [s for tag, s in run.scalars.items() if "loss" in tag.lower() and not tag.startswith("zero")]
     longest = max(losses, key=len, default=None)
-    steps = run.last_step
-    rate = run.get("zero/tokens_per_s") or run.get("zero/samples_per_s")
-    rate_unit = "tokens/s" if run.get("zero/tokens_per_s") is not None else "samples/s"
-    mfu, memory = run.get("zero/mfu"), run.memory()
-    start = next((line for line in reversed(run.lines) if line["event"] == "start"), {})
+    rate, rate_unit = _median(run, "zero/tokens_per_s"), "tokens/s"
+    if rate is None:
+        rate, rate_unit = _median(run, "zero/samples_per_s"), "samples/s"
+    mfu = _median(run, "zero/mfu")
+    start = _start(run)
     return {
         "state": run.state(now),
-        "last step": "" if steps is None else f"{steps:,}",
+        "last step": "" if run.last_step is None else f"{run.last_step:,}",
         "last loss": "" if longest is None else number(longest.values[-1]),
-        "speed": "" if rate is None else f"{number(_middle(rate))} {rate_unit} (median)",
-        "MFU": "" if mfu is None else f"{number(100 * (_middle(mfu) or 0.0), 3)} % (median)",
-        "memory of rank 0": _peak(memory),
+        "speed": "" if rate is None else f"{number(rate)} {rate_unit} (median)",
+        "MFU": "" if mfu is None else f"{number(100 * mfu, 3)} % (median)",
+        "memory of rank 0": _peak(run),
         "ranks": str(start.get("world_size", "")),
         "device": str(start.get("device", "")),
         "precision": str(start.get("precision", "")),
@@ -118,20 +116,21 @@ def _facts(run: Run, now: float) -> dict[str, str]:
     }
 
 
-def _middle(series: Series) -> float | None:
-    values = sorted(series.finite())
-    return values[len(values) // 2] if values else None
+def _median(run: Run, tag: str) -> float | None:
+    series = run.get(tag)
+    values = [] if series is None else series.finite()
+    return float(np.median(values)) if len(values) else None
 
 
-def _peak(memory: dict[str, Series]) -> str:
+def _peak(run: Run) -> str:
     """Return the most memory: the peak on CUDA, otherwise the states."""
+    memory = run.memory()
     if "peak" in memory:
-        most, what = max(memory["peak"].finite(), default=0.0), "peak"
+        nbytes, what = most(memory["peak"]), "peak"
     else:
-        most = sum(max(series.finite(), default=0.0) for kind, series in memory.items() if kind != "activations")
-        what = "model states"
-    name, size = unit_of([most])
-    return f"{number(most / size)} {name} ({what})" if most else ""
+        nbytes, what = sum(most(s) for kind, s in memory.items() if kind != "activations"), "model states"
+    name, size = unit_of([nbytes])
+    return f"{number(nbytes / size)} {name} ({what})" if nbytes else ""
 
 
 # --- images, events, configuration ------------------------------------------------------------------------------------
@@ -146,12 +145,7 @@ def _steps(runs: Sequence[Run]) -> Panel:
                 continue
             where = f"{run.name}, step {image.step}" if len(runs) > 1 else f"step {image.step}"
             data = base64.b64encode(image.data).decode()
-            panel.parts.append(
-                f'<figure class="wide"><figcaption>{text(about)}, {text(where)}</figcaption>'
-                f'<div class="scroll" tabindex="0" role="region" aria-label="{attribute(about)}">'
-                f'<img src="data:image/png;base64,{data}" alt="{attribute(about)}" width="{image.width}" '
-                f'height="{image.height}"/></div></figure>'
-            )
+            panel.parts.append(Image(about, where, data, image.width, image.height))
     if not panel.parts:
         panel.missing.append(
             "No image of a step was logged. Monitor logs them with TensorBoardLogger, after half a logging interval "
@@ -164,18 +158,18 @@ def _events(runs: Sequence[Run]) -> Panel:
     panel = Panel(
         "Events", "events", "Starts and ends, restarts, skipped steps, values that are no numbers, checkpoints."
     )
-    rows = []
-    for run in runs:
-        for event in events_of(run):
-            step = "" if event.step is None else f"{event.step:,}"
-            cells = [event.what, step, moment(event.time), event.detail]
-            rows.append([*([run.name] if len(runs) > 1 else []), *cells])
+    several = len(runs) > 1
+    rows = [
+        [*([run.name] if several else []), event.what, "" if event.step is None else f"{event.step:,}",
+         moment(event.time), event.detail]
+        for run in runs for event in events_of(run)
+    ]  # fmt: skip
     if rows:
-        head = [*(["run"] if len(runs) > 1 else []), "event", "step", "time, UTC", "details"]
-        panel.parts.append(table(head, rows, "Events"))
+        head = [*(["run"] if several else []), "event", "step", "time, UTC", "details"]
+        panel.parts.append(Table(head, rows, "Events"))
     for run in runs:
         if not run.lines:
-            prefix = f"{run.name}: " if len(runs) > 1 else ""
+            prefix = f"{run.name}: " if several else ""
             panel.missing.append(
                 f"{prefix}when the run was started and ended, and by which versions, is written by Monitor."
             )
@@ -183,27 +177,22 @@ def _events(runs: Sequence[Run]) -> Panel:
 
 
 def _configuration(runs: Sequence[Run]) -> Panel:
-    panel = Panel("Configuration and versions", "configuration")
+    panel, several = Panel("Configuration and versions", "configuration"), len(runs) > 1
     names = list(dict.fromkeys(name for run in runs for name in run.versions))
     if names:
         rows = [[name, *(run.versions.get(name, "") for run in runs)] for name in names]
-        panel.parts.append(table(["package", *(run.name for run in runs)], rows, "Versions"))
-    options = {run.name: dict(flatten(start.get("options"))) for run in runs for start in _starts(run)}
-    rows = list(_differences(runs, options) if len(runs) > 1 else options.get(runs[0].name, {}).items())
+        panel.parts.append(Table(["package", *(run.name for run in runs)], rows, "Versions"))
+    options = [dict(flatten(_start(run).get("options"))) for run in runs]
+    keys = dict.fromkeys(key for each in options for key in each)
+    rows = [[key, *(each.get(key, "") for each in options)] for key in keys]
+    rows = [row for row in rows if not several or len(set(row[1:])) > 1]
     if rows:
-        opened = ' open="open"' if len(runs) > 1 else ""
-        caption = "Options of the strategy" if len(runs) == 1 else "Options of the strategy that differ"
-        panel.parts.append(
-            f"<details{opened}><summary>{caption}</summary>"
-            + table(["option", *([run.name for run in runs] if len(runs) > 1 else ["value"])], rows, caption)
-            + "</details>"
-        )
+        caption = f"Options of the strategy{' that differ' if several else ''}"
+        table = Table(["option", *([run.name for run in runs] if several else ["value"])], rows, caption)
+        panel.parts.append(Details(caption, table=table, open=several))
     for run in runs:
         for name, content in run.configs.items():
-            label = f"{run.name}: {name}" if len(runs) > 1 else name
-            panel.parts.append(
-                f'<details><summary>{text(label)}</summary><pre tabindex="0">{text(content)}</pre></details>'
-            )
+            panel.parts.append(Details(f"{run.name}: {name}" if several else name, content))
     if not any(run.configs for run in runs):
         panel.missing.append(
             "There is no hparams.yaml or config.yaml. LightningCLI writes the latter, and self.save_hyperparameters() "
@@ -212,21 +201,14 @@ def _configuration(runs: Sequence[Run]) -> Panel:
     return panel
 
 
-def _starts(run: Run) -> list[dict[str, Any]]:
-    return [line for line in run.lines if line["event"] == "start"][-1:]
+def _start(run: Run) -> dict[str, Any]:
+    return next((line for line in reversed(run.lines) if line["event"] == "start"), {})
 
 
-def flatten(value: Any, prefix: str = "", depth: int = 0) -> Iterable[tuple[str, str]]:
+def flatten(value: Any, prefix: str = "", depth: int = 0) -> Iterator[tuple[str, str]]:
     """Iterate over the leaves of nested mappings, as ``a.b`` and text."""
     if isinstance(value, dict) and value and depth < 16:
         for key, each in value.items():
             yield from flatten(each, f"{prefix}.{key}" if prefix else str(key), depth + 1)
     elif prefix:
         yield prefix, value if isinstance(value, str) else json.dumps(value, default=str)
-
-
-def _differences(runs: Sequence[Run], options: dict[str, dict[str, str]]) -> Iterable[list[str]]:
-    for key in dict.fromkeys(key for each in options.values() for key in each):
-        row = [options.get(run.name, {}).get(key, "") for run in runs]
-        if len(set(row)) > 1:
-            yield [key, *row]

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import math
 from array import array
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Any, NamedTuple
+
+import numpy as np
 
 
 @dataclass
@@ -31,79 +33,66 @@ class Series:
         """Iterate over steps and values."""
         return zip(self.steps, self.values, strict=True)
 
-    def finite(self) -> list[float]:
-        """Return the values that are numbers."""
-        return [value for value in self.values if math.isfinite(value)]
-
-    def last(self) -> float | None:
-        """Return the last value that is a number."""
-        return next((value for value in reversed(self.values) if math.isfinite(value)), None)
+    def finite(self) -> Any:
+        """Return the values that are numbers, as a NumPy array."""
+        values = np.array(self.values)
+        return values[np.isfinite(values)]
 
     def cut_from(self, step: int) -> int:
         """Remove the points from ``step`` on, and return how many there were."""
-        keep = [i for i, each in enumerate(self.steps) if each < step]
-        removed = len(self) - len(keep)
-        if removed:
-            for name in ("steps", "values", "times"):
-                column = getattr(self, name)
-                setattr(self, name, array(column.typecode, (column[i] for i in keep)))
-        return removed
+        return self._keep(np.flatnonzero(np.array(self.steps) < step))
 
     def sort(self) -> None:
         """Sort by step; points of the same step keep their order."""
-        if any(after < before for before, after in zip(self.steps, self.steps[1:], strict=False)):
-            order = sorted(range(len(self)), key=self.steps.__getitem__)
-            for name in ("steps", "values", "times"):
-                column = getattr(self, name)
-                setattr(self, name, array(column.typecode, (column[i] for i in order)))
+        steps = np.array(self.steps)
+        if (steps[1:] < steps[:-1]).any():
+            self._keep(np.argsort(steps, kind="stable"))
+
+    def _keep(self, places: Any) -> int:
+        """Keep the points at ``places``, in this order, and return how many were left out."""
+        before = len(self)
+        for name in ("steps", "values", "times"):
+            column = getattr(self, name)
+            setattr(self, name, array(column.typecode, np.array(column)[places].tobytes()))
+        return before - len(self)
 
     def scaled(self, factor: float) -> Series:
         """Return the values times ``factor``."""
-        return Series(self.steps, array("d", (value * factor for value in self.values)), self.times)
+        return Series(self.steps, array("d", (np.array(self.values) * factor).tobytes()), self.times)
 
 
-class Column(NamedTuple):
-    """Summary of the points that one column of a chart shows."""
+class Columns(NamedTuple):
+    """Summaries of the points that the columns of a chart show, as NumPy arrays with a number per column."""
 
-    step: float
+    step: Any
     """Mean of the steps."""
 
-    low: float
-    mean: float
-    high: float
+    low: Any
+    mean: Any
+    high: Any
     """Of the values that are numbers; NaN if there is none."""
 
-    points: int
-    not_finite: int
+    points: Any
+    not_finite: Any
     """Points that are NaN or infinite."""
 
 
-def columns_of(series: Series, most: int) -> list[Column]:
+def columns_of(series: Series, most: int) -> Columns:
     """Return at most ``most`` columns: each point by itself, or minimum, mean and maximum of equal ranges of steps.
 
     No extreme value is lost: the minimum and the maximum of all columns are those of the series.
     """
-    if len(series) <= most:
-        return [_column([step], [value]) for step, value in series.points()]
-    first, last = series.steps[0], series.steps[-1]
-    width = max(last - first, 1) / most
-    result: list[Column] = []
-    begin, number = 0, 0
-    for i, step in enumerate(series.steps):
-        here = min(int((step - first) / width), most - 1)
-        if here != number:
-            if i > begin:
-                result.append(_column(series.steps[begin:i], series.values[begin:i]))
-            begin, number = i, here
-    result.append(_column(series.steps[begin:], series.values[begin:]))
-    return result
-
-
-def _column(steps: Sequence[int], values: Sequence[float]) -> Column:
-    finite = [value for value in values if math.isfinite(value)]
-    mean_step = steps[0] if len(steps) == 1 else sum(steps) / len(steps)
-    if not finite:
-        return Column(mean_step, math.nan, math.nan, math.nan, len(values), len(values))
-    low, high = min(finite), max(finite)
-    mean = finite[0] if len(finite) == 1 else math.fsum(value / len(finite) for value in finite)
-    return Column(mean_step, low, min(max(mean, low), high), high, len(values), len(values) - len(finite))
+    steps, values = np.array(series.steps, float), np.array(series.values)
+    starts = np.arange(len(steps))
+    if len(steps) > most:
+        place = (steps - steps[0]) / max(steps[-1] - steps[0], 1) * most
+        starts = np.flatnonzero(np.diff(np.minimum(place.astype(int), most - 1), prepend=-1))
+    if not len(starts):
+        return Columns(*[np.zeros(0)] * 6)
+    points = np.diff(starts, append=len(steps))
+    finite = np.isfinite(values)
+    numbers = np.add.reduceat(finite, starts, dtype=int)
+    low, high = (each.reduceat(np.where(finite, values, np.nan), starts) for each in (np.fmin, np.fmax))
+    shares = np.where(finite, values, 0.0) / np.repeat(np.maximum(numbers, 1), points)  # their sum does not overflow
+    mean = np.clip(np.where(numbers, np.add.reduceat(shares, starts), np.nan), low, high)
+    return Columns(np.add.reduceat(steps, starts) / points, low, mean, high, points, points - numbers)
