@@ -131,7 +131,7 @@ def test_ranks_by_phases_show_where_a_rank_is_slow(written: list[str]) -> None:
     image = draw_ranks(ratios, columns, "optimizer step 7")
     assert {"optimizer step 7", "rank 0: 0.80 x", "rank 1: 1.70 x", *columns} <= set(written)
     slow, even = pixels(image, DARKEST), pixels(draw_ranks(ratios.clamp(max=1.2), columns, ""), DARKEST)
-    one = 2500  # pixels of a cell, more or less
+    one = 5900  # pixels of a cell, more or less
     assert 1.6 * one < slow - even < 2.6 * one
 
 

@@ -30,14 +30,15 @@ def draw_ranks(ratios: Tensor, columns: Sequence[str], title: str) -> Tensor:
     shown = sorted(ratios[:, 0].topk(min(SHOWN_RANKS, len(ratios))).indices.tolist())
     some = "" if len(shown) == len(ratios) else f"; the slowest {len(shown)} of {len(ratios)} ranks"
     colours = LinearSegmentedColormap.from_list("ratio", [of(_EQUAL), of(_DARK)])
-    with figure(130 * len(columns) + 160, 24 * len(shown) + 130, layout="constrained") as drawn:
+    with figure(130 * max(len(columns), 3) + 160, 24 * len(shown) + 130, layout="constrained") as drawn:
         axes = drawn.add_subplot(xlim=(0, len(columns)), ylim=(len(shown), 0))
         axes.set_title(f"{title}{some}", loc="left")
         cells = axes.pcolormesh(ratios[shown].numpy(), cmap=colours, vmin=1, vmax=_MOST, edgecolors="white")
         names = [f"rank {rank}: {float(ratios[rank, 0]):.2f} x" for rank in shown]
         axes.set_yticks([row + 0.5 for row in range(len(shown))], names)
         axes.set_xticks([column + 0.5 for column in range(len(columns))], columns)
-        label = "own time, over the median of the other ranks with the same work"
-        bar = drawn.colorbar(cells, ax=axes, location="bottom", aspect=60, label=label)
+        axes.set_xlabel("own time, over the median of the other ranks with the same work")
+        drawn.get_layout_engine().set(h_pad=0.1)  # inches: labels of a colorbar would pass the edge by a pixel
+        bar = drawn.colorbar(cells, ax=axes, location="bottom", aspect=60)
         bar.set_ticks([1, _MOST], labels=["1 x or less", f"{_MOST} x or more"])
         return pixels(drawn)
