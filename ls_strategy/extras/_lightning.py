@@ -9,8 +9,10 @@ from contextlib import ExitStack, contextmanager
 from types import FrameType
 from typing import Any
 
+from torch import Tensor, nn
+
 from ls_strategy import host
-from ls_strategy.lightning._private import Once
+from ls_strategy.lightning._private import Once, metric_snapshot, reported_metrics, set_reported_metrics
 
 
 def before_iterators(trainer: Any, call: Callable[[], None]) -> None:
@@ -129,25 +131,101 @@ def before_batches(trainer: Any, action: Callable[[], None]) -> Callable[[], Non
     Returns:
         a function that undoes this.
     """
-    loop = trainer.fit_loop.epoch_loop
-    actions: list[Callable[[], None]] = getattr(vars(loop).get("advance"), "actions", [])
-    if not actions:
-
-        def advance(data_fetcher: Any) -> None:
-            for each in actions:
-                each()
-            type(loop).advance(loop, data_fetcher)
-
-        advance.actions = actions  # type: ignore[attr-defined]
-        loop.advance = advance
-    actions.append(action)
+    advance = _advance_of(trainer)
+    advance.actions.append(action)
 
     def undo() -> None:
-        actions.remove(action)
-        if not actions:
-            vars(loop).pop("advance", None)
+        advance.actions.remove(action)
+        advance.end_if_unused()
 
     return undo
+
+
+def around_batches(
+    trainer: Any,
+    run: Callable[[Callable[[], None]], None],
+    fetch: Callable[[Any], Any],
+    ended: Callable[[], bool | None],
+) -> Callable[[], None]:
+    """Make the fit loop get its batches from a caller that may run some of them again.
+
+    Args:
+        trainer: of the fit.
+        run: called for every batch with a function that runs one. It may call that again, if an exception ended it.
+        fetch: gets Lightning's fetcher, and returns what ``next`` of it would.
+        ended: called after it; returns whether the batch is the last one, or None to ask the fetcher.
+
+    Returns:
+        a function that undoes this.
+    """
+    advance = _advance_of(trainer)
+    advance.run, advance.fetch, advance.ended = run, fetch, ended
+
+    def undo() -> None:
+        advance.run = advance.fetch = advance.ended = None
+        advance.end_if_unused()
+
+    return undo
+
+
+class _Advance:
+    """The ``advance`` of a fit loop, which runs one batch, with what callbacks do around it."""
+
+    def __init__(self, trainer: Any) -> None:
+        self._trainer, self._loop = trainer, trainer.fit_loop.epoch_loop
+        self.actions: list[Callable[[], None]] = []
+        self.run: Callable[[Callable[[], None]], None] | None = None
+        self.fetch: Callable[[Any], Any] | None = None
+        self.ended: Callable[[], bool | None] | None = None
+
+    def __call__(self, data_fetcher: Any) -> None:
+        given = data_fetcher if self.fetch is None else _Fetches(data_fetcher, self)
+
+        def once() -> None:
+            for each in list(self.actions):
+                each()
+            module, connector = self._trainer.lightning_module, self._trainer._logger_connector
+            before = module._current_fx_name, connector._current_fx
+            try:
+                type(self._loop).advance(self._loop, given)
+            except Exception:
+                module._current_fx_name, connector._current_fx = before
+                raise
+
+        if self.run is None:
+            once()
+        else:
+            self.run(once)
+
+    def end_if_unused(self) -> None:
+        if not self.actions and self.run is None:
+            vars(self._loop).pop("advance", None)
+
+
+class _Fetches:
+    """What the fit loop sees of a fetcher whose batches `around_batches` hands on."""
+
+    def __init__(self, inner: Any, advance: _Advance) -> None:
+        self._inner, self._advance = inner, advance
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._inner, name)
+
+    def __next__(self) -> Any:
+        assert self._advance.fetch is not None
+        return self._advance.fetch(self._inner)
+
+    @property
+    def done(self) -> bool:
+        ended = None if self._advance.ended is None else self._advance.ended()
+        return self._inner.done if ended is None else ended
+
+
+def _advance_of(trainer: Any) -> _Advance:
+    loop = trainer.fit_loop.epoch_loop
+    if not isinstance(vars(loop).get("advance"), _Advance):
+        loop.advance = _Advance(trainer)
+    return loop.advance
 
 
 def around_left_out_steps(
@@ -200,6 +278,80 @@ def around_left_out_steps(
 def uncount_for_loggers(trainer: Any) -> None:
     """Count one step less in what ``self.log`` gives to loggers as the step."""
     trainer.fit_loop.epoch_loop._batches_that_stepped -= 1
+
+
+def loop_progress(trainer: Any, *, batches: bool) -> Callable[[], None]:
+    """Return a function that gives the fit loop the counts of steps that it has now, between two batches.
+
+    Collective, if values are logged with ``sync_dist`` and ``batches`` are wanted.
+
+    Args:
+        trainer: of the fit.
+        batches: put back the counts of batches, too, and what was logged in the epoch so far.
+    """
+    loop = trainer.fit_loop.epoch_loop
+    parts = [loop.automatic_optimization.optim_progress, loop.scheduler_progress]
+    parts += [loop.batch_progress, loop.val_loop.batch_progress] if batches else []
+    kept, stepped = [(part, copy.deepcopy(part.state_dict())) for part in parts], loop._batches_that_stepped
+    logged = _logged(trainer) if batches else None
+
+    def put_back() -> None:
+        for part, state in kept:
+            part.load_state_dict(copy.deepcopy(state))
+        loop._batches_that_stepped = stepped
+        if logged is not None:
+            logged()
+
+    return put_back
+
+
+def _logged(trainer: Any) -> Callable[[], None]:
+    """Return a function that puts back what was logged in the epoch so far, and whether the fit is to stop."""
+    found, stops, reported = trainer.fit_loop.epoch_loop._results, trainer.should_stop, reported_metrics(trainer)
+    results = dict(found)
+    metrics = metric_snapshot(nn.ModuleList([*results.values(), trainer.lightning_module]))
+    resets = [(metric, metric.has_reset) for metric in results.values()]
+
+    def put_back() -> None:
+        trainer.should_stop = stops
+        found.clear()
+        found.update(results)
+        metrics()
+        for metric, reset in resets:
+            metric.has_reset = reset
+        set_reported_metrics(trainer, reported)
+
+    return put_back
+
+
+def callbacks_of_steps(trainer: Any) -> list[Any]:
+    """Return the callbacks, without those that save checkpoints and those that measure time."""
+    part = host.import_part("pytorch.callbacks")
+    return [each for each in trainer.callbacks if not isinstance(each, (part.Checkpoint, part.Timer))]
+
+
+def averages(callback: Any) -> list[Tensor]:
+    """Return the weights that one of Lightning's callbacks for averages has averaged, if it is one."""
+    part = host.import_part("pytorch.callbacks")
+    model = callback._average_model if isinstance(callback, part.WeightAveraging) else None
+    return [] if model is None else [*model.parameters(), *model.buffers()]
+
+
+def saved_paths(trainer: Any) -> set[str]:
+    """Return the checkpoints that the Trainer's callbacks know."""
+    part = host.import_part("pytorch.callbacks")
+    found: set[str] = set()
+    for each in trainer.checkpoint_callbacks:
+        if isinstance(each, part.ModelCheckpoint):
+            found |= {*each.best_k_models, each.best_model_path, each.last_model_path, each._last_checkpoint_saved}
+    return found - {""}
+
+
+def forget_saves(trainer: Any, step: int) -> None:
+    """Let the Trainer's callbacks save again after ``step``, from which the run goes on."""
+    for each in trainer.checkpoint_callbacks:
+        if hasattr(each, "_last_global_step_saved"):
+            each._last_global_step_saved = min(each._last_global_step_saved, step)
 
 
 @contextmanager

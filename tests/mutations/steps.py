@@ -271,4 +271,18 @@ STEPS = (
         "",
         ("tests/dist/test_spike_guard.py::test_a_poison_of_one_rank_is_left_out_on_all",),
     ),
+    Mutation(
+        "a run goes back without the states of its optimizer",
+        "ls_strategy/extras/callbacks/rewind.py",
+        "            states.put_back()\n",
+        "",
+        ("tests/dist/test_rewind.py::test_a_run_that_goes_back_ends_as_if_the_data_never_had_those_batches[1]",),
+    ),
+    Mutation(
+        "a run goes back over the end of an epoch",
+        "ls_strategy/extras/callbacks/spike_guard.py",
+        " and taken.epoch == trainer.current_epoch",
+        "",
+        ("tests/dist/test_rewind.py::test_training_does_not_go_back_into_the_epoch_before",),
+    ),
 )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -71,6 +71,17 @@ class ShardedEMA(Callback):
         engine = self._engine(trainer)
         for average, master in zip(self._average, engine.trainable_masters(), strict=True):
             average.lerp_(master.detach().to(average.dtype), 1.0 - self.decay)
+
+    def copy_for_rewind(self, trainer: pl.Trainer) -> Callable[[bool], None]:
+        """Return a function that puts back the average of now, after the run has gone back to this step."""
+        kept, last_step = [average.clone() for average in self._average], self._last_step
+
+        def put_back(_: bool) -> None:
+            self._last_step = last_step
+            for average, value in zip(self._average, kept, strict=True):
+                average.copy_(value)
+
+        return put_back
 
     @staticmethod
     def _averages_of_frozen(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Literal
 
@@ -333,6 +334,20 @@ class ElasticTraining(ConnectedCallback):
             strategy.wait_for_saves()
             if self._error is None:
                 self._complete = self._begun
+
+    def copy_for_rewind(self, trainer: pl.Trainer) -> Callable[[bool], None]:
+        """Return a function for when the run has gone back to this step: the newest snapshot is of undone steps then.
+
+        It lets the next one be due; with the same batches behind them, since loaders stand there.
+        """
+        step = trainer.global_step
+
+        def put_back(batches: bool) -> None:
+            self._due = trainer.global_step + 1 if batches else step
+            self._begun_at = step
+            self._begun = self._complete = min(self._complete, step)
+
+        return put_back
 
     def _begin(self, trainer: pl.Trainer, step: int) -> None:
         """Take a snapshot, unless something is still being written. Collective."""

@@ -1,8 +1,12 @@
-"""`SpikeGuard`: a step whose loss or gradient norm is far above those before it is left out, on all ranks."""
+"""`SpikeGuard`: a step whose loss or gradient norm is far above those before it is left out, on all ranks.
+
+With ``rewind_steps``, so are the steps before it, back to the last copy.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import copy
 import math
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -17,18 +21,22 @@ from ls_strategy.checked import above, at_least, checked
 from ls_strategy.errors import PlanError, StateError
 from ls_strategy.extras._lightning import accumulates, around_left_out_steps, before_batches, uncount_for_loggers
 from ls_strategy.extras.callbacks.before_step import BeforeStep
+from ls_strategy.extras.callbacks.during_fit import DuringFit
+from ls_strategy.extras.callbacks.rewind import Copy, refuse_own_states, refuse_rewind, report_copy
 from ls_strategy.extras.callbacks.sharded import zero_strategy
 from ls_strategy.extras.callbacks.spike_window import SpikeWindow
-from ls_strategy.host.pytorch import Callback, pl, rank_zero_info, rank_zero_warn
+from ls_strategy.host.pytorch import pl, rank_zero_warn
 from ls_strategy.lightning._private import unwrap_optimizer
 from ls_strategy.lightning.strategy import ZeROStrategy
 from ls_strategy.transient import Method
 
-_BEGINNING: Mapping[str, Any] = {"windows": {}, "skipped": 0, "in_row": 0, "epoch": (-1, 0), "owed": False}
+_BEGINNING: Mapping[str, Any] = {
+    "windows": {}, "skipped": 0, "undone": 0, "in_row": 0, "returned_to": -1, "epoch": (-1, 0), "owed": False
+}  # fmt: skip
 """The state of a run that has not begun."""
 
 
-class SpikeGuard(Callback):
+class SpikeGuard(DuringFit):
     """Leaves out an optimizer step if its loss or gradient norm is not finite, or far above those before it.
 
     ::
@@ -52,25 +60,44 @@ class SpikeGuard(Callback):
     With fp16, gradients that overflow although the loss is inside its window are left to the loss scale. A step that is
     left out does not change it.
 
+    With ``rewind_steps=k``, training goes back instead, to a copy in host memory that is taken every k steps and at the
+    begin of an epoch. All batches since are left out in the same sense: weights, optimizer states, loss scale,
+    schedulers, ``trainer.global_step`` and states of callbacks are those of the copy, and training goes on with the
+    next batch. Checkpoints that were saved since are kept, and the log names them. A run that resumes has no copy of
+    before its checkpoint.
+
     Every such step is a line in the log, and values under ``zero_spikes/`` in the loggers. The window is part of
     checkpoints, so a run that resumes decides as one that was not interrupted.
     """
 
-    @checked(window=at_least(8), deviations=above(0), max_skips=at_least(1))
-    def __init__(self, window: int = 128, deviations: float = 6.0, max_skips: int = 10) -> None:
+    @checked(window=at_least(8), deviations=above(0), max_skips=at_least(1), rewind_steps=at_least(1))
+    def __init__(
+        self, window: int = 128, deviations: float = 6.0, max_skips: int = 10, rewind_steps: int | None = None
+    ) -> None:
         """Set the options; none is required.
 
         Args:
             window: accepted steps that the next one is compared with.
             deviations: robust standard deviations from the level of the window to its limit.
-            max_skips: the most steps in a row that are left out. One more is an error.
+            max_skips: the most steps in a row that are left out, or returns to the same copy. One more is an error.
+            rewind_steps: go back to a copy that is taken every so many steps, and leave out all batches since. None:
+                leave out the batches of the spike alone.
 
         Raises:
             ConfigError: a value is out of its range.
         """
         self.max_skips = max_skips
+        self.rewind_steps = rewind_steps
         self.skipped = 0
-        """Steps that the run has left out."""
+        """Steps that the run has left out because of their own loss or gradients."""
+        self.undone = 0
+        """Steps before these that the run has gone back over."""
+        self._copy: Copy | None = None
+        self._at_copy: tuple[dict[str, list[float]], int, int] = {}, 0, 0
+        """Of the copy: the windows, the batches of the epoch, and how many of these were left out."""
+        self._returned_to = -1
+        """The step to which training has gone back last, if no copy was taken since."""
+        self._reported_bytes = 0
         self._windows = {name: SpikeWindow(window, deviations) for name in ("loss", "grad_norm")}
         self._in_row = 0
         self._left_out = False
@@ -101,14 +128,18 @@ class SpikeGuard(Callback):
         """
         if stage == "fit":
             _check(pl_module, zero_strategy(trainer, self))
+            if self.rewind_steps is not None:
+                refuse_rewind(self._given, zero_strategy(trainer, self))
 
     @override
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Take part in the fit loop."""
         strategy = zero_strategy(trainer, self)
-        self._release()
+        self.release()
         if trainer.global_step == 0 and not self._loaded:  # the first fit, or that of another model
             self._restore(_BEGINNING)
+        if self.rewind_steps is not None:
+            refuse_own_states(self._given, strategy)
         self._left_out, self._loaded, self._batches = False, False, 0
         self._noted.clear()
         self._before = BeforeStep(strategy, pl_module)
@@ -116,7 +147,10 @@ class SpikeGuard(Callback):
         self._undo = [
             before_batches(trainer, lambda: self._before_batch(trainer)),
             around_left_out_steps(
-                trainer, lambda: self._left_out, lambda: self._left_out_of(trainer.current_epoch), self._done
+                trainer,
+                lambda: self._left_out,
+                lambda: self._left_out_of(trainer.current_epoch),
+                lambda last: self._done(trainer, last),
             ),
         ]
         if strategy.config.parallel.pp.size == 1:
@@ -124,26 +158,23 @@ class SpikeGuard(Callback):
             self._undo.append(method.remove)
 
     @override
-    def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Report, and leave the fit loop."""
-        self._release()
-        if self.skipped:
-            rank_zero_info(f"SpikeGuard: the run has left out {self.skipped} steps; {trainer.global_step} have run")
-
-    @override
-    def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
-        """Leave the fit loop."""
-        self._release()
-
-    @override
-    def teardown(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
-        """Leave the fit loop."""
-        self._release()
-
-    def _release(self) -> None:
+    def release(self) -> None:
+        """Leave the fit loop as it was."""
         while self._undo:
             self._undo.pop()()
-        self._before = None
+        self._before = self._copy = None
+
+    @override
+    def verdict(self, trainer: pl.Trainer) -> str:
+        """Return how many steps were left out."""
+        if not self.skipped:
+            return ""
+        back = f", and gone back over {self.undone} more" if self.undone else ""
+        return f"the run has left out {self.skipped} steps{back}; {trainer.global_step} have run"
+
+    @property
+    def _given(self) -> str:
+        return f"SpikeGuard(rewind_steps={self.rewind_steps})"
 
     # batches ---------------------------------------------------------------------------------------------------------
 
@@ -157,6 +188,25 @@ class SpikeGuard(Callback):
         assert self._before is not None
         self._takes_again = self._takes_again or zero_strategy(trainer, self).resume.pending
         self._before.take()
+        if self.rewind_steps is not None:
+            self._take_copy(trainer, self.rewind_steps)
+
+    def _take_copy(self, trainer: pl.Trainer, every: int) -> None:
+        """Take a copy if one is due. Collective then.
+
+        Training does not go back over the end of an epoch, after which hooks and schedulers have run.
+        """
+        step, taken = trainer.global_step, self._copy
+        usable = taken is not None and taken.fits and taken.epoch == trainer.current_epoch
+        if usable and (step == taken.step or step % every):  # type: ignore[union-attr]
+            return
+        self._copy = Copy(trainer, zero_strategy(trainer, self), self, batches=False, earlier=taken)
+        if step != self._returned_to and self._returned_to >= 0:
+            self._returned_to, self._in_row = -1, 0
+        windows = {name: window.state() for name, window in self._windows.items()}
+        ready = trainer.fit_loop.epoch_loop.batch_progress.current.ready
+        self._at_copy = windows, ready, self._left_out_of(trainer.current_epoch)
+        self._reported_bytes = report_copy("SpikeGuard", self._copy, self._reported_bytes)
 
     @override
     def on_train_batch_start(
@@ -167,6 +217,8 @@ class SpikeGuard(Callback):
         if self._takes_again and self._before is not None:
             self._takes_again = False
             self._before.take()
+            if self._copy is not None and self._copy.step == trainer.global_step:
+                self._copy.before.take()
 
     def _step(self, step: Method, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run ``training_step``, and note its loss."""
@@ -226,7 +278,7 @@ class SpikeGuard(Callback):
             self._epoch = (epoch, self._left_out_of(epoch) + batches)
             self._left_out = True
         elif not overflow:
-            self._in_row = 0
+            self._in_row = self._in_row if self._returned_to >= 0 else 0
             for name, value in found.items():
                 self._windows[name].add(value)
 
@@ -254,35 +306,64 @@ class SpikeGuard(Callback):
             worst = max(losses, key=lambda rank: math.inf if math.isnan(losses[rank]) else losses[rank])
             kind = "rank" if zero_strategy(trainer, self).virtual is None else "virtual rank"
             text += f"; the largest loss is {losses[worst]:.4g} on {kind} {worst}"
+        step, back = trainer.global_step, self._goes_back_to
+        what = "leave out one more step in a row" if back is None else f"go back to step {back} once more"
         if self._in_row > self.max_skips:
             raise StateError(
-                f"Got max_skips={self.max_skips}, but SpikeGuard would leave out one more step in a row, before step "
-                f"{trainer.global_step}: {text}. If the weights are damaged, resume from an earlier checkpoint with a "
-                "lower learning rate. If the data has changed and these values are right, set "
-                "SpikeGuard(deviations=...) higher."
+                f"Got max_skips={self.max_skips}, but SpikeGuard would {what}, before step {step}: {text}. If the "
+                "weights are damaged, resume from an earlier checkpoint with a lower learning rate. If the data has "
+                "changed and these values are right, set SpikeGuard(deviations=...) higher."
             )
         self.skipped += 1
+        self.undone += 0 if back is None else step - back
+        does = (
+            "leave out a step" if back in (None, step) else f"go back to step {back}, and leave out the batches since,"
+        )
         rank_zero_warn(
-            f"SpikeGuard: all ranks leave out a step after step {trainer.global_step}: {text}. The run has left out "
-            f"{self.skipped}."
+            f"SpikeGuard: all ranks {does} after step {step}: {text}. The run has left out {self.skipped}"
+            + (f", and gone back over {self.undone} more." if self.undone else ".")
         )
         numbers = {**found, "skipped_steps": float(self.skipped)}
+        if self.rewind_steps is not None:
+            numbers["undone_steps"] = float(self.undone)
         values = {f"zero_spikes/{name}": number for name, number in numbers.items()}
         for logger in trainer.loggers:
-            logger.log_metrics(values, step=trainer.global_step)
+            logger.log_metrics(values, step=step)
+
+    @property
+    def _goes_back_to(self) -> int | None:
+        """Return the step to which a spike sends training back now; None: only its own step is left out."""
+        return self._copy.step if self._copy is not None and self._copy.fits else None
 
     def _left_out_of(self, epoch: int) -> int:
         """Return how many batches of an epoch were left out."""
         return self._epoch[1] if self._epoch[0] == epoch else 0
 
-    def _done(self, last: bool) -> None:
-        """Put the states before the step back, and forget the step when its batch is over."""
+    def _done(self, trainer: pl.Trainer, last: bool) -> None:
+        """Put the states before the step back, or those of the copy; forget the step when its batch is over."""
         if last:
             self._left_out = self._owed = False
             return
         self._owed = True
-        if self._before is not None:
+        if self._goes_back_to is not None:
+            self._go_back(trainer)
+        elif self._before is not None:
             self._before.put_back()
+
+    def _go_back(self, trainer: pl.Trainer) -> None:
+        """Go back to the copy. Collective."""
+        assert self._copy is not None
+        saved = self._copy.put_back()
+        windows, ready, left_out = self._at_copy
+        for name, values in windows.items():
+            self._windows[name].restore(values)
+        since = trainer.fit_loop.epoch_loop.batch_progress.current.ready - ready
+        self._epoch = (trainer.current_epoch, left_out + since)
+        self._returned_to = self._copy.step
+        if saved:
+            rank_zero_warn(
+                f"SpikeGuard: checkpoints of steps that were undone are kept: {', '.join(saved)}. Resume from others."
+            )
 
     # checkpoints -----------------------------------------------------------------------------------------------------
 
@@ -292,6 +373,8 @@ class SpikeGuard(Callback):
         return {
             "windows": {name: window.state() for name, window in self._windows.items()},
             "skipped": self.skipped,
+            "undone": self.undone,
+            "returned_to": self._returned_to,
             "in_row": self._in_row,
             "epoch": list(self._epoch),
             "owed": self._owed,
@@ -303,10 +386,23 @@ class SpikeGuard(Callback):
         self._loaded = True
         self._restore(state_dict)
 
+    def copy_for_rewind(self, trainer: pl.Trainer) -> Callable[[bool], None]:
+        """Return a function that puts back the windows and counts of now, if another callback has gone back."""
+        state = copy.deepcopy(self.state_dict())
+
+        def put_back(_: bool) -> None:
+            self._restore(state)
+            self._left_out, self._batches = False, 0
+            self._noted.clear()
+
+        return put_back
+
     def _restore(self, state: Mapping[str, Any]) -> None:
+        state = {**_BEGINNING, **state}  # of an earlier version
         for name, window in self._windows.items():
             window.restore(state["windows"].get(name, ()))
         self.skipped, self._in_row, self._owed = state["skipped"], state["in_row"], state["owed"]
+        self.undone, self._returned_to = state["undone"], state["returned_to"]
         epoch, batches = state["epoch"]
         self._epoch = (epoch, batches)
 

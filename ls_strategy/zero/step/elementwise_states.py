@@ -203,6 +203,34 @@ class ElementwiseStates:
             if part.scales is not None:
                 store.write(f"{name}.scales", lo // BLOCK, part.scales)
 
+    def stored(self, name: str) -> list[Tensor]:
+        """Return an existing state as it is stored, not as a state dict shows it: numbers or codes, then their scales.
+
+        These are the tensors themselves, or copies from the NVMe tier.
+        """
+        self.flat.require_here("optimizer")
+        self.flat.wait_updated()
+        moment = self._in_memory.get(name)
+        if moment is not None:
+            return [moment.codes] if moment.scales is None else [moment.codes, moment.scales]
+        return [self.flat.store.read(each) for each in self._names_of(name)]
+
+    def store(self, name: str, values: Sequence[Tensor]) -> None:
+        """Replace a state by what `stored` has returned. May return before it is on the NVMe tier."""
+        self.flat.require_here("optimizer")
+        self.flat.wait_updated()
+        self.flat.before_change()
+        self.ensure(name, values[0].dtype)
+        if name in self._in_memory:
+            for tensor, value in zip(self.stored(name), values, strict=True):
+                tensor.copy_(value)
+            return
+        for each, value in zip(self._names_of(name), values, strict=True):
+            self.flat.store.write(each, 0, value)
+
+    def _names_of(self, name: str) -> list[str]:
+        return [name, f"{name}.scales"] if self.moment_format == "int8" else [name]
+
     def forget(self, kept: Collection[str]) -> None:
         """Free the states that are not of a fused update, except those with a name in ``kept``."""
         for name in [n for n in self._in_memory if n not in kept and n not in self.moments]:
