@@ -285,4 +285,11 @@ STEPS = (
         "",
         ("tests/dist/test_rewind.py::test_training_does_not_go_back_into_the_epoch_before",),
     ),
+    Mutation(
+        "a batch that runs again draws other random numbers",
+        "ls_strategy/extras/callbacks/corruption_replay.py",
+        "            self._current.random()\n",
+        "",
+        ("tests/dist/test_corruption_replay.py::test_a_rank_that_was_wrong_before_a_check_leaves_no_trace[2]",),
+    ),
 )

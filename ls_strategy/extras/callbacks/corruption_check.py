@@ -17,6 +17,9 @@ from ls_strategy.extras._lightning import call_hook
 from ls_strategy.extras.callbacks.corruption_digest import GradientWatch, StoredWeights, when_written
 from ls_strategy.extras.callbacks.corruption_examine import Examination, Finding
 from ls_strategy.extras.callbacks.corruption_repeat import RecordedStep
+from ls_strategy.extras.callbacks.corruption_replay import Replay, StepsAgainError
+from ls_strategy.extras.callbacks.during_fit import DuringFit
+from ls_strategy.extras.callbacks.rewind import refuse_own_states
 from ls_strategy.extras.callbacks.sharded import zero_strategy
 from ls_strategy.extras.callbacks.spike_guard import SpikeGuard
 from ls_strategy.host.pytorch import Callback, is_overridden, pl, rank_zero_warn
@@ -32,7 +35,7 @@ _MOST_NAMES = 3
 """Buffers that a message names."""
 
 
-class CorruptionCheck(Callback):
+class CorruptionCheck(DuringFit):
     """Runs every N-th step twice, and compares the bits before the optimizer uses them.
 
     ::
@@ -46,10 +49,11 @@ class CorruptionCheck(Callback):
     A rank that fails twice ends the run, on all ranks, with an error that names it and its host.
 
     What is found, if it happens in a step that is checked: flipped bits and wrong results in forward and backward, in
-    gradients, in their exchange and in averages, and in weights. With ``every=1`` such a run ends with the bits of an
-    undisturbed one. With more, a rank that keeps computing wrong values is found within so many steps, but what it has
-    done in the steps between is in the weights: go back to a checkpoint from before the last check. Optimizer states
-    are not compared.
+    gradients, in their exchange and in averages, and in weights. Optimizer states are not compared. With ``every=1``
+    such a run ends with the bits of an undisturbed one. So does one with ``every=N``, if what has happened in the steps
+    between still shows at the next check, as in replicas of weights that differ, or in a rank that keeps computing
+    wrong values. All ranks then go back to a copy in host memory from after the check before, and run the steps since
+    again with the same batches, now checking each. The last step of an epoch, and of ``max_steps``, is checked, too.
 
     Batches must be the same when they are used again, and operations must repeat their bits. Those that do not are
     reported once, with the parameters in whose gradients they show, which are then left out.
@@ -60,7 +64,8 @@ class CorruptionCheck(Callback):
         """Set the option.
 
         Args:
-            every: optimizer steps from one check to the next. A check costs a step's forward and backward.
+            every: optimizer steps from one check to the next. A check costs a step's forward and backward. With more
+                than 1, the batches of so many steps, and one copy of what the rank trains, are in host memory.
 
         Raises:
             ConfigError: the value is out of its range.
@@ -87,6 +92,12 @@ class CorruptionCheck(Callback):
         self._edits = False
         """Whether user code may change gradients after a backward."""
         self._undo: Method | None = None
+        self._replay: Replay | None = None
+        """Runs the steps between two checks again."""
+        self._passed = False
+        """Whether the running step was checked, and is right."""
+        self._counted = -1
+        """The step after which steps were counted last."""
         self._warned = False
 
     # fit -------------------------------------------------------------------------------------------------------------
@@ -101,13 +112,15 @@ class CorruptionCheck(Callback):
         if stage != "fit":
             return
         _check(pl_module, zero_strategy(trainer, self))
+        if self.every > 1:
+            _refuse_two_copies(trainer, self.every)
         trainer.callbacks = [self, *(c for c in trainer.callbacks if c is not self)]  # type: ignore[attr-defined]
 
     @override
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Take part in the fit loop. Collective."""
         strategy = zero_strategy(trainer, self)
-        self._release()
+        self.release()
         self.found = 0
         self.failures.clear()
         callbacks: list[Callback] = trainer.callbacks  # type: ignore[attr-defined]
@@ -117,30 +130,42 @@ class CorruptionCheck(Callback):
             for c in callbacks
         )
         self._undo = Method(strategy.loop, "train", lambda method, call: self._before_step(trainer, method, call))
+        if self.every > 1 and self._can_replay(strategy):
+            self._replay = Replay(trainer, strategy, self, lambda: self._begin_again(trainer))
+        self._passed, self._counted = False, trainer.global_step
         self._store(trainer)
 
-    @override
-    def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Leave the fit loop."""
-        self._release()
+    def _can_replay(self, strategy: ZeROStrategy) -> bool:
+        """Return whether the steps between two checks can run again; if not, say so."""
+        given, why = f"CorruptionCheck(every={self.every})", ""
+        try:
+            refuse_own_states(given, strategy)
+        except PlanError as error:
+            why = str(error)
+        if strategy.islands[1] > 1:
+            why = f"Got {given} with DiLoCo, whose outer states could not go back."
+        if why:
+            rank_zero_warn(f"{why} Steps between two checks do not run again if a check finds something.")
+        return not why
 
     @override
-    def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
-        """Leave the fit loop."""
-        self._release()
-
-    @override
-    def teardown(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
-        """Leave the fit loop."""
-        self._release()
-
-    def _release(self) -> None:
+    def release(self) -> None:
+        """Leave the fit loop as it was."""
         self._end_step()
-        for method in (self._undo, self._sending):
-            if method is not None:
-                method.remove()
+        for part in (self._undo, self._sending):
+            if part is not None:
+                part.remove()
         self._undo = self._sending = None
+        if self._replay is not None:
+            self._replay.end()
+            self._replay = None
         self._drop_stored()
+
+    @override
+    def verdict(self, trainer: pl.Trainer) -> str:
+        """Return what was found."""
+        whose = ", ".join(f"{count} times rank {rank}" for rank, count in sorted(self.failures.items()))
+        return f"{self.found} checks have found wrong values ({whose or 'no rank is known'})" if self.found else ""
 
     def _end_step(self) -> None:
         if self._watch is not None:
@@ -156,21 +181,47 @@ class CorruptionCheck(Callback):
 
     # a step ----------------------------------------------------------------------------------------------------------
 
-    def _due(self, trainer: pl.Trainer) -> bool:
-        return (trainer.global_step + 1) % self.every == 0
+    def _due(self, trainer: pl.Trainer, *, running: bool) -> bool:
+        """Return whether the running step is checked, or that after this one."""
+        step = trainer.global_step + 1
+        if step % self.every == 0 or step == trainer.max_steps:
+            return True
+        if self._replay is None:
+            return False
+        if self._replay.runs_again if running else self._replay.follows_again:
+            return True
+        batches, per_step = trainer.fit_loop.epoch_loop.batch_progress, trainer.accumulate_grad_batches
+        begun = (batches.current.ready - running) // per_step * per_step
+        # A loader without a length says that a batch is the last one when it is fetched.
+        ends = running and per_step == 1 and batches.is_last_batch
+        return ends or begun + per_step >= trainer.num_training_batches > begun
 
     def _store(self, trainer: pl.Trainer) -> None:
         """Take the weights after a step if the next one is checked. Collective."""
-        if self._due(trainer) and self._stored_at != trainer.global_step:
+        if self._due(trainer, running=False) and self._stored_at != trainer.global_step:
             new = self._new
             self._drop_stored()
             self._stored = StoredWeights(zero_strategy(trainer, self).require_engine(), new)
             self._stored_at = trainer.global_step
         self._new = {}
 
+    def _begin_again(self, trainer: pl.Trainer) -> None:
+        """Begin with the first step that runs again. Collective."""
+        self._drop_stored()
+        self._passed, self._counted = False, trainer.global_step
+        self._store(trainer)
+
+    @override
+    def on_train_batch_start(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
+    ) -> None:
+        """Let the batch run again from the random states of now."""
+        if self._replay is not None:
+            self._replay.note_start()
+
     def _before_step(self, trainer: pl.Trainer, method: Method, call: StepCall) -> Any:
         """Record a micro-batch of a step that is checked, and run it."""
-        if self._due(trainer):
+        if self._step is not None or self._due(trainer, running=True):
             if self._step is None:
                 self._early, call.engine.early_step = call.engine.early_step, False
                 self._watch = GradientWatch(call.engine)
@@ -203,7 +254,10 @@ class CorruptionCheck(Callback):
         engine = zero_strategy(trainer, self).require_engine()
         index = engine.stepper.index_of(unwrap_optimizer(optimizer))
         if step is not None and self._watch is not None and index is not None and any(engine.optimizers[index].used):
-            self._check(trainer, step, self._watch, index)
+            try:
+                self._check(trainer, step, self._watch, index)
+            finally:
+                self._end_step()
             self._drop_stored()
         self._end_step()
         if (trainer.global_step + 2) % self.every == 0:
@@ -224,6 +278,12 @@ class CorruptionCheck(Callback):
         if self._sending is not None:
             self._sending.remove()
             self._sending = None
+        if self._replay is not None:
+            if self._passed:
+                self._replay.note_check()
+            elif trainer.global_step != self._counted:
+                self._replay.note_unchecked()
+        self._passed, self._counted = False, trainer.global_step
         if self._step is None:
             self._store(trainer)
 
@@ -234,7 +294,8 @@ class CorruptionCheck(Callback):
             self._engine = step.engine
             self._ignored.clear()
         guards = [c for c in trainer.callbacks if isinstance(c, SpikeGuard)]  # type: ignore[attr-defined]
-        stored = self._stored if self._stored is not None and self._stored.engine is step.engine else None
+        is_of_now = self._stored is not None and self._stored.engine is step.engine
+        stored = self._stored if is_of_now and self._stored_at == trainer.global_step else None
         if step.has_written_weights(stored):
             self._warn_of_writes(trainer)
             return
@@ -243,6 +304,7 @@ class CorruptionCheck(Callback):
         finding = examination.run(self._buffers, before_each=lambda: [guard.forget_losses() for guard in guards])
         if finding:
             self._report(trainer, step.engine, finding)
+        self._passed = True
 
     def _warn_of_writes(self, trainer: pl.Trainer) -> None:
         if not self._warned:
@@ -254,57 +316,71 @@ class CorruptionCheck(Callback):
             )
 
     def _report(self, trainer: pl.Trainer, engine: Engine, finding: Finding) -> None:
-        """Log what was found, and count it.
+        """Log what was found, and count it. Collective.
 
         Raises:
             StateError: with the rank.
+            StepsAgainError: the steps since the last check run again.
         """
         names = [*(flat.name for flat in engine.flats), "the module's buffers"]
-        step = trainer.global_step
+        before = f"before step {trainer.global_step}"
         if finding.not_repeatable:
-            rank_zero_warn(
-                f"CorruptionCheck: forward and backward do not repeat their bits before step {step}, on several ranks "
-                "at once or in three runs of one rank, for gradients in the buffers of "
-                f"{_listed(finding.not_repeatable, names)}. These are left out of later checks. An operation in or "
-                "behind them adds in another order each time: "
-                "torch.use_deterministic_algorithms(True, warn_only=True) names it. Or training_step uses an iterator, "
-                "or an object of user code that counts: then this step's values are others than without "
-                "CorruptionCheck, so leave it out."
-            )
-        culprits = finding.culprits
-        for rank in culprits:
-            self.failures[rank] = self.failures.get(rank, 0) + 1
-        if culprits or finding.unknown:
-            self.found += 1
-            metrics = {"zero_corruption/found": float(self.found)}
-            metrics |= {f"zero_corruption/rank_{rank}": float(count) for rank, count in self.failures.items()}
-            for logger in trainer.loggers:
-                logger.log_metrics(metrics, step=step)
+            _warn_of_repetition(before, _listed(finding.not_repeatable, names))
+        self._count(trainer, finding)
+        if not finding.culprits and not finding.unknown:
+            return
         whose = {rank: f"rank {rank} on {host}" for rank, host in enumerate(finding.hosts)}
-        if finding.unknown:
-            raise StateError(
-                f"CorruptionCheck: before step {step}, "
-                f"{' or '.join(whose[rank] for rank in sorted(finding.unknown))} has wrong values in the buffers of "
-                f"{_listed(finding.unknown_buffers, names)}, and no good copy is known. Start the run again without "
-                "it, from a checkpoint of before the last check that found nothing."
-            )
         texts = [
             f"{whose[rank]} had wrong {what} in the buffers of {_listed(buffers, names)}"
             for what, found in (("weights", finding.weights), ("gradients", finding.gradients))
             for rank, buffers in sorted(found.items())
         ]
-        if not texts:
-            return
-        again = [rank for rank in culprits if self.failures[rank] >= _MOST_FAILURES]
+        goes_back = self._replay is not None and self._replay.can_go_back()
+        if finding.unknown:
+            who = " or ".join(whose[rank] for rank in sorted(finding.unknown))
+            unknown = f"{who} has wrong values in the buffers of {_listed(finding.unknown_buffers, names)}"
+            if not goes_back:
+                raise StateError(
+                    f"CorruptionCheck: {before}, {unknown}, and no good copy is known. Start the run again without it, "
+                    "from a checkpoint of before the last check that found nothing."
+                )
+            texts.append(unknown)
+        again = [rank for rank in finding.culprits if self.failures[rank] >= _MOST_FAILURES]
         if again:
             raise StateError(
-                f"CorruptionCheck: before step {step}, {'; '.join(texts)}. {whose[again[0]]} was wrong for the second "
-                "time in this run, so its device or host is likely to be damaged. Start the run again without it, from "
-                "its last checkpoint."
+                f"CorruptionCheck: {before}, {'; '.join(texts)}. {whose[again[0]]} was wrong for the second time in "
+                "this run, so its device or host is likely to be damaged. Start the run again without it, from its "
+                "last checkpoint."
             )
-        rank_zero_warn(
-            f"CorruptionCheck: before step {step}, {'; '.join(texts)}. The step uses right values on all ranks."
-        )
+        if goes_back:
+            assert self._replay is not None
+            rank_zero_warn(
+                f"CorruptionCheck: {before}, {'; '.join(texts)}. All ranks go back to step {self._replay.step}, after "
+                "the last check that found nothing, and run the steps since again with the same batches."
+            )
+            raise StepsAgainError
+        rank_zero_warn(f"CorruptionCheck: {before}, {'; '.join(texts)}. The step uses right values on all ranks.")
+
+    def _count(self, trainer: pl.Trainer, finding: Finding) -> None:
+        """Count the ranks that were wrong, for the loggers, too."""
+        for rank in finding.culprits:
+            self.failures[rank] = self.failures.get(rank, 0) + 1
+        if finding.culprits or finding.unknown:
+            self.found += 1
+            metrics = {"zero_corruption/found": float(self.found)}
+            metrics |= {f"zero_corruption/rank_{rank}": float(count) for rank, count in self.failures.items()}
+            for logger in trainer.loggers:
+                logger.log_metrics(metrics, step=trainer.global_step)
+
+
+def _warn_of_repetition(before: str, buffers: str) -> None:
+    rank_zero_warn(
+        f"CorruptionCheck: forward and backward do not repeat their bits {before}, on several ranks at once or in "
+        f"three runs of one rank, for gradients in the buffers of {buffers}. These are left out of later checks. An "
+        "operation in or behind them adds in another order each time: torch.use_deterministic_algorithms(True, "
+        "warn_only=True) names it. Or training_step uses an iterator, or an object of user code that counts: then this "
+        "step's values are others than without CorruptionCheck, so leave it out."
+    )
 
 
 def _listed(buffers: set[int], names: list[str]) -> str:
@@ -340,6 +416,15 @@ def _check(module: pl.LightningModule, strategy: ZeROStrategy) -> None:
             f"Got CorruptionCheck with parallel.{kinds[0]}={_size(strategy, kinds[0])}, but it compares ranks that "
             "hold the full model. Leave one of the two out."
         )
+
+
+def _refuse_two_copies(trainer: pl.Trainer, every: int) -> None:
+    for each in trainer.callbacks:  # type: ignore[attr-defined]
+        if isinstance(each, SpikeGuard) and each.rewind_steps is not None:
+            raise PlanError(
+                f"Got CorruptionCheck(every={every}) with SpikeGuard(rewind_steps={each.rewind_steps}), but each of "
+                "them goes back to copies of its own. Set every=1, or leave rewind_steps out."
+            )
 
 
 def _size(strategy: ZeROStrategy, kind: str) -> int:
