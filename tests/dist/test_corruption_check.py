@@ -145,9 +145,10 @@ def test_a_flipped_bit_leaves_no_trace_and_its_rank_is_named(tmp_path: Path) -> 
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("seed", range(11, 15))
 @pytest.mark.parametrize("world", [2, 4])
-def test_no_flipped_bit_of_many_leaves_a_trace(world: int, tmp_path: Path) -> None:
-    spawn(flipped, world, tmp_path, 112, 11, init_process_group=False, timeout_s=900)
+def test_no_flipped_bit_of_many_leaves_a_trace(world: int, seed: int, tmp_path: Path) -> None:
+    spawn(flipped, world, tmp_path, 28, seed, init_process_group=False, timeout_s=300)
 
 
 @pytest.mark.slow
