@@ -18,10 +18,10 @@ from lightning.pytorch.callbacks import EMAWeightAveraging, ModelCheckpoint
 from lightning.pytorch.loggers import CSVLogger
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
-from ls_strategy import PlanError, ShardedEMA, SpikeGuard, StateError, ZeROPrecision, ZeROStrategy
+from ls_strategy import Muon, PlanError, ShardedEMA, SpikeGuard, StateError, ZeROPrecision, ZeROStrategy
 from ls_strategy.testing import spawn
 from tests.dist.ranks import WIDTH, assert_equal, on_ranks
-from tests.dist.test_spike_guard import NAN, Noisy, SaveAfter, assert_same, flat, train
+from tests.dist.test_spike_guard import NAN, PARALLEL, Noisy, Plain, SaveAfter, assert_same, flat, train
 from tests.models import quiet
 
 WINDOW = 8
@@ -65,13 +65,16 @@ def compare(
     rank: int, folder: Path, strategies: Sequence[Any], factors: Sequence[float], what: str, **options: Any
 ) -> SpikeGuard:
     """Train with and without what is left out, and compare everything that training has changed."""
-    every, back = options.get("accumulate_grad_batches", 1), options.pop("back", BACK)
+    every, back = options.get("accumulate_grad_batches", 1), BACK
+    module = options.pop("module", Noisy)
     callbacks, validation = options.pop("callbacks", lambda: ()), options.pop("validation", None)
     guard, extras = SpikeGuard(WINDOW, rewind_steps=back), (callbacks(), callbacks())
     options = {**options, "validation": validation}
-    found = train(strategies[0], data(rank, factors, every=every), folder, guard, *extras[0], **options)
+    found = train(
+        strategies[0], data(rank, factors, every=every), folder, guard, *extras[0], module=module(), **options
+    )
     clean = data(rank, factors, kept(factors, back), every)
-    expected = train(strategies[1], clean, folder, *extras[1], **options)
+    expected = train(strategies[1], clean, folder, *extras[1], module=module(), **options)
     assert found["global_step"] == len(kept(factors, back)), what
     assert_same(found, expected, what)
     if "ema_state_dict" in expected:
@@ -117,6 +120,58 @@ def test_every_precision_offload_and_average(rank: int, world_size: int, precisi
         precision,
         callbacks=lambda: [ShardedEMA(0.9, every_n_steps=2)],
     )
+
+
+class Whole(Noisy):
+    """Matrices are stepped by the rank that owns them."""
+
+    def configure_optimizers(self) -> Any:
+        matrices = [p for p in self.blocks.parameters() if p.ndim == 2]
+        others = [p for p in self.parameters() if all(p is not m for m in matrices)]
+        return Muon([{"params": matrices}, {"params": others, "use_muon": False}], lr=1e-2, ns_dtype="fp32")
+
+
+PLACES: dict[str, dict[str, Any]] = {
+    "int8": {"stage": 1, "precision": {"moments": "int8"}},
+    "bf16": {"stage": 3, "precision": {"moments": "bf16"}, "offload": {"optimizer": "cpu", "parameters": "cpu"}},
+    "nvme": {"stage": 3, "offload": {"optimizer": "nvme", "nvme_allow_ram": True}},
+    "owners": {"stage": 2},
+}
+
+
+@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.wide
+@on_ranks(2)
+def test_states_go_back_as_they_are_stored(rank: int, world_size: int, place: str, tmp_path: Path) -> None:
+    def strategy() -> ZeROStrategy:
+        options = {**PLACES[place], "sharding": {"min_unit_numel": 0}, "checkpoint": "file"}
+        if place == "nvme":
+            options["offload"] = {**options["offload"], "nvme_path": str(tmp_path / "nvme")}
+        return ZeROStrategy(**options)
+
+    factors = steps_with_poison(20, 3, 6)
+    module = Whole if place == "owners" else Noisy
+    compare(rank, tmp_path, (strategy(), strategy()), factors, place, module=module)
+
+
+def partitioned(rank: int, world_size: int, tmp_path: Path, options: dict[str, Any], clean: bool) -> Any:
+    quiet()
+    factors, guard = steps_with_poison(20, 3, 12), SpikeGuard(WINDOW, deviations=50.0, rewind_steps=BACK)
+    strategy = ZeROStrategy(2, sharding={"min_unit_numel": 0}, checkpoint="sharded", **options)
+    loader = data(0, factors, kept(factors) if clean else None)
+    return train(strategy, loader, tmp_path, guard, module=Plain()), guard.undone
+
+
+@pytest.mark.parametrize("parallel", PARALLEL.values(), ids=PARALLEL)
+@pytest.mark.wide
+def test_partitioned_models_go_back(parallel: dict[str, Any], tmp_path: Path) -> None:
+    runs = [
+        spawn(partitioned, 2, tmp_path, {"parallel": parallel}, clean, init_process_group=False, timeout_s=60)[0]
+        for clean in (False, True)
+    ]
+    assert_same(runs[0][0], runs[1][0], str(parallel))
+    assert runs[0][1] > 0
+    assert runs[1][1] == 0
 
 
 class Virtual(Noisy):
