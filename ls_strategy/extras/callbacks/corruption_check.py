@@ -323,9 +323,9 @@ class CorruptionCheck(DuringFit):
             StepsAgainError: the steps since the last check run again.
         """
         names = [*(flat.name for flat in engine.flats), "the module's buffers"]
-        before = f"before step {trainer.global_step}"
+        step = trainer.global_step
         if finding.not_repeatable:
-            _warn_of_repetition(before, _listed(finding.not_repeatable, names))
+            _warn_of_repetition(step, _listed(finding.not_repeatable, names))
         self._count(trainer, finding)
         if not finding.culprits and not finding.unknown:
             return
@@ -341,25 +341,28 @@ class CorruptionCheck(DuringFit):
             unknown = f"{who} has wrong values in the buffers of {_listed(finding.unknown_buffers, names)}"
             if not goes_back:
                 raise StateError(
-                    f"CorruptionCheck: {before}, {unknown}, and no good copy is known. Start the run again without it, "
-                    "from a checkpoint of before the last check that found nothing."
+                    f"CorruptionCheck: before step {step}, {unknown}, and no good copy is known. Start the run "
+                    "again without it, from a checkpoint of before the last check that found nothing."
                 )
             texts.append(unknown)
         again = [rank for rank in finding.culprits if self.failures[rank] >= _MOST_FAILURES]
         if again:
             raise StateError(
-                f"CorruptionCheck: {before}, {'; '.join(texts)}. {whose[again[0]]} was wrong for the second time in "
-                "this run, so its device or host is likely to be damaged. Start the run again without it, from its "
-                "last checkpoint."
+                f"CorruptionCheck: before step {step}, {'; '.join(texts)}. {whose[again[0]]} was wrong for the second "
+                "time in this run, so its device or host is likely to be damaged. Start the run again without it, from "
+                "its last checkpoint."
             )
         if goes_back:
             assert self._replay is not None
             rank_zero_warn(
-                f"CorruptionCheck: {before}, {'; '.join(texts)}. All ranks go back to step {self._replay.step}, after "
-                "the last check that found nothing, and run the steps since again with the same batches."
+                f"CorruptionCheck: before step {step}, {'; '.join(texts)}. All ranks go back to step "
+                f"{self._replay.step}, after the last check that found nothing, and run the steps since again with the "
+                "same batches."
             )
             raise StepsAgainError
-        rank_zero_warn(f"CorruptionCheck: {before}, {'; '.join(texts)}. The step uses right values on all ranks.")
+        rank_zero_warn(
+            f"CorruptionCheck: before step {step}, {'; '.join(texts)}. The step uses right values on all ranks."
+        )
 
     def _count(self, trainer: pl.Trainer, finding: Finding) -> None:
         """Count the ranks that were wrong, for the loggers, too."""
@@ -373,11 +376,11 @@ class CorruptionCheck(DuringFit):
                 logger.log_metrics(metrics, step=trainer.global_step)
 
 
-def _warn_of_repetition(before: str, buffers: str) -> None:
+def _warn_of_repetition(step: int, buffers: str) -> None:
     rank_zero_warn(
-        f"CorruptionCheck: forward and backward do not repeat their bits {before}, on several ranks at once or in "
-        f"three runs of one rank, for gradients in the buffers of {buffers}. These are left out of later checks. An "
-        "operation in or behind them adds in another order each time: torch.use_deterministic_algorithms(True, "
+        f"CorruptionCheck: forward and backward do not repeat their bits before step {step}, on several ranks at once "
+        f"or in three runs of one rank, for gradients in the buffers of {buffers}. These are left out of later checks. "
+        "An operation in or behind them adds in another order each time: torch.use_deterministic_algorithms(True, "
         "warn_only=True) names it. Or training_step uses an iterator, or an object of user code that counts: then this "
         "step's values are others than without CorruptionCheck, so leave it out."
     )
