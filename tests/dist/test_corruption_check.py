@@ -152,15 +152,15 @@ def test_no_flipped_bit_of_many_leaves_a_trace(world: int, seed: int, tmp_path: 
 
 
 @pytest.mark.slow
-@on_ranks(2, timeout_s=600)
-def test_thousands_of_steps_without_a_false_alarm(rank: int, world_size: int, tmp_path: Path) -> None:
-    for stage in (0, 3):
-        check = CorruptionCheck(every=1)
-        options = {"max_epochs": 150, "accumulate_grad_batches": 1}
-        found = train(stage, data(rank), tmp_path, check, **options)
-        assert found["global_step"] == 150 * STEPS
-        assert (check.found, check._ignored) == (0, set())
-        assert_same(found, train(stage, data(rank), tmp_path, **options), f"stage {stage}")
+@pytest.mark.parametrize("stage", [0, 3])
+@on_ranks(2, timeout_s=300)
+def test_thousands_of_steps_without_a_false_alarm(rank: int, world_size: int, stage: int, tmp_path: Path) -> None:
+    check = CorruptionCheck(every=1)
+    options = {"max_epochs": 150, "accumulate_grad_batches": 1}
+    found = train(stage, data(rank), tmp_path, check, **options)
+    assert found["global_step"] == 150 * STEPS
+    assert (check.found, check._ignored) == (0, set())
+    assert_same(found, train(stage, data(rank), tmp_path, **options), f"stage {stage}")
 
 
 class Habits(Noisy):
