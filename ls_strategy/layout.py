@@ -230,6 +230,18 @@ class Box:
         return result
 
 
+def flat_offset(shape: Sequence[int], offsets: Sequence[int]) -> int:
+    """Return the position in a flattened tensor of the element at ``offsets``.
+
+    >>> flat_offset((4, 5), (1, 2)), flat_offset((), ())
+    (7, 0)
+    """
+    position = 0
+    for size, at in zip(shape, offsets, strict=True):
+        position = position * size + at
+    return position
+
+
 def flat_range_to_boxes(shape: tuple[int, ...], start: int, stop: int) -> list[Box]:
     """Split ``[start, stop)`` of a flattened tensor into at most ``2 * ndim - 1`` boxes of the tensor, in order.
 

@@ -6,6 +6,7 @@
 ``save.py``         one save of all ranks, up to the commit; ``background.py`` runs it while training continues
 ``reshard.py``      which boxes of a tensor this rank writes, and which it reads
 ``files.py``        one rank's file in the format of ``torch.distributed.checkpoint``, and a reader that verifies
+``shared_file.py``  one file in the format of ``torch.save``, which all ranks write together
 ``metadata.py``     the index of a folder: which file holds which box of which tensor
 ``random.py``       states of the random number generators
 ``full.py``         full state dicts, gathered on rank 0 or on all ranks

@@ -3,7 +3,7 @@
 A save captures the state at the time of the call. States on the device are copied to host memory at once. Offloaded
 states are not copied until an optimizer step is about to change them. That step finds a `Hold` on the flat buffer. It
 first copies what the save has not read yet (host memory), or waits until the save has read it (NVMe). What goes into a
-single file has been gathered on rank 0, and is copied there.
+single file may have been gathered on rank 0, and is copied there.
 
 A thread is enough: copying, writing, syncing and checksums release the GIL, and `RankFile` keeps the Python code per
 chunk short. What training waits for is the copy, which another process would need as well.
@@ -29,7 +29,7 @@ from typing_extensions import override
 from ls_strategy import device as dev
 from ls_strategy._torch import default_store
 from ls_strategy.checkpoint.reshard import CheckpointEntry, Source
-from ls_strategy.checkpoint.save import FileSave, Save, run
+from ls_strategy.checkpoint.save import FileSave, Save, SharedFileSave, run
 from ls_strategy.errors import CheckpointError
 from ls_strategy.tiers.link import host_empty
 from ls_strategy.zero.flat.flat_buffer import FlatBuffer
@@ -63,7 +63,7 @@ class BackgroundSaver:
 
     def submit(
         self,
-        save: Save | FileSave,
+        save: Save | SharedFileSave | FileSave,
         done: Callable[[int, float], None],
         failed: Callable[[CheckpointError], None] | None = None,
     ) -> None:
@@ -84,7 +84,7 @@ class BackgroundSaver:
             save = replace(save, value=copy.deepcopy(save.value) if self._rank == 0 else {})
         else:
             holds = self._keep(save)
-            save = replace(save, write_meta=_deep_copied(save.write_meta))
+            save = _without_links(save, self._rank)
         exchange = StoreExchange(f"ls_strategy/save/{next(_NUMBERS)}", self._rank, self._world_size, self._abandoned)
         before, self._exchange = self._exchange, exchange
         if failed is None:
@@ -154,7 +154,7 @@ class BackgroundSaver:
         self._copies.free()
         self._aside.free()
 
-    def _keep(self, save: Save) -> list[Hold]:
+    def _keep(self, save: Save | SharedFileSave) -> list[Hold]:
         """Replace the save's values by copies, and put holds on offloaded buffers."""
         boxes = {
             number: list(entry.source.boxes())
@@ -221,6 +221,14 @@ def _copy_to(part: Tensor, values: Tensor) -> Tensor:
 
 def _copied(value: Any) -> Any:
     return value.detach().clone() if isinstance(value, Tensor) else copy.deepcopy(value)
+
+
+def _without_links(save: Save | SharedFileSave, rank: int) -> Save | SharedFileSave:
+    """Return the save with copies of its small values."""
+    if isinstance(save, Save):
+        return replace(save, write_meta=_deep_copied(save.write_meta))
+    stand_ins = {id(entry.value): entry.value for entry in save.entries}  # kept: they are known by their ids
+    return replace(save, value=copy.deepcopy(save.value, stand_ins) if rank == 0 else {})
 
 
 def _deep_copied(write: Any) -> Any:

@@ -21,12 +21,15 @@ from torch.distributed.checkpoint.metadata import MetadataIndex, TensorStorageMe
 from ls_strategy._torch import without_crc32
 from ls_strategy.checkpoint.manifest import FileRecord, Manifest, check
 from ls_strategy.checkpoint.metadata import Item, Path, key_of, read_metadata
-from ls_strategy.checkpoint.place import CheckpointPath, sync_file
+from ls_strategy.checkpoint.place import CheckpointPath, begin_to_sync, sync_file
 from ls_strategy.errors import CheckpointError
 from ls_strategy.layout import flat_range_to_boxes
 
-_LARGE = 1 << 20
+LARGE = 1 << 20
 """Bytes from which the checksum is computed in parallel with the write."""
+
+_SYNCED_AT_ONCE = 4 << 20
+"""Bytes after which the disk begins to write what the system has; at the end it would do nothing else."""
 
 
 class RankFile:
@@ -39,6 +42,9 @@ class RankFile:
         self.items: list[Item] = []
         self._parts: list[tuple[int, int, int]] = []
         self._file = place.open(name, "wb")
+        self._descriptor = self._file.fileno() if place.local else None
+        self._syncing = 0
+        """Bytes that the disk has begun to write."""
         self._checksums = ThreadPoolExecutor(1)
         self._frames: dict[tuple[torch.dtype, torch.Size], tuple[bytes, bytes]] = {}
         self._error: OSError | None = None
@@ -50,7 +56,7 @@ class RankFile:
         try:
             if not self._checksummed:
                 self._file.write(data)
-            elif len(data) < _LARGE:
+            elif len(data) < LARGE:
                 self._crc = zlib.crc32(data, self._crc)
                 self._file.write(data)
             else:  # both release the GIL
@@ -61,6 +67,9 @@ class RankFile:
             self._error = self._error or error
             raise
         self._position += len(data)
+        if self._descriptor is not None and self._position >= self._syncing + _SYNCED_AT_ONCE:
+            begin_to_sync(self._descriptor, self._syncing, self._position - self._syncing)
+            self._syncing = self._position
         return len(data)
 
     def flush(self) -> None:
@@ -72,7 +81,7 @@ class RankFile:
         chunk = chunk.detach().resolve_conj().resolve_neg().contiguous()
         before, after = self._frame(chunk)
         elements = as_bytes(chunk)
-        if len(elements) < _LARGE:  # one call is one handover of the GIL
+        if len(elements) < LARGE:  # one call is one handover of the GIL
             self.write(b"".join((before, elements, after)))
         else:
             self.write(before)

@@ -90,6 +90,11 @@ class Contents:
         self.sources[id(tensor)] = source
         return tensor
 
+    def entries(self) -> list[CheckpointEntry]:
+        """Return all placeholders in the order in which they were made, with their sources."""
+        made = enumerate(self._placeholders)
+        return [CheckpointEntry((str(number),), tensor, self.sources[id(tensor)]) for number, tensor in made]
+
     def weights(
         self, raw: dict[str, Any], units: list[Unit], *, masters: list[Tensor] | None = None, frozen: bool = True
     ) -> tuple[dict[str, Any], list[str]]:
@@ -195,7 +200,7 @@ def write_entries(
     """
     written: dict[int, Path] = {}
     aliases: dict[Path, Path] = {}
-    for entry in _by_flat(entries):
+    for entry in by_flat(entries):
         if entry.source is None:
             # Only the rank with a parameter's first element has the scalars of its optimizer state (step counts).
             if writes(entry.path) or entry.path[1:2] == ("state",):
@@ -210,7 +215,7 @@ def write_entries(
     return aliases
 
 
-def _by_flat(entries: Iterable[CheckpointEntry]) -> list[CheckpointEntry]:
+def by_flat(entries: Iterable[CheckpointEntry]) -> list[CheckpointEntry]:
     """Sort entries by flat buffer, so that a step that waits for the save waits for one buffer, not for all."""
     numbers: dict[int, int] = {}
     keyed = [(-1 if e.source is None else numbers.setdefault(id(e.source.flat), len(numbers)), e) for e in entries]

@@ -1,4 +1,4 @@
-"""One save of all ranks, up to the commit. An error on one rank is raised on all.
+"""One save of all ranks, up to the commit: a folder, or one file. An error on one rank is raised on all.
 
 ::
 
@@ -19,9 +19,11 @@ from ls_strategy.checkpoint.files import RankFile
 from ls_strategy.checkpoint.manifest import FileRecord, Manifest, record_of
 from ls_strategy.checkpoint.metadata import Item, Path, write_metadata
 from ls_strategy.checkpoint.place import CheckpointPath
-from ls_strategy.checkpoint.reshard import CheckpointEntry, write_entries
+from ls_strategy.checkpoint.reshard import CheckpointEntry, by_flat, write_entries
+from ls_strategy.checkpoint.shared_file import Piece, SharedArchive, SharedFile
 from ls_strategy.checkpoint.target import META
 from ls_strategy.errors import CheckpointError
+from ls_strategy.layout import flat_offset
 
 
 class ReportExchange(Protocol):
@@ -58,7 +60,7 @@ class SaveTarget:
 
 @dataclass
 class Save:
-    """Contribution of one rank to a save: its entries and random states; rank 0 also writes the small data."""
+    """Contribution of one rank to a folder: its entries and random states; rank 0 also writes the small data."""
 
     path: str
     entries: list[CheckpointEntry]
@@ -78,6 +80,103 @@ class Save:
 
     names: Sequence[str] = ()
     """Names of the module's state dict in order, with those that only other pipeline stages have."""
+
+    def begin(self, first: _SaveReport) -> AbstractContextManager[object]:
+        """Prepare, and return what is held until the end. Rank 0 only, as `commit`."""
+        return self.target.begin(first.path, first.save_id)
+
+    def write(self, report: _SaveReport, rank: int, begun: _SaveReport) -> None:
+        """Write this rank's file, and report it."""
+        place = self.target.folder(begun.path, begun.save_id)
+        file = RankFile(place, f"__{rank}_0.distcp")
+        try:
+            report.aliases = write_entries(file, self.entries, self.writes or (lambda _: rank == 0))
+            file.add_object(("random_states", f"rank_{rank}"), self.random)
+            report.record = file.close()
+        except BaseException:
+            file.abandon()
+            raise
+        report.file, report.items = file.name, file.items
+        self.target.written(begun.path, begun.save_id, file.name, report.record)
+
+    def commit(self, begun: _SaveReport, reports: list[_SaveReport]) -> None:
+        """Write metadata and manifest, and give the folder its name."""
+        place = self.target.folder(begun.path, begun.save_id)
+        files: dict[str, FileRecord] = {}
+        aliases: dict[Path, Path] = {}
+        for report in reports:
+            assert report.record is not None
+            files[report.file] = report.record
+            aliases |= report.aliases
+        items = [(report.file, item) for report in reports for item in report.items]
+        files |= write_metadata(place, items, aliases, _order(self))
+        self.write_meta(f"{place}/{META}")
+        files[META] = record_of(place, META)
+        self.manifest.files = files
+        self.target.commit(begun.path, begun.save_id, self.manifest)
+
+    def ended(self, begun: _SaveReport, rank: int, *, failed: bool) -> None:
+        """Remove what the save leaves behind. On every rank."""
+        self.target.ended(begun.path, begun.save_id, rank, failed=failed)
+
+
+@dataclass
+class SharedFileSave:
+    """One file on a disk of this host, to which every rank writes its elements."""
+
+    path: str
+    value: dict[str, Any]
+    """What is written, with stand-ins for sharded tensors. Rank 0's is used."""
+
+    entries: list[CheckpointEntry]
+    """The stand-ins and where their elements are; the same ones in the same order on all ranks."""
+
+    _archive: SharedArchive | None = None
+
+    def begin(self, first: _SaveReport) -> AbstractContextManager[object]:
+        """Lay the file out, and create it. Rank 0 only, as `commit`."""
+        archive = SharedArchive(self.value, [entry.value for entry in self.entries])
+        held = commit.begin(first.path, first.save_id, folder=False)
+        try:
+            archive.create(commit.staging(first.path, first.save_id).path)
+        except BaseException:
+            held.release()
+            raise
+        self._archive, first.places = archive, archive.places
+        first.path = str(CheckpointPath(first.path))  # other ranks may have another working directory
+        return held
+
+    def write(self, report: _SaveReport, rank: int, begun: _SaveReport) -> None:
+        """Write this rank's elements, and report which."""
+        if len(begun.places) != len(self.entries):
+            raise CheckpointError(
+                f"rank 0 saves {len(begun.places)} sharded values, and this rank {len(self.entries)}."
+            )
+        numbers = {id(entry.value): number for number, entry in enumerate(self.entries)}
+        file = SharedFile(commit.staging(begun.path, begun.save_id).path)
+        try:
+            for entry in by_flat(self.entries):
+                number = numbers[id(entry.value)]
+                if begun.places[number] >= 0 and entry.source is not None:
+                    for offsets, values in entry.source.boxes():
+                        first = flat_offset(entry.value.shape, offsets) * values.element_size()
+                        file.write(number, begun.places[number], first, values.to("cpu"))
+            report.pieces = file.close()
+        except BaseException:
+            file.abandon()
+            raise
+
+    def commit(self, begun: _SaveReport, reports: list[_SaveReport]) -> None:
+        """Complete the file, and give it its name."""
+        assert self._archive is not None
+        path = commit.staging(begun.path, begun.save_id).path
+        self._archive.complete(path, [piece for report in reports for piece in report.pieces])
+        commit.take_name(begun.path, begun.save_id)
+
+    def ended(self, begun: _SaveReport, rank: int, *, failed: bool) -> None:
+        """Remove what a failed save leaves behind."""
+        if failed and rank == 0:
+            commit.discard(begun.path, begun.save_id)
 
 
 @dataclass
@@ -103,6 +202,15 @@ class _SaveReport:
     record: FileRecord | None = None
     items: list[Item] = field(default_factory=list)
     aliases: dict[Path, Path] = field(default_factory=dict)
+    places: list[int] = field(default_factory=list)
+    """Of a file that all ranks write: where the elements of each value begin."""
+    pieces: list[Piece] = field(default_factory=list)
+    """What this rank wrote of them."""
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that the rank wrote."""
+        return sum(piece[2] for piece in self.pieces) if self.record is None else self.record.bytes
 
     def to_plain(self) -> dict[str, Any]:
         """Return it in JSON types."""
@@ -114,6 +222,8 @@ class _SaveReport:
             "record": None if self.record is None else [self.record.bytes, self.record.parts],
             "items": [item.to_plain() for item in self.items],
             "aliases": [[list(path), list(other)] for path, other in self.aliases.items()],
+            "places": self.places,
+            "pieces": self.pieces,
         }
 
     @classmethod
@@ -133,6 +243,8 @@ class _SaveReport:
                 record=None if record is None else FileRecord(record[0], [(o, n, c) for o, n, c in record[1]]),
                 items=[Item.from_plain(item) for item in plain["items"]],
                 aliases={tuple(path): tuple(other) for path, other in plain["aliases"]},
+                places=[int(place) for place in plain["places"]],
+                pieces=[(int(n), int(at), int(size), int(crc)) for n, at, size, crc in plain["pieces"]],
             )
         except (KeyError, TypeError, ValueError, AttributeError) as error:
             raise CheckpointError(f"a rank's report about a save cannot be read: {error!r}.") from error
@@ -142,7 +254,7 @@ def _exchanged(exchange: ReportExchange, report: _SaveReport) -> list[_SaveRepor
     return [_SaveReport.from_plain(plain) for plain in exchange(report.to_plain())]
 
 
-def run(save: Save | FileSave, rank: int, exchange: ReportExchange) -> tuple[int, float]:
+def run(save: Save | SharedFileSave | FileSave, rank: int, exchange: ReportExchange) -> tuple[int, float]:
     """Write and commit. Collective.
 
     Returns:
@@ -160,30 +272,31 @@ def run(save: Save | FileSave, rank: int, exchange: ReportExchange) -> tuple[int
     return total, time.perf_counter() - started
 
 
-def _run(save: Save, rank: int, claims: ExitStack, exchange: ReportExchange) -> int:
+def _run(save: Save | SharedFileSave, rank: int, claims: ExitStack, exchange: ReportExchange) -> int:
     first = _SaveReport(path=save.path, save_id=commit.new_save_id())
     if rank == 0:
-        _attempt(first, lambda: claims.enter_context(save.target.begin(first.path, first.save_id)))
+        _attempt(first, lambda: claims.enter_context(save.begin(first)))
     begun = _exchanged(exchange, first)[0]
     mine = _SaveReport()
     if begun.error is None:
-        _attempt(mine, lambda: _write(mine, save, rank, begun))
+        _attempt(mine, lambda: save.write(mine, rank, begun))
     reports = _exchanged(exchange, mine)
     outcome = _SaveReport(error=_first_error([begun, *reports]))
     if rank == 0:
         if outcome.error is None:
-            _attempt(outcome, lambda: _commit(save, begun, reports))
+            _attempt(outcome, lambda: save.commit(begun, reports))
+            outcome.error = _first_error([outcome])
         if outcome.error is not None:
-            save.target.ended(begun.path, begun.save_id, rank, failed=True)
+            save.ended(begun, rank, failed=True)
         claims.close()
     error = _exchanged(exchange, outcome)[0].error
     if rank != 0 or error is None:
-        save.target.ended(begun.path, begun.save_id, rank, failed=error is not None)
+        save.ended(begun, rank, failed=error is not None)
     if error is not None:
         raise CheckpointError(
             f"saving {begun.path} failed: {error}. Nothing of it remains; earlier checkpoints are untouched."
         )
-    return sum(r.record.bytes for r in reports if r.record is not None)
+    return sum(report.nbytes for report in reports)
 
 
 def _run_one(save: FileSave, rank: int, exchange: ReportExchange) -> int:
@@ -240,36 +353,6 @@ def _first_error(reports: Sequence[_SaveReport]) -> str | None:
         if report.error is not None:
             return f"rank {max(number - 1, 0)}: {report.error}"
     return None
-
-
-def _write(report: _SaveReport, save: Save, rank: int, begun: _SaveReport) -> None:
-    place = save.target.folder(begun.path, begun.save_id)
-    file = RankFile(place, f"__{rank}_0.distcp")
-    try:
-        report.aliases = write_entries(file, save.entries, save.writes or (lambda _: rank == 0))
-        file.add_object(("random_states", f"rank_{rank}"), save.random)
-        report.record = file.close()
-    except BaseException:
-        file.abandon()
-        raise
-    report.file, report.items = file.name, file.items
-    save.target.written(begun.path, begun.save_id, file.name, report.record)
-
-
-def _commit(save: Save, begun: _SaveReport, reports: list[_SaveReport]) -> None:
-    place = save.target.folder(begun.path, begun.save_id)
-    files: dict[str, FileRecord] = {}
-    aliases: dict[Path, Path] = {}
-    for report in reports:
-        assert report.record is not None
-        files[report.file] = report.record
-        aliases |= report.aliases
-    items = [(report.file, item) for report in reports for item in report.items]
-    files |= write_metadata(place, items, aliases, _order(save))
-    save.write_meta(f"{place}/{META}")
-    files[META] = record_of(place, META)
-    save.manifest.files = files
-    save.target.commit(begun.path, begun.save_id, save.manifest)
 
 
 def _order(save: Save) -> Callable[[Path], tuple[int, int]]:

@@ -13,11 +13,12 @@ import struct
 import sys
 import zipfile
 from collections import OrderedDict
-from collections.abc import Iterator
+from collections.abc import Container, Iterator
 from pathlib import Path
 from typing import IO, Any
 
 import torch
+from torch import Tensor
 from torch.storage import TypedStorage
 
 from ls_strategy.checkpoint.files import as_bytes
@@ -32,37 +33,44 @@ ROOT = "archive"
 PROTOCOL = 2
 
 
-class _Storage:
-    """Represents the storage of a lazy tensor in the pickle."""
+class AbsentStorage:
+    """Represents in the pickle the storage of a tensor whose elements are not in memory."""
 
-    def __init__(self, tensor: LazyTensor) -> None:
+    def __init__(self, tensor: Tensor) -> None:
+        """``tensor``: lazy, or one that stands in for elements that others write."""
         self.tensor = tensor
         self.nbytes = tensor.numel() * tensor.element_size()
 
     def parts(self) -> Iterator[memoryview]:
+        """Yield the elements of a lazy tensor."""
         for _, part in parts_of(self.tensor, 0, self.tensor.numel()):
             yield as_bytes(part)
 
 
-class _Pickler(pickle.Pickler):
+Storage = AbsentStorage | torch.UntypedStorage
+
+
+class TorchPickler(pickle.Pickler):
     """The pickle of ``torch.save``, without storages. Collects them in the order of their records."""
 
-    def __init__(self, file: IO[bytes]) -> None:
+    def __init__(self, file: IO[bytes], stand_ins: Container[int] = ()) -> None:
+        """``stand_ins``: ids of further tensors that are saved without their elements."""
         super().__init__(file, protocol=PROTOCOL)
-        self.storages: list[_Storage | torch.UntypedStorage] = []
+        self.storages: list[Storage] = []
+        self._stand_ins = stand_ins
         self._keys: dict[int, str] = {}
 
     def reducer_override(self, obj: Any) -> Any:
-        """Make a lazy tensor load as a plain tensor with its own storage."""
-        if not isinstance(obj, LazyTensor):
+        """Make a tensor without elements load as a plain tensor with its own storage."""
+        if not isinstance(obj, LazyTensor) and id(obj) not in self._stand_ins:
             return NotImplemented
         rebuild, arguments = torch.empty(0, dtype=obj.dtype).__reduce_ex__(PROTOCOL)  # type: ignore[misc]
         stride = torch.empty(obj.shape, device="meta").stride()
-        return rebuild, (_Storage(obj), 0, tuple(obj.shape), stride, False, OrderedDict(), *arguments[6:])
+        return rebuild, (AbsentStorage(obj), 0, tuple(obj.shape), stride, False, OrderedDict(), *arguments[6:])
 
     def persistent_id(self, obj: Any) -> Any:
         """Return the reference to a storage. ``torch.load`` finds its record by the key."""
-        if isinstance(obj, _Storage):
+        if isinstance(obj, AbsentStorage):
             kind = torch.empty(0, dtype=obj.tensor.dtype).__reduce_ex__(PROTOCOL)[1][0]  # type: ignore[index]
             typed = isinstance(kind, TypedStorage)
             storage_type = getattr(torch, kind._pickle_storage_type()) if typed else torch.UntypedStorage
@@ -89,7 +97,7 @@ class StreamedSave:
     def __init__(self, value: Any) -> None:
         """Pickle ``value``, any object that ``torch.save`` accepts, with `LazyTensor`s in it. Reads no tensor."""
         buffer = io.BytesIO()
-        pickler = _Pickler(buffer)
+        pickler = TorchPickler(buffer)
         pickler.dump(value)
         self._pickled = buffer.getvalue()
         self._storages = pickler.storages
@@ -112,7 +120,7 @@ class StreamedSave:
                 _record(archive, file, ".storage_alignment", str(ALIGNMENT).encode())
                 _record(archive, file, "byteorder", sys.byteorder.encode())
                 for key, storage in enumerate(self._storages):
-                    for size in _record_parts(archive, file, f"data/{key}", _parts(storage)):
+                    for size in _record_parts(archive, file, f"data/{key}", parts_of_storage(storage)):
                         done += size
                         if progress is not None:
                             progress(done, total)
@@ -120,12 +128,13 @@ class StreamedSave:
             sync_file(file)
 
 
-def _nbytes(storage: _Storage | torch.UntypedStorage) -> int:
-    return storage.nbytes if isinstance(storage, _Storage) else storage.nbytes()
+def _nbytes(storage: Storage) -> int:
+    return storage.nbytes if isinstance(storage, AbsentStorage) else storage.nbytes()
 
 
-def _parts(storage: _Storage | torch.UntypedStorage) -> Iterator[memoryview]:
-    if isinstance(storage, _Storage):
+def parts_of_storage(storage: Storage) -> Iterator[memoryview]:
+    """Yield the bytes of a storage."""
+    if isinstance(storage, AbsentStorage):
         yield from storage.parts()
     else:
         yield as_bytes(torch.empty(0, dtype=torch.uint8).set_(storage))  # type: ignore[call-overload]
@@ -138,12 +147,18 @@ def _record(archive: zipfile.ZipFile, file: IO[bytes], name: str, data: bytes) -
 
 def _record_parts(archive: zipfile.ZipFile, file: IO[bytes], name: str, parts: Iterator[memoryview]) -> Iterator[int]:
     """Write one aligned record. Yield the bytes of each part after it is written."""
-    info = zipfile.ZipInfo(f"{ROOT}/{name}")
-    # The header: 30 bytes, the name, 20 bytes of zip64 sizes, and a padding field with a 4-byte header.
-    header = file.tell() + 30 + len(info.filename) + 20 + 4
-    padding = -header % ALIGNMENT
-    info.extra = struct.pack("<2sH", b"FB", padding) + b"Z" * padding
+    info, _ = aligned_record(name, file.tell())
     with archive.open(info, "w", force_zip64=True) as record:
         for part in parts:
             record.write(part)
             yield part.nbytes
+
+
+def aligned_record(name: str, position: int) -> tuple[zipfile.ZipInfo, int]:
+    """Return a record whose header, with 64-bit sizes, begins at ``position``, and where its data begins."""
+    info = zipfile.ZipInfo(f"{ROOT}/{name}")
+    # The header: 30 bytes, the name, 20 bytes of zip64 sizes, and a padding field with a 4-byte header.
+    header = position + 30 + len(info.filename) + 20 + 4
+    padding = -header % ALIGNMENT
+    info.extra = struct.pack("<2sH", b"FB", padding) + b"Z" * padding
+    return info, header + padding

@@ -385,6 +385,11 @@ def dump_for_resume(trainer: Any) -> dict[str, Any]:
     return trainer._checkpoint_connector.dump_checkpoint(weights_only=False)
 
 
+def dump_again(trainer: Any, dumped: dict[str, Any]) -> dict[str, Any]:
+    """Collect what ``trainer.save_checkpoint`` has collected once more. Collective as that is."""
+    return trainer._checkpoint_connector.dump_checkpoint("optimizer_states" not in dumped)
+
+
 def end_restart(trainer: Any, then: Callable[[], None]) -> None:
     """Let a fit that continues between two batches go on as if it had never stopped, and call ``then()`` there.
 

@@ -22,10 +22,11 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from ls_strategy import ShardedEMA, ZeROStrategy, load_from_checkpoint
-from ls_strategy.checkpoint import save
+from ls_strategy.checkpoint import background
 from ls_strategy.checkpoint.commit import newest
 from ls_strategy.checkpoint.consolidate import consolidate
 from ls_strategy.checkpoint.describe import describe, verify_all
+from ls_strategy.checkpoint.shared_file import SharedArchive
 from ls_strategy.checkpoint.source import OURS, read_checkpoint
 from ls_strategy.config import nested
 from ls_strategy.errors import CheckpointError
@@ -314,15 +315,15 @@ class Saves(Counts):
 def test_training_that_overtakes_a_file_does_not_change_it(
     rank: int, world_size: int, name: str, tmp_path: Path
 ) -> None:
-    plain = save.run_file
+    plain = background.run
 
-    def later(*args: Any) -> None:
+    def later(*args: Any) -> Any:
         assert module.overtakes.wait(30)
-        plain(*args)
+        return plain(*args)
 
     module = Saves()
     module.path = tmp_path / "x.ckpt"
-    with patch.object(save, "run_file", later):
+    with patch.object(background, "run", later):
         trainer = fit(strategy(name, **{"checkpoint.background": True}), module)
     assert kind(module.path) == "file"
     assert module.seconds < wall(15)
@@ -339,17 +340,17 @@ def test_training_that_overtakes_a_file_does_not_change_it(
 def test_a_file_that_cannot_be_written_is_an_error_on_all_ranks(
     rank: int, world_size: int, on_error: str, tmp_path: Path
 ) -> None:
-    plain, calls = save.run_file, []
+    plain, calls = SharedArchive.complete, []
 
-    def fails(path: str, value: Any) -> None:
+    def fails(archive: SharedArchive, path: str, pieces: Any) -> int:
         calls.append(path)
         if len(calls) == 2:
             raise OSError(28, "No space left on device")
-        plain(path, value)
+        return plain(archive, path, pieces)
 
     keeps = ModelCheckpoint(tmp_path, "{step}", every_n_train_steps=2, save_top_k=1)
     options = {"checkpoint.background": True, "checkpoint.on_error": on_error}
-    with patch.object(save, "run_file", fails):
+    with patch.object(SharedArchive, "complete", fails):
         if on_error == "raise":
             with pytest.raises(CheckpointError, match=r"step=4\.ckpt failed: rank 0: OSError.*No space left"):
                 fit(strategy(3, **options), Net(), callbacks=[keeps], enable_checkpointing=True)

@@ -143,7 +143,10 @@ def unsavable(rank: int) -> dict[int, dict[str, Any]]:
 
 @pytest.mark.parametrize(
     ("changes", "message"),
-    [(unsavable(1), "failed: rank 1: TypeError: "), ({0: {"write_meta": fails}}, "failed: OSError: .*No space left")],
+    [
+        (unsavable(1), "failed: rank 1: TypeError: "),
+        ({0: {"write_meta": fails}}, "failed: rank 0: OSError: .*No space left"),
+    ],
     ids=["a rank's file", "rank 0's metadata"],
 )
 def test_a_failure_is_raised_on_all_ranks(path: Path, changes: dict[int, dict[str, Any]], message: str) -> None:

@@ -21,6 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.serialization import get_crc32_options
+from typing_extensions import override
 
 from ls_strategy._torch import tree_iter, tree_map
 from ls_strategy.checkpoint import save
@@ -43,6 +44,7 @@ from ls_strategy.host.fabric import CheckpointIO, TorchCheckpointIO
 from ls_strategy.host.pytorch import rank_zero_info
 from ls_strategy.lightning._private import plain_checkpoint_io
 from ls_strategy.meta_init.lazy import LazyTensor
+from ls_strategy.zero.flat.flat_buffer import FlatBuffer
 
 CHECKSUMS = "checksums"
 """Whether a file has checksums of its records; below `OURS`."""
@@ -71,12 +73,27 @@ class Collection:
 
     def optimizer_state(self, index: int) -> dict[str, Any]:
         """Return the part of the optimizer's state that this rank has, by parameter name."""
+        return self.engine.optimizers[index].sharded.states.named_state(self._state)
 
-        def stand_in(flat: Any, slot: int, read: Any, dtype: torch.dtype) -> Tensor:
-            at_rest = flat.optimizer_tier != "device"
-            return self.contents.stand_in(Source(flat, slot, read, at_rest=at_rest), dtype)
+    def _state(self, flat: FlatBuffer, slot: int, read: Callable[[int, int], Tensor], dtype: torch.dtype) -> Tensor:
+        at_rest = flat.optimizer_tier != "device"
+        return self.contents.stand_in(Source(flat, slot, read, at_rest=at_rest), dtype)
 
-        return self.engine.optimizers[index].sharded.states.named_state(stand_in)
+
+class FileCollection(Collection):
+    """The contents of a file that all ranks write together. Every rank has the same stand-ins, in the same order."""
+
+    def __init__(self, engine: Engine) -> None:
+        super().__init__(engine, frozen=True)
+
+    @override
+    def weights(self, raw: dict[str, Any], masters: list[Tensor] | None = None) -> dict[str, Any]:
+        return with_versions(super().weights(raw, masters), versions_of(raw))
+
+    @override
+    def optimizer_state(self, index: int) -> dict[str, Any]:
+        """Return the optimizer's state as torch numbers it."""
+        return self.engine.optimizers[index].sharded.states.numbered_state(self._state)
 
 
 @dataclass(frozen=True)
@@ -131,7 +148,10 @@ def write(
 
 
 def _run(
-    job: save.Save | save.FileSave, rank: int, exchange: save.ReportExchange, background: Background | None
+    job: save.Save | save.SharedFileSave | save.FileSave,
+    rank: int,
+    exchange: save.ReportExchange,
+    background: Background | None,
 ) -> None:
     """Run a save, or begin it in the background, and report its end. Collective."""
     started = time.perf_counter()
@@ -172,6 +192,24 @@ def with_full_modules(checkpoint: dict[str, Any], engine: Engine) -> dict[str, A
     return {**checkpoint, **tree_map(lambda leaf: found.get(id(leaf), leaf), small)}
 
 
+def write_together(
+    collection: FileCollection,
+    checkpoint: dict[str, Any],
+    path: str,
+    background: Background | None,
+    random: dict[str, Any],
+) -> None:
+    """Write one file, of what was collected every rank its part. Collective.
+
+    Raises:
+        CheckpointError: as `write_file` does.
+    """
+    world = collection.engine.mesh.world
+    _add_random(checkpoint, world.rank, world.exchange_objects(random), checksums=True)
+    job = save.SharedFileSave(path, checkpoint, collection.contents.entries())
+    _run(job, world.rank, world.exchange_objects, background)
+
+
 def write_file(
     checkpoint: dict[str, Any],
     path: str,
@@ -192,12 +230,17 @@ def write_file(
     """
     rank, exchange = (0, _alone) if comm is None else (comm.rank, comm.exchange_objects)
     states = exchange(random_states() if random is None else random)
+    _add_random(checkpoint, rank, states, checksums=is_lightnings(checkpoint_io) and get_crc32_options())
+    job = save.FileSave(path, checkpoint, partial(_write_one, path, checkpoint_io, storage_options))
+    _run(job, rank, exchange, background)
+
+
+def _add_random(checkpoint: dict[str, Any], rank: int, states: Sequence[Any], *, checksums: bool) -> None:
+    """Add all ranks' random states to a file, on rank 0, and whether its records have checksums."""
     if rank == 0 and "optimizer_states" in checkpoint:  # otherwise it cannot be resumed from
         ours = checkpoint.setdefault(OURS, {})
         ours[RANDOM] = {f"rank_{number}": state for number, state in enumerate(states)}
-        ours[CHECKSUMS] = is_lightnings(checkpoint_io) and get_crc32_options()
-    job = save.FileSave(path, checkpoint, partial(_write_one, path, checkpoint_io, storage_options))
-    _run(job, rank, exchange, background)
+        ours[CHECKSUMS] = checksums
 
 
 def _alone(value: Any) -> list[Any]:

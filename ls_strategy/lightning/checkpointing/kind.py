@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from torch import Tensor
@@ -33,13 +34,21 @@ class Kind:
     everywhere: bool = False
     """Whether every rank gets the values that a file holds, because hooks of the user's may work on them."""
 
+    together: bool = False
+    """Whether all ranks write a file together, and none of them gathers its values."""
+
     def __str__(self) -> str:
         kind = "are single files in Lightning's format" if self.is_file else "are folders"
         return f"ZeROStrategy: checkpoints {kind}, because {self.why} (checkpoint='auto')"
 
 
 def kind_of(
-    engine: Engine, exchange: Callable[[Any], list[Any]], *, hooks: bool = False, others: Iterable[Engine] = ()
+    engine: Engine,
+    exchange: Callable[[Any], list[Any]],
+    *,
+    hooks: bool = False,
+    others: Iterable[Engine] = (),
+    disks: str = "",
 ) -> Kind:
     """Return the kind of the next checkpoint, the same on all ranks. Collective, unless folders were asked for.
 
@@ -48,6 +57,7 @@ def kind_of(
         exchange: gives every rank's value to all ranks.
         hooks: whether this rank has hooks that get the checkpoint.
         others: engines of further models in the same checkpoint.
+        disks: to which this rank may write its part of a file, from `disks_of`; empty if rank 0 is to gather it.
     """
     config = engine.config.checkpoint
     if config.format == "sharded":
@@ -58,14 +68,16 @@ def kind_of(
         if not config.frozen:
             return Kind(is_file=False, why="only folders record what checkpoint.frozen=False leaves out")
     sizes = [_bytes_of(each) for each in (engine, *others)]
-    told = exchange((sum(s for s, _ in sizes), sum(own for _, own in sizes), hooks))
-    total = max(shared for shared, _, _ in told) + sum(own for _, own, _ in told)
+    told = exchange((sum(s for s, _ in sizes), sum(own for _, own in sizes), hooks, disks))
+    total = max(shared for shared, *_ in told) + sum(own for _, own, *_ in told)
     fits = total <= LARGEST_FILE
-    everywhere = fits and any(has_hooks for _, _, has_hooks in told)
+    any_hooks = any(has_hooks for *_, has_hooks, _ in told)
+    everywhere = fits and any_hooks
+    together = not any_hooks and bool(disks) and all(each == disks for *_, each in told)
     if config.format == "file":
-        return Kind(is_file=True, why="", everywhere=everywhere)
+        return Kind(is_file=True, why="", everywhere=everywhere, together=together)
     limit = f"{'at most' if fits else 'more than'} {human_bytes(LARGEST_FILE)}"
-    return Kind(fits, f"weights and optimizer states together have {human_bytes(total)}, {limit}", everywhere)
+    return Kind(fits, f"weights and optimizer states together have {human_bytes(total)}, {limit}", everywhere, together)
 
 
 def gets_checkpoints(module: pl.LightningModule) -> bool:
@@ -75,6 +87,22 @@ def gets_checkpoints(module: pl.LightningModule) -> bool:
     callbacks: list[Any] = module.trainer.callbacks  # type: ignore[attr-defined]
     others = (c for c in callbacks if not type(c).__module__.startswith("ls_strategy."))
     return any(is_overridden("on_save_checkpoint", c, parent=pl.Callback) for c in others)
+
+
+def disks_of(engine: Engine) -> str:
+    """Return what the disks have in common to which ranks may write a file together; empty if this rank may not.
+
+    It may not where other ranks have other parameters or parts of them, or where an optimizer has code of its own for
+    its state dict, which may work on full states.
+    """
+    own = any(optimizer.sharded.states.protocol.is_own for optimizer in engine.optimizers)
+    parts = any(slot.part is not None for flat in engine.flats for slot in flat.layout.slots)
+    if own or parts or engine.mesh.shape.pipeline > 1:
+        return ""
+    try:  # not two machines or containers of one name
+        return f"{Path('/proc/sys/kernel/random/boot_id').read_text()}{Path('/proc/self/ns/mnt').readlink()}"
+    except OSError:
+        return ""
 
 
 def _bytes_of(engine: Engine) -> tuple[int, int]:

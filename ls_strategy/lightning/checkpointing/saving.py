@@ -19,17 +19,18 @@ from ls_strategy.checkpoint.background import BackgroundSaver
 from ls_strategy.checkpoint.commit import link as link_checkpoint
 from ls_strategy.checkpoint.commit import remove as remove_checkpoint
 from ls_strategy.checkpoint.full import full_state_dict, stand_ins
+from ls_strategy.checkpoint.place import CheckpointPath
 from ls_strategy.checkpoint.random import random_states
 from ls_strategy.checkpoint.save import SaveTarget
 from ls_strategy.checkpoint.source import versions_of, with_versions
 from ls_strategy.checkpoint.target import check_replaceable
 from ls_strategy.errors import CheckpointError
 from ls_strategy.host.pytorch import TrainerFn, TrainerStatus, rank_zero_info, rank_zero_warn
-from ls_strategy.lightning._private import dump_for_resume, unwrap_optimizer
+from ls_strategy.lightning._private import dump_again, dump_for_resume, unwrap_optimizer
 from ls_strategy.lightning.checkpointing import before_batch, contents, data_position
-from ls_strategy.lightning.checkpointing.contents import Background, Collection
+from ls_strategy.lightning.checkpointing.contents import Background, Collection, FileCollection
 from ls_strategy.lightning.checkpointing.data_resume import DATA
-from ls_strategy.lightning.checkpointing.kind import Kind, gets_checkpoints, kind_of
+from ls_strategy.lightning.checkpointing.kind import Kind, disks_of, gets_checkpoints, kind_of
 from ls_strategy.lightning.virtual.random import VIRTUAL
 from ls_strategy.zero.flat.parameters import unnoticed
 
@@ -61,6 +62,8 @@ class Saves:
         """The kind of the checkpoint that is being collected, or was collected last."""
         self._dumping = False
         """Whether what goes into a file is being gathered for a checkpoint."""
+        self._gathers = False
+        """Whether files go where the ranks cannot write them together."""
 
     @contextmanager
     def collecting(self) -> Generator[bool, None, None]:
@@ -74,7 +77,8 @@ class Saves:
         state = None if module is None else module.trainer.state
         if engine is not None and state is not None and (state.fn, state.status) == _FITTING:
             engine = strategy.engine_setup.follow_optimizers()
-        if engine is None or (self._snapshot is None and self._decide(engine).is_file):
+        is_file = engine is None or (self._snapshot is None and self._decide(engine).is_file)
+        if engine is None or (is_file and not self._kind.together):
             self._dumping = engine is not None
             try:
                 yield True
@@ -83,7 +87,8 @@ class Saves:
             return
         engine.check_complete()
         engine.wait()
-        strategy.collection = Collection(engine, frozen=strategy.config.checkpoint.frozen)
+        frozen = strategy.config.checkpoint.frozen
+        strategy.collection = FileCollection(engine) if is_file else Collection(engine, frozen=frozen)
         try:
             yield True
         except BaseException:
@@ -94,10 +99,18 @@ class Saves:
         """Return the kind of the next checkpoint, and log it if it is another than before. Collective."""
         before, module = self._kind, self._strategy.lightning_module
         hooks = module is not None and gets_checkpoints(module)
-        self._kind = kind_of(engine, engine.mesh.world.exchange_objects, hooks=hooks)
+        disks = disks_of(engine) if self._may_write_together() else ""
+        self._kind = kind_of(engine, engine.mesh.world.exchange_objects, hooks=hooks, disks=disks)
         if self._kind.why and (not before.why or before.is_file != self._kind.is_file):
             rank_zero_info(str(self._kind))
         return self._kind
+
+    def _may_write_together(self) -> bool:
+        """Return whether neither a plugin nor a subclass of the user's gets the contents of files."""
+        strategy = self._strategy
+        methods = (strategy.save_checkpoint, strategy.lightning_module_state_dict, strategy.optimizer_state)
+        ours = all(method.__module__.startswith("ls_strategy.") for method in methods)
+        return ours and not self._gathers and contents.is_lightnings(strategy.checkpoint_io)
 
     def weights(self) -> dict[str, Any]:
         """Return full weights on the CPU of rank 0, or stand-ins while a folder is collected. Collective without it."""
@@ -156,6 +169,11 @@ class Saves:
         if not checkpoint:
             return
         module, checkpoint_io = strategy.lightning_module, strategy.checkpoint_io
+        if isinstance(collection, FileCollection) and not self._reached_by_all(path, storage_options):
+            assert module is not None
+            self._gathers = True  # from now on at once
+            checkpoint = dump_again(module.trainer, checkpoint)
+            collection = None
         if module is not None:
             position = {**data_position.position(module.trainer), **self._strategy.loop.state()}
             position.update(strategy.resume.history())
@@ -173,10 +191,17 @@ class Saves:
                 strategy.on_all_ranks(partial(check_replaceable, path) if strategy.is_global_zero else lambda: None)
             background = None if saver is None else Background(saver)
             to = (checkpoint, path, checkpoint_io, storage_options)
-            if collection is not None:
+            if collection is None:
+                contents.write_file(*to, comm, self._random(), background)
+            elif isinstance(collection, FileCollection):
+                contents.write_together(collection, checkpoint, path, background, self._random())
+            else:
                 contents.write(collection, *to, background, self._random())
-                return
-            contents.write_file(*to, comm, self._random(), background)
+
+    def _reached_by_all(self, path: str, storage_options: Any) -> bool:
+        """Return whether the ranks, which are on one host, can write the file together. Collective."""
+        local = storage_options is None and CheckpointPath(path).local
+        return self._strategy.require_engine().mesh.world.exchange_objects(local)[0]
 
     @property
     def in_flight(self) -> bool:

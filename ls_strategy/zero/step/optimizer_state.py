@@ -39,6 +39,10 @@ ELEMENTWISE = "elementwise"
 """Placeholder for a state tensor with one element per parameter element, which is in the flat store."""
 
 
+StandIn = Callable[[FlatBuffer, int, Callable[[int, int], Tensor], torch.dtype], Any]
+"""Makes the placeholder for an element-wise state of one parameter: see `OptimizerStates.named_state`."""
+
+
 def is_elementwise_state(key: Any, value: Any, *shapes: tuple[int, ...]) -> bool:
     """Return whether a state of a tensor that is stepped in full has a number per element, which shards may cut.
 
@@ -133,9 +137,32 @@ class OptimizerStates:
                 value = {k: _full_value(full[n].get(k), slot, v, flat.axis) for k, v in entries[number].items()}
                 if self.mesh.zero.rank == 0:
                     packed[index] = value
+        return self._numbered(packed)
+
+    def numbered_state(self, stand_in: StandIn) -> dict[str, Any]:
+        """Return what `full_state_dict` does, on every rank, with stand-ins for element-wise states. Collective.
+
+        Only where every rank has the same parameters, whole or in shards.
+        """
+        entries, dtypes = self._of_all_ranks()
+        packed: dict[int, dict[str, Any]] = {}
+        for index, number in enumerate(self.order):
+            if number in entries:
+                n, i = self.locate(number)
+                flat, store = self.flats[n], self.store[n]
+                packed[index] = value = {}
+                for key, kept in entries[number].items():
+                    if isinstance(kept, str) and kept == ELEMENTWISE and key in dtypes[n]:
+                        store.ensure(key, dtypes[n][key])
+                        value[key] = stand_in(flat, i, partial(store.range, key), dtypes[n][key])
+                    else:
+                        value[key] = _full_value(None, flat.layout.slots[i], kept, flat.axis)
+        return self._numbered(packed)
+
+    def _numbered(self, states: dict[int, dict[str, Any]]) -> dict[str, Any]:
         position = count()
         groups = self._groups([[next(position) for _ in g] for g in self._members])
-        return self.protocol.saved({"state": {**packed, **self.others}, "param_groups": groups})
+        return self.protocol.saved({"state": {**states, **self.others}, "param_groups": groups})
 
     @property
     def _members(self) -> list[list[Tensor]]:
@@ -193,9 +220,7 @@ class OptimizerStates:
         shard = self.store[flat_number].read(key, dtype)
         return flat.gather_shards(dtype, shard) if flat.policy.optimizer else shard
 
-    def named_state(
-        self, stand_in: Callable[[FlatBuffer, int, Callable[[int, int], Tensor], torch.dtype], Any]
-    ) -> dict[str, Any]:
+    def named_state(self, stand_in: StandIn) -> dict[str, Any]:
         """Return the states by parameter name, for parameters of which this rank has a part.
 
         Collective if some parameters are stepped whole.

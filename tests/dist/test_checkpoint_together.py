@@ -1,0 +1,126 @@
+"""The single file that all ranks write together: the values that rank 0 would gather, and nothing is gathered."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from ls_strategy import Muon, ShardedEMA, ZeROStrategy
+from ls_strategy.checkpoint import save
+from ls_strategy.config import nested
+from ls_strategy.lightning.checkpointing import saving
+from ls_strategy.zero.flat.flat_buffer import FlatBuffer
+from tests.dist.ranks import Net, fit, on_ranks
+from tests.dist.test_checkpoint_file import Mixed
+from tests.marks import slow, wide
+
+WAYS: dict[str, dict[str, Any]] = {
+    "0": {},
+    "1, 8 bits": {"precision.moments": "int8"},
+    "2": {},
+    "3": {"sharding.min_unit_numel": 0},
+    "3, host": {"sharding.min_unit_numel": 0, "offload.optimizer": "cpu", "offload.parameters": "cpu"},
+    "3, nvme": {"sharding.min_unit_numel": 0, "offload.optimizer": "nvme"},
+}
+
+
+def strategy(way: str, folder: Path, kind: type[ZeROStrategy] = ZeROStrategy, **options: Any) -> ZeROStrategy:
+    chosen = {**WAYS[way], "checkpoint.format": "file", "offload.nvme_path": str(folder / "nvme"), **options}
+    return kind(int(way[0]), **nested(chosen))  # type: ignore[arg-type]
+
+
+class Orthogonal(Net):
+    """Whole matrices are stepped by one rank each."""
+
+    def configure_optimizers(self) -> Any:
+        groups = {n: [p for p in self.parameters() if (p.ndim == 2) == n] for n in (True, False)}
+        return Muon([{"params": params, "use_muon": n} for n, params in groups.items()], lr=1e-2)
+
+
+def gathering() -> Any:
+    """Let rank 0 gather what it writes."""
+    return patch.object(saving, "disks_of", lambda _: "")
+
+
+def assert_same(a: Any, b: Any, where: str = "checkpoint") -> None:
+    """Also in the order of keys, and in what a state dict says of its modules."""
+    assert type(a) is type(b), f"{where}: {type(a)}, {type(b)}"
+    if isinstance(a, Tensor):
+        assert (a.dtype, a.shape, a.stride(), a.device) == (b.dtype, b.shape, b.stride(), b.device), where
+        assert torch.equal(a.view(-1).view(torch.uint8), b.view(-1).view(torch.uint8)), where
+    elif isinstance(a, dict):
+        assert list(a) == list(b), where
+        assert getattr(a, "_metadata", None) == getattr(b, "_metadata", None), where
+        for key in a:
+            assert_same(a[key], b[key], f"{where}.{key}")
+    elif isinstance(a, (list, tuple)):
+        assert len(a) == len(b), where
+        for number, (x, y) in enumerate(zip(a, b, strict=True)):
+            assert_same(x, y, f"{where}[{number}]")
+    else:
+        assert a == b, where
+
+
+@pytest.mark.parametrize(
+    ("way", "make"),
+    [("3", Mixed), wide("0", Mixed), wide("1, 8 bits", Mixed), wide("2", Mixed), wide("3, host", Mixed),
+     wide("3, nvme", Mixed), wide("3", Orthogonal), slow("1, 8 bits", Orthogonal)],
+)  # fmt: skip
+@on_ranks(2)
+def test_it_has_every_bit_of_the_file_that_rank_0_gathers(
+    rank: int, world_size: int, way: str, make: type[Net], tmp_path: Path
+) -> None:
+    trainer = fit(strategy(way, tmp_path), make(), max_epochs=1, callbacks=[ShardedEMA(0.5)])
+    alone = patch.object(FlatBuffer, "gather_shards", side_effect=AssertionError("gathered"))
+    with alone, patch.object(save, "run_file", side_effect=AssertionError("written by rank 0 alone")):
+        trainer.save_checkpoint(tmp_path / "together.ckpt")
+        trainer.save_checkpoint(tmp_path / "weights.ckpt", weights_only=True)
+    with gathering():
+        trainer.save_checkpoint(tmp_path / "gathered.ckpt")
+    found, expected = (torch.load(tmp_path / f"{name}.ckpt", weights_only=True) for name in ("together", "gathered"))
+    assert_same(found, expected)
+    assert_same(torch.load(tmp_path / "weights.ckpt", weights_only=True)["state_dict"], found["state_dict"])
+    assert found["ema_state_dict"]
+    if make is Mixed:
+        assert found["state_dict"]["last.weight"].data_ptr() == found["state_dict"]["first.weight"].data_ptr()
+
+
+class Watches(ZeROStrategy):
+    """A user's strategy that looks at what is saved."""
+
+    def save_checkpoint(self, checkpoint: Any, filepath: Any, storage_options: Any = None) -> None:
+        if self.is_global_zero:
+            checkpoint["sum"] = sum(float(value.sum()) for value in checkpoint["state_dict"].values())
+        super().save_checkpoint(checkpoint, filepath, storage_options)
+
+
+class Rounds(Net):
+    """An optimizer with a hook that changes what is saved of it."""
+
+    def configure_optimizers(self) -> Any:
+        optimizer = torch.optim.SGD(self.parameters(), lr=0.1, momentum=0.9)
+
+        def half(_: Any, state: dict[str, Any]) -> None:
+            for entries in state["state"].values():
+                entries["momentum_buffer"] = entries["momentum_buffer"].half()
+
+        optimizer.register_state_dict_post_hook(half)
+        return optimizer
+
+
+@pytest.mark.wide
+@on_ranks(2)
+def test_code_of_the_users_gets_full_values(rank: int, world_size: int, tmp_path: Path) -> None:
+    fit(strategy("3", tmp_path, Watches), Net(), max_epochs=1).save_checkpoint(tmp_path / "watched.ckpt")
+    fit(strategy("3", tmp_path), Rounds(), max_epochs=1).save_checkpoint(tmp_path / "rounded.ckpt")
+    dist.barrier()
+    found = torch.load(tmp_path / "watched.ckpt", weights_only=True)
+    assert found["sum"] == sum(float(value.sum()) for value in found["state_dict"].values())
+    [optimizer] = torch.load(tmp_path / "rounded.ckpt", weights_only=True)["optimizer_states"]
+    assert {entries["momentum_buffer"].dtype for entries in optimizer["state"].values()} == {torch.float16}
