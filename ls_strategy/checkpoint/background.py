@@ -19,6 +19,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import wait as wait_for
 from dataclasses import replace
 from typing import Any
 
@@ -36,8 +37,8 @@ from ls_strategy.zero.flat.flat_buffer import FlatBuffer
 
 _log = logging.getLogger(__name__)
 
-_POLL_S = 0.02
-"""Seconds between two polls of the store."""
+_FIRST_POLL_S, _LONGEST_POLL_S = 0.001, 0.02
+"""Seconds between two polls of the store. They grow, so that a wait ends at most a third later than it could."""
 
 _NUMBERS = itertools.count()
 """Numbers the saves of this process. Ranks agree on the number because they all save together."""
@@ -57,7 +58,7 @@ class BackgroundSaver:
         self._failed = False
         self._abandoned = threading.Event()
         self._exchange: StoreExchange | None = None
-        self._copies, self._aside = _Staging(device), _Staging(torch.device("cpu"))
+        self._copies, self._aside, self._read = _Staging(device), *(_Staging(torch.device("cpu")) for _ in range(2))
         self.busy_s = 0.0
         """CPU time of the thread in the last save that has ended, without what it waited for, in seconds."""
 
@@ -84,7 +85,7 @@ class BackgroundSaver:
             save = replace(save, value=copy.deepcopy(save.value) if self._rank == 0 else {})
         else:
             holds = self._keep(save)
-            save = _without_links(save, self._rank)
+            save = _with_own_values(save, self._rank)
         exchange = StoreExchange(f"ls_strategy/save/{next(_NUMBERS)}", self._rank, self._world_size, self._abandoned)
         before, self._exchange = self._exchange, exchange
         if failed is None:
@@ -129,6 +130,10 @@ class BackgroundSaver:
         """Return whether a save has not ended yet on this rank."""
         return any(not future.done() for future in self._pending)
 
+    def ended_within(self, seconds: float) -> bool:
+        """Wait until nothing is in flight, but not longer than this. Return whether that is so."""
+        return not wait_for(self._pending, timeout=seconds).not_done
+
     def wait(self) -> None:
         """Wait until nothing is in flight.
 
@@ -153,6 +158,7 @@ class BackgroundSaver:
         self._worker.shutdown()
         self._copies.free()
         self._aside.free()
+        self._read.free()
 
     def _keep(self, save: Save | SharedFileSave) -> list[Hold]:
         """Replace the save's values by copies, and put holds on offloaded buffers."""
@@ -171,7 +177,7 @@ class BackgroundSaver:
             elif number in boxes:
                 source = _CopiedSource(source, [(offsets, next(copies)) for offsets, _ in boxes[number]])
             else:
-                source = holds.setdefault(id(source.flat), Hold(source.flat)).add(source, value.dtype)
+                source = holds.setdefault(id(source.flat), Hold(source.flat)).add(source, value.dtype, self._read)
                 held.append(source)
             save.entries[number] = CheckpointEntry(entry.path, value, source)
         parts = iter(self._aside.parts([size for source in held for size in source.sizes]))
@@ -223,7 +229,7 @@ def _copied(value: Any) -> Any:
     return value.detach().clone() if isinstance(value, Tensor) else copy.deepcopy(value)
 
 
-def _without_links(save: Save | SharedFileSave, rank: int) -> Save | SharedFileSave:
+def _with_own_values(save: Save | SharedFileSave, rank: int) -> Save | SharedFileSave:
     """Return the save with copies of its small values."""
     if isinstance(save, Save):
         return replace(save, write_meta=_deep_copied(save.write_meta))
@@ -251,9 +257,9 @@ class _CopiedSource(Source):
 class _Held(Source):
     """A source with boxes that are read when the save reaches them, or copied just before they change."""
 
-    def __init__(self, source: Source, dtype: torch.dtype, hold: Hold) -> None:
+    def __init__(self, source: Source, dtype: torch.dtype, hold: Hold, staging: _Staging) -> None:
         super().__init__(source.flat, source.slot, source.read, at_rest=True)
-        self._hold = hold
+        self._hold, self._staging = hold, staging
         self._ranges = list(source.ranges())
         copies = source.flat.states_in_memory
         self.sizes = [(stop - start) * dtype.itemsize for _, start, stop in self._ranges] if copies else []
@@ -266,12 +272,17 @@ class _Held(Source):
 
     @override
     def boxes(self) -> Iterator[Values]:
-        """Yield a copy of each box, read under the hold's lock: a step may run while it is written."""
+        """Yield a copy of each box, read under the hold's lock: a step may run while it is written.
+
+        The next box takes the memory of the one before.
+        """
         for number, (box, start, stop) in enumerate(self._ranges):
             with self._hold.lock:
                 values = self._aside.pop(number, None)
                 if values is None:
-                    values = self.read(start, stop).detach().to("cpu", copy=True)
+                    found = self.read(start, stop).detach()
+                    [memory] = self._staging.parts([found.nbytes])
+                    values = memory.view(found.dtype).copy_(found)
                 self.left.discard(number)
                 self._hold.lock.notify_all()
             yield from self.placed(box, values)
@@ -292,9 +303,9 @@ class Hold:
         self._sources: list[_Held] = []
         self._finished = False
 
-    def add(self, source: Source, dtype: torch.dtype) -> _Held:
-        """Hold one more value of this dtype."""
-        held = _Held(source, dtype, self)
+    def add(self, source: Source, dtype: torch.dtype, staging: _Staging) -> _Held:
+        """Hold one more value of this dtype. ``staging``: memory for a box at a time."""
+        held = _Held(source, dtype, self, staging)
         self._sources.append(held)
         return held
 
@@ -340,10 +351,12 @@ class StoreExchange:
         keys = [f"{self._prefix}/{self._round}/{r}" for r in range(self._world_size)]
         self._round += 1
         self._store.set(keys[self._rank], json.dumps(value))
+        pause = _FIRST_POLL_S
         while not self._store.check(keys):
             if self._abandoned.is_set():
                 raise CheckpointError("another rank ended while a checkpoint was being saved in the background.")
-            time.sleep(_POLL_S)
+            time.sleep(pause)
+            pause = min(pause * 4 / 3, _LONGEST_POLL_S)
         try:
             return [json.loads(self._store.get(key)) for key in keys]
         except ValueError as error:

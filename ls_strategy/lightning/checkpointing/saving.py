@@ -5,7 +5,6 @@ The one invariant: a checkpoint is removed only after the one that replaces it i
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Container, Generator
 from contextlib import AbstractContextManager, contextmanager
 from functools import partial
@@ -327,7 +326,7 @@ class Saves:
         assert comm is not None
         pause = _FIRST_PAUSE_S
         while comm.agree(torch.tensor([saver.in_flight], dtype=torch.uint8)).item():
-            time.sleep(pause)
+            saver.ended_within(pause)
             pause = min(2 * pause, _LONGEST_PAUSE_S)
 
     def _after_save(self, action: Callable[[], None]) -> None:
