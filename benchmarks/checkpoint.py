@@ -7,15 +7,18 @@ two moments. Then they save, in turns, and wait until the bytes are on the disk.
 has saved is removed first, outside of the times.
 
 ``torch.save``       rank 0 alone writes a full state that it has in memory already, and syncs the file
-``one file``         ``checkpoint.format="file"``: gathered on rank 0, then written and synced
+``one file``         ``checkpoint.format="file"``, which the ranks write together
 ``dcp``              ``torch.distributed.checkpoint.save`` of the same shards as DTensors, with its own writer
 ``dcp, thread``      ``async_save`` of these, which writes in a thread
 ``dcp, process``     the same in a process of its own
 ``folder``           this package
 ``folder, async``    this package, in the background
+``copy alone``       every rank copies its states within host memory and writes nothing: what a stall cannot be below if
+                     an update follows at once
 
 *Stall* is the time until the call has returned and an update that follows at once may change the states, without what
-the save takes from the cores while the next steps compute.
+the save takes from the cores while the next steps compute. *Call* is the time until the call has returned: the stall if
+the update follows when the save has read the states, as it does if computing gradients takes as long.
 
 Memory is the growth of anonymous memory of a rank during the save, sampled every 2 ms.
 """
@@ -54,6 +57,9 @@ from tests.processes import anonymous_bytes
 MINUTES = 5
 SPREAD = "quartiles over rounds"
 SEEDS = "none set: times do not depend on the values"
+KINDS = ("seconds", "call", "stall", "memory", "first")
+"""What is measured of every save."""
+
 QUICK = ("--width", "64", "--layers", "2", "--rounds", "2")
 
 
@@ -108,6 +114,20 @@ class Peak:
         self.bytes = max(self.top, anonymous_bytes()) - self.start
 
 
+def save(trainer: pl.Trainer, path: Path) -> Callable[[], Callable[[], None]]:
+    """Return what saves, and returns what an update does before it changes the states."""
+
+    def update() -> None:
+        for flat in cast("ZeROStrategy", trainer.strategy).require_engine().flats:
+            flat.before_change()
+
+    def saves() -> Callable[[], None]:
+        trainer.save_checkpoint(path)
+        return update
+
+    return saves
+
+
 def contenders(
     rank: int, ranks: int, width: int, layers: int, root: Path
 ) -> tuple[dict[str, Callable[[], Any]], list[Any]]:
@@ -137,23 +157,23 @@ def contenders(
     def dcp_async(kind: AsyncCheckpointerType) -> Callable[[], Any]:
         return lambda: dcp.async_save(shards, checkpoint_id=root / "saved", async_checkpointer_type=kind)
 
-    def save(trainer: pl.Trainer) -> Callable[[], None]:
-        def saves() -> None:
-            trainer.save_checkpoint(root / "saved")
-            for flat in cast("ZeROStrategy", trainer.strategy).require_engine().flats:
-                flat.before_change()
+    local = [shard.to_local() for shard in shards.values()]
+    copies = [torch.zeros_like(shard) for shard in local]
 
-        return saves
+    def copy_alone() -> None:
+        for copy, shard in zip(copies, local, strict=True):
+            copy.copy_(shard)
 
     saves: dict[str, Callable[[], Any]] = {
         "torch.save": torch_save,
-        "one file": save(single),
+        "one file": save(single, root / "saved"),
         "dcp": dcp_save,
         "dcp, thread": dcp_async(AsyncCheckpointerType.THREAD),
         "dcp, process": dcp_async(AsyncCheckpointerType.PROCESS),
-        "folder": save(plain),
-        "folder, async": save(background),
-        "folder, async, states in host memory": save(offloaded),
+        "folder": save(plain, root / "saved"),
+        "folder, async": save(background, root / "saved"),
+        "folder, async, states in host memory": save(offloaded, root / "saved"),
+        "copy alone": copy_alone,
     }
     for trainer in (background, offloaded):
         trainer.training = True  # after a fit, saves are not left to the background
@@ -164,7 +184,7 @@ def bench(rank: int, ranks: int, width: int, layers: int, rounds: int, folder: s
     """Seconds, stall and memory per contender and round, on one rank."""
     root = Path(folder)
     saves, strategies = contenders(rank, ranks, width, layers, root)
-    result: dict[str, Any] = {name: {"seconds": [], "stall": [], "memory": [], "first": []} for name in saves}
+    result: dict[str, Any] = {name: {kind: [] for kind in KINDS} for name in saves}
     for counts, name in turns(list(saves), rounds, uncounted=1):
         if rank == 0:
             CheckpointPath(root / "saved").remove()
@@ -173,6 +193,9 @@ def bench(rank: int, ranks: int, width: int, layers: int, rounds: int, folder: s
         begin = time.perf_counter()
         with Peak() as peak:
             pending = saves[name]()
+            call = time.perf_counter() - begin
+            if callable(pending):
+                pending()
             stall = time.perf_counter() - begin
             if isinstance(pending, Future):
                 pending.result()
@@ -183,6 +206,7 @@ def bench(rank: int, ranks: int, width: int, layers: int, rounds: int, folder: s
             result[name]["first"].append(peak.bytes)
         else:
             result[name]["seconds"].append(time.perf_counter() - begin)
+            result[name]["call"].append(call)
             result[name]["stall"].append(stall)
             result[name]["memory"].append(peak.bytes)
         if rank == 0 and not counts and name.startswith("folder"):
@@ -193,10 +217,7 @@ def bench(rank: int, ranks: int, width: int, layers: int, rounds: int, folder: s
 def summarise(by_rank: list[dict[str, Any]], nbytes: int, unit_bytes: int) -> dict[str, Any]:
     """Slowest rank per round; ratios to ``torch.save`` and to DCP in the same round."""
     slowest = {
-        name: {
-            key: [max(each) for each in zip(*(r[name][key] for r in by_rank), strict=True)]
-            for key in ("seconds", "stall", "memory", "first")
-        }
+        name: {key: [max(each) for each in zip(*(r[name][key] for r in by_rank), strict=True)] for key in KINDS}
         for name in by_rank[0]
     }
     results: dict[str, Any] = {}
@@ -208,7 +229,8 @@ def summarise(by_rank: list[dict[str, Any]], nbytes: int, unit_bytes: int) -> di
         }
         for peer in ("torch.save", "dcp", "dcp, process"):
             row[f"times_faster_than_{peer}"] = quartiles(ratios(slowest[peer]["seconds"], measured["seconds"]))
-        row["stall_over_folder"] = quartiles(ratios(measured["stall"], slowest["folder"]["seconds"]))
+        for each in ("call", "stall"):
+            row[f"{each}_over_folder"] = quartiles(ratios(measured[each], slowest["folder"]["seconds"]))
         results[name] = row
     return results
 

@@ -162,12 +162,19 @@ def _checkpoint(record: dict[str, Any]) -> list[list[str]]:
         low, middle, high = quartiles
         return f"{middle:.2f} [{low:.2f}, {high:.2f}]"
 
-    first = any("first_memory_over_unit" in r for r in record["results"].values())
-    head = ["", "speed over DCP", "training waits, share of a folder's time", "peak memory, units"]
-    rows = [[*head, *(["peak memory, first save"] if first else [])]]
-    for name, r in record["results"].items():
-        peaks = [f"{r[kind]:.2f}" for kind in ("memory_over_unit", "first_memory_over_unit") if kind in r]
-        rows.append([name, cell(r["times_faster_than_dcp"]), cell(r["stall_over_folder"]), *peaks])
+    results = record["results"]
+    columns = {
+        "call_over_folder": "until the call returns, share of a folder's time",
+        "stall_over_folder": "training waits, share of a folder's time",
+        "memory_over_unit": "peak memory, units",
+        "first_memory_over_unit": "peak memory, first save",
+    }
+    columns = {key: title for key, title in columns.items() if all(key in r for r in results.values())}
+    rows = [["", "speed over DCP", *columns.values()]]
+    for name, r in results.items():
+        values = [r[key] for key in columns]
+        own = [f"{value:.2f}" if isinstance(value, float) else cell(value) for value in values]
+        rows.append([name, "-" if name == "copy alone" else cell(r["times_faster_than_dcp"]), *own])
     return rows
 
 
