@@ -17,10 +17,10 @@ from ls_strategy.extras.planner.candidates import Candidate, ladder
 from ls_strategy.extras.planner.choice import Question, choose, explain, smallest
 from ls_strategy.extras.planner.forecast import Forecaster, Run, lightest, on_hardware, reason, table
 from ls_strategy.extras.planner.hardware import Hardware
+from ls_strategy.extras.planner.micro_speeds import measure
 from ls_strategy.extras.planner.scaling import scale, scaling_table
 from ls_strategy.extras.planner.simulated import simulated
 from ls_strategy.extras.planner.sizes import parse_rate
-from ls_strategy.extras.planner.speeds import measure
 from ls_strategy.extras.planner.states import ModelStates, moment_bytes
 from ls_strategy.extras.planner.step import training_step
 from ls_strategy.extras.planner.traffic import traffic

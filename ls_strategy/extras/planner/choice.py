@@ -96,7 +96,7 @@ def choose(ask: Callable[[], Question], world: Comm, hardware: Hardware, speeds:
     """Return the strategy that is fastest of those that fit, as far as speeds tell. Collective over ``world``.
 
     ``ask`` returns what to plan for, and is called on rank 0 only. ``hardware`` comes from `smallest`, ``speeds`` from
-    `speeds.measure`.
+    `micro_speeds.measure`.
 
     Raises:
         PlanError: on every rank: nothing fits, or the step cannot be traced.
@@ -114,7 +114,7 @@ def choose(ask: Callable[[], Question], world: Comm, hardware: Hardware, speeds:
 
 
 def _decide(forecasts: list[Forecast], hardware: Hardware, speeds: Speeds) -> Choice:
-    timed = [replace(f, seconds=(speeds.seconds(f),) * 2) for f in forecasts]
+    timed = [replace(f, seconds=(speeds.seconds(f.work),) * 2) for f in forecasts]
     chosen = quickest(timed, speeds)
     words = table(timed, hardware, chosen, "<- chosen")
     if chosen is None:

@@ -20,8 +20,8 @@ from ls_strategy.extras._lightning import training_data, trains_on_given_data
 from ls_strategy.extras.planner.choice import Question, candidate_of, choose, explain, smallest
 from ls_strategy.extras.planner.forecast import Run
 from ls_strategy.extras.planner.hardware import Hardware, found_here
+from ls_strategy.extras.planner.micro_speeds import measure
 from ls_strategy.extras.planner.out_of_memory import explaining
-from ls_strategy.extras.planner.speeds import measure
 from ls_strategy.extras.planner.step import first_batch
 from ls_strategy.lightning._private import is_mock_optimizer
 from ls_strategy.zero.step.elementwise import refuse_wrapper

@@ -22,6 +22,7 @@ from ls_strategy.extras.planner.sizes import show_bytes
 from ls_strategy.extras.planner.states import ModelStates, matrix_flops
 from ls_strategy.extras.planner.trace import Step, Trace, Tracer
 from ls_strategy.extras.planner.traffic import StepTraffic, traffic
+from ls_strategy.extras.planner.work import StepWork
 from ls_strategy.plan import FlatPlan, Plan
 from ls_strategy.precision import PrecisionPolicy
 
@@ -65,14 +66,8 @@ class Forecast:
     lacks: tuple[str, ...]
     """What it needs more of than is available."""
 
-    messages: int = 0
-    """Collectives of parameters and gradients per step."""
-
-    stepped_bytes: int = 0
-    """Bytes that this rank's element-wise updates read and write per step."""
-
-    step_flops: int = 0
-    """Operations of this rank's share of the optimizer's step on full matrices."""
+    work: StepWork = field(default_factory=StepWork)
+    """What its step does on this rank."""
 
     assumed: tuple[str, ...] = ()
     """See `Trace`."""
@@ -231,14 +226,36 @@ class Forecaster:
         peak, moved = self.peak(candidate, *where), self.traffic(candidate, *where)
         trace = self.trace(candidate.recompute)
         flops = trace.flops * self._run.micro_batches
-        plan = self.plan(candidate.config(self._run.config), hardware.ranks, hardware.on_a_node)
         return Forecast(
             candidate, peak, moved, flops, _seconds(moved, flops, hardware), lacks_of(peak, hardware),
-            messages=plan.count_sent(self._run.micro_batches, gathered=_one, regathered=_one, reduced=_one),
-            stepped_bytes=plan.bytes_per_update(self._optimizer_bytes),
-            step_flops=self._matrix_flops // (hardware.ranks if plan.policy.optimizer else 1),
-            assumed=trace.assumed,
+            work=self._work(candidate, hardware, moved), assumed=trace.assumed,
         )  # fmt: skip
+
+    def _work(self, candidate: Candidate, hardware: Hardware, moved: StepTraffic) -> StepWork:
+        """Return what a step does, which `speeds.Speeds` turns into seconds."""
+        count, trace, recompute = self._run.micro_batches, self.trace(candidate.recompute), candidate.recompute
+        plan = self.plan(candidate.config(self._run.config), hardware.ranks, hardware.on_a_node)
+        selective = recompute is not None and recompute.policy == "selective"
+        again = trace.backward.operations - self.trace().backward.operations if selective else 0
+        flats = [f for unit in plan.units for f in unit.flats if f.trainable] if candidate.optimizer is not None else []
+        saved = len({e.number for e in trace.events if e.kind == "saved"}) if candidate.activation_offload else 0
+        masters = sum(f.layout.shard * (4 + f.dtype.itemsize) for f in flats)
+        return StepWork(
+            trace.forward.times(count),
+            trace.backward.times(count),
+            blocks=trace.recomputed * count,
+            contexts=trace.recomputed * count if selective else 0,
+            policed=2 * again * count,
+            copied=masters + 2 * moved.activations if hardware.device == "cpu" else 0,  # there is no bus
+            handovers=len(flats) + 2 * saved * count,
+            sent=moved.sent,
+            messages=plan.count_sent(count, gathered=_one, regathered=_one, reduced=_one),
+            bus=moved.bus,
+            stepped=plan.bytes_per_update(self._optimizer_bytes),
+            step_flops=self._matrix_flops // (hardware.ranks if plan.policy.optimizer else 1),
+            steps_on_host=candidate.optimizer is not None,
+            gathers=plan.policy.parameters,
+        )
 
     def all(self, hardware: Hardware, progress: Callable[[str, int, int], None] | None = None) -> list[Forecast]:
         """Return the forecast of every candidate, the lightest first.

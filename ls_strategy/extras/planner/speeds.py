@@ -1,44 +1,48 @@
-"""Measure the speeds of the ranks while all of them work, when a fit begins, to compare candidates.
+"""The speeds of the ranks, and the time that a step takes at them, to compare candidates.
 
 A candidate's step is predicted from counted work: operations, bytes and messages to other ranks, bytes that updates
 touch, bytes over the bus. On the host, all of it adds up, because ranks send with the cores that compute. An
-accelerator sends and copies while it computes, so there the longest of these counts; updates come on top.
+accelerator computes, sends and copies at once, while the host launches the work, so there the longest of these counts;
+updates come on top.
+
+`micro_speeds.measure` measures speeds, and `learned` corrects them by runs.
 """
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, fields
+from collections.abc import Sequence
+from dataclasses import dataclass
 
-import torch
-
-from ls_strategy import device as dev
-from ls_strategy.distributed.comm import Comm
-from ls_strategy.extras.planner.forecast import EFFICIENCY, Forecast
-from ls_strategy.ops.moments import Moment
-from ls_strategy.ops.update import adamw_
+from ls_strategy.extras.planner.forecast import Forecast
+from ls_strategy.extras.planner.work import StepWork, Work
 
 SAME = 0.05
 """Predictions that differ by less than this share say nothing: then the lighter candidate is taken."""
 
-_SIDE = {True: 4096, False: 384}
-"""Rows of the square matrices that are multiplied, on an accelerator and on the host."""
-
-_SHARD = {True: 4 << 20, False: 1 << 18}
-"""Elements of every rank's shard in the gather that is timed."""
-
-_STEPPED = {True: 16 << 20, False: 1 << 21}
-"""Elements of the update that is timed: more than caches hold."""
-
-_TRIES = 5
-"""Times that each is measured; the median counts."""
-
-_ADAMW_BYTES = 28
-"""Per element that AdamW updates: weight and two moments are read and written, the gradient is read; fp32."""
-
 
 @dataclass(frozen=True)
+class Phase:
+    """Seconds of one phase of a step, by what takes them."""
+
+    device: float = 0.0
+    """Computation of the model."""
+
+    host: float = 0.0
+    """Calls of operations, and what Python does around them."""
+
+    traffic: float = 0.0
+    """Between ranks."""
+
+    bus: float = 0.0
+    update: float = 0.0
+
+    def seconds(self, *, overlaps: bool) -> float:
+        """Return the duration of the phase."""
+        together = (self.device, self.host, self.traffic, self.bus)
+        return (max(together) if overlaps else sum(together)) + self.update
+
+
+@dataclass(frozen=True, kw_only=True)
 class Speeds:
     """Speeds that every rank reaches at least, while all of them do the same."""
 
@@ -49,7 +53,7 @@ class Speeds:
     """Bytes per second to other ranks, of large messages."""
 
     message: float
-    """Seconds of a collective that sends next to nothing."""
+    """Seconds of a collective that sends next to nothing, one of several in flight."""
 
     update: float
     """Bytes per second that an update on the device reads and writes."""
@@ -63,97 +67,64 @@ class Speeds:
     overlaps: bool
     """Whether traffic hides behind computation."""
 
-    def seconds(self, forecast: Forecast) -> float:
-        """Predict one optimizer step; reads and writes of NVMe are not included."""
-        moved = forecast.traffic
-        compute = forecast.flops / (self.flops * EFFICIENCY)
-        links = moved.sent / self.link + forecast.messages * self.message
-        update = forecast.stepped_bytes / (self.update if forecast.candidate.optimizer is None else self.host_update)
-        update += forecast.step_flops / self.flops
-        bus = moved.bus / self.bus
-        return (max(compute, links, bus) if self.overlaps else compute + links + bus) + update
+    touch: float = float("inf")
+    """Bytes per second that operations without products read and write."""
+
+    operation: float = 0.0
+    """Seconds to call an operation."""
+
+    block: float = 0.0
+    """Seconds to arrange that a block's forward runs again, above those of its operations."""
+
+    context: float = 0.0
+    """Seconds to have a policy choose which operations of a block run again, above those of each of them."""
+
+    policy: float = 0.0
+    """Seconds to decide whether an operation runs again."""
+
+    handover: float = 0.0
+    """Seconds until a background thread has run a piece of work that takes no time."""
+
+    rest: float = 0.0
+    """Seconds per step outside of forward, backward and update: data, callbacks, the loop."""
+
+    def phases(self, work: StepWork) -> dict[str, Phase]:
+        """Return what ``forward``, ``backward`` and ``optimizer`` take; reads and writes of NVMe are not included.
+
+        Traffic counts where it is waited for, roughly: stage 3 sends a third in forward, other stages half after
+        backward.
+        """
+        traffic = work.sent / self.link + work.messages * self.message
+        forward, backward, step = (1 / 3, 2 / 3, 0.0) if work.gathers else (0.0, 1 / 2, 1 / 2)
+        again = (work.policed * self.policy + work.contexts * self.context + work.blocks * self.block) / 2
+        bus = work.bus / self.bus
+        update = work.stepped / (self.host_update if work.steps_on_host else self.update)
+        update += work.step_flops / self.flops
+        away = work.copied / self.touch + work.handovers * self.handover
+        return {
+            "forward": Phase(self._device(work.forward), self._host(work.forward) + again, traffic * forward),
+            "backward": Phase(
+                self._device(work.backward), self._host(work.backward) + again + away, traffic * backward, bus
+            ),
+            "optimizer": Phase(traffic=traffic * step, update=update),
+        }
+
+    def seconds(self, work: StepWork) -> float:
+        """Predict one optimizer step."""
+        phases = self.phases(work).values()
+        names = ("device", "host", "traffic", "bus", "update")
+        together = Phase(*(sum(getattr(phase, name) for phase in phases) for name in names))
+        return together.seconds(overlaps=self.overlaps) + self.rest
+
+    def _device(self, work: Work) -> float:
+        return work.flops / self.flops + work.touched / self.touch
+
+    def _host(self, work: Work) -> float:
+        return work.operations * self.operation
 
 
-def measure(world: Comm, device: torch.device, dtype: torch.dtype) -> Speeds:
-    """Measure, and return the slowest rank's values. Collective.
-
-    Args:
-        world: the ranks.
-        device: of the model.
-        dtype: of the forward's products.
-    """
-    own = dev.is_accelerator(device)
-    message, link = _links(world, device, _SHARD[own])
-    update = _updates(world, device, _STEPPED[own])
-    mine = Speeds(
-        flops=_flops(world, device, dtype, _SIDE[own]),
-        link=link,
-        message=message,
-        update=update,
-        host_update=_updates(world, torch.device("cpu"), _STEPPED[False]) if own else update,
-        bus=_bus(world, device, _SHARD[own]) if own else float("inf"),
-        overlaps=own,
-    )
-    everyones: list[Speeds] = world.exchange_objects(mine)
-    slowest = {f.name: min(getattr(each, f.name) for each in everyones) for f in fields(Speeds)}
-    return Speeds(**{**slowest, "message": max(each.message for each in everyones)})
-
-
-def _seconds(world: Comm, device: torch.device, work: Callable[[], object]) -> float:
-    """Return the median time of some work that all ranks begin together. Collective."""
-    times: list[float] = []
-    for attempt in range(_TRIES + 1):
-        dev.synchronize(device)
-        world.agree(torch.zeros(1, dtype=torch.uint8))
-        started = time.perf_counter()
-        work()
-        dev.synchronize(device)
-        if attempt:  # the first one builds kernels and connections
-            times.append(time.perf_counter() - started)
-    return sorted(times)[len(times) // 2]
-
-
-def _flops(world: Comm, device: torch.device, dtype: torch.dtype, side: int) -> float:
-    matrix = torch.ones(side, side, dtype=dtype, device=device)
-    return 2 * side**3 / _seconds(world, device, lambda: matrix @ matrix)
-
-
-def _links(world: Comm, device: torch.device, shard: int) -> tuple[float, float]:
-    """Return the seconds of an empty message, and bytes per second of large ones."""
-    if world.world_size == 1:
-        return 0.0, float("inf")
-
-    def gather(numel: int) -> float:
-        full = torch.ones(numel * world.world_size, device=device)
-        return _seconds(world, device, lambda: world.all_gather(full, "speeds").wait())
-
-    least, most = gather(1), gather(shard)
-    return least, 4 * shard * (world.world_size - 1) / max(most - least, 1e-9)
-
-
-def _updates(world: Comm, device: torch.device, numel: int) -> float:
-    param, grad, first, second = (torch.ones(numel, device=device) for _ in range(4))
-    moments = (Moment(first, None, signed=True), Moment(second, None, signed=False))
-
-    def update() -> None:
-        adamw_(param, *moments, grad, lr=0.0, beta1=0.9, beta2=0.99, eps=1e-8, weight_decay=0.0, step=1, decoupled=True)
-
-    return _ADAMW_BYTES * numel / _seconds(world, device, update)
-
-
-def _bus(world: Comm, device: torch.device, numel: int) -> float:
-    away = torch.ones(numel, device=device)
-    here = torch.zeros(numel, pin_memory=True)
-
-    def both_ways() -> None:
-        here.copy_(away, non_blocking=True)
-        away.copy_(here, non_blocking=True)
-
-    return 8 * numel / _seconds(world, device, both_ways)
-
-
-def quickest(forecasts: Sequence[Forecast], speeds: Speeds) -> Forecast | None:
-    """Return the first of those that fit and take at most `SAME` longer than the fastest; None if nothing fits.
+def quickest(forecasts: Sequence[Forecast], speeds: Speeds, same: float = SAME) -> Forecast | None:
+    """Return the first of those that fit and take at most ``same`` longer than the fastest; None if nothing fits.
 
     Forecasts that are both faster and smaller on the device go before it. NVMe is not measured: what needs it is taken
     only if nothing else fits.
@@ -162,9 +133,13 @@ def quickest(forecasts: Sequence[Forecast], speeds: Speeds) -> Forecast | None:
     resident = [f for f in fitting if not f.traffic.drive] or fitting[:1]
     if not resident:
         return None
-    most = min(map(speeds.seconds, resident)) * (1 + SAME)
-    chosen = next(f for f in resident if speeds.seconds(f) <= most)
+
+    def seconds(forecast: Forecast) -> float:
+        return speeds.seconds(forecast.work)
+
+    most = min(map(seconds, resident)) * (1 + same)
+    chosen = next(f for f in resident if seconds(f) <= most)
     for other in resident:
-        if speeds.seconds(other) < speeds.seconds(chosen) and other.peak.device < chosen.peak.device:
+        if seconds(other) < seconds(chosen) and other.peak.device < chosen.peak.device:
             chosen = other
     return chosen

@@ -11,7 +11,7 @@ import os
 import sys
 from collections.abc import Callable, Generator, Iterable, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from types import FrameType
 from typing import Any, Literal, NamedTuple
@@ -26,6 +26,7 @@ from ls_strategy.config import RecomputeConfig
 from ls_strategy.errors import PlanError
 from ls_strategy.extras.planner.live import StorageWatch
 from ls_strategy.extras.planner.simulated import simulated_batch
+from ls_strategy.extras.planner.work import Work
 from ls_strategy.precision import PrecisionPolicy
 from ls_strategy.zero.flat.units import Unit
 from ls_strategy.zero.passes.hooks import UnitHooks
@@ -77,6 +78,15 @@ class Trace:
 
     casts: frozenset[int] = frozenset()
     """Numbers of the storages that hold a parameter as autocast casts it. There are none where it is gathered so."""
+
+    forward: Work = field(default_factory=Work)
+    """What the operations of the forward do."""
+
+    backward: Work = field(default_factory=Work)
+    """What those of the backward do, including recomputation."""
+
+    recomputed: int = 0
+    """Modules whose forward runs again in backward."""
 
 
 def condensed(events: Iterable[Event]) -> tuple[Event, ...]:
@@ -158,7 +168,10 @@ class _Watch(StorageWatch):
         super().__init__(lambda number, change: events.append(Event("bytes", number, change)))
         self._own = [t.untyped_storage() for t in (*model.parameters(), *model.buffers())]
         self._own_ids = {id(storage) for storage in self._own}
-        self.flops = 0
+        self.flops = self.touched = self.operations = 0
+        self.backward = Work()
+        """What was done in backward passes."""
+
         self.assumed: dict[str, None] = {}
         """Lines that branched by a value, in order."""
         cast = autocast_params(model)
@@ -186,7 +199,16 @@ class _Watch(StorageWatch):
             number = self.number_of(output)
             self.casts.update(() if number is None else (number,))
         self.flops += _flops(func, args, kwargs or {}, output)
+        self.operations += func is not _aten.detach.default  # `_saving` detaches what autograd saves
+        if not getattr(func, "is_view", False):  # operations of higher order have no such attribute
+            tensors = (t for t in tree_iter((args, output)) if isinstance(t, Tensor) and t.layout == torch.strided)
+            self.touched += sum(t.nbytes for t in tensors)
         return output
+
+    @property
+    def work(self) -> Work:
+        """Return what was done until now."""
+        return Work(self.flops, self.touched, self.operations)
 
     def _assume(self, frame: FrameType | None) -> None:
         """Note which line reads a truth value, unless it is of this package, which branches alike in training."""
@@ -353,6 +375,7 @@ class Tracer:
         meters = (lambda: watch.flops, *self.meters)
         marks = _Marks(self.blocks, watch, events, meters, stop_at) if self.blocks else None
         applied = None if recompute is None else apply_recompute(self.model, recompute, saving)
+        recomputed = 0 if applied is None else len(applied.modules)
         try:
             self._run_step(watch, events, batch, saving if recompute is None else nullcontext, marks)
         except _Enough:
@@ -375,7 +398,10 @@ class Tracer:
                 boundary.remove()
             for spec, its in zip(self.specs, modules, strict=True):
                 spec.modules[:] = its  # `UnitHooks` has cleared the list
-        return Trace(tuple(events), watch.flops, tuple(watch.assumed), frozenset(watch.casts))
+        return Trace(
+            tuple(events), watch.flops, tuple(watch.assumed), frozenset(watch.casts),
+            forward=watch.work.less(watch.backward), backward=watch.backward, recomputed=recomputed,
+        )  # fmt: skip
 
     def _run_step(
         self, watch: _Watch, events: list[Event], batch: Any, around: Callable[[], AbstractContextManager[None]],
@@ -385,7 +411,9 @@ class Tracer:
             if marks is not None:
                 marks.count()
             events.append(Event("end_forward"))
+            before = watch.work
             loss.backward()
+            watch.backward = watch.backward.more(watch.work.less(before))
             events.append(Event("end_backward"))
 
         with self.mode, watch:

@@ -1,0 +1,76 @@
+"""What a step does on one rank, in numbers that a speed turns into seconds."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+
+class Work(NamedTuple):
+    """What operations do, counted as torch dispatches them."""
+
+    flops: int = 0
+    """In products of matrices, convolutions and attention."""
+
+    touched: int = 0
+    """Bytes of tensors that they read or write, except those that only make a view."""
+
+    operations: int = 0
+    """All of them, those that only make a view, too."""
+
+    def more(self, other: Work) -> Work:
+        """Return this and ``other`` together."""
+        return Work(*(a + b for a, b in zip(self, other, strict=True)))
+
+    def less(self, other: Work) -> Work:
+        """Return what this is more than ``other``."""
+        return Work(*(a - b for a, b in zip(self, other, strict=True)))
+
+    def times(self, count: int) -> Work:
+        """Return this, done ``count`` times."""
+        return Work(*(count * each for each in self))
+
+
+@dataclass(frozen=True)
+class StepWork:
+    """What one rank does in one optimizer step."""
+
+    forward: Work = field(default_factory=Work)
+    backward: Work = field(default_factory=Work)
+    """With recomputation."""
+
+    blocks: int = 0
+    """Blocks whose forward runs again."""
+
+    contexts: int = 0
+    """Of these, blocks with a policy for each of their operations."""
+
+    policed: int = 0
+    """Their operations, in forward and backward."""
+
+    copied: int = 0
+    """Bytes that offload reads and writes on the host, where device and host are one."""
+
+    handovers: int = 0
+    """Pieces of work that offload gives to a background thread."""
+
+    sent: int = 0
+    """Bytes to other ranks."""
+
+    messages: int = 0
+    """Collectives of parameters and gradients."""
+
+    bus: int = 0
+    """Bytes between device and host."""
+
+    stepped: int = 0
+    """Bytes that element-wise updates read and write."""
+
+    step_flops: int = 0
+    """Operations of the optimizer's step on full matrices."""
+
+    steps_on_host: bool = False
+    """Whether the states are offloaded."""
+
+    gathers: bool = False
+    """Whether forward and backward gather parameters (stage 3)."""
