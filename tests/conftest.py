@@ -27,6 +27,8 @@ if TYPE_CHECKING:
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch is imported; parity tests compare bit for bit
 
+os.environ["LS_STRATEGY_LEARN"] = "0"  # what a developer's machine has measured changes no plan of a test
+
 settings.register_profile("loaded", deadline=None)  # how long one example takes says more of what else runs here
 settings.load_profile("loaded")
 

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import json
+import os
 from dataclasses import replace
 from math import inf
+from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
@@ -16,11 +19,13 @@ from ls_strategy.config import nested
 from ls_strategy.distributed.comm import make_comm
 from ls_strategy.errors import ConfigError, PlanError
 from ls_strategy.extras.planner import fit as planner_fit
+from ls_strategy.extras.planner import learned
 from ls_strategy.extras.planner.hardware import Hardware
 from ls_strategy.extras.planner.micro_speeds import measure
 from ls_strategy.extras.planner.out_of_memory import OutOfMemory
 from ls_strategy.extras.planner.speeds import Speeds
 from ls_strategy.lightning.strategy import ZeROStrategy
+from ls_strategy.spans import SpanRecorder
 from ls_strategy.testing import spawn
 from tests.models import Case, PrivateNet, loader, quiet
 from tests.trainers import bare_trainer
@@ -162,3 +167,59 @@ def test_the_alias() -> None:
     strategy = trainer("zero_auto", 1).strategy
     assert isinstance(strategy, ZeROStrategy)
     assert strategy.auto
+
+
+# --- learning ---------------------------------------------------------------------------------------------------------
+
+
+class Watched(PrivateNet):
+    """Notes the callbacks that a fit has."""
+
+    def on_train_start(self) -> None:
+        super().on_train_start()
+        trainer: Any = self.trainer
+        self.callbacks = [type(each).__name__ for each in trainer.callbacks]
+
+
+def learn(rank: int, world_size: int, folder: str) -> list[Any]:
+    """Two fits with ``zero_auto``: what the planner has, the losses, and what is logged."""
+    quiet()
+    os.environ[learned.SWITCH] = "1"
+    learned.cache_dir = lambda: Path(folder) / f"rank{rank}"
+    case = replace(CASE, steps=8)
+    logged: list[str] = []
+    planner_fit.rank_zero_info = logged.append
+    result: list[Any] = []
+    for _ in range(2):
+        module = Watched(case)
+        chosen: Any = bare_trainer(ZeROStrategy("auto", sharding={"min_unit_numel": 0}), world_size, max_epochs=1)
+        chosen.fit(module, loader(case, world_size))
+        left = [type(each).__name__ for each in chosen.callbacks]
+        result.append((chosen.strategy.config, module.result.losses[-case.steps :], module.callbacks, left))
+    return [result, logged, SpanRecorder.active is None]
+
+
+@pytest.mark.own_ranks
+def test_runs_are_learned_from_by_one_rank_and_all_ranks_choose_the_same(tmp_path: Path) -> None:
+    for rank in range(2):
+        (tmp_path / f"rank{rank}").mkdir(mode=0o700)
+    (first, logged, stopped), (second, _, _) = spawn(
+        learn, 2, str(tmp_path), init_process_group=False, timeout_s=120
+    )  # fmt: skip
+    assert [run[0] for run in first] == [run[0] for run in second]
+    assert stopped
+    assert "StepClock" in first[0][2], "the clock runs on the rank that writes"
+    assert "StepClock" not in second[0][2]
+    assert all("StepClock" not in run[3] for run in first), "it has left the Trainer"
+    assert not list((tmp_path / "rank1").iterdir())
+    runs = json.loads((tmp_path / "rank0" / "measured_steps.json").read_text())["runs"]
+    assert len(runs) == 2
+    for run in runs:
+        seconds = run["seconds"]
+        parts = sum(seconds[name] for name in ("forward", "backward", "optimizer", "rest"))
+        assert parts == pytest.approx(seconds["step"])
+        assert min(seconds.values()) > 0
+    for text in logged:
+        assert text.count("\n") <= 3
+        assert "measured ms per step" in text
+    assert len(logged) == 2

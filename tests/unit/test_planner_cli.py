@@ -8,12 +8,16 @@ import os
 import sys
 
 import pytest
+import torch
 
 from ls_strategy.errors import ConfigError, PlanError
 from ls_strategy.extras import cli
 from ls_strategy.extras.cli import plan
+from ls_strategy.extras.planner import learned
 from ls_strategy.extras.planner.hardware import Hardware
+from ls_strategy.extras.planner.measured_file import add
 from tests.unit.test_cli_json import check
+from tests.unit.test_planner_learned import HERE, STEP, measured
 
 pytest.importorskip("jsonargparse")
 PROGRAM = """
@@ -136,6 +140,28 @@ def test_a_plan_in_json(config, capsys):
         same = table[f"zero{row['stage']}"]
         assert row["sent_bytes"] == same["sent_bytes_per_step"]
         assert row["state_bytes"] == sum(sum(kinds.values()) for kinds in same["states"].values())
+
+
+@pytest.mark.wide
+def test_a_plan_follows_what_was_measured_here_until_it_is_forgotten(config, capsys, tmp_path, monkeypatch):
+    (tmp_path / "cache").mkdir(mode=0o700)
+    monkeypatch.setattr(learned, "cache_dir", lambda: tmp_path / "cache")
+    monkeypatch.setenv(learned.SWITCH, "1")
+    here = learned.machine_of(torch.device("cpu"), 2, 2, "32-true")
+    assert add(measured(STEP, HERE, machine=here))
+    assert add(measured(STEP, HERE, machine=here.replace("2 ranks", "3 ranks")))
+    words = (config, "--host-memory", "8GB", "--json", "--", "--trainer.accelerator=cpu", "--trainer.precision=32-true")
+    assert run(*words) == 0
+    told = check("plan", capsys.readouterr().out)
+    assert told["earlier_runs"] == 1
+    seconds = {each["name"]: each["seconds_per_step"] for each in told["strategies"]}
+    assert seconds[told["fastest"]][1] == min(each[1] for each in seconds.values())
+    assert run("--forget") == 0
+    assert capsys.readouterr().out.startswith("removed 2 measured run(s): ")
+    assert run(*words) == 0
+    told = check("plan", capsys.readouterr().out)
+    assert told["earlier_runs"] == 0
+    assert all(each["seconds_per_step"] is None for each in told["strategies"])
 
 
 @pytest.mark.wide

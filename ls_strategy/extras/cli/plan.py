@@ -69,6 +69,10 @@ def add(subcommands: argparse._SubParsersAction[argparse.ArgumentParser]) -> Non
         "of one more token; needs --gpu-memory, on the CPU --host-memory",
     )  # fmt: skip
     add_search(parser)
+    parser.add_argument(
+        "--forget", action="store_true",
+        help="remove the steps that runs with zero_auto have measured on this machine, which correct predicted times",
+    )  # fmt: skip
     parser.add_argument("--json", action="store_true", help="print JSON")
     parser.set_defaults(run=run, extra=[])
     keep_what_follows_two_dashes(parser)
@@ -76,8 +80,11 @@ def add(subcommands: argparse._SubParsersAction[argparse.ArgumentParser]) -> Non
 
 def run(args: argparse.Namespace) -> int:
     """Predict and print. Returns 1 if nothing fits."""
+    if args.forget:
+        return _forget()
     configs, module = _check(args)
     print("... importing torch and Lightning", file=sys.stderr, flush=True)
+    from ls_strategy.extras.planner.choice import lesson_here, timed_by
     from ls_strategy.extras.planner.forecast import fastest, lightest
     from ls_strategy.extras.planner.scaling import scale
 
@@ -94,6 +101,11 @@ def run(args: argparse.Namespace) -> int:
         rows = scale(forecaster, hardware) if args.scaling else []
         progress.phase("... searching for the longest samples of every strategy" if args.longest else "")
         reach = Reached(forecaster, hardware) if args.longest else None
+    lesson = None
+    if args.tflops is None:
+        lesson = lesson_here(question.module, forecasts, hardware, question.precision.name)
+    if lesson is not None:
+        forecasts = timed_by(forecasts, lesson.speeds)
     progress.phase(f"... searching every kind of parallelism, {args.search_seconds:g} s" if args.search else "")
     result = Result(
         module=module,
@@ -102,7 +114,8 @@ def run(args: argparse.Namespace) -> int:
         numel=sum(p.numel() for p in question.module.parameters()),
         forecasts=forecasts,
         chosen=lightest(forecasts),
-        quickest=fastest(forecasts) if args.inter_node is not None else None,
+        quickest=fastest(forecasts) if args.inter_node is not None or lesson is not None else None,
+        lesson=lesson,
         bubbles=pipeline_bubbles(strategy_options(trainer)),
         rows=rows,
         reach=reach,
@@ -114,6 +127,14 @@ def run(args: argparse.Namespace) -> int:
     else:
         print(result.to_text())
     return 0 if result.fits else 1
+
+
+def _forget() -> int:
+    from ls_strategy.extras.planner.learned import path
+    from ls_strategy.extras.planner.measured_file import forget
+
+    print(f"removed {forget()} measured run(s): {path()}")
+    return 0
 
 
 def _check(args: argparse.Namespace) -> tuple[list[Path], str]:
@@ -148,6 +169,7 @@ class Result:
     forecasts: list[Any]
     chosen: Any
     quickest: Any
+    lesson: Any
     bubbles: dict[str, float]
     rows: list[Any]
     reach: Reached | None
@@ -171,6 +193,7 @@ class Result:
             "reason": reason(self.forecasts),
             "assumptions": assumptions(self.forecasts),
             "fastest": None if self.quickest is None else self.quickest.candidate.name,
+            "earlier_runs": 0 if self.lesson is None else self.lesson.runs,
             "pipeline_bubbles": self.bubbles,
             "scaling": [vars(row) for row in self.rows],
             "longest": None if self.reach is None else self.reach.to_json(),
@@ -188,6 +211,8 @@ class Result:
         if self.quickest is not None and self.quickest.seconds is not None:
             at_most = f"{self.quickest.seconds[1]:.3g} s per step."
             lines.append(f"{self.quickest.candidate.name}: the fastest that fits, at most {at_most}")
+        if self.lesson is not None:
+            lines += self.lesson.lines()
         if self.bubbles:
             shares = ", ".join(f"{name} {bubble:.1%}" for name, bubble in self.bubbles.items())
             lines.append(f"pipeline bubble: {shares}")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import socket
 from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
@@ -26,11 +27,19 @@ from ls_strategy.extras.planner.forecast import (
     table,
 )
 from ls_strategy.extras.planner.hardware import Hardware, found_here
+from ls_strategy.extras.planner.learned import Better, Lesson, is_on, machine_of, taught, workload_of
+from ls_strategy.extras.planner.measured_file import load
 from ls_strategy.extras.planner.simulated import simulated
 from ls_strategy.extras.planner.sizes import show_bytes
-from ls_strategy.extras.planner.speeds import Speeds, quickest
+from ls_strategy.extras.planner.speeds import SAME, Speeds, quickest
 from ls_strategy.extras.planner.step import training_step
 from ls_strategy.precision import PrecisionPolicy
+
+CLEARLY = 0.03
+"""A candidate that saves a smaller share of a step is not worth a change."""
+
+SAME_AS_MEASURED = 0.02
+"""`SAME` where a run of the same model has corrected the speeds."""
 
 
 @dataclass(frozen=True)
@@ -84,6 +93,9 @@ class Choice:
     forecasts: tuple[Forecast, ...]
     """Of all candidates, with predicted seconds."""
 
+    lesson: Lesson
+    """The speeds by which it was chosen."""
+
     @property
     def step_s(self) -> float:
         """Predicted seconds of an optimizer step."""
@@ -92,11 +104,20 @@ class Choice:
         return seconds[0]
 
 
-def choose(ask: Callable[[], Question], world: Comm, hardware: Hardware, speeds: Speeds) -> Choice:
+def choose(
+    ask: Callable[[], Question], world: Comm, hardware: Hardware, speeds: Speeds, machine: str | None = None
+) -> Choice:
     """Return the strategy that is fastest of those that fit, as far as speeds tell. Collective over ``world``.
 
-    ``ask`` returns what to plan for, and is called on rank 0 only. ``hardware`` comes from `smallest`, ``speeds`` from
-    `micro_speeds.measure`.
+    ``ask`` returns what to plan for, and is called on rank 0 only, which alone reads what was measured before: the
+    others get its answer.
+
+    Args:
+        ask: see above.
+        world: the ranks.
+        hardware: from `smallest`.
+        speeds: from `micro_speeds.measure`.
+        machine: from `learned.machine_of`; None: earlier runs do not count.
 
     Raises:
         PlanError: on every rank: nothing fits, or the step cannot be traced.
@@ -104,7 +125,11 @@ def choose(ask: Callable[[], Question], world: Comm, hardware: Hardware, speeds:
     answer: Choice | str | None = None
     if world.rank == 0:
         try:
-            answer = _decide(ask().forecasts(hardware), hardware, speeds)
+            question = ask()
+            forecasts = question.forecasts(hardware)
+            runs = [] if machine is None else load(machine)
+            lesson = taught(speeds, runs, _workload(question.module, forecasts))
+            answer = _decide(forecasts, hardware, lesson)
         except Exception as error:  # the other ranks wait for the answer
             answer = str(error) if isinstance(error, PlanError) else f"{type(error).__name__}: {error}"
     answer = world.exchange_objects(answer)[0]
@@ -113,14 +138,34 @@ def choose(ask: Callable[[], Question], world: Comm, hardware: Hardware, speeds:
     raise PlanError(f'strategy="zero_auto": {answer} Name a strategy to skip planning.')
 
 
-def _decide(forecasts: list[Forecast], hardware: Hardware, speeds: Speeds) -> Choice:
-    timed = [replace(f, seconds=(speeds.seconds(f.work),) * 2) for f in forecasts]
-    chosen = quickest(timed, speeds)
+def _workload(module: nn.Module, forecasts: Sequence[Forecast]) -> str:
+    return workload_of(module, sum(p.numel() for p in module.parameters()), forecasts[0].work)
+
+
+def lesson_here(module: nn.Module, forecasts: Sequence[Forecast], hardware: Hardware, precision: str) -> Lesson | None:
+    """Return the speeds that runs on this machine have taught; None if there were none with as many ranks."""
+    device = torch.device(hardware.device)
+    here = torch.accelerator.current_accelerator()
+    if not is_on() or (device.type != "cpu" and (here is None or here.type != device.type)):
+        return None
+    runs = load(machine_of(device, hardware.ranks, hardware.ranks_per_node, precision))
+    return taught(None, runs, _workload(module, forecasts)) if runs else None
+
+
+def timed_by(forecasts: Sequence[Forecast], speeds: Speeds) -> list[Forecast]:
+    """Return the forecasts with the seconds that they take at some speeds."""
+    return [replace(f, seconds=(speeds.seconds(f.work),) * 2) for f in forecasts]
+
+
+def _decide(forecasts: list[Forecast], hardware: Hardware, lesson: Lesson) -> Choice:
+    speeds = lesson.speeds
+    timed = timed_by(forecasts, speeds)
+    chosen = quickest(timed, speeds, SAME_AS_MEASURED if lesson.own else SAME)
     words = table(timed, hardware, chosen, "<- chosen")
     if chosen is None:
         raise PlanError(f"{reason(forecasts)}\n{words}\n")
-    why = "\n".join([_why(timed, chosen), *assumptions(timed)])
-    return Choice(chosen.candidate, f"{words}\n{why}", tuple(timed))
+    why = "\n".join([_why(timed, chosen), *lesson.lines(), *assumptions(timed)])
+    return Choice(chosen.candidate, f"{words}\n{why}", tuple(timed), lesson)
 
 
 def _why(timed: Sequence[Forecast], chosen: Forecast) -> str:
@@ -135,6 +180,24 @@ def _why(timed: Sequence[Forecast], chosen: Forecast) -> str:
     return f"{why} {last.candidate.name} " + (
         f"would take {last.seconds[0]:.3g} s." if last.fits else f"needs {'; '.join(last.lacks)}."
     )
+
+
+def better_than(candidate: Candidate, forecasts: Sequence[Forecast], speeds: Speeds) -> Better | None:
+    """Return what would have been clearly faster than ``candidate``, of what fits in memory; None if nothing."""
+    running = next(f for f in forecasts if f.candidate == candidate)
+    best = quickest(forecasts, speeds, 0.0)
+    if best is None or speeds.seconds(best.work) > (1 - CLEARLY) * speeds.seconds(running.work):
+        return None
+    return Better(best.candidate.name, speeds.seconds(best.work), yaml_of(best.candidate))
+
+
+def yaml_of(candidate: Candidate) -> str:
+    """Return what a LightningCLI takes as ``trainer.strategy``, on one line."""
+    arguments = candidate.arguments()
+    if arguments == {"stage": candidate.stage}:
+        return candidate.strategy
+    # JSON is YAML.
+    return json.dumps({"class_path": "ls_strategy.ZeROStrategy", "init_args": arguments})
 
 
 def smallest(world: Comm, device: torch.device, nvme_path: str = "") -> Hardware:

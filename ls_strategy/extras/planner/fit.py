@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -17,12 +19,16 @@ from ls_strategy.config import ZeROConfig
 from ls_strategy.distributed.comm import Comm
 from ls_strategy.errors import PlanError
 from ls_strategy.extras._lightning import training_data, trains_on_given_data
-from ls_strategy.extras.planner.choice import Question, candidate_of, choose, explain, smallest
+from ls_strategy.extras.planner.choice import Choice, Question, better_than, candidate_of, choose, explain, smallest
 from ls_strategy.extras.planner.forecast import Run
 from ls_strategy.extras.planner.hardware import Hardware, found_here
+from ls_strategy.extras.planner.learned import MeasuredRun, compared, corrected, is_on, machine_of
+from ls_strategy.extras.planner.measured_file import add, load
 from ls_strategy.extras.planner.micro_speeds import measure
 from ls_strategy.extras.planner.out_of_memory import explaining
 from ls_strategy.extras.planner.step import first_batch
+from ls_strategy.extras.planner.step_clock import StepClock
+from ls_strategy.host.pytorch import rank_zero_info, rank_zero_warn
 from ls_strategy.lightning._private import is_mock_optimizer
 from ls_strategy.zero.step.elementwise import refuse_wrapper
 
@@ -59,7 +65,12 @@ class FitPlanner:
         self._hardware = smallest(comm, device, self._nvme_path)
         fit = ask()
         speeds = measure(comm, device, fit.precision.autocast or fit.precision.compute)
-        choice = choose(lambda: self._question(ask()), comm, self._hardware, speeds)
+        machine = None
+        if comm.rank == 0 and is_on():
+            machine = machine_of(device, comm.world_size, self._hardware.ranks_per_node, fit.precision.name)
+        choice = choose(lambda: self._question(ask()), comm, self._hardware, speeds, machine)
+        if machine is not None:
+            fit.trainer.callbacks.append(StepClock(device, partial(_learn, fit.trainer, choice, machine)))  # type: ignore[attr-defined]
         self.planned_step_s = choice.step_s
         return choice.candidate.config(fit.config), choice.words
 
@@ -81,6 +92,25 @@ class FitPlanner:
             return question_of_fit(fit, self._unsharded)
         finally:
             restore_random_states(states)
+
+
+def _learn(trainer: Any, choice: Choice, machine: str, seconds: dict[str, float]) -> None:
+    """Keep what a run has measured, and log it beside what was predicted. Rank 0 only, not collective, never raises."""
+    lesson = choice.lesson
+    assert lesson.now is not None
+    forecast = next(f for f in choice.forecasts if f.candidate == choice.candidate)
+    folder = str(getattr(trainer.logger, "log_dir", None) or "")  # the Trainer's own is collective
+    run = MeasuredRun(
+        time.time(), machine, lesson.workload, choice.candidate.name, forecast.work, lesson.now, seconds, folder
+    )
+    try:
+        speeds = corrected(lesson.now, [*load(machine), run], lesson.workload)
+        better = better_than(choice.candidate, choice.forecasts, speeds)
+        comparison = compared(run, lesson.speeds, better)
+        rank_zero_info("\n".join(["zero_auto:", *comparison.lines()]))
+        add(replace(run, comparison=comparison))
+    except Exception as error:  # the other ranks would wait for this one, and the fit has succeeded
+        rank_zero_warn(f"zero_auto: the steps of this run were not kept for the next plan: {error!r}.")
 
 
 def before_sharding(optimizers: Sequence[Optimizer]) -> list[Optimizer]:
