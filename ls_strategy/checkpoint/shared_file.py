@@ -31,7 +31,7 @@ Piece = tuple[int, int, int, int]
 
 
 @dataclass
-class _Record:
+class _ZipRecord:
     """One record of the archive."""
 
     info: zipfile.ZipInfo
@@ -54,7 +54,7 @@ class SharedArchive:
         numbers = {id(tensor): number for number, tensor in enumerate(stand_ins)}
         pickler = TorchPickler(buffer, numbers)
         pickler.dump(value)
-        self._records: list[_Record] = []
+        self._records: list[_ZipRecord] = []
         self._end = 0
         self.places: list[int] = [-1] * len(stand_ins)
         """First byte of every stand-in's elements in the file; -1 if the value does not have it."""
@@ -76,7 +76,7 @@ class SharedArchive:
         info, data_at = aligned_record(name, self._end)
         info.header_offset = self._end
         info.file_size = info.compress_size = sum(part.nbytes for part in data) if nbytes is None else nbytes
-        self._records.append(_Record(info, data_at, data, number))
+        self._records.append(_ZipRecord(info, data_at, data, number))
         self._end = data_at + info.file_size
         return data_at
 

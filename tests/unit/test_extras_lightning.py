@@ -20,7 +20,11 @@ class Loop:
 
 def test_several_callbacks_act_before_a_batch_until_each_ends() -> None:
     loop = Loop()
-    trainer: Any = SimpleNamespace(fit_loop=SimpleNamespace(epoch_loop=loop))
+    module = SimpleNamespace(_current_fx_name=None)
+    connector = SimpleNamespace(_current_fx=None)
+    trainer: Any = SimpleNamespace(
+        fit_loop=SimpleNamespace(epoch_loop=loop), lightning_module=module, _logger_connector=connector
+    )
     first, second = (before_batches(trainer, lambda name=name: loop.seen.append(name)) for name in ("first", "second"))
     loop.advance("batch 1")
     first()

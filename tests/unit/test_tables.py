@@ -36,6 +36,10 @@ NOT_MEASURED: dict[str, str] = {
     "up to 2 GiB": "where checkpoints become folders",
     "15 seconds": "a constant of hubs and islands",
     "about 3 GB, which are 6 GB": "the sizes of packages that are downloaded and installed",
+    "takes 1.2 x as long as the median": "a constant of Monitor",
+    "at 1.3 x is named": "what a test slows a rank by",
+    "below 5% of a step": "a constant of Monitor",
+    "2 ms, does not count": "a constant of Monitor",
     "CIFAR-10 reaches 94 %": "the accuracy at which a benchmark stops its clock",
 }
 """Words of the documents with a figure that looks measured, and why it is none."""
