@@ -60,17 +60,6 @@ def _ratios(record: dict[str, Any]) -> list[list[str]]:
     return rows
 
 
-def _accuracy(record: dict[str, Any]) -> list[list[str]]:
-    """One column per strategy, one row per seed."""
-    results = record["results"]
-    seeds = sorted({seed for by_seed in results.values() for seed in by_seed}, key=int)
-    rows = [["seed", *(f"`{name}`" for name in results)]]
-    for seed in seeds:
-        cells = (f"{100 * by_seed[seed]:.1f} %" if seed in by_seed else "" for by_seed in results.values())
-        rows.append([seed, *cells])
-    return rows
-
-
 def _adam(record: dict[str, Any]) -> list[list[str]]:
     """One row per job, times faster than each peer."""
 
@@ -100,47 +89,14 @@ def _host_memory(record: dict[str, Any]) -> list[list[str]]:
     return rows
 
 
-def _on_drive(record: dict[str, Any]) -> list[list[str]]:
-    """One row per size and case, in MiB: what is on the drive, and what of the process is in memory."""
-    rows = [["MiB, parameters", "clipping", "states on NVMe", "peak", "charged to the cgroup"]]
-    for case in record["on_drive"]:
-        kinds = ("states_bytes", "peak_bytes", "charged_bytes")
-        cells = (f"{case[kind] / 2**20:,.0f}" if kind in case else "" for kind in kinds)
-        rows.append([f"{case['parameters'] / 1e6:.0f} M", "yes" if case["clip"] else "no", *cells])
-    return rows
-
-
-def _moments(record: dict[str, Any]) -> list[list[str]]:
-    """Losses by format, and how far from fp32 they are."""
-    rows = [["moments", "validation loss", "difference from fp32"]]
-    for name, r in record["results"].items():
-        rows.append([f"`{name}`", f"{r['val']:.3f}", f"{r['val_difference']:+.4f}"])
-    return rows
-
-
-def _quantized_traffic(record: dict[str, Any]) -> list[list[str]]:
-    """Losses by what is sent in few bits, how far from exact runs they are, and what rounding changes."""
-    rows = [["sent", "validation loss", "difference", "change of gradients"]]
-    for name, r in record["results"].items():
-        error = f"{r['gradient_error']:.1%}" if r["gradient_error"] else "0"
-        rows.append([name, f"{r['val']:.3f}", f"{r['val_difference']:+.4f}", error])
-    return rows
-
-
 def _slow_network(record: dict[str, Any]) -> list[list[str]]:
-    """Times and bytes by contender: faster than full stage 3, and what crosses the link."""
-    rows = [["", "step, s", "times faster", "MB per step"]]
+    """By contender: how much faster than full stage 3, and what crosses the link."""
+    rows = [["", "times faster", "MB per step"]]
     for name, r in record["results"].items():
         fast = r["times_faster"]
         faster = "" if name == record["baseline"] else f"{fast['median']:.2f} [{fast['q1']:.2f}, {fast['q3']:.2f}]"
-        rows.append([name, f"{r['median_s']:.2f}", faster, f"{r['crossed_bytes'] / 1e6:.1f}"])
+        rows.append([name, faster, f"{r['crossed_bytes'] / 1e6:.1f}"])
     return rows
-
-
-def _deepspeed_network(record: dict[str, Any]) -> list[list[str]]:
-    """Those rows of `_slow_network` that DeepSpeed's are compared with, and these."""
-    head, *rows = _slow_network(record)
-    return [head, *(row for row in rows if row[0] in ("DDP", "stage 3", "hpZ") or row[0].startswith("DeepSpeed"))]
 
 
 def _exposed_update(record: dict[str, Any]) -> list[list[str]]:
@@ -166,39 +122,13 @@ def _checkpoint(record: dict[str, Any]) -> list[list[str]]:
     columns = {
         "call_over_folder": "until the call returns, share of a folder's time",
         "stall_over_folder": "training waits, share of a folder's time",
-        "memory_over_unit": "peak memory, units",
-        "first_memory_over_unit": "peak memory, first save",
     }
     columns = {key: title for key, title in columns.items() if all(key in r for r in results.values())}
-    rows = [["", "speed over DCP", *columns.values()]]
+    rows = [["", "speed over DCP", *columns.values(), "peak memory, units"]]
     for name, r in results.items():
-        values = [r[key] for key in columns]
-        own = [f"{value:.2f}" if isinstance(value, float) else cell(value) for value in values]
-        rows.append([name, "-" if name == "copy alone" else cell(r["times_faster_than_dcp"]), *own])
-    return rows
-
-
-def _moe_quality(record: dict[str, Any]) -> list[list[str]]:
-    """One row per contender: validation loss, how far it is below the dense one's, and what that takes."""
-    rows = [["", "validation loss, nats per byte", "below dense, by seed", "parameters", "seconds per run"]]
-    runs = record["runs"]
-    for name, cells in record["results"].items():
-        below = (runs["dense"][seed]["val"] - run["val"] for seed, run in sorted(runs[name].items()))
-        margins = "" if name == "dense" else ", ".join(f"{margin:.3f}" for margin in below)
-        million = f"{cells['parameters'] / 1e6:.2f} M"
-        rows.append([f"`{name}`", f"{cells['val']:.3f}", margins, million, f"{cells['seconds']:.0f}"])
-    return rows
-
-
-def _muon(record: dict[str, Any]) -> list[list[str]]:
-    """One row per contender: validation loss, and how far it is below AdamW at its best rate."""
-    rows = [["optimizer, rate of the matrices", "validation loss, nats per byte", "below AdamW at its best, by seed"]]
-    results, runs = record["results"], record["runs"]
-    best = min((name for name in results if name.startswith("adamw")), key=lambda name: results[name]["val"])
-    for name, cells in results.items():
-        below = (runs[best][seed]["val"] - run["val"] for seed, run in sorted(runs[name].items()))
-        margins = "" if name == best else ", ".join(f"{margin:.3f}" for margin in below)
-        rows.append([f"`{name}`", f"{cells['val']:.3f}", margins])
+        speed = "-" if name == "copy alone" else cell(r["times_faster_than_dcp"])
+        peak = max(r["memory_over_unit"], r["first_memory_over_unit"])
+        rows.append([name, speed, *(cell(r[key]) for key in columns), f"{peak:.2f}"])
     return rows
 
 
@@ -257,33 +187,12 @@ def _quartiles(cell: dict[str, float], digits: int = 3) -> str:
     return f"{cell['ratio']:.{digits}f} [{cell['ratio_q1']:.{digits}f}, {cell['ratio_q3']:.{digits}f}]"
 
 
-def _moe_step(record: dict[str, Any]) -> list[list[str]]:
-    """One row per contender."""
-    contenders = record["results"]["contenders"]
-    return [["", "step time over the dense baseline"], *([f"`{n}`", _quartiles(c, 2)] for n, c in contenders.items())]
-
-
 def _long_sequences(record: dict[str, Any]) -> list[list[str]]:
     """One row per choice, one column per length."""
     results = record["results"]
     lengths = list(next(iter(results.values())))
     rows = [["peak memory, MiB", *(f"{int(n):,} tokens" for n in lengths)]]
     return rows + [[name, *(f"{found[n] / 2**20:,.0f}" for n in lengths)] for name, found in results.items()]
-
-
-def _overhead(record: dict[str, Any]) -> list[list[str]]:
-    """One row per strategy."""
-    results = record["results"]
-    head = ["strategy", "CPU time with `Monitor` over without", "share of the training thread spent in hooks"]
-    rows = [
-        [f"`{name}`", _quartiles(found["cpu"]["with"]), f"{100 * found['inside']['median']:.2f} %"]
-        for name, found in results.items()
-    ]
-    if all("image" in found for found in results.values()):  # records from before images do not have it
-        head.append("and for the images of one step in 1,000")
-        for row, found in zip(rows, results.values(), strict=True):
-            row.append(f"{100 * found['image']['share']['median']:.3f} %")
-    return [head, *rows]
 
 
 def _finetune(record: dict[str, Any]) -> list[list[str]]:
@@ -363,71 +272,14 @@ def _in_short(detail: str) -> str:
 
 
 def _published(record: dict[str, Any]) -> list[list[str]]:
-    """One row per program: the largest relative difference of a loss from DDP's, by strategy."""
-    strategies = list(next(iter(record["results"].values()))["all"])
-    rows = [["package", "its Lightning", "steps", *(f"`{s}`" if s != "nudged" else "DDP, nudged" for s in strategies)]]
-    for r in record["results"].values():
-        name = f"{r['package']} {r['version']}"
-        rows.append([name, f"`{r['lightning']}`", str(r["steps"]), *(f"{r['all'][s]:.0e}" for s in strategies)])
+    """One row per program: the largest relative difference of a loss from DDP's, of any strategy."""
+    results = list(record["results"].values())
+    ours = [name for name in results[0]["all"] if name != "nudged"]
+    rows = [["package", "DDP, nudged", "largest of " + ", ".join(f"`{name}`" for name in ours)]]
+    for r in results:
+        most = max(r["all"][name] for name in ours)
+        rows.append([f"{r['package']} {r['version']}", f"{r['all']['nudged']:.0e}", f"{most:.0e}"])
     return rows
-
-
-def _adapters(record: dict[str, Any]) -> list[list[str]]:
-    """One row per contender."""
-    rows = [[f"`{name}`", _quartiles(cell)] for name, cell in record["results"].items()]
-    return [["", "step time over adapters by hand"], *rows]
-
-
-def _auto_choice(record: dict[str, Any]) -> list[list[str]]:
-    """One row per model."""
-    rows = [["", "chosen", "fastest of all candidates", "candidates", "time of the choice over the fastest"]]
-    for model, result in record["results"].items():
-        cells = [f"`{model}`", f"`{result['chosen']}`", f"`{result['fastest']}`", str(len(result["seconds"]))]
-        rows.append([*cells, _quartiles(result)])
-    return rows
-
-
-def _virtual_ranks(record: dict[str, Any]) -> list[list[str]]:
-    """One row per stage."""
-    rows = [[f"`{name}`", _quartiles(cell), f"{cell['bytes']:.3f}"] for name, cell in record["results"].items()]
-    return [["", "step time with virtual ranks", "bytes sent with virtual ranks"], *rows]
-
-
-def _elastic(record: dict[str, Any]) -> list[list[str]]:
-    """One row."""
-    found = record["results"]
-    cells = ["{1:.1f} [{0:.1f}, {2:.1f}]".format(*found[key]) for key in ("seconds", "until_the_program_begins_s")]
-    repeated = found["repeated_steps"]
-    return [
-        [
-            "ranks",
-            "losses",
-            "s to the next step",
-            "of which until the program begins",
-            "steps repeated, median",
-            "most",
-        ],
-        [str(record["ranks"]), str(record["losses"]), *cells, f"{repeated['median']:.0f}", str(repeated["most"])],
-    ]
-
-
-def _snapshots(record: dict[str, Any]) -> list[list[str]]:
-    """One row."""
-    found = record["results"]
-    cells = [
-        "{:.3f} [{:.3f}, {:.3f}]".format(*(found[f"{k}{q}"] for q in ("", "_q1", "_q3"))) for k in ("ratio", "cpu")
-    ]
-    return [
-        ["steps", "snapshots", "time over that without", "CPU time over that without"],
-        [str(record["steps"]), f"{found['snapshots']:.0f}", *cells],
-    ]
-
-
-def _virtual_shares(record: dict[str, Any]) -> list[list[str]]:
-    """One row per split."""
-    names = {"even": "two virtual ranks on each", "shares": "`virtual_ranks_per_rank: [1, 3]`"}
-    rows = [[text, _quartiles(record["results"][name])] for name, text in names.items()]
-    return [["", "step time over that of the ideal split"], *rows]
 
 
 def _inference(record: dict[str, Any]) -> list[list[str]]:
@@ -443,26 +295,15 @@ def _inference(record: dict[str, Any]) -> list[list[str]]:
 
 
 def _generate(record: dict[str, Any]) -> list[list[str]]:
-    """One row per shape; how many times longer transformers takes, by cache and batch."""
+    """One row per shape; how many times longer transformers takes with its dynamic cache, by batch."""
     by_shape: dict[str, dict[int, Any]] = {}
     for r in record["results"]:
         by_shape.setdefault(r["shape"], {})[r["batch"]] = r
     batches = list(next(iter(by_shape.values())))
-    caches = ("static", "dynamic")
-    rows = [["network", *(f"{cache}, batch {batch}" for cache in caches for batch in batches)]]
+    rows = [["network", *(f"batch {batch}" for batch in batches)]]
     for shape, found in by_shape.items():
-        ratios = (found[batch][f"transformers {cache}"]["ratio"] for cache in caches for batch in batches)
+        ratios = (found[batch]["transformers dynamic"]["ratio"] for batch in batches)
         rows.append([shape, *("{1:.2f} [{0:.2f}, {2:.2f}]".format(*ratio) for ratio in ratios)])
-    return rows
-
-
-def _streaming(record: dict[str, Any]) -> list[list[str]]:
-    """One row per batch."""
-    rows = [["batch", "read, GB/s", "share of the tier's own speed", "tokens per second"]]
-    for batch, r in record["results"]["batches"].items():
-        share = r["of_tier"]
-        of_tier = f"{share['median']:.2f} [{share['q1']:.2f}, {share['q3']:.2f}]"
-        rows.append([batch, f"{r['gbs']['median']:.2f}", of_tier, f"{r['tokens_per_s']['median']:.1f}"])
     return rows
 
 
@@ -475,11 +316,10 @@ def _host_time(world: str) -> Callable[[dict[str, Any]], list[list[str]]]:
     def rows_of(record: dict[str, Any]) -> list[list[str]]:
         by_units = record["results"][world]
         units = max(by_units, key=int)
-        rows = [[f"{units} units", "forward, us", "backward, us", "update, us", "step over FSDP2's"]]
+        rows = [[f"{units} units", "us", "over FSDP2's"]]
         for name, row in by_units[units].items():
             if name != "plain":
-                parts = [cell(row[part]["us"], 0) for part in ("forward", "backward", "update")]
-                rows.append([f"`{name}`", *parts, cell(row["step"]["over_fsdp2"], 2)])
+                rows.append([f"`{name}`", cell(row["step"]["us"], 0), cell(row["step"]["over_fsdp2"], 2)])
         return rows
 
     return rows_of
@@ -487,42 +327,26 @@ def _host_time(world: str) -> Callable[[dict[str, Any]], list[list[str]]]:
 
 _TABLES: dict[str, Callable[[dict[str, Any]], list[list[str]]]] = {
     "trainer_time": _ratios,
-    "adapters": _adapters,
-    "auto_choice": _auto_choice,
-    "virtual_ranks": _virtual_ranks,
-    "elastic": _elastic,
-    "virtual_shares": _virtual_shares,
     "published_packages": _published,
     "conformance": _conformance,
     "conformance#counts": _verdict_counts,
     "conformance#details": _verdict_details,
     "finetune": _finetune,
-    "cifar_accuracy": _accuracy,
     "cpu_adam": _adam,
     "host_memory": _host_memory,
-    "host_memory#on_drive": _on_drive,
-    "moments": _moments,
-    "quantized_traffic": _quantized_traffic,
     "slow_network": _slow_network,
-    "slow_network#deepspeed": _deepspeed_network,
     "exposed_update": _exposed_update,
     "checkpoint": _checkpoint,
-    "moe_quality": _moe_quality,
-    "muon": _muon,
     "muon_step": _muon_step,
     "rare_exchange": _rare_exchange,
-    "snapshots": _snapshots,
     "host_time#alone": _host_time("alone"),
     "host_time#unsent": _host_time("unsent"),
     "host_time#gloo": _host_time("gloo"),
     "planner": _planner,
     "deepspeed_parity": _parity,
     "long_sequences": _long_sequences,
-    "moe_step": _moe_step,
-    "monitor_overhead": _overhead,
     "inference": _inference,
     "generate": _generate,
-    "stream_inference": _streaming,
 }
 
 
