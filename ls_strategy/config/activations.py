@@ -108,12 +108,11 @@ class ActivationsConfig(Group):
 
     loss: Literal["chunked"] | ChunkedLossConfig | None = None
     """``chunked``: ``cross_entropy`` computes the output layer and the loss for some tokens at a time, and again in
-    backward, and never holds the logits of all; other uses of logits compute them as usual. ``ChunkedLossConfig(...)``
-    sets layer and size."""
+    backward, and never holds the logits of all. ``ChunkedLossConfig(...)`` sets layer and size."""
 
     tiling: Literal["mlp"] | TilingConfig | None = None
-    """``mlp``: feed-forwards run on 1,024 tokens of each sequence at a time, and again in backward, so their
-    intermediate results never exist for all tokens. ``TilingConfig(...)`` sets layers and tokens."""
+    """``mlp``: feed-forwards run on 1,024 tokens of each sequence at a time, and again in backward.
+    ``TilingConfig(...)`` sets layers and tokens."""
 
     @staticmethod
     def short_form(value: Any, stage: Any) -> dict[str, Any]:

@@ -19,8 +19,7 @@ class CheckpointConfig(Group):
     """``sharded``: a folder, to which every rank writes what it stores; any other layout can load it. ``file``: one
     file as DDP writes it. Ranks of one host write it together; otherwise, and for hooks and plugins that get
     checkpoints, it is gathered on rank 0, which needs the memory. ``auto``: a file while weights and optimizer states
-    have at most 2 GiB together, a folder beyond, and always with pipelines and ``frozen=False``; the log says which.
-    Every strategy resumes from either."""
+    have at most 2 GiB together, a folder beyond, and with pipelines and ``frozen=False``."""
 
     background: bool = False
     """Write while training continues. A step waits only for copies from the device, or until a file is gathered; the

@@ -17,9 +17,8 @@ class CompileConfig(Group):
     """What ``torch.compile`` compiles, and how. The short form ``"blocks"`` or ``"model"`` sets ``regions``."""
 
     regions: Literal["blocks", "model"] | None = None
-    """``blocks``: every block; equal blocks share a graph, so compiling takes as long as for one of them. ``model``:
-    also what lies between blocks, below stage 3 in one graph; at stage 3 graphs end at blocks. None: nothing is
-    compiled here, and what the module compiles itself stays compiled."""
+    """``blocks``: every block; equal blocks share a graph. ``model``: also what lies between blocks, below stage 3 in
+    one graph. None: only what the module compiles itself."""
 
     backend: str = "inductor"
     """As in ``torch.compile``. ``inductor`` needs a C++ compiler on CPUs, Triton on GPUs."""

@@ -125,7 +125,7 @@ class ParallelConfig(Group):
 
     expert: int = 1
     """Neighbouring ranks that the experts of every `MoE` layer are partitioned over; they exchange tokens and train on
-    different batches. An expert's states are sharded over the ranks that hold it."""
+    different batches."""
 
     pipeline: int | PipelineConfig = 1
     """Ranks that the blocks of the model are partitioned over."""
@@ -137,8 +137,7 @@ class ParallelConfig(Group):
 
     virtual_ranks: int | None = None
     """Compute as this many ranks would, on as many or fewer: losses and weights are bitwise identical on any number of
-    ranks, at every stage and with any offload. Each virtual rank has its own batches and random numbers. For data
-    parallelism. None: the real ranks."""
+    ranks, at every stage and with any offload. For data parallelism. None: the real ranks."""
 
     virtual_ranks_per_rank: tuple[int, ...] | None = None
     """For ranks of different speed: ``[3, 5]`` lets rank 0 compute three of eight virtual ranks. Same numbers. None: as

@@ -82,15 +82,13 @@ class PrecisionConfig(Group):
 
     gather: Literal["compute", "fp32"] = "compute"
     """Stage 3 with ``bf16-mixed`` and ``16-mixed``: ``compute`` gathers weights of linear layers and convolutions in 16
-    bits, as autocast casts them: half the bytes on the wire and in memory, same results. Any other use of such a weight
-    gathers it in fp32, and ``fp32`` everything."""
+    bits, as autocast casts them: half the bytes, same results. ``fp32`` gathers everything in fp32."""
 
     fp32_modules: tuple[str, ...] = ()
     """What stays in fp32 with ``bf16-true`` and ``16-true``: classes of modules (``"Router"``), and names, or ends of
-    names, of modules, parameters and buffers, with ``*`` for anything (``"layers.*.gate"``,
-    ``"e_score_correction_bias"``). A module stays with all that it contains; its inputs are cast to fp32 and its
-    outputs back. Around a single parameter or buffer, nothing is cast. Batch norms, and what transformers' models name
-    in ``_keep_in_fp32_modules_strict`` (with ``16-true`` also ``_keep_in_fp32_modules``), stay in fp32 anyway."""
+    names, of modules, parameters and buffers, with ``*`` for anything (``"layers.*.gate"``). A module stays with all
+    that it contains; its inputs are cast to fp32 and its outputs back. Batch norms, and what transformers' models name,
+    stay in fp32 anyway."""
 
     loss_scale: LossScaleConfig | None = None
     """The loss scale of fp16. None: dynamic, with the default options."""
@@ -100,14 +98,13 @@ class PrecisionConfig(Group):
     SGD, Adagrad and Lion, with or without offload."""
 
     matmul: Literal["fp8"] | Float8Config | None = None
-    """``fp8``: linear layers multiply in fp8, forward and backward, where both sizes are multiples of 16. Weights,
-    gradients and checkpoints stay what they are; output heads, routers and adapters multiply as before. For GPUs from
-    sm_89 on; other devices emulate it, slower than without. None: the Trainer's precision."""
+    """``fp8``: linear layers multiply in fp8, forward and backward, where both sizes are multiples of 16, but for
+    output heads, routers and adapters. For GPUs from sm_89 on; other devices emulate it, slower than without. None: the
+    Trainer's precision."""
 
     frozen: FrozenFormat | None = None
     """``nf4``, ``int4`` and ``int8`` store frozen weights of linear layers in 4 or 8 bits (QLoRA), on the device, every
-    tier and the wire; a unit is dequantized while it computes. Output heads, embeddings and trainable parameters keep
-    their precision."""
+    tier and the wire. Output heads, embeddings and trainable parameters keep their precision."""
 
     frozen_except: tuple[str, ...] = ()
     """Modules that ``frozen`` leaves as they are, with all that they contain: names, or ends of names, with ``*`` for
