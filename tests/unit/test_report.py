@@ -23,6 +23,7 @@ from ls_strategy.extras.report.numbers import number, short
 from ls_strategy.extras.report.page import page
 from ls_strategy.extras.report.run import Checkpoint, Run, read
 from ls_strategy.extras.report.series import Series, columns_of
+from ls_strategy.extras.run_file import RUN_FILE, append_line
 from tests.unit.report_runs import PHASES, csv_log, monitored, run_file, start, tensorboard
 
 pytest.importorskip("matplotlib")
@@ -427,3 +428,42 @@ def test_a_run_of_a_million_points_is_read_within_the_memory_of_its_file(tmp_pat
     code += "most = re.search(r'VmHWM:\\s*(\\d+) kB', pathlib.Path('/proc/self/status').read_text())[1]\n"
     code += "assert int(most) < 250_000, most"
     assert os.spawnv(os.P_WAIT, sys.executable, [sys.executable, "-c", code]) == 0
+
+
+# --- plans and slow ranks ---------------------------------------------------------------------------------------------
+
+PLAN = {
+    "name": "zero3",
+    "rows": [
+        {"phase": "forward", "measured": 0.012, "predicted": 0.010},
+        {"phase": "step", "measured": 0.047, "predicted": 0.039},
+    ],
+    "better": {"name": "zero2 <b>", "seconds": 0.031, "yaml": "{class_path: ls_strategy.ZeROStrategy}"},
+}
+
+
+def with_line(folder: Path, event: str, **fields: object) -> Path:
+    """A run with times, in whose file is one more line."""
+    run = folder / "run"
+    tensorboard(run, monitored())
+    append_line(run / RUN_FILE, event, **fields)
+    return run
+
+
+def test_a_plan_stands_beside_what_was_measured_with_the_option_that_would_have_helped(tmp_path: Path) -> None:
+    text = words(report(with_line(tmp_path, "plan", **PLAN)))
+    assert "zero3, as planned part of a stepmeasured, mspredicted, ms forward1210 step4739" in text
+    assert "zero2 <b> would have helped most: 31 ms a step" in text
+    assert "strategy: {class_path: ls_strategy.ZeROStrategy}" in text
+
+
+@pytest.mark.parametrize("plan", [{}, {**PLAN, "rows": 3}, {**PLAN, "rows": [{"phase": 1}]}, {**PLAN, "better": "x"}])
+def test_a_line_that_is_no_plan_does_not_end_a_report(plan: dict[str, object], tmp_path: Path) -> None:
+    assert "would have helped" not in words(report(with_line(tmp_path, "plan", **plan)))
+
+
+def test_slow_ranks_are_events(tmp_path: Path) -> None:
+    slow = {"rank": 3, "about": "cuda:3 on node1", "phase": "data", "since": 120, "step": 131}
+    run = read(with_line(tmp_path, "slow rank", **slow), "run")
+    found = [(event.step, event.detail) for event in events_of(run) if event.what == "slow rank"]
+    assert found == [(131, "rank 3 (cuda:3 on node1), most in data, since step 120")]

@@ -1,22 +1,19 @@
 """`RunFile`: what only the process knows of a run, in ``zero_run.jsonl`` next to its logs, for ``ls-strategy report``.
 
-One line of JSON for every start and end of a fit, and every slow rank, appended and flushed at once, so that a process
-that is killed leaves complete lines.
+One line for every start and end of a fit, and every slow rank.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import json
 import platform
 import socket
-import time
 from importlib import metadata
 from pathlib import Path
 from typing import Any
 
 from ls_strategy import device as dev
-from ls_strategy.extras.report.run_file import RUN_FILE
+from ls_strategy.extras.run_file import RUN_FILE, append_line
 from ls_strategy.host.pytorch import pl, rank_zero_warn
 from ls_strategy.lightning.strategy import ZeROStrategy
 
@@ -68,11 +65,8 @@ class RunFile:
 
     def _write(self, event: str, **fields: Any) -> None:
         assert self._path is not None
-        line = json.dumps({"event": event, "time": time.time(), **fields}, default=str)
         try:
-            self._path.parent.mkdir(parents=True, exist_ok=True)
-            with self._path.open("a", encoding="utf-8") as file:
-                file.write(line + "\n")
+            append_line(self._path, event, **fields)
         except OSError as error:
             rank_zero_warn(f"Monitor: {self._path} cannot be written, so a report will miss versions: {error}.")
             self._path = None

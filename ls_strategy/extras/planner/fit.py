@@ -6,8 +6,9 @@ import os
 import time
 from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import asdict, replace
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -28,6 +29,7 @@ from ls_strategy.extras.planner.micro_speeds import measure
 from ls_strategy.extras.planner.out_of_memory import explaining
 from ls_strategy.extras.planner.step import first_batch
 from ls_strategy.extras.planner.step_clock import StepClock
+from ls_strategy.extras.run_file import RUN_FILE, append_line
 from ls_strategy.host.pytorch import rank_zero_info, rank_zero_warn
 from ls_strategy.lightning._private import is_mock_optimizer
 from ls_strategy.zero.step.elementwise import refuse_wrapper
@@ -109,6 +111,8 @@ def _learn(trainer: Any, choice: Choice, machine: str, seconds: dict[str, float]
         comparison = compared(run, lesson.speeds, better)
         rank_zero_info("\n".join(["zero_auto:", *comparison.lines()]))
         add(replace(run, comparison=comparison))
+        if folder and "://" not in folder:
+            append_line(Path(folder) / RUN_FILE, "plan", **asdict(comparison))
     except Exception as error:  # the other ranks would wait for this one, and the fit has succeeded
         rank_zero_warn(f"zero_auto: the steps of this run were not kept for the next plan: {error!r}.")
 

@@ -70,6 +70,10 @@ def _of_file(run: Run) -> Iterator[Event]:
             what = {"Preempted": "preemption", "KeyboardInterrupt": "interrupted"}.get(str(line.get("type")), "error")
             yield Event(step, line["time"], what, f"{line.get('type')}: {line.get('message')}")
             open_since = None
+        elif line["event"] in ("slow rank", "rank no longer slow"):
+            rank = f"rank {line.get('rank')} ({line.get('about')})"
+            detail = f"{rank}, most in {line.get('phase')}, since step {line.get('since')}"
+            yield Event(step, line["time"], line["event"], detail)
 
 
 def _sessions(run: Run) -> Iterator[Event]:

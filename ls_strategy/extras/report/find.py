@@ -8,7 +8,7 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from ls_strategy.errors import ConfigError
-from ls_strategy.extras.report.run_file import RUN_FILE
+from ls_strategy.extras.run_file import RUN_FILE
 
 EVENTS, METRICS = "events.out.tfevents.", "metrics.csv"
 _DEEPEST = 5

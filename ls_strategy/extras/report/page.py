@@ -28,6 +28,7 @@ _IMAGES = {
     "zero_time/step": "What each rank did in one step: phases, waits, messages and copies over milliseconds",
     "zero_memory/step": "Memory by kind over one step, on the rank that had the most",
     "zero_pipeline/timeline": "What each pipeline stage did in one step, over milliseconds",
+    "zero_stragglers/ranks": "How much longer than others each rank takes without its waits, by phase",
     "zero_experts/load": "Tokens routed to each expert, by layer",
 }
 _MOST_IMAGE_BYTES = 4 << 20

@@ -235,6 +235,8 @@ def _time(runs: Sequence[Run]) -> Panel:
                 rows.append([*([run.name] if several else []), name, number(value), f"{100 * value / step:.1f} %"])
     head = [*(["run"] if several else []), "part of a step", "ms", "share"]
     panel.parts.append(Table(head, rows, "Time of a step", len(head) - 2, card=True))
+    for run in runs:
+        panel.parts += _plan(run, several=several)
     over = Chart("Time of a step", "ms per step", from_zero=True)
     if several:
         _add(panel, runs, ["zero_time/step_ms"], _Scalars(over, bool))
@@ -242,6 +244,27 @@ def _time(runs: Sequence[Run]) -> Panel:
         over = replace(over, title="Time of a step over the run", lines=lines, restarts=_restarts(runs))
         panel.parts.append(draw_stacked(over, "step", range(len(lines))))
     return panel
+
+
+def _plan(run: Run, *, several: bool) -> Iterator[Table | Details]:
+    """Yield what ``zero_auto`` had predicted beside what was measured, and the option that would have helped most."""
+    plan = next((line for line in reversed(run.lines) if line["event"] == "plan"), None)
+    if plan is None:
+        return
+    name = f"{run.name}: " if several else ""
+    try:
+        rows = [
+            [row["phase"], *(number(1e3 * float(row[k])) for k in ("measured", "predicted"))] for row in plan["rows"]
+        ]
+        better = plan["better"]
+        yield Table(
+            ["part of a step", "measured, ms", "predicted, ms"], rows, f"{name}{plan['name']}, as planned", 1, card=True
+        )
+        if better is not None:
+            title = f"{name}{better['name']} would have helped most: {number(1e3 * float(better['seconds']))} ms a step"
+            yield Details(title, f"strategy: {better['yaml']}", open=True)
+    except (KeyError, TypeError, ValueError):  # somebody else's line
+        return
 
 
 def _time_rows() -> Iterator[tuple[str, str]]:

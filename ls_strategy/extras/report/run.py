@@ -14,8 +14,8 @@ from typing import Any
 from ls_strategy.extras.report import csv_file, events_file
 from ls_strategy.extras.report.events_file import Image
 from ls_strategy.extras.report.find import EVENTS, METRICS
-from ls_strategy.extras.report.run_file import RUN_FILE, read_lines
 from ls_strategy.extras.report.series import Series
+from ls_strategy.extras.run_file import RUN_FILE, read_lines
 
 _CONFIGS = ("hparams.yaml", "config.yaml")
 _LONGEST_CONFIG = 200_000
