@@ -59,6 +59,8 @@ class TorchPickler(pickle.Pickler):
         self.storages: list[Storage] = []
         self._stand_ins = stand_ins
         self._keys: dict[int, str] = {}
+        self._dtypes: dict[int, torch.dtype] = {}
+        """By the address of a storage in memory."""
 
     def reducer_override(self, obj: Any) -> Any:
         """Make a tensor without elements load as a plain tensor with its own storage."""
@@ -77,12 +79,24 @@ class TorchPickler(pickle.Pickler):
             return self._identity(obj, id(obj), storage_type, obj.tensor.numel() if typed else obj.nbytes)
         if isinstance(obj, TypedStorage):
             untyped = obj._untyped_storage
+            self._check_dtype(untyped, obj.dtype)
             return self._identity(
                 untyped.cpu(), untyped._cdata, getattr(torch, obj._pickle_storage_type()), obj._size()
             )
         if isinstance(obj, torch.UntypedStorage):
+            self._check_dtype(obj, torch.uint8)
             return self._identity(obj.cpu(), obj._cdata, torch.UntypedStorage, obj.nbytes())
         return None
+
+    def _check_dtype(self, storage: torch.UntypedStorage, dtype: torch.dtype) -> None:
+        """Refuse what ``torch.save`` refuses: ``torch.load`` reads a record in one dtype, whoever refers to it.
+
+        Raises:
+            RuntimeError: The same memory is saved in another dtype.
+        """
+        address = storage.data_ptr()
+        if address and self._dtypes.setdefault(address, dtype) != dtype:
+            raise RuntimeError("Cannot save multiple tensors or storages that view the same data as different types")
 
     def _identity(self, storage: Any, identity: int, storage_type: Any, numel: int) -> tuple[Any, ...]:
         if identity not in self._keys:

@@ -94,6 +94,16 @@ def test_what_no_rank_wrote_is_an_error(tmp_path: Path) -> None:
         written(tmp_path / "x.ckpt", 3, leave_out=0)
 
 
+@pytest.mark.parametrize("other", [torch.int32, torch.bfloat16])
+def test_memory_in_two_dtypes_is_refused_as_torch_does(tmp_path: Path, other: torch.dtype) -> None:
+    values = torch.randn(4)
+    shared = {"a": values, "b": values.view(other)}
+    with pytest.raises(RuntimeError) as expected:
+        torch.save(shared, tmp_path / "trusted.ckpt")
+    with pytest.raises(RuntimeError, match=str(expected.value)):
+        SharedArchive(shared, [])
+
+
 @given(st.binary(max_size=200), st.binary(max_size=200))
 def test_checksums_of_adjacent_pieces(first: bytes, second: bytes) -> None:
     assert combined(zlib.crc32(first), zlib.crc32(second), len(second)) == zlib.crc32(first + second)
