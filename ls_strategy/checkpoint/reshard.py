@@ -95,6 +95,11 @@ class Contents:
         made = enumerate(self._placeholders)
         return [CheckpointEntry((str(number),), tensor, self.sources[id(tensor)]) for number, tensor in made]
 
+    def computed_with(self, value: Any) -> bool:
+        """Return whether a nest of dictionaries and lists has a tensor that was computed from a placeholder."""
+        tensors = (leaf for leaf in tree_iter(value) if isinstance(leaf, Tensor))
+        return any(tensor.is_meta and id(tensor) not in self.sources for tensor in tensors)
+
     def weights(
         self, raw: dict[str, Any], units: list[Unit], *, masters: list[Tensor] | None = None, frozen: bool = True
     ) -> tuple[dict[str, Any], list[str]]:

@@ -7,13 +7,16 @@ pieces to those of the records, and writes what is left: headers, small values a
 
 from __future__ import annotations
 
+import contextlib
+import errno
 import functools
 import io
 import os
 import sys
+import uuid
 import zipfile
 import zlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -153,6 +156,47 @@ class SharedFile:
         """Close the file, without syncing it."""
         self._checksums.shutdown()
         os.close(self._descriptor)
+
+
+def can_share(folder: str, rank: int, exchange: Callable[[Any], list[Any]]) -> bool:
+    """Return whether the ranks can write one file in a folder together, as a small one shows. Collective.
+
+    They cannot if a rank sees another folder of this name or may not write there, or if files are written from begin to
+    end only, as on mounts of object stores. If the disk is full, or rank 0 cannot write either, the answer is yes: the
+    save will report why it fails. ``exchange`` gives every rank's value to all ranks.
+    """
+    path = ""
+    if rank == 0:
+        with contextlib.suppress(OSError):
+            Path(folder).mkdir(parents=True, exist_ok=True)
+            name = f"{folder}/.together.{uuid.uuid4().hex[:8]}.partial"  # removed like what a killed save leaves
+            Path(name).touch(exist_ok=False)
+            path = name
+    path = exchange(path)[0]
+    wrote = exchange(_wrote_mark(path, rank) if path else None)
+    shared = None in wrote
+    if rank == 0 and path:
+        with contextlib.suppress(OSError):
+            marks = b"".join(map(_mark, range(-1, len(wrote))))
+            shared = shared or (all(wrote) and Path(path).read_bytes() == marks)
+            Path(path).unlink()
+    return bool(exchange(shared)[0])
+
+
+def _mark(rank: int) -> bytes:
+    return (rank + 1).to_bytes(8, "little")
+
+
+def _wrote_mark(path: str, rank: int) -> bool | None:
+    """Write the mark of a rank to its place, which is not the first. Return whether it can be; None on a full disk."""
+    try:
+        descriptor = os.open(path, os.O_WRONLY | os.O_CLOEXEC)
+        try:
+            return os.pwrite(descriptor, _mark(rank), 8 * (rank + 1)) == 8
+        finally:
+            os.close(descriptor)
+    except OSError as error:
+        return None if error.errno in (errno.ENOSPC, errno.EDQUOT) else False
 
 
 def _whole(name: str, nbytes: int, pieces: list[Piece]) -> int:

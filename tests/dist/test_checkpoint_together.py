@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
+import errno
+import os
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
+import lightning.pytorch as pl
 import pytest
 import torch
 import torch.distributed as dist
@@ -19,6 +23,7 @@ from ls_strategy.zero.flat.flat_buffer import FlatBuffer
 from tests.dist.ranks import Net, fit, on_ranks
 from tests.dist.test_checkpoint_file import Mixed
 from tests.marks import slow, wide
+from tests.os_calls import replaced
 
 WAYS: dict[str, dict[str, Any]] = {
     "0": {},
@@ -114,13 +119,60 @@ class Rounds(Net):
         return optimizer
 
 
+class Copies(pl.Callback):
+    """A callback whose state has the weights."""
+
+    strategy: ZeROStrategy
+
+    def setup(self, trainer: Any, *_: Any, **__: Any) -> None:
+        self.strategy = trainer.strategy
+
+    def state_dict(self) -> dict[str, Any]:
+        return {name: value.clone() for name, value in self.strategy.lightning_module_state_dict().items()}
+
+
 @pytest.mark.wide
 @on_ranks(2)
 def test_code_of_the_users_gets_full_values(rank: int, world_size: int, tmp_path: Path) -> None:
     fit(strategy("3", tmp_path, Watches), Net(), max_epochs=1).save_checkpoint(tmp_path / "watched.ckpt")
     fit(strategy("3", tmp_path), Rounds(), max_epochs=1).save_checkpoint(tmp_path / "rounded.ckpt")
+    fit(strategy("3", tmp_path), Net(), max_epochs=1, callbacks=[Copies()]).save_checkpoint(tmp_path / "copied.ckpt")
     dist.barrier()
+    found = torch.load(tmp_path / "copied.ckpt", weights_only=True)
+    assert_same(found["callbacks"]["Copies"], dict(found["state_dict"]))
     found = torch.load(tmp_path / "watched.ckpt", weights_only=True)
     assert found["sum"] == sum(float(value.sum()) for value in found["state_dict"].values())
     [optimizer] = torch.load(tmp_path / "rounded.ckpt", weights_only=True)["optimizer_states"]
     assert {entries["momentum_buffer"].dtype for entries in optimizer["state"].values()} == {torch.float16}
+
+
+def refusing(error: int) -> Any:
+    """Let writing of staged files that others have created fail."""
+
+    def refuses(*_: Any) -> int:
+        raise OSError(error, os.strerror(error))
+
+    def opens(path: Any, flags: int, *args: Any, **kwargs: Any) -> int:
+        return (
+            refuses() if str(path).endswith(".partial") and flags & os.O_WRONLY else plain(path, flags, *args, **kwargs)
+        )
+
+    plain = os.open
+    return replaced({"pwrite": refuses} if error == errno.EOPNOTSUPP else {"open": opens})
+
+
+@pytest.mark.parametrize("error", [errno.ENOENT, wide(errno.EOPNOTSUPP)], ids=["another disk", "no random writes"])
+@on_ranks(2)
+def test_rank_0_gathers_where_the_ranks_cannot_write_one_file(
+    rank: int, world_size: int, error: int, tmp_path: Path
+) -> None:
+    """Two machines that say the same of themselves; a mount of an object store."""
+    trainer = fit(strategy("3", tmp_path), Net(), max_epochs=1)
+    trainer.save_checkpoint(tmp_path / "together.ckpt")
+    with refusing(error) if rank or error == errno.EOPNOTSUPP else contextlib.nullcontext():
+        trainer.save_checkpoint(tmp_path / "runs" / "gathered.ckpt")
+    found, expected = (
+        torch.load(tmp_path / f"{name}.ckpt", weights_only=True) for name in ("runs/gathered", "together")
+    )
+    assert_same(found, expected)
+    assert [each.name for each in (tmp_path / "runs").iterdir()] == ["gathered.ckpt"]

@@ -21,6 +21,7 @@ from ls_strategy.checkpoint.full import full_state_dict, stand_ins
 from ls_strategy.checkpoint.place import CheckpointPath
 from ls_strategy.checkpoint.random import random_states
 from ls_strategy.checkpoint.save import SaveTarget
+from ls_strategy.checkpoint.shared_file import can_share
 from ls_strategy.checkpoint.source import versions_of, with_versions
 from ls_strategy.checkpoint.target import check_replaceable
 from ls_strategy.errors import CheckpointError
@@ -62,7 +63,9 @@ class Saves:
         self._dumping = False
         """Whether what goes into a file is being gathered for a checkpoint."""
         self._gathers = False
-        """Whether files go where the ranks cannot write them together."""
+        """Whether files go where the ranks cannot write them together, or code of the user's gets their contents."""
+        self._shared = {""}
+        """Folders in which the ranks can."""
 
     @contextmanager
     def collecting(self) -> Generator[bool, None, None]:
@@ -168,7 +171,8 @@ class Saves:
         if not checkpoint:
             return
         module, checkpoint_io = strategy.lightning_module, strategy.checkpoint_io
-        if isinstance(collection, FileCollection) and not self._reached_by_all(path, storage_options):
+        to_share = collection if isinstance(collection, FileCollection) else None
+        if to_share is not None and not self._can_share(to_share, checkpoint, path, storage_options):
             assert module is not None
             self._gathers = True  # from now on at once
             checkpoint = dump_again(module.trainer, checkpoint)
@@ -197,10 +201,18 @@ class Saves:
             else:
                 contents.write(collection, *to, background, self._random())
 
-    def _reached_by_all(self, path: str, storage_options: Any) -> bool:
+    def _can_share(
+        self, collection: FileCollection, checkpoint: dict[str, Any], path: str, storage_options: Any
+    ) -> bool:
         """Return whether the ranks, which are on one host, can write the file together. Collective."""
-        local = storage_options is None and CheckpointPath(path).local
-        return self._strategy.require_engine().mesh.world.exchange_objects(local)[0]
+        world, place = self._strategy.require_engine().mesh.world, CheckpointPath(path)
+        can = storage_options is None and place.local and not collection.contents.computed_with(checkpoint)
+        folder = place.parent.path if can and _is_replaceable(path) else ""  # else the save says why not
+        can, folder = world.exchange_objects((can, folder))[0]
+        if can and folder not in self._shared:
+            can = can_share(folder, world.rank, world.exchange_objects)
+            self._shared.update([folder] if can else [])
+        return can
 
     @property
     def in_flight(self) -> bool:
@@ -383,3 +395,11 @@ class Saves:
             rank_zero_warn(str(error))
         finally:
             saver.close()
+
+
+def _is_replaceable(path: str) -> bool:
+    try:
+        check_replaceable(path)
+    except (CheckpointError, OSError):
+        return False
+    return True
