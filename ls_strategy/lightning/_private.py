@@ -386,8 +386,12 @@ def dump_for_resume(trainer: Any) -> dict[str, Any]:
 
 
 def dump_again(trainer: Any, dumped: dict[str, Any]) -> dict[str, Any]:
-    """Collect what ``trainer.save_checkpoint`` has collected once more. Collective as that is."""
-    return trainer._checkpoint_connector.dump_checkpoint("optimizer_states" not in dumped)
+    """Collect what ``trainer.save_checkpoint`` has collected once more. Collective as that is.
+
+    Keys that a user's Trainer has added or removed since then stay so.
+    """
+    again = trainer._checkpoint_connector.dump_checkpoint("optimizer_states" not in dumped)
+    return {key: again.get(key, value) for key, value in dumped.items()}
 
 
 def end_restart(trainer: Any, then: Callable[[], None]) -> None:

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
+import fsspec
 import lightning.pytorch as pl
 import pytest
 import torch
@@ -144,6 +145,32 @@ def test_code_of_the_users_gets_full_values(rank: int, world_size: int, tmp_path
     assert found["sum"] == sum(float(value.sum()) for value in found["state_dict"].values())
     [optimizer] = torch.load(tmp_path / "rounded.ckpt", weights_only=True)["optimizer_states"]
     assert {entries["momentum_buffer"].dtype for entries in optimizer["state"].values()} == {torch.float16}
+
+
+class Noting(pl.Trainer):
+    """A user's Trainer that adds to what is saved, and leaves out the schedules."""
+
+    def save_checkpoint(self, filepath: Any, weights_only: bool | None = None, storage_options: Any = None) -> None:
+        checkpoint = self._checkpoint_connector.dump_checkpoint(weights_only)
+        del checkpoint["lr_schedulers"]
+        self.strategy.save_checkpoint({**checkpoint, "notes": "mine"}, filepath, storage_options)
+
+
+@pytest.mark.wide
+@pytest.mark.parametrize("where", ["", "memory://"], ids=["disk", "remote"])
+@on_ranks(2)
+def test_a_trainer_of_the_users_may_change_which_keys_are_saved(
+    rank: int, world_size: int, where: str, tmp_path: Path
+) -> None:
+    path = f"{where}{tmp_path}/x.ckpt"
+    with patch.object(pl, "Trainer", Noting):
+        fit(strategy("3", tmp_path), Net(), max_epochs=1).save_checkpoint(path)
+    if rank == 0:
+        with fsspec.open(path) as file:
+            found = torch.load(file, weights_only=True)
+        assert found["notes"] == "mine"
+        assert "lr_schedulers" not in found
+        assert not any(value.is_meta for value in found["state_dict"].values())
 
 
 def refusing(error: int) -> Any:
