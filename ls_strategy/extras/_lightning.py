@@ -337,14 +337,21 @@ def averages(callback: Any) -> list[Tensor]:
     return [] if model is None else [*model.parameters(), *model.buffers()]
 
 
-def saved_paths(trainer: Any) -> set[str]:
-    """Return the checkpoints that the Trainer's callbacks know."""
+def saved_paths(trainer: Any) -> set[tuple[str, int]]:
+    """Return the checkpoints that the Trainer's callbacks know.
+
+    Each comes with the step of the last save if it is of that one: ``last.ckpt`` is written again and again. Others
+    come with 0.
+    """
     part = host.import_part("pytorch.callbacks")
-    found: set[str] = set()
+    found: set[tuple[str, int]] = set()
     for each in trainer.checkpoint_callbacks:
         if isinstance(each, part.ModelCheckpoint):
-            found |= {*each.best_k_models, each.best_model_path, each.last_model_path, each._last_checkpoint_saved}
-    return found - {""}
+            best = each.best_model_path
+            newest = {each.last_model_path, each._last_checkpoint_saved, best if each.monitor is None else ""}
+            found |= {(path, each._last_global_step_saved) for path in newest}
+            found |= {(path, 0) for path in {*each.best_k_models, best} - newest}
+    return {(path, step) for path, step in found if path}
 
 
 def forget_saves(trainer: Any, step: int) -> None:

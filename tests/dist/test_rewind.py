@@ -14,11 +14,11 @@ from typing import Any
 
 import pytest
 import torch
-from lightning.pytorch.callbacks import EMAWeightAveraging, ModelCheckpoint
+from lightning.pytorch.callbacks import BaseFinetuning, EMAWeightAveraging, ModelCheckpoint
 from lightning.pytorch.loggers import CSVLogger
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
-from ls_strategy import Muon, PlanError, ShardedEMA, SpikeGuard, StateError, ZeROPrecision, ZeROStrategy
+from ls_strategy import Monitor, Muon, PlanError, ShardedEMA, SpikeGuard, StateError, ZeROPrecision, ZeROStrategy
 from ls_strategy.testing import spawn
 from tests.dist.ranks import WIDTH, assert_equal, on_ranks
 from tests.dist.test_spike_guard import NAN, PARALLEL, Noisy, Plain, SaveAfter, assert_same, flat, train
@@ -232,16 +232,63 @@ def test_a_checkpoint_of_an_undone_step_is_saved_again(rank: int, world_size: in
     factors = [1.0] * 8 + [NAN] + [1.0] * 3  # the checkpoint of step 8 is saved, and the steps from 6 on are undone
 
     def run(name: str, loader: DataLoader, *callbacks: Any) -> dict[str, Any]:
-        saves = ModelCheckpoint(tmp_path / name, "{step}", every_n_train_steps=2)
+        saves = ModelCheckpoint(tmp_path / name, "{step}", every_n_train_steps=2, save_last=True)
         train(2, loader, tmp_path, saves, *callbacks, enable_checkpointing=True)
-        assert [path.name for path in (tmp_path / name).iterdir()] == ["step=8.ckpt"]
+        assert sorted(path.name for path in (tmp_path / name).iterdir()) == ["last.ckpt", "step=8.ckpt"]
         return torch.load(tmp_path / name / "step=8.ckpt", weights_only=False)
 
     guard = SpikeGuard(WINDOW, deviations=50.0, rewind_steps=BACK)
-    with pytest.warns(UserWarning, match=r"undone are kept.*step=8.ckpt") if rank == 0 else nullcontext():
+    with pytest.warns(UserWarning, match=r"undone are kept.*last.ckpt.*step=8.ckpt") if rank == 0 else nullcontext():
         found = run("poisoned", data(rank, factors), guard)
     assert guard.undone == 2
     assert_same(found, run("clean", data(rank, factors, kept(factors))), "step 8")
+
+
+class Unfreeze(BaseFinetuning):
+    """Adds a block to the optimizer in the second epoch."""
+
+    def freeze_before_training(self, pl_module: Any) -> None:
+        self.freeze(pl_module.blocks[0])
+
+    def finetune_function(self, pl_module: Any, epoch: int, optimizer: Any) -> None:
+        if epoch == 1:
+            self.unfreeze_and_add_param_group(pl_module.blocks[0], optimizer, lr=1e-3)
+
+
+class Partly(Noisy):
+    def configure_optimizers(self) -> Any:
+        return torch.optim.AdamW([p for p in self.parameters() if p.requires_grad], lr=1e-2, eps=1e-4)
+
+
+@on_ranks(2)
+def test_callbacks_that_went_back_serve_another_fit(rank: int, world_size: int, tmp_path: Path) -> None:
+    """Lightning's callbacks for fine-tuning take ``load_state_dict`` for the begin of a fit that resumes."""
+    factors = [1.0] * 8 + [NAN] + [1.0] * 3
+    callbacks = [SpikeGuard(WINDOW, deviations=50.0, rewind_steps=BACK), Unfreeze()]
+
+    def run(factors: Sequence[float], *callbacks: Any, steps: Sequence[int] | None = None) -> dict[str, Any]:
+        return train(3, data(rank, factors, steps), tmp_path, *callbacks, module=Partly(), max_epochs=2)
+
+    expected = run(factors, Unfreeze(), steps=kept(factors))
+    for what in ("first fit", "second fit"):
+        assert_same(run(factors, *callbacks), expected, what)
+
+
+@on_ranks(2)
+def test_monitor_reports_the_steps_that_remain(rank: int, world_size: int, tmp_path: Path) -> None:
+    """It records the spike's own step in full, from which training goes back behind the begin of the recording."""
+    logger = CSVLogger(tmp_path, name="", version=f"{rank}")
+    factors = [1.0] * 10 + [NAN] + [1.0] * 12
+    guard = SpikeGuard(WINDOW, deviations=50.0, rewind_steps=BACK)
+    train(2, data(rank, factors), tmp_path, guard, Monitor(), logger=logger, log_every_n_steps=4)
+    assert guard.undone == 1
+    if rank == 0:
+        logger.save()
+        with (tmp_path / "0" / "metrics.csv").open() as file:
+            rows = [{name: float(v) for name, v in row.items() if v} for row in csv.DictReader(file)]
+        times = [row for row in rows if "zero_time/communication_ms" in row]
+        assert len(times) >= 4
+        assert all(value >= 0 for row in times for value in row.values())
 
 
 @pytest.mark.parametrize("stage", [0, 3])

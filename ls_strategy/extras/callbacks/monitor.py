@@ -292,14 +292,29 @@ class Monitor(Callback):
             self._tokens += _tokens(batch)
         if self._recorder is None or trainer.global_step == self._last_step:
             return
-        self._stride, self._last_step = trainer.global_step - self._last_step, trainer.global_step
         assert self._stragglers is not None
+        if trainer.global_step < self._last_step:  # SpikeGuard has gone back
+            self._begin_again(trainer, self._stragglers)
+            return
+        self._stride, self._last_step = trainer.global_step - self._last_step, trainer.global_step
         self._stragglers.end(trainer.global_step, counts=not getattr(trainer.strategy, "runs_filler", False))
         self._end_window(trainer)
         if trainer.global_step >= self._step_before + (self._every(trainer) or _WITHOUT_LOGGING):
             self._end_interval(trainer, pl_module)
         self._look_ahead(trainer)
         self._stragglers.begin()
+
+    def _begin_again(self, trainer: pl.Trainer, stragglers: Stragglers) -> None:
+        """Begin an interval at a step to which training has gone back, without what has run since the last one."""
+        assert self._recorder is not None
+        self._last_step = trainer.global_step
+        stragglers.end(trainer.global_step, counts=False)
+        if self._recorder.window_start is not None:
+            self._recorder.end_window()
+        self._norms.clear()
+        self._restart(trainer, zero_strategy(trainer, self))
+        self._look_ahead(trainer)
+        stragglers.begin()
 
     def _end_interval(self, trainer: pl.Trainer, module: pl.LightningModule) -> None:
         strategy = zero_strategy(trainer, self)

@@ -26,7 +26,13 @@ from torch import Tensor
 from ls_strategy._torch import tree_map
 from ls_strategy.access.average import write_masters
 from ls_strategy.errors import PlanError, StateError
-from ls_strategy.extras._lightning import averages, callbacks_of_steps, forget_saves, loop_progress, saved_paths
+from ls_strategy.extras._lightning import (
+    averages,
+    callbacks_of_steps,
+    forget_saves,
+    loop_progress,
+    saved_paths,
+)
 from ls_strategy.extras.callbacks.attributes import Attributes
 from ls_strategy.extras.callbacks.before_step import BeforeStep
 from ls_strategy.host.pytorch import Callback, pl, rank_zero_info
@@ -154,8 +160,9 @@ class Copy:
         self._attributes.put_back()
         self.before.put_back()
         self._progress()
+        since = {path for path, _ in saved_paths(trainer) - self._saved}
         forget_saves(trainer, self.step)
-        return sorted(saved_paths(trainer) - self._saved)
+        return sorted(since)
 
 
 def report_copy(name: str, taken: Copy, reported: int) -> int:
@@ -271,9 +278,23 @@ def _copied(callback: Callback, trainer: pl.Trainer) -> Callable[[bool], None] |
         return None
 
     def put_back(_: bool) -> None:
-        callback.load_state_dict(copy.deepcopy(state))
+        if not _equal(callback.state_dict(), state):  # BaseFinetuning takes a load for the begin of another fit
+            callback.load_state_dict(copy.deepcopy(state))
         with torch.no_grad():
             for tensor, value in zip(tensors, kept, strict=True):
                 tensor.copy_(value)
 
     return put_back
+
+
+def _equal(one: Any, other: Any) -> bool:
+    """Return whether two states of a callback are equal; False if that cannot be said."""
+    if type(one) is not type(other):
+        return False
+    if isinstance(one, Tensor):
+        return one.dtype == other.dtype and one.device == other.device and torch.equal(one, other)
+    if isinstance(one, dict):
+        return list(one) == list(other) and all(_equal(one[key], other[key]) for key in one)
+    if isinstance(one, (list, tuple)):
+        return len(one) == len(other) and all(_equal(a, b) for a, b in zip(one, other, strict=True))
+    return isinstance(one, (bool, int, float, complex, str, bytes, type(None))) and one == other
