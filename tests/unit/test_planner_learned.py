@@ -9,14 +9,16 @@ import os
 import stat
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 from ls_strategy.config import TierConfig
+from ls_strategy.extras.planner import fit as planner_fit
 from ls_strategy.extras.planner import learned, measured_file
 from ls_strategy.extras.planner.candidates import Candidate
-from ls_strategy.extras.planner.choice import better_than, lesson_here, yaml_of
+from ls_strategy.extras.planner.choice import Choice, better_than, lesson_here, yaml_of
 from ls_strategy.extras.planner.hardware import Hardware
 from ls_strategy.extras.planner.learned import (
     Better,
@@ -219,8 +221,11 @@ def test_a_damaged_file_is_ignored_with_one_line_and_replaced_by_the_next_run(ca
     assert len(load()) == 1
 
 
-@pytest.mark.parametrize("damage", [{"step": 0.0}, {"step": math.nan}, {"step": -1.0}, {}])
-def test_a_run_without_a_time_is_damage(cache: Path, damage: dict[str, float]):
+TIMES = [{"step": 0.0}, {"step": math.nan}, {"step": -1.0}, {}, {"step": 1.0, "forward": math.inf}]
+
+
+@pytest.mark.parametrize("damage", TIMES)
+def test_times_that_cannot_be_are_damage(cache: Path, damage: dict[str, float]):
     add(replace(measured(STEP, HERE), seconds=damage))
     with pytest.warns(UserWarning, match="is ignored"):
         assert load() == []
@@ -236,6 +241,25 @@ def test_a_file_that_others_may_write_is_not_read_and_their_folder_not_written(c
     with pytest.warns(UserWarning, match="all users may write"):
         assert load() == []
     assert not add(measured(STEP, HERE))
+
+
+def test_no_time_in_a_file_ends_a_plan(cache: Path):
+    add(replace(measured(STEP, HERE), seconds={"step": 1.0, "forward": 5e-324}))
+    assert 0 < taught(HERE, load(), "model").speeds.seconds(STEP) < math.inf
+
+
+class LoggerWithoutFolder:
+    @property
+    def log_dir(self) -> str:
+        raise OSError("the disk is gone")
+
+
+def test_a_logger_that_fails_does_not_end_the_rank_that_learns(cache: Path):
+    chosen = forecast(Candidate(2))
+    choice = Choice(chosen.candidate, "", (chosen,), taught(HERE, [], "model"))
+    with pytest.warns(UserWarning, match="were not kept for the next plan.*the disk is gone"):
+        planner_fit._learn(SimpleNamespace(logger=LoggerWithoutFolder()), choice, "machine", {"step": 1.0})
+    assert load() == []
 
 
 def _add_many(folder: str, count: int) -> None:

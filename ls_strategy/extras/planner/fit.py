@@ -98,14 +98,14 @@ class FitPlanner:
 
 def _learn(trainer: Any, choice: Choice, machine: str, seconds: dict[str, float]) -> None:
     """Keep what a run has measured, and log it beside what was predicted. Rank 0 only, not collective, never raises."""
-    lesson = choice.lesson
-    assert lesson.now is not None
-    forecast = next(f for f in choice.forecasts if f.candidate == choice.candidate)
-    folder = str(getattr(trainer.logger, "log_dir", None) or "")  # the Trainer's own is collective
-    run = MeasuredRun(
-        time.time(), machine, lesson.workload, choice.candidate.name, forecast.work, lesson.now, seconds, folder
-    )
     try:
+        lesson = choice.lesson
+        assert lesson.now is not None
+        forecast = next(f for f in choice.forecasts if f.candidate == choice.candidate)
+        folder = str(getattr(trainer.logger, "log_dir", None) or "")  # the Trainer's own is collective
+        run = MeasuredRun(
+            time.time(), machine, lesson.workload, choice.candidate.name, forecast.work, lesson.now, seconds, folder
+        )
         speeds = corrected(lesson.now, [*load(machine), run], lesson.workload)
         better = better_than(choice.candidate, choice.forecasts, speeds)
         comparison = compared(run, lesson.speeds, better)

@@ -242,7 +242,7 @@ def _bounded(residual: float) -> float:
 
 def _log_ratio(predicted: float, measured: float) -> float:
     """Return how far two times are apart; 0 where one of them is not known."""
-    return math.log(predicted / measured) if predicted > 0 and measured > 0 else 0.0
+    return math.log(predicted) - math.log(measured) if predicted > 0 and measured > 0 else 0.0
 
 
 # --- measured beside predicted ----------------------------------------------------------------------------------------

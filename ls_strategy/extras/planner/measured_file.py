@@ -31,6 +31,9 @@ _MOST_RUNS = 64
 _MOST_BYTES = 1 << 20
 """A larger file is not one of ours."""
 
+_ROUNDING = 0.01
+"""Relative, of times that are means of the same steps."""
+
 _PATIENCE_S = 5.0
 """Time to wait for another process that writes. A run that is not kept is no loss."""
 
@@ -113,6 +116,8 @@ def _run_of(found: Mapping[str, Any]) -> MeasuredRun:
     seconds = {str(name): _number(value) for name, value in dict(found["seconds"]).items()}
     if not 0 < seconds["step"] < math.inf:
         raise ValueError("it has a step without a time")
+    if max(seconds.values()) > (1 + _ROUNDING) * seconds["step"]:
+        raise ValueError("it has a phase that takes longer than its step")
     done, at = StepWork(**given), Speeds(**numbers, overlaps=overlaps)
     if not 0 < at.seconds(done) < math.inf:
         raise ValueError("it has speeds at which its step takes no time, or for ever")
