@@ -20,7 +20,7 @@ from ls_strategy.lightning.strategy import ZeROStrategy
 from ls_strategy.tiers import stream
 from ls_strategy.tiers.nvme import NVMeTier
 from ls_strategy.tiers.stream import Ticket
-from ls_strategy.zero.flat import averages, flat_buffer
+from ls_strategy.zero.flat import averages, flat_states
 from ls_strategy.zero.step import fused_optimizers
 from tests.dist.ranks import WIDTH, Block, Net, assert_equal, batches, fit, on_ranks, trainer_of, weights
 
@@ -206,7 +206,7 @@ class Seconds:
 
         patch.setattr(fused_optimizers.ops, "adamw_", takes_a_second)
         patch.setattr(Ticket, "wait", notes)
-        for module in (stream, flat_buffer, averages):
+        for module in (stream, flat_states, averages):
             patch.setattr(module, "time", SimpleNamespace(perf_counter=lambda: self.now, monotonic=time.monotonic))
 
 
