@@ -10,20 +10,20 @@ from ls_strategy.engine import Engine
 from ls_strategy.zero.flat.flat_buffer import FlatBuffer
 
 
-def exchange_masters(engine: Engine, others: list[Tensor], *, publish: bool) -> None:
-    """Swap the contents of `Engine.trainable_masters` with ``others`` in place. A second call restores them.
+def exchange_masters(engine: Engine, others: list[Tensor]) -> None:
+    """Swap the contents of `Engine.trainable_masters` with ``others`` in place, and update the parameters. Collective.
+
+    A second call restores them.
 
     Args:
         engine: the engine that holds them.
         others: one tensor of the same shape per master.
-        publish: update the module's parameters too. Collective then.
     """
     engine.wait()
     flats = engine.stepper.flats_that_train
     for flat, other in zip(flats, others, strict=True):
         flat.exchange_master(other)
-    if publish:
-        _publish(engine, flats)
+    _publish(engine, flats)
 
 
 def write_masters(engine: Engine, flats: list[FlatBuffer], values: Sequence[Tensor]) -> None:

@@ -31,7 +31,13 @@ from ls_strategy.zero.user_code.on_demand import OnDemandGather
 
 
 def full_state_dict(
-    raw: Mapping[str, Any], units: list[Unit], mesh: Mesh, *, all_ranks: bool = False, master: bool = True
+    raw: Mapping[str, Any],
+    units: list[Unit],
+    mesh: Mesh,
+    *,
+    all_ranks: bool = False,
+    master: bool = True,
+    others: Mapping[FlatBuffer, Tensor] | None = None,
 ) -> dict[str, Any]:
     """Return the module's state dict with full parameters, on the CPU. Collective.
 
@@ -41,6 +47,7 @@ def full_state_dict(
         mesh: The device mesh.
         all_ranks: Fill it on every rank. By default rank 0 gets it, and the others get an empty dict.
         master: Use master precision instead of the dtype that the forward reads.
+        others: Values to return instead of the master weights, in this rank's part of a buffer, such as an average.
     """
     wanted: dict[int, list[tuple[str, int]]] = {}
     result: dict[str, Any] = {}
@@ -58,7 +65,7 @@ def full_state_dict(
         for flat in unit.flats:
             if id(flat) not in wanted:
                 continue
-            gathered = flat.full_master()
+            gathered = _gathered(flat, None if others is None else others.get(flat))
             copies: dict[int, Tensor] = {}
             # Also on the ranks that hold other parts of rank 0's values: `full_of` is collective.
             keep = all_ranks or mesh.zero.rank == 0 or flat.axis is mesh.expert
@@ -70,6 +77,12 @@ def full_state_dict(
                     copies[i] = full.to("cpu", dtype=None if master else flat.full.dtype, copy=True)
                 result[key] = copies[i]
     return with_versions(result, versions_of(raw)) if all_ranks or first else {}
+
+
+def _gathered(flat: FlatBuffer, others: Tensor | None) -> Tensor:
+    if others is None:
+        return flat.full_master()
+    return flat.gather_shards(others.dtype, others) if flat.policy.optimizer else others
 
 
 def stand_ins(raw: Mapping[str, Any], units: list[Unit]) -> dict[str, Any]:

@@ -134,8 +134,9 @@ class Contents:
             if (id(flat), i) not in made:  # tied entries share one placeholder
                 other = others.get(id(flat))
                 read = flat.master_range if other is None else partial(_slice, other)
+                dtype = flat.master_dtype if other is None else other.dtype
                 source = Source(flat, i, read, at_rest=other is None and flat.optimizer_tier != "device")
-                made[id(flat), i] = self.stand_in(source, flat.master_dtype)
+                made[id(flat), i] = self.stand_in(source, dtype)
             result[key] = made[id(flat), i]
         return result, left_out
 

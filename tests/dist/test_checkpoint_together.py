@@ -30,6 +30,7 @@ WAYS: dict[str, dict[str, Any]] = {
     "0": {},
     "1, 8 bits": {"precision.moments": "int8"},
     "2": {},
+    "2, 16 bits": {"precision.master_weights": False},
     "3": {"sharding.min_unit_numel": 0},
     "3, host": {"sharding.min_unit_numel": 0, "offload.optimizer": "cpu", "offload.parameters": "cpu"},
     "3, nvme": {"sharding.min_unit_numel": 0, "offload.optimizer": "nvme"},
@@ -75,14 +76,15 @@ def assert_same(a: Any, b: Any, where: str = "checkpoint") -> None:
 
 @pytest.mark.parametrize(
     ("way", "make"),
-    [("3", Mixed), wide("0", Mixed), wide("1, 8 bits", Mixed), wide("2", Mixed), wide("3, host", Mixed),
-     wide("3, nvme", Mixed), wide("3", Orthogonal), slow("1, 8 bits", Orthogonal)],
+    [("3", Mixed), wide("0", Mixed), wide("1, 8 bits", Mixed), wide("2", Mixed), wide("2, 16 bits", Mixed),
+     wide("3, host", Mixed), wide("3, nvme", Mixed), wide("3", Orthogonal), slow("1, 8 bits", Orthogonal)],
 )  # fmt: skip
 @on_ranks(2)
 def test_it_has_every_bit_of_the_file_that_rank_0_gathers(
     rank: int, world_size: int, way: str, make: type[Net], tmp_path: Path
 ) -> None:
-    trainer = fit(strategy(way, tmp_path), make(), max_epochs=1, callbacks=[ShardedEMA(0.5)])
+    precision: Any = "bf16-true" if "16 bits" in way else "32-true"
+    trainer = fit(strategy(way, tmp_path), make(), max_epochs=1, callbacks=[ShardedEMA(0.5)], precision=precision)
     alone = patch.object(FlatBuffer, "gather_shards", side_effect=AssertionError("gathered"))
     with alone, patch.object(save, "run_file", side_effect=AssertionError("written by rank 0 alone")):
         trainer.save_checkpoint(tmp_path / "together.ckpt")
@@ -166,7 +168,8 @@ def test_a_trainer_of_the_users_may_change_which_keys_are_saved(
     with patch.object(pl, "Trainer", Noting):
         fit(strategy("3", tmp_path), Net(), max_epochs=1).save_checkpoint(path)
     if rank == 0:
-        with fsspec.open(path) as file:
+        opened: Any = fsspec.open(path)
+        with opened as file:
             found = torch.load(file, weights_only=True)
         assert found["notes"] == "mine"
         assert "lr_schedulers" not in found

@@ -141,8 +141,8 @@ STEPS = (
     Mutation(
         "new average weights do not reach the parameters, so validation runs on the old ones",
         "ls_strategy/access/average.py",
-        "    if publish:\n        _publish(engine, flats)\n",
-        "",
+        "        flat.exchange_master(other)\n    _publish(engine, flats)\n",
+        "        flat.exchange_master(other)\n",
         ("tests/unit/test_engine.py::test_swapped_masters_are_what_the_next_forward_computes_with",),
     ),
     Mutation(

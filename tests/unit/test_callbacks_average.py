@@ -172,6 +172,21 @@ def test_a_second_start_of_a_validation_does_not_swap_back() -> None:
     assert equal(weights(run.engine), average)
 
 
+@pytest.mark.parametrize("stage", [0, 3])
+def test_masters_in_16_bits_do_not_round_the_average(stage: int) -> None:
+    options = {"trainer_precision": "bf16-true", "precision": PrecisionConfig(master_weights=False)}
+    run, ema = Run(stage, **options), ShardedEMA(DECAY)
+    run.start(ema)
+    average = [each.add_(1e-4).clone() for each in ema._average]
+    before = run.average(ema)
+    assert all(each.dtype == torch.float32 for each in before)
+    assert not equal(before, [each.bfloat16().float() for each in before])
+    run.call(ema, "on_validation_start")
+    run.call(ema, "on_validation_end")
+    assert equal(ema._average, average)
+    assert equal(run.average(ema), before)
+
+
 def test_nothing_is_exchanged_after_an_exception(monkeypatch: pytest.MonkeyPatch) -> None:
     run, ema = trained()
     run.call(ema, "on_validation_start")
@@ -225,7 +240,7 @@ def test_a_save_that_fails_leaves_the_weights(monkeypatch: pytest.MonkeyPatch) -
     run, ema = trained()
     before = weights(run.engine)
 
-    def fail(*_: Any) -> None:
+    def fail(*_: Any, **__: Any) -> None:
         raise MemoryError("full")
 
     monkeypatch.setattr(average_file, "full_state_dict", fail)

@@ -131,9 +131,9 @@ def test_the_bare_optimizer_does_not_step() -> None:
 def test_swapped_masters_come_back() -> None:
     _model, engine = small(stage=3, offload="cpu")
     before, others = weights(engine), [torch.zeros_like(m) for m in engine.trainable_masters()]
-    exchange_masters(engine, others, publish=True)
+    exchange_masters(engine, others)
     assert not any(w.any() for w in weights(engine))
-    exchange_masters(engine, others, publish=True)
+    exchange_masters(engine, others)
     assert all(map(torch.equal, weights(engine), before))
 
 
@@ -142,7 +142,7 @@ def test_swapped_masters_are_what_the_next_forward_computes_with(stage: int) -> 
     """Also where the parameters are copies of the masters, in another dtype."""
     model, engine = small(stage=stage, trainer_precision="bf16-true")
     steps(engine, 1)
-    exchange_masters(engine, [torch.zeros_like(m) for m in engine.trainable_masters()], publish=True)
+    exchange_masters(engine, [torch.zeros_like(m) for m in engine.trainable_masters()])
     engine.begin_step()
     assert not model(torch.ones(2, 24, dtype=torch.bfloat16)).any()
     engine.end_forward()

@@ -45,6 +45,8 @@ class ShardedEMA(Callback):
         self._average: list[Tensor] = []
         self._last_step = 0
         self._swapped = False
+        self._exact: dict[int, Tensor] = {}
+        """While swapped: averages, by number, that the masters cannot hold."""
         self._loaded: Mapping[str, Tensor] | None = None
 
     @override
@@ -119,21 +121,29 @@ class ShardedEMA(Callback):
             )
         return engine
 
-    def _swap(self, trainer: pl.Trainer, *, publish: bool) -> None:
-        exchange_masters(self._engine(trainer), self._average, publish=publish)
+    def _swap(self, trainer: pl.Trainer) -> None:
+        engine = self._engine(trainer)
+        if not self._swapped:  # masters in 16 bits would give a rounded average back
+            rounding = zip(engine.stepper.flats_that_train, self._average, strict=True)
+            self._exact = {n: a.clone() for n, (flat, a) in enumerate(rounding) if flat.master_dtype != a.dtype}
+        exchange_masters(engine, self._average)
+        if self._swapped:
+            for number, exact in self._exact.items():
+                self._average[number].copy_(exact)
+            self._exact = {}
         self._swapped = not self._swapped
 
     @override
     def on_validation_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Swap the average in."""
         if self.validate_with_average and self._average and not self._swapped:
-            self._swap(trainer, publish=True)
+            self._swap(trainer)
 
     @override
     def on_validation_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Swap the weights back in, before `ModelCheckpoint` saves."""
         if self._swapped:
-            self._swap(trainer, publish=True)
+            self._swap(trainer)
 
     @override
     def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
@@ -157,19 +167,13 @@ class ShardedEMA(Callback):
                 "checkpoint would exchange the two. Save in on_validation_end of a callback after ShardedEMA, as "
                 "ModelCheckpoint does, or later; or set ShardedEMA(validate_with_average=False)."
             )
-        strategy = zero_strategy(trainer, self)
-        self._engine(trainer)
+        strategy, engine = zero_strategy(trainer, self), self._engine(trainer)
+        raw = strategy.raw_state_dict()
         if strategy.collection is not None:
-            raw = strategy.raw_state_dict()
             checkpoint["ema_state_dict"] = strategy.collection.weights(raw, self._average)
             return
-        self._swap(trainer, publish=False)
-        try:
-            checkpoint["ema_state_dict"] = full_state_dict(
-                strategy.raw_state_dict(), strategy.require_engine().units, strategy.require_engine().mesh
-            )
-        finally:
-            self._swap(trainer, publish=False)
+        averages = dict(zip(engine.stepper.flats_that_train, self._average, strict=True))
+        checkpoint["ema_state_dict"] = full_state_dict(raw, engine.units, engine.mesh, others=averages)
 
     @override
     def on_load_checkpoint(

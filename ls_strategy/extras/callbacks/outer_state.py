@@ -8,7 +8,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ls_strategy.access.average import exchange_masters
 from ls_strategy.checkpoint.full import full_state_dict, masters_from_state_dict
 from ls_strategy.extras.islands.outer import Place, Shard, flats_of, full_range
 from ls_strategy.host.pytorch import pl
@@ -40,11 +39,8 @@ def _named(strategy: ZeROStrategy, module: pl.LightningModule, values: list[Tens
     raw = {name: value for name, value in strategy.raw_state_dict().items() if name in names}
     if strategy.collection is not None:
         return strategy.collection.weights(raw, values)
-    exchange_masters(engine, values, publish=False)
-    try:
-        return full_state_dict(raw, engine.units, engine.mesh)
-    finally:
-        exchange_masters(engine, values, publish=False)
+    others = dict(zip(engine.stepper.flats_that_train, values, strict=True))
+    return full_state_dict(raw, engine.units, engine.mesh, others=others)
 
 
 def load(
