@@ -122,6 +122,31 @@ class Rounds(Net):
         return optimizer
 
 
+class Computes(Net):
+    """A module that saves what it computes, with a history of autograd."""
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
+        return {**super().state_dict(*args, **kwargs), "double": self.last.bias * 2}
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        if self.trainer.global_step == 4:
+            self.trainer.save_checkpoint(self.path)
+
+    path: Path
+
+
+@pytest.mark.wide
+@on_ranks(2)
+def test_a_module_saves_what_it_computes(rank: int, world_size: int, tmp_path: Path) -> None:
+    module = Computes()
+    module.path = tmp_path / "x.ckpt"
+    options: dict[str, Any] = {"checkpoint.background": True}
+    fit(strategy("2", tmp_path, **options), module, max_epochs=1)
+    found = torch.load(module.path, weights_only=True)["state_dict"]
+    assert torch.equal(found["double"], found["last.bias"] * 2)
+    assert not found["double"].requires_grad
+
+
 class Copies(pl.Callback):
     """A callback whose state has the weights."""
 

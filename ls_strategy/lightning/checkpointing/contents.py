@@ -88,7 +88,10 @@ class FileCollection(Collection):
 
     @override
     def weights(self, raw: dict[str, Any], masters: list[Tensor] | None = None) -> dict[str, Any]:
-        return with_versions(super().weights(raw, masters), versions_of(raw))
+        """Return stand-ins as a folder has them. Other tensors are on the CPU, and have no history of autograd."""
+        weights = super().weights(raw, masters)
+        others = (k for k, v in weights.items() if isinstance(v, Tensor) and id(v) not in self.contents.sources)
+        return with_versions({**weights, **{k: weights[k].detach().cpu() for k in others}}, versions_of(raw))
 
     @override
     def optimizer_state(self, index: int) -> dict[str, Any]:
