@@ -278,6 +278,7 @@ class ZeROStrategy(BuiltStrategy):  # its many public members are Lightning's ho
     @override
     @spans.phase(spans.FORWARD)
     def training_step(self, *args: Any, **kwargs: Any) -> STEP_OUTPUT:
+        self.resume.note_step()
         return self.steps.train(super().training_step, args, kwargs)
 
     @override
@@ -363,7 +364,6 @@ class ZeROStrategy(BuiltStrategy):  # its many public members are Lightning's ho
         Raises:
             CheckpointError: on every rank, if any rank failed; earlier checkpoints are untouched.
         """
-        self.resume.wrote(os.fspath(filepath))
         self.saves.save(checkpoint, os.fspath(filepath), storage_options)
 
     @override

@@ -15,7 +15,7 @@ from lightning.fabric.plugins.io.torch_io import TorchCheckpointIO
 from lightning.pytorch.callbacks import LearningRateFinder, ModelCheckpoint
 from lightning.pytorch.tuner import Tuner
 from torch import Tensor, nn
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, TensorDataset
 
 from ls_strategy.checkpoint.consolidate import consolidate
 from ls_strategy.checkpoint.manifest import is_committed
@@ -163,6 +163,42 @@ class WithDropout(Net):
 
     def forward(self, x: Tensor) -> Tensor:
         return super().forward(self.drop(x))
+
+
+class LoadsLater(pl.Callback):
+    """Loads a checkpoint in the middle of a fit, once: only to look into it, or to restore it."""
+
+    def __init__(self, path: Path, *, restores: bool) -> None:
+        self.path, self.restores, self.is_done = path, restores, False
+
+    def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        if (trainer.current_epoch, batch_idx) != (1, 2) or self.is_done:
+            return
+        self.is_done = True
+        if self.restores:
+            trainer._checkpoint_connector.restore(self.path)
+        else:
+            trainer.strategy.load_checkpoint(self.path)
+
+
+@pytest.mark.parametrize("restores", [False, True])
+@pytest.mark.parametrize("stage", [slow(1), 3])
+@on_ranks(2)
+def test_a_callback_loads_another_fits_checkpoint_in_the_middle_of_a_fit(
+    rank: int, world_size: int, stage: int, restores: bool, tmp_path: Path
+) -> None:
+    """The fit goes on with DDP's batches and random numbers: those it has, and not those of the checkpoint."""
+    found = {}
+    for strategy in ("ddp", stage):
+        path = tmp_path / f"{strategy}.ckpt"
+        data = DataLoader(TensorDataset(*samples()), batch_size=4, shuffle=True)
+        fit(strategy, WithDropout(), data, max_epochs=2, max_steps=6).save_checkpoint(path)
+        torch.manual_seed(3)
+        module = WithDropout()
+        fit(strategy, module, data, max_epochs=4, callbacks=[LoadsLater(path, restores=restores)])
+        found[strategy] = (module.losses, weights(module))
+    for mine, expected in zip(found[stage], found["ddp"], strict=True):
+        assert_close(mine, expected, "after the load")
 
 
 class SearchAgain(LearningRateFinder):

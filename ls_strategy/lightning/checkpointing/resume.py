@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -61,10 +60,10 @@ class Resume:
         """Of the running fit, or of the last one."""
         self._loaded: History | None = None
         """Of the checkpoint that the run has loaded."""
-        self._written: set[str] = set()
-        """Checkpoints that this fit has saved."""
+        self._has_trained = False
+        """Whether this fit has run a training step."""
         self._goes_back = False
-        """Whether the last one that was loaded is one of those."""
+        """Whether a checkpoint was loaded after one."""
 
     def restores(self, load: Callable[[pl.Trainer, dict[str, Any]], None]) -> None:
         """Call ``load`` when the training data continue, with the entries of a checkpoint that only we read."""
@@ -72,23 +71,22 @@ class Resume:
 
     def forget(self) -> None:
         """Forget what waits for a batch: an evaluation has loaded a checkpoint, or a fit had nothing left to do."""
-        self._written.clear()
-        self._goes_back = False
+        self._has_trained = self._goes_back = False
         self._position = self._random = self._before_iterators = self._between = self._loaded = None
         self.reading.forget()
         if self._strategy.virtual is not None:
             self._strategy.virtual.random.restore({})
 
-    def wrote(self, path: str) -> None:
-        """Record a checkpoint that this fit has saved.
+    def note_step(self) -> None:
+        """Record that this fit runs a training step.
 
-        A fit that loads it (`LearningRateFinder` does so) gets weights, states and progress back, but keeps its random
-        numbers, and reads its data as if it had not: those are DDP's numbers.
+        A fit that loads a checkpoint later (`LearningRateFinder` does so) gets what the caller restores of weights,
+        states and progress, but keeps its random numbers, and reads its data as if it had not: as under DDP.
         """
-        self._written.add(path)
+        self._has_trained = True
 
     def resumes(self, trainer: pl.Trainer) -> bool:
-        """Return whether a fit goes on from a checkpoint of before it, and has trained on no batch yet."""
+        """Return whether a fit goes on from a checkpoint that it has begun with, and has trained on no batch yet."""
         return is_resuming(trainer) and not self._goes_back
 
     def load(
@@ -109,7 +107,7 @@ class Resume:
         """
         strategy = self._strategy
         strategy.wait_for_saves()
-        self._goes_back = os.fspath(path) in self._written
+        self._goes_back = self._has_trained
         if strategy.is_global_zero:
             recover(path)
         strategy.barrier("ZeROStrategy.load_checkpoint")
