@@ -165,27 +165,31 @@ class WithDropout(Net):
         return super().forward(self.drop(x))
 
 
-class LoadsLater(pl.Callback):
-    """Loads a checkpoint in the middle of a fit, once: only to look into it, or to restore it."""
+class Loads(pl.Callback):
+    """Loads a checkpoint when a fit starts or in the middle, once: only to look into it, or to restore it."""
 
-    def __init__(self, path: Path, *, restores: bool) -> None:
-        self.path, self.restores, self.is_done = path, restores, False
+    def __init__(self, path: Path, what: str) -> None:
+        self.path, self.what, self.is_done = path, what, False
+
+    def on_fit_start(self, trainer: Any, pl_module: Any) -> None:
+        if self.what == "looks before":
+            trainer.strategy.load_checkpoint(self.path)
 
     def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
         if (trainer.current_epoch, batch_idx) != (1, 2) or self.is_done:
             return
         self.is_done = True
-        if self.restores:
-            trainer._checkpoint_connector.restore(self.path)
-        else:
+        if self.what == "looks":
             trainer.strategy.load_checkpoint(self.path)
+        if self.what == "restores":
+            trainer._checkpoint_connector.restore(self.path)
 
 
-@pytest.mark.parametrize("restores", [False, True])
+@pytest.mark.parametrize("what", ["looks before", "looks", "restores"])
 @pytest.mark.parametrize("stage", [slow(1), 3])
 @on_ranks(2)
-def test_a_callback_loads_another_fits_checkpoint_in_the_middle_of_a_fit(
-    rank: int, world_size: int, stage: int, restores: bool, tmp_path: Path
+def test_a_callback_loads_another_fits_checkpoint(
+    rank: int, world_size: int, stage: int, what: str, tmp_path: Path
 ) -> None:
     """The fit goes on with DDP's batches and random numbers: those it has, and not those of the checkpoint."""
     found = {}
@@ -195,7 +199,7 @@ def test_a_callback_loads_another_fits_checkpoint_in_the_middle_of_a_fit(
         fit(strategy, WithDropout(), data, max_epochs=2, max_steps=6).save_checkpoint(path)
         torch.manual_seed(3)
         module = WithDropout()
-        fit(strategy, module, data, max_epochs=4, callbacks=[LoadsLater(path, restores=restores)])
+        fit(strategy, module, data, max_epochs=4, callbacks=[Loads(path, what)])
         found[strategy] = (module.losses, weights(module))
     for mine, expected in zip(found[stage], found["ddp"], strict=True):
         assert_close(mine, expected, "after the load")

@@ -264,6 +264,8 @@ class Resume:
 
     @contextmanager
     def _beginning(self, trainer: pl.Trainer) -> Generator[None, None, None]:
+        if not is_resuming(trainer):  # user code has only looked into a checkpoint
+            self.forget()
         if self._strategy.virtual is not None:
             self._strategy.virtual.begun = True
         with self.making_iterators():
