@@ -217,7 +217,7 @@ def _check_version(module: ModuleType) -> None:
         raise PlanError(
             f"transformers {version} loads models in a way that this version of ls_strategy does not know, so "
             "from_pretrained cannot be used in configure_model at stage 3 and with model parallelism. Install "
-            "transformers>=5, or load the model under `with torch.device('cpu'):`, in full on every rank."
+            "transformers>=5.1, or load the model under `with torch.device('cpu'):`, in full on every rank."
         )
 
 

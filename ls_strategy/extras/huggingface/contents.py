@@ -241,7 +241,7 @@ def _save_config(model: Any, dtype: torch.dtype, folder: str) -> None:
     config = copy.deepcopy(model.config)
     config.dtype = str(dtype).removeprefix("torch.")
     config.architectures = [type(model).__name__]
-    if model.is_remote_code():
+    if model._auto_class is not None:  # is_remote_code(), which older ones than 5.3 do not have
         from transformers.dynamic_module_utils import custom_object_save  # pyright: ignore[reportMissingImports]
 
         custom_object_save(model, folder, config=config)
