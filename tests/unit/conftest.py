@@ -30,3 +30,22 @@ def shelves(monkeypatch: pytest.MonkeyPatch) -> list[ShelfTier]:
 
     monkeypatch.setitem(TIERS, "nvme", TierKind("on a shelf", resident=False, open=open_shelf))
     return opened
+
+
+@pytest.fixture
+def written(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """All texts that matplotlib draws, in full and within the image."""
+    text = pytest.importorskip("matplotlib.text")
+    texts: list[str] = []
+    draw = text.Text.draw
+
+    def noted(self: Any, renderer: Any, *args: Any, **options: Any) -> None:
+        if self.get_text() and self.get_visible():
+            texts.append(self.get_text())
+            box, image = self.get_window_extent(renderer), self.get_figure(root=True).bbox
+            assert image.x0 <= box.x0 <= box.x1 <= image.x1, self.get_text()
+            assert image.y0 <= box.y0 <= box.y1 <= image.y1, self.get_text()
+        draw(self, renderer, *args, **options)
+
+    monkeypatch.setattr(text.Text, "draw", noted)
+    return texts

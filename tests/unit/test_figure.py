@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -18,25 +17,7 @@ from ls_strategy.extras.plots.ranks import draw_ranks
 from ls_strategy.parallel.pipeline.schedules import make_table
 from ls_strategy.parallel.pipeline.simulate import simulate
 
-text = pytest.importorskip("matplotlib.text")
-
-
-@pytest.fixture
-def written(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """All texts that are drawn, whole, within the image."""
-    texts: list[str] = []
-    draw = text.Text.draw
-
-    def noted(self: Any, renderer: Any, *args: Any, **options: Any) -> None:
-        if self.get_text() and self.get_visible():
-            texts.append(self.get_text())
-            box, whole = self.get_window_extent(renderer), self.get_figure(root=True).bbox
-            assert whole.x0 <= box.x0 <= box.x1 <= whole.x1, self.get_text()
-            assert whole.y0 <= box.y0 <= box.y1 <= whole.y1, self.get_text()
-        draw(self, renderer, *args, **options)
-
-    monkeypatch.setattr(text.Text, "draw", noted)
-    return texts
+pytest.importorskip("matplotlib")
 
 
 def pixels(image: Tensor, colour: tuple[int, int, int]) -> int:

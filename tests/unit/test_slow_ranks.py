@@ -20,7 +20,7 @@ Change = Callable[[int, Tensor], None]
 """Gets a step's number and own times, ``(ranks, phases)``, to change."""
 
 
-class Told:
+class Reported:
     """What was said during a run, with the step at which it was."""
 
     def __init__(self, groups: Sequence[Sequence[int]]) -> None:
@@ -30,18 +30,18 @@ class Told:
         """When, the rank, and since when."""
 
 
-def run(ranks: int, steps: int, change: Change, *, noise: float = 0.0, seed: int = 0, groups: Any = None) -> Told:
+def run(ranks: int, steps: int, change: Change, *, noise: float = 0.0, seed: int = 0, groups: Any = None) -> Reported:
     """Compare ranks that take `STEP_S` but for noise and ``change``; four steps arrive at a time."""
-    random, told = torch.Generator().manual_seed(seed), Told(groups or [range(ranks)])
+    random, reported = torch.Generator().manual_seed(seed), Reported(groups or [range(ranks)])
     for first in range(1, steps, 4):
         numbers = range(first, first + 4)
         rows = STEP_S * torch.randn(4, ranks, len(PHASES), generator=random, dtype=torch.float64).mul(noise).exp()
         for number, each in zip(numbers, rows, strict=True):
             change(number, each)
-        begun, ended = told.compared.add(list(numbers), rows)
-        told.begun += [(numbers[-1], slow) for slow in begun]
-        told.ended += [(numbers[-1], slow.rank, until) for slow, until in ended]
-    return told
+        begun, ended = reported.compared.add(list(numbers), rows)
+        reported.begun += [(numbers[-1], slow) for slow in begun]
+        reported.ended += [(numbers[-1], slow.rank, until) for slow, until in ended]
+    return reported
 
 
 def slow_from(first: int, rank: int, factor: float = 1.3, phase: int | None = None, until: int = 1 << 30) -> Change:
@@ -58,8 +58,8 @@ def slow_from(first: int, rank: int, factor: float = 1.3, phase: int | None = No
 def test_a_rank_slowed_by_1_3_is_named_once_with_its_phase_within_20_steps(
     ranks: int, phase: int | None, noise: float
 ) -> None:
-    told = run(ranks, 200, slow_from(101, ranks - 1, phase=phase), noise=noise)
-    (at, slow), = told.begun  # fmt: skip
+    reported = run(ranks, 200, slow_from(101, ranks - 1, phase=phase), noise=noise)
+    (at, slow), = reported.begun  # fmt: skip
     # 3 steps pass until a step is written, and one until it is read.
     assert 101 <= at <= 101 + 20 - 4
     assert (slow.rank, slow.peers) == (ranks - 1, ranks - 1)
@@ -68,7 +68,7 @@ def test_a_rank_slowed_by_1_3_is_named_once_with_its_phase_within_20_steps(
         return  # every phase is slower, and noise decides which one most
     assert slow.phase == PHASES[1 if phase is None else phase]
     assert slow.seconds / slow.others_s == pytest.approx(1.3, abs=3 * noise + 1e-9)
-    assert told.ended == []
+    assert reported.ended == []
 
 
 def nothing(step: int, seconds: Tensor) -> None:
@@ -91,8 +91,8 @@ def taking_turns(step: int, seconds: Tensor) -> None:
 @pytest.mark.parametrize("ranks", [2, 3, 4, 16])
 def test_no_false_alarm_among_equal_ranks(ranks: int, change: Change, noise: float) -> None:
     for seed in range(3):
-        told = run(ranks, 400, change, noise=noise, seed=seed)
-        assert (told.begun, told.ended) == ([], [])
+        reported = run(ranks, 400, change, noise=noise, seed=seed)
+        assert (reported.begun, reported.ended) == ([], [])
 
 
 def test_a_little_slower_is_not_slow_and_1_25_x_is() -> None:
@@ -104,21 +104,21 @@ def test_the_end_is_told_once_and_a_rank_in_between_neither_ends_nor_begins_agai
     def change(step: int, seconds: Tensor) -> None:
         seconds[1] *= 1.3 if 101 <= step < 150 else (1.15 if step % 2 else 1.22) if 150 <= step < 300 else 1.0
 
-    told = run(4, 500, change)
-    assert [slow.since for _, slow in told.begun] == [101]
-    ((at, rank, until),) = told.ended
+    reported = run(4, 500, change)
+    assert [slow.since for _, slow in reported.begun] == [101]
+    ((at, rank, until),) = reported.ended
     assert (rank, until) == (1, 300)
     assert at <= 320
-    assert told.compared.slow == {}
+    assert reported.compared.slow == {}
 
 
 def test_a_rank_that_is_slow_again_is_named_again() -> None:
     def change(step: int, seconds: Tensor) -> None:
         seconds[3] *= 2.0 if 41 <= step < 81 or step >= 201 else 1.0
 
-    told = run(4, 300, change)
-    assert [slow.since for _, slow in told.begun] == [41, 201]
-    assert [until for _, _, until in told.ended] == [81]
+    reported = run(4, 300, change)
+    assert [slow.since for _, slow in reported.begun] == [41, 201]
+    assert [until for _, _, until in reported.ended] == [81]
 
 
 def test_several_ranks_are_named_each_with_its_own_phase() -> None:
@@ -160,9 +160,9 @@ def test_the_median_of_others_is_that_of_the_other_rows(ranks: int) -> None:
 
 
 def test_ratios_are_those_of_the_window_and_1_where_nothing_takes_time() -> None:
-    told = run(2, 100, lambda _, seconds: seconds[1].mul_(torch.tensor([1.5, 1, 1, 1, 1])))
+    reported = run(2, 100, lambda _, seconds: seconds[1].mul_(torch.tensor([1.5, 1, 1, 1, 1])))
     expected = torch.tensor([[97 / 112, 30 / 45, 1, 1, 1, 1], [112 / 97, 1.5, 1, 1, 1, 1]], dtype=torch.float64)
-    torch.testing.assert_close(told.compared.ratios(), expected)
+    torch.testing.assert_close(reported.compared.ratios(), expected)
 
 
 def test_only_steps_that_all_ranks_have_count_and_damaged_values_do_not() -> None:

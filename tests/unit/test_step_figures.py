@@ -20,27 +20,9 @@ from ls_strategy.extras.callbacks.step_figures import (
 from ls_strategy.extras.callbacks.step_trace import RankTrace
 from ls_strategy.spans import BACKWARD, COMMUNICATION, COPY, DATA, FORWARD, OPTIMIZER, Span, SpanRecord
 
-text = pytest.importorskip("matplotlib.text")
+pytest.importorskip("matplotlib")
 
 MIB = 1 << 20
-
-
-@pytest.fixture
-def written(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """All texts that are drawn, whole, within the image."""
-    texts: list[str] = []
-    draw = text.Text.draw
-
-    def noted(self: Any, renderer: Any, *args: Any, **options: Any) -> None:
-        if self.get_text() and self.get_visible():
-            texts.append(self.get_text())
-            box, whole = self.get_window_extent(renderer), self.get_figure(root=True).bbox
-            assert whole.x0 <= box.x0 <= box.x1 <= whole.x1, self.get_text()
-            assert whole.y0 <= box.y0 <= box.y1 <= whole.y1, self.get_text()
-        draw(self, renderer, *args, **options)
-
-    monkeypatch.setattr(text.Text, "draw", noted)
-    return texts
 
 
 def record(*, start: float = 0.0, copies: bool = False, gib: float = 1.0) -> SpanRecord:

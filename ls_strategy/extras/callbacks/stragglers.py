@@ -23,23 +23,23 @@ _WRITE_EVERY_S = 0.1
 _ON_DEVICE_EVERY = 2
 """On an accelerator one step in so many is measured: every wait takes two events."""
 
-Told = Callable[[SlowRank, str, int | None], None]
+Report = Callable[[SlowRank, str, int | None], None]
 """Gets a rank that has become slow, what it computes on, and None; when it ends, the first step that was not slow."""
 
 
 class Stragglers:
     """The comparison of the ranks in one fit, one object per rank. Only rank 0 compares; nothing is collective."""
 
-    def __init__(self, strategy: ZeROStrategy, recorder: SpanRecorder, step: int, told: Told) -> None:
+    def __init__(self, strategy: ZeROStrategy, recorder: SpanRecorder, step: int, report: Report) -> None:
         """Begin the first step.
 
         Args:
             strategy: of the fit, which has begun.
             recorder: measures own times.
             step: ``trainer.global_step``.
-            told: called on rank 0.
+            report: called on rank 0.
         """
-        self._strategy, self._recorder, self._told = strategy, recorder, told
+        self._strategy, self._recorder, self._report = strategy, recorder, report
         self._ended = 0
         self._wrote_at = time.perf_counter()
         self._reads_next = False
@@ -98,9 +98,9 @@ class Stragglers:
         self._last = steps[-1]
         begun, ended = compared.add(steps, seconds)
         for slow in begun:
-            self._told(slow, board.about(slow.rank), None)
+            self._report(slow, board.about(slow.rank), None)
         for slow, until in ended:
-            self._told(slow, board.about(slow.rank), until)
+            self._report(slow, board.about(slow.rank), until)
 
     @property
     def ratios(self) -> Tensor | None:

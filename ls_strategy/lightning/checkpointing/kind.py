@@ -68,12 +68,12 @@ def kind_of(
         if not config.frozen:
             return Kind(is_file=False, why="only folders record what checkpoint.frozen=False leaves out")
     sizes = [_bytes_of(each) for each in (engine, *others)]
-    told = exchange((sum(s for s, _ in sizes), sum(own for _, own in sizes), hooks, disks))
-    total = max(shared for shared, *_ in told) + sum(own for _, own, *_ in told)
+    reported = exchange((sum(s for s, _ in sizes), sum(own for _, own in sizes), hooks, disks))
+    total = max(shared for shared, *_ in reported) + sum(own for _, own, *_ in reported)
     fits = total <= LARGEST_FILE
-    any_hooks = any(has_hooks for *_, has_hooks, _ in told)
+    any_hooks = any(has_hooks for *_, has_hooks, _ in reported)
     everywhere = fits and any_hooks
-    together = not any_hooks and bool(disks) and all(each == disks for *_, each in told)
+    together = not any_hooks and bool(disks) and all(each == disks for *_, each in reported)
     if config.format == "file":
         return Kind(is_file=True, why="", everywhere=everywhere, together=together)
     limit = f"{'at most' if fits else 'more than'} {human_bytes(LARGEST_FILE)}"
