@@ -18,8 +18,6 @@ Environment:
 
 from __future__ import annotations
 
-import contextlib
-import fcntl
 import functools
 import hashlib
 import logging
@@ -32,7 +30,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -40,7 +38,7 @@ import torch
 
 from ls_strategy.errors import ConfigError
 from ls_strategy.ops import _session
-from ls_strategy.ops._trust import make_private, reason_against
+from ls_strategy.ops._trust import locked, make_private, reason_against
 
 _log = logging.getLogger("ls_strategy.ops")
 
@@ -210,9 +208,13 @@ def kept(name: str, make: Callable[[Path, float], bytes]) -> tuple[Path, bytes]:
         path = Path(_temporary().name, name)
     deadline = time.monotonic() + TIME_LIMIT_S
     try:
-        with _locked(path.with_suffix(".lock"), deadline):
+        with locked(path.with_suffix(".lock"), deadline):
             content = read(path)
             return path, content if content is not None else _make(path, make, deadline)
+    except BlockingIOError:
+        raise BuildError(
+            f"another process has held {path.with_suffix('.lock')} for more than {TIME_LIMIT_S:.0f} s"
+        ) from None
     except OSError as e:
         raise BuildError(f"{path.parent}: {e}") from e
 
@@ -272,20 +274,6 @@ def read(path: Path) -> bytes | None:
     if reason_against(path) is not None:
         return None
     return _body(content)
-
-
-@contextlib.contextmanager
-def _locked(path: Path, deadline: float) -> Iterator[None]:
-    with os.fdopen(os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600), "a") as file:
-        while True:
-            try:
-                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                break
-            except BlockingIOError:
-                if time.monotonic() > deadline:
-                    raise BuildError(f"another process has held {path} for more than {TIME_LIMIT_S:.0f} s") from None
-                time.sleep(0.05)
-        yield  # closing the file releases the lock
 
 
 def _make(path: Path, make: Callable[[Path, float], bytes], deadline: float) -> bytes:

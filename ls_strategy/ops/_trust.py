@@ -1,14 +1,18 @@
-"""Check that only this user and root can have written a library, before it is loaded.
+"""Files that only this user and root can have written, checked before they are loaded, and their locks.
 
 A library runs with all permissions of the process that loads it, so it must not come from another user.
 """
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
 import grp
 import os
 import pwd
 import stat
+import time
+from collections.abc import Iterator
 from pathlib import Path
 
 _NOBODY = 65534
@@ -67,3 +71,23 @@ def make_private(path: Path) -> None:
         folder.mkdir(0o700, exist_ok=True)
     if not path.is_dir():
         raise NotADirectoryError(20, "it is not a folder", str(path))
+
+
+@contextlib.contextmanager
+def locked(path: Path, deadline: float) -> Iterator[None]:
+    """Hold the lock of a file, which the operating system releases if this process ends.
+
+    Raises:
+        BlockingIOError: another process holds it at ``deadline``, a time of ``time.monotonic``.
+        OSError: the file cannot be made.
+    """
+    with os.fdopen(os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600), "a") as file:
+        while True:
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except BlockingIOError:
+                if time.monotonic() > deadline:
+                    raise
+                time.sleep(0.05)
+        yield  # closing the file releases the lock

@@ -6,14 +6,12 @@ hint. Writers take a lock, add to what is there, and rename a complete file.
 
 from __future__ import annotations
 
-import contextlib
-import fcntl
 import json
 import math
 import os
 import tempfile
 import time
-from collections.abc import Generator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, fields
 from pathlib import Path
 from typing import Any
@@ -22,7 +20,7 @@ from ls_strategy.extras.planner.learned import Better, Comparison, MeasuredRun, 
 from ls_strategy.extras.planner.speeds import Speeds
 from ls_strategy.extras.planner.work import StepWork, Work
 from ls_strategy.host.pytorch import rank_zero_warn
-from ls_strategy.ops._trust import reason_against
+from ls_strategy.ops._trust import locked, reason_against
 
 _FORMAT = 1
 _MOST_RUNS = 64
@@ -65,7 +63,7 @@ def add(run: MeasuredRun) -> bool:
     try:
         if reason_against(file.parent) is not None:
             return False
-        with _locked(file.with_suffix(".lock")):
+        with locked(file.with_suffix(".lock"), time.monotonic() + _PATIENCE_S):
             runs = [*load(), run][-_MOST_RUNS:]
             text = json.dumps({"format": _FORMAT, "runs": [asdict(each) for each in runs]})
             descriptor, temporary = tempfile.mkstemp(prefix=f".{file.name}.", dir=file.parent)
@@ -156,23 +154,3 @@ def _count(value: Any) -> int:
     if math.isinf(number):
         raise ValueError("it has a count that is infinite")
     return int(number)
-
-
-@contextlib.contextmanager
-def _locked(lock: Path) -> Generator[None, None, None]:
-    """Hold a file's lock, which the operating system releases if this process ends.
-
-    Raises:
-        OSError: another process has held it for too long, or the file cannot be made.
-    """
-    deadline = time.monotonic() + _PATIENCE_S
-    with os.fdopen(os.open(lock, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600), "a") as file:
-        while True:
-            try:
-                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                break
-            except BlockingIOError:
-                if time.monotonic() > deadline:
-                    raise
-                time.sleep(0.05)
-        yield
