@@ -194,7 +194,7 @@ class Axis:
             if receives[frm].numel():
                 operations.append(dist.P2POp(dist.irecv, receives[frm], group=group, group_peer=frm, tag=tag))
         works = dist.batch_isend_irecv(operations) if operations else []
-        return [Started(spans.followed(works, f"{self.name} {kind}", nbytes), entry)] if works else []
+        return [Started(spans.followed(works, f"{self.name} {kind}", nbytes), entry, group)] if works else []
 
 
 class Waits:

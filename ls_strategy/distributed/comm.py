@@ -50,11 +50,26 @@ class Started:
     After an error every later wait raises it again; after an interrupt the next wait continues with what is left.
     """
 
-    def __init__(self, works: Sequence[Any], entry: CollectiveEntry | None = None) -> None:
-        """``entry``: the collective in the journal, for reports of where this rank waits."""
+    def __init__(self, works: Sequence[Any], entry: CollectiveEntry | None = None, group: Any = None) -> None:
+        """Keep what `wait` needs.
+
+        Args:
+            works: sends and receives.
+            entry: the collective in the journal, for reports of where this rank waits.
+            group: the process group of ``works``. With it, they may be dropped before they are done.
+        """
         self._left = list(works)
         self._error: Exception | None = None
+        self._group = group
         self.entry = entry
+
+    def __del__(self) -> None:
+        """Keep what nobody waits for any more: freed in flight, it blocks gloo's connection to that rank for ever.
+
+        An engine that is dropped between a backward pass and its step has reductions in flight, for example.
+        """
+        if self._left and self._error is None and self._group is not None:
+            _dropped.setdefault(self._group, []).append(self)
 
     def wait(self) -> None:
         """Block until all are done."""
@@ -67,6 +82,10 @@ class Started:
             except Exception as error:
                 self._error = error
                 raise
+
+
+_dropped: weakref.WeakKeyDictionary[Any, list[Started]] = weakref.WeakKeyDictionary()
+"""By process group: operations in flight that nobody waits for any more. The next exchange over the group does."""
 
 
 class PendingReduce:
@@ -326,6 +345,8 @@ class Comm:
 
         Different operations are never matched with each other: their tags differ, so both wait.
         """
+        if _dropped and self.group is not None:
+            self.wait(_dropped.pop(self.group, ()))
         entry, nbytes = self.journal.enter(kind, of), 0
         tag = entry.tag
         operations: list[dist.P2POp] = []
@@ -341,7 +362,7 @@ class Comm:
                 operations.append(dist.P2POp(dist.irecv, incoming, group=self.group, group_peer=frm, tag=tag))
         with self.where.wait(entry), self.naming_failures():  # fails here or in the wait if a peer has left
             works = dist.batch_isend_irecv(operations) if operations else []
-        return [Started(spans.followed(works, f"{kind} {of}", nbytes), entry)]
+        return [Started(spans.followed(works, f"{kind} {of}", nbytes), entry, self.group)]
 
     def all_gather(self, full: Tensor, of: str = "", sizes: Sequence[int] | None = None) -> PendingGather:
         """Complete ``full``, ``(world_size * shard,)``, in which this rank has filled its own shard.

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import functools
+import gc
+import time
 
 import pytest
 import torch
 from torch import Tensor
 from torch import distributed as dist
 
-from ls_strategy.distributed.comm import SUM_CHUNK, Comm, PendingGather, Started, make_comm
+from ls_strategy.distributed.comm import SUM_CHUNK, Comm, PendingGather, Started, _dropped, make_comm
 from ls_strategy.testing import spawn
 
 WORLDS = (2, 3)
@@ -166,6 +168,32 @@ def test_traffic_is_one_shard_to_every_other_rank(world_size) -> None:
 def test_receive_buffers_are_used_again(world_size) -> None:
     for first, last in (rank["pool"] for rank in results(world_size)):
         assert first == last
+
+
+def drop_in_flight(rank: int, world_size: int, late: int) -> int:
+    """Drop collectives before they are done, on every rank, and go on. Returns how many are still kept at the end."""
+    comm = make_comm()
+    for number in range(6):
+        if rank == late:
+            time.sleep(0.05)
+        full = torch.full((1 << 16 if number % 2 else 64,), float(rank + 1))
+        pending = comm.reduce_scatter(full) if number % 3 else comm.all_gather(full)
+        del pending, full
+        gc.collect()
+        value = torch.full((8,), float(rank))
+        comm.broadcast_(value)
+        assert value.tolist() == [0.0] * 8
+    full = torch.full((64,), float(rank + 1))
+    out = torch.empty(64 // world_size)
+    comm.reduce_scatter(full).finish(out, accumulate=False)
+    assert out.tolist() == [sum(range(1, world_size + 1)) / world_size] * out.numel()
+    return sum(map(len, _dropped.values()))
+
+
+@pytest.mark.parametrize("late", [0, 1])
+def test_what_is_dropped_in_flight_blocks_nothing(late: int) -> None:
+    """As where a program drops an engine after a backward pass without a step, or changes models after an error."""
+    assert spawn(drop_in_flight, 2, late, timeout_s=30) == [0, 0]
 
 
 def test_one_rank_needs_no_process_group() -> None:

@@ -206,8 +206,8 @@ class Links:
         group_rank = _group_rank(group, self.comm, peer)
         entry = self._enter("activations", source, to)
         if operation is dist.isend:
-            return Started([operation(tensor, group=group, group_dst=group_rank)], entry)
-        return Started([operation(tensor, group=group, group_src=group_rank)], entry)
+            return Started([operation(tensor, group=group, group_dst=group_rank)], entry, group)
+        return Started([operation(tensor, group=group, group_src=group_rank)], entry, group)
 
     def _enter(self, what: str, source: int, to: int) -> CollectiveEntry:
         """Note a message for reports on where this rank waits. Both ends give it the same number."""
@@ -220,7 +220,7 @@ class Links:
         self.comm.traffic.count("control", header)
         entry = self._enter("shapes", self.comm.rank, to)
         with self.comm.naming_failures():
-            return Started([dist.isend(header, group=self.comm.control, group_dst=to)], entry)
+            return Started([dist.isend(header, group=self.comm.control, group_dst=to)], entry, self.comm.control)
 
     def receive_header(self, source: int) -> Tensor:
         """Return the next header from ``source``. Blocking."""
