@@ -126,8 +126,8 @@ def spawn(
         try:
             for rank in range(world_size):
                 variables = _rank_environment(rank, world_size, port, env or {})
-                stack_after_s = deadline - clock() - _STACK_LEAD_S
-                setup = _Setup(rank, world_size, variables, scratch, timeout_s, stack_after_s, init_process_group)
+                stack_at = time.monotonic() + deadline - clock() - _STACK_LEAD_S
+                setup = _Setup(rank, world_size, variables, scratch, timeout_s, stack_at, init_process_group)
                 ranks.append(_start(context, setup, task))
             results = _collect(ranks, deadline, timeout_s, Path(scratch))
             _end(ranks)
@@ -299,7 +299,8 @@ class _Setup:
     env: dict[str, str]
     scratch: str
     timeout_s: float
-    stack_after_s: float
+    stack_at: float
+    """By ``time.monotonic``, which all processes of a host share: a rank may start late."""
     init_process_group: bool
 
 
@@ -309,7 +310,7 @@ def _rank_main(setup: _Setup, connection: Connection, task: bytes) -> None:
     threading.Thread(target=_end_with_parent, name="parent-watch", daemon=True).start()
     stack_file = (Path(setup.scratch) / f"stack{setup.rank}").open("w")
     # By a timer and not by a signal: Lightning resets signal handlers at the end of every fit.
-    faulthandler.dump_traceback_later(max(setup.stack_after_s, 0.1), repeat=True, file=stack_file)
+    faulthandler.dump_traceback_later(max(setup.stack_at - time.monotonic(), 0.1), repeat=True, file=stack_file)
     # The server's environment dates from its start; use the parent's current one.
     os.environ.clear()
     os.environ.update(setup.env)

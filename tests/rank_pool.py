@@ -52,6 +52,10 @@ MOST_CASES = 100
 THREADS_S = 2.0
 """So long a rank waits for the end of threads of a case."""
 
+LEAST_S = 150.0
+"""A limit of half a minute or more is at least so long: what ends in seconds on a machine that has its files in memory
+may take over a minute where transformers comes from a cold disk. Below pytest's own limit."""
+
 _CLEAN_S = 20.0
 
 _WATCHED = ("ls_strategy", "lightning.pytorch", "lightning.fabric", "torch.distributed", "torch.optim", "torch.utils")
@@ -87,6 +91,8 @@ def spawn(
     init_process_group: bool = True,
 ) -> list[T]:
     """Do what `ls_strategy.testing.spawn` does, on ranks that may have run other cases before."""
+    if timeout_s >= 30:
+        timeout_s = max(timeout_s, LEAST_S)
     if own or env or world_size < 1:
         return spawn_processes(
             fn, world_size, *args, timeout_s=timeout_s, env=env, init_process_group=init_process_group
@@ -104,7 +110,7 @@ def spawn(
                 scratch=scratch,
                 timeout_s=timeout_s,
                 # In seconds on the wall: a rank that is only slow is not to be interrupted while it runs.
-                stack_after_s=limits.wall(deadline - testing.clock() - testing._STACK_LEAD_S),
+                stack_at=time.monotonic() + limits.wall(deadline - testing.clock() - testing._STACK_LEAD_S),
                 init_process_group=init_process_group,
             )
             each.connection.send_bytes(pickle.dumps(_Case(setup, task, str(Path.cwd()), list(sys.path))))
@@ -209,7 +215,8 @@ def _serve(connection: Connection) -> None:
         except (EOFError, OSError):
             os._exit(0)
         with (Path(case.setup.scratch) / f"stack{case.setup.rank}").open("w") as stack_file:
-            faulthandler.dump_traceback_later(max(case.setup.stack_after_s, 0.1), repeat=True, file=stack_file)
+            stack_after_s = max(case.setup.stack_at - time.monotonic(), 0.1)
+            faulthandler.dump_traceback_later(stack_after_s, repeat=True, file=stack_file)
             os.environ.clear()
             os.environ.update(case.setup.env)
             os.chdir(case.folder)
