@@ -40,9 +40,6 @@ _log = logging.getLogger(__name__)
 _FIRST_POLL_S, _LONGEST_POLL_S = 0.001, 0.02
 """Seconds between two polls of the store. They grow, so that a wait ends at most a third later than it could."""
 
-_NUMBERS = itertools.count()
-"""Numbers the saves of this process. Ranks agree on the number because they all save together."""
-
 Values = tuple[tuple[int, ...], Tensor]
 """Offsets in the full tensor, and values."""
 
@@ -50,9 +47,17 @@ Values = tuple[tuple[int, ...], Tensor]
 class BackgroundSaver:
     """Runs the background saves of one rank. All ranks call its methods in the same order."""
 
-    def __init__(self, rank: int, world_size: int, device: torch.device) -> None:
-        """``device``: that of this rank. A new thread would use the first one."""
+    def __init__(self, rank: int, world_size: int, device: torch.device, name: str = "") -> None:
+        """Start the thread.
+
+        Args:
+            rank: of this process.
+            world_size: number of ranks that save together.
+            device: that of this rank. A new thread would use the first one.
+            name: the same on all ranks, and that of no other saver which the rendezvous store has seen.
+        """
         self._rank, self._world_size = rank, world_size
+        self._prefix, self._numbers = f"ls_strategy/save/{name}", itertools.count()
         self._worker = ThreadPoolExecutor(1, "ls_strategy_save", dev.select, (device,))
         self._pending: list[Future[None]] = []
         self._failed = False
@@ -86,7 +91,7 @@ class BackgroundSaver:
         else:
             holds = self._keep(save)
             save = _with_own_values(save, self._rank)
-        exchange = StoreExchange(f"ls_strategy/save/{next(_NUMBERS)}", self._rank, self._world_size, self._abandoned)
+        exchange = StoreExchange(f"{self._prefix}/{next(self._numbers)}", self._rank, self._world_size, self._abandoned)
         before, self._exchange = self._exchange, exchange
         if failed is None:
             self._failed = False

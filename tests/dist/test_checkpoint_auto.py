@@ -26,6 +26,8 @@ from ls_strategy.checkpoint import background
 from ls_strategy.checkpoint.commit import newest
 from ls_strategy.checkpoint.consolidate import consolidate
 from ls_strategy.checkpoint.describe import describe, verify_all
+from ls_strategy.checkpoint.manifest import is_committed
+from ls_strategy.checkpoint.save import FileSave
 from ls_strategy.checkpoint.shared_file import SharedArchive
 from ls_strategy.checkpoint.source import OURS, read_checkpoint
 from ls_strategy.config import nested
@@ -268,6 +270,23 @@ def test_on_another_file_system_too(scheme: str, tmp_path: Path) -> None:
 
 
 # --- in the background ------------------------------------------------------------------------------------------------
+
+
+@on_ranks(2)
+def test_processes_that_have_saved_before_save_with_those_that_have_not(
+    rank: int, world_size: int, tmp_path: Path
+) -> None:
+    """As where one rank has trained alone before, or another process has taken the place of a lost one."""
+    if rank == 1:
+        alone = background.BackgroundSaver(0, 1, torch.device("cpu"))
+        alone.submit(FileSave(str(tmp_path / "alone.ckpt"), {}, lambda value: 0), lambda *_: None)
+        alone.wait()
+        alone.close()
+    for run in ("first", "second"):  # which share a rendezvous store
+        options = {"checkpoint.background": True, "checkpoint.format": "sharded"}
+        save = ModelCheckpoint(tmp_path / run, every_n_train_steps=1, save_top_k=-1)
+        trainer = fit(strategy(2, **options), Net(), callbacks=[save], enable_checkpointing=True)
+        assert len([p for p in (tmp_path / run).iterdir() if is_committed(p)]) == trainer.global_step > 1
 
 
 class Counts(Net):

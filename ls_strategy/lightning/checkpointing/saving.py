@@ -5,6 +5,7 @@ The one invariant: a checkpoint is removed only after the one that replaces it i
 
 from __future__ import annotations
 
+import uuid
 from collections.abc import Callable, Container, Generator
 from contextlib import AbstractContextManager, contextmanager
 from functools import partial
@@ -300,7 +301,9 @@ class Saves:
         comm = self._strategy._comm
         assert comm is not None
         if self._saver is None:
-            self._saver = BackgroundSaver(comm.rank, comm.world_size, self._strategy.root_device)
+            # Not by a number of this process: other ranks' processes may have saved more, or less, before this run.
+            name = comm.exchange_objects(uuid.uuid4().hex)[0]
+            self._saver = BackgroundSaver(comm.rank, comm.world_size, self._strategy.root_device, name)
         return self._saver
 
     @contextmanager
