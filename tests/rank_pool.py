@@ -109,8 +109,7 @@ def spawn(
                 env=testing._rank_environment(number, world_size, port, {}),
                 scratch=scratch,
                 timeout_s=timeout_s,
-                # In seconds on the wall: a rank that is only slow is not to be interrupted while it runs.
-                stack_at=time.monotonic() + limits.wall(deadline - testing.clock() - testing._STACK_LEAD_S),
+                stack_at=time.monotonic() + deadline - testing.clock() - testing._STACK_LEAD_S,
                 init_process_group=init_process_group,
             )
             each.connection.send_bytes(pickle.dumps(_Case(setup, task, str(Path.cwd()), list(sys.path))))
