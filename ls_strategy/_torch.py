@@ -342,6 +342,27 @@ def storage_key(tensor: Tensor) -> int:
         return tensor.untyped_storage()._cdata
 
 
+_refuse_access: Any = getattr(torch._C, "_set_storage_data_ptr_access_error_msg", None)
+_allow_access: Any = getattr(torch._C, "_clear_storage_data_ptr_access_error_msg", None)
+REFUSES_FREED_MEMORY = _refuse_access is not None and _allow_access is not None
+"""Whether `refuse_views` works: from torch 2.12 on, where it can be taken back."""
+
+refuse_views: Callable[[int, str], Any] = _refuse_access if REFUSES_FREED_MEMORY else lambda *_: None
+"""Let the use of a storage without memory, of this `storage_key`, raise a message until `allocate` is called.
+
+Otherwise it reads at address 0, which ends the process.
+"""
+
+
+def allocate(buffer: Tensor) -> None:
+    """Give a buffer memory, if it has none."""
+    storage = buffer.untyped_storage()
+    if storage.size() == 0:
+        if REFUSES_FREED_MEMORY:
+            _allow_access(storage._cdata)
+        storage.resize_(buffer.nbytes)
+
+
 def allow_data_on(tensor: Tensor, device: torch.device) -> None:
     """Let ``tensor.data`` be set to tensors of ``device``.
 

@@ -97,10 +97,3 @@ class BufferPool:
                 self._late.popleft()
                 self._late_bytes -= buffer.nbytes
                 self.give([buffer])
-
-
-def allocate(buffer: Tensor) -> None:
-    """Give a buffer memory, if it has none."""
-    storage = buffer.untyped_storage()
-    if storage.size() == 0:
-        storage.resize_(buffer.nbytes)

@@ -14,7 +14,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ls_strategy.distributed.buffer_pool import BufferPool, allocate
+from ls_strategy._torch import allocate
+from ls_strategy.distributed.buffer_pool import BufferPool
 from ls_strategy.distributed.wire_format import WireFormat
 from ls_strategy.layout import FlatLayout
 

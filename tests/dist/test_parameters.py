@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from ls_strategy._torch import REFUSES_FREED_MEMORY
 from ls_strategy.testing import spawn
 from tests.dist.ranks import (
     STAGES,
@@ -300,6 +301,45 @@ def test_views_that_a_block_keeps_from_its_forward_have_the_values_and_take_writ
         assert_close(ours.seen, theirs.seen, f"{kind.__name__}, {precision}, views")
         assert_close(ours.losses, theirs.losses, f"{kind.__name__}, {precision}, losses")
         assert_close(weights(ours), weights(theirs), f"{kind.__name__}, {precision}, weights")
+
+
+class KeepsPlainViews(Block):
+    """Keeps views that share the weight's place in autograd's graph."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        weight = self.wide.weight
+        self.kept = [weight[0], weight.view(-1)[3:], weight.t()]
+        return super().forward(x)
+
+
+class UsesPlainViews(Net):
+    use: int | None = None
+
+    def build(self) -> None:
+        super().build()
+        self.blocks = nn.ModuleList([KeepsPlainViews() for _ in range(3)])
+
+    def loss(self, batch: Any) -> Tensor:
+        loss = super().loss(batch)
+        if self.use is None:
+            return loss
+        return loss + self.blocks[1].kept[self.use].square().sum()
+
+
+@pytest.mark.skipif(not REFUSES_FREED_MEMORY, reason="torch 2.11 cannot take the refusal back")
+@on_ranks(2)
+def test_views_of_the_weight_itself_that_a_block_keeps_are_refused_after_its_release(rank: int, world: int) -> None:
+    """A read of the memory would end the process. Unused ones cost nothing, and later fits get the same numbers."""
+    ours, theirs = UsesPlainViews(), UsesPlainViews()
+    for use in range(3):
+        ours.use = use
+        with pytest.raises(RuntimeError, match=r"'blocks\.1.*Take the view where it is used"):
+            fit(3, ours, max_steps=1)
+    ours.use, ours.losses = None, []
+    fit(3, ours, max_steps=2)
+    fit("ddp", theirs, max_steps=2)
+    assert_close(ours.losses, theirs.losses, "losses")
+    assert_close(weights(ours), weights(theirs), "weights")
 
 
 class Samples(Net):

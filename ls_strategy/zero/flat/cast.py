@@ -28,13 +28,14 @@ from torch.autograd.graph import increment_version
 from typing_extensions import override
 
 from ls_strategy._torch import (
+    allocate,
     current_backward_pass,
     is_transforming,
     saved_by_hooks_of_others,
     set_versions,
     version_of,
 )
-from ls_strategy.distributed.buffer_pool import BufferPool, allocate
+from ls_strategy.distributed.buffer_pool import BufferPool
 from ls_strategy.distributed.wire_format import CastWireFormat
 from ls_strategy.layout import FlatLayout
 from ls_strategy.zero.flat.flat_buffer import FlatBuffer

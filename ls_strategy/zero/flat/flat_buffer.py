@@ -28,8 +28,7 @@ from torch import Tensor, nn
 
 from ls_strategy import device as dev
 from ls_strategy import spans
-from ls_strategy._torch import set_versions
-from ls_strategy.distributed.buffer_pool import allocate
+from ls_strategy._torch import allocate, refuse_views, set_versions, storage_key
 from ls_strategy.distributed.comm import PendingGather
 from ls_strategy.distributed.wire_format import FORMATS, WireFormat
 from ls_strategy.errors import StateError
@@ -262,6 +261,12 @@ class FlatBuffer(FlatStates):
         released = torch.full((len(self.params),), placeholder, device=device, dtype=self.dtype)
         self._released = [nan.expand(slot.shape) for nan, slot in zip(released, self.layout.slots, strict=True)]
         """What each parameter points at while its unit is released."""
+        self._full_key = storage_key(self.full)
+        self._refusal = (
+            f"a view of a parameter in the buffer of {self.name!r} was kept from its module's forward, and used while "
+            "the parameter is released. Take the view where it is used, as in module.weight[0]: that gathers the "
+            "parameter. Or keep module.weight.detach()[0], the memory of which stays."
+        )
         self.bind()
         self.writes.count_references(bound=True)
         if not self.resident:
@@ -615,9 +620,13 @@ class FlatBuffer(FlatStates):
             self.full = torch.empty_like(self.full)
             self.views = self.split(self.full)
             self.writes.count_references(bound=False)
+            self._full_key = storage_key(self.full)
             if self.on_demand is not None:
                 self.on_demand.note_memory(self)
-        self.full.untyped_storage().resize_(0)
+        storage = self.full.untyped_storage()
+        if storage.size():
+            storage.resize_(0)
+            refuse_views(self._full_key, self._refusal)
         if self.steps_in_background:  # who keeps the states there wants the memory
             self.store.link.freed(self.layout.numel * self.dtype.itemsize)
 

@@ -327,6 +327,8 @@ class FlatStates:
     @property
     def master_is_slice(self) -> bool:
         """Return whether the masters are a slice of ``full``, so that no copy into it is needed."""
+        if self.policy.parameters:
+            return False
         return self.master.untyped_storage().data_ptr() == self.full.untyped_storage().data_ptr() != 0
 
     def wait_updated(self) -> None:

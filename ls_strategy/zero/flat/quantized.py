@@ -22,8 +22,8 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
+from ls_strategy._torch import allocate
 from ls_strategy.config import FrozenFormat
-from ls_strategy.distributed.buffer_pool import allocate
 from ls_strategy.distributed.comm import PendingGather
 from ls_strategy.ops.quantized import TILE, dequantize_, packed_bytes, quantize, rounded
 from ls_strategy.zero.flat.flat_buffer import FlatBuffer
