@@ -347,7 +347,7 @@ _allow_access: Any = getattr(torch._C, "_clear_storage_data_ptr_access_error_msg
 REFUSES_FREED_MEMORY = _refuse_access is not None and _allow_access is not None
 """Whether `refuse_views` works: from torch 2.12 on, where it can be taken back."""
 
-refuse_views: Callable[[int, str], Any] = _refuse_access if REFUSES_FREED_MEMORY else lambda *_: None
+refuse_views: Any = _refuse_access if REFUSES_FREED_MEMORY else lambda *_: None
 """Let the use of a storage without memory, of this `storage_key`, raise a message until `allocate` is called.
 
 Otherwise it reads at address 0, which ends the process.

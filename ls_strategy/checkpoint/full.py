@@ -17,6 +17,7 @@ from torch.overrides import TorchFunctionMode
 from typing_extensions import override
 
 from ls_strategy._torch import persistent_buffer_names
+from ls_strategy.checkpoint.reshard import StandIn
 from ls_strategy.checkpoint.source import versions_of, with_versions
 from ls_strategy.distributed.mesh import Mesh
 from ls_strategy.errors import StateError
@@ -93,7 +94,7 @@ def stand_ins(raw: Mapping[str, Any], units: list[Unit]) -> dict[str, Any]:
         place = places.get(key)
         if place is not None:
             flat, i = place
-            result[key] = torch.empty(flat.layout.slots[i].full_shape, dtype=flat.master_dtype, device="meta")
+            result[key] = StandIn.of(flat.layout.slots[i].full_shape, flat.master_dtype)
         else:
             result[key] = value
     return with_versions(result, versions_of(raw))

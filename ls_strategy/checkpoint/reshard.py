@@ -10,7 +10,7 @@ any torch operation.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
-from ls_strategy._torch import tree_iter
+from ls_strategy._torch import tree_iter, without_torch_function
 from ls_strategy.checkpoint.files import Path, RankFile, Reader, read_box, read_range
 from ls_strategy.errors import CheckpointError
 from ls_strategy.layout import Box, flat_range_to_boxes
@@ -73,6 +73,41 @@ class Source:
             yield offsets, found.contiguous()
 
 
+class StandIn(Tensor):
+    """A tensor on meta that stands in a checkpoint for a value of which this rank does not have all elements.
+
+    What is computed from it is a plain tensor on meta. It cannot be pickled.
+    """
+
+    @classmethod
+    def of(cls, shape: Sequence[int], dtype: torch.dtype) -> StandIn:
+        """Make a new one."""
+        return torch.empty(shape, dtype=dtype, device="meta").as_subclass(cls)
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Compute with it as with a plain tensor."""
+        with without_torch_function():
+            return func(*args, **(kwargs or {}))
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> StandIn:
+        """Return another one: hooks may copy what is saved."""
+        return memo.setdefault(id(self), StandIn.of(self.shape, self.dtype))
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """Refuse to be pickled.
+
+        Raises:
+            CheckpointError: always.
+        """
+        raise CheckpointError(
+            f"a value of shape {tuple(self.shape)} in the dictionary of a checkpoint (dump_checkpoint(), "
+            "on_save_checkpoint) stands for one that is sharded over ranks, so torch.save and pickle would lose its "
+            "elements. Save the dictionary by trainer.strategy.save_checkpoint(checkpoint, path) on all ranks, or call "
+            "trainer.save_checkpoint(path)."
+        )
+
+
 @dataclass
 class Contents:
     """Values that one ``trainer.save_checkpoint`` has collected so far, and the placeholders that stand for them."""
@@ -85,7 +120,7 @@ class Contents:
 
     def stand_in(self, source: Source, dtype: torch.dtype) -> Tensor:
         """Return a placeholder for the value."""
-        tensor = torch.empty(source.flat.layout.slots[source.slot].full_shape, dtype=dtype, device="meta")
+        tensor = StandIn.of(source.flat.layout.slots[source.slot].full_shape, dtype)
         self._placeholders.append(tensor)  # keeps the id valid
         self.sources[id(tensor)] = source
         return tensor

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import errno
 import os
 from pathlib import Path
@@ -19,6 +20,7 @@ from torch import Tensor
 from ls_strategy import Muon, ShardedEMA, ZeROStrategy
 from ls_strategy.checkpoint import save
 from ls_strategy.config import nested
+from ls_strategy.errors import CheckpointError
 from ls_strategy.lightning.checkpointing import saving
 from ls_strategy.zero.flat.flat_buffer import FlatBuffer
 from tests.dist.ranks import Net, fit, on_ranks
@@ -172,6 +174,22 @@ def test_code_of_the_users_gets_full_values(rank: int, world_size: int, tmp_path
     assert found["sum"] == sum(float(value.sum()) for value in found["state_dict"].values())
     [optimizer] = torch.load(tmp_path / "rounded.ckpt", weights_only=True)["optimizer_states"]
     assert {entries["momentum_buffer"].dtype for entries in optimizer["state"].values()} == {torch.float16}
+
+
+@on_ranks(2)
+def test_what_a_trainer_dumps_is_refused_by_torch_save_if_it_lacks_the_values(
+    rank: int, world_size: int, tmp_path: Path
+) -> None:
+    """It would be a file without weights, on meta: here ranks hold shards, under DDP rank 0 holds everything."""
+    trainer = fit(strategy("3", tmp_path), Net(), max_epochs=1)
+    dumped = trainer._checkpoint_connector.dump_checkpoint(False)
+    for value in (dumped, copy.deepcopy(dumped["state_dict"])):
+        with pytest.raises(CheckpointError, match=r"trainer\.strategy\.save_checkpoint\(checkpoint, path\)"):
+            torch.save(value, tmp_path / f"dumped{rank}.pt")
+    trainer.strategy.save_checkpoint(dumped, tmp_path / "saved.ckpt")
+    trainer.save_checkpoint(tmp_path / "again.ckpt")
+    saved, again = (torch.load(tmp_path / f"{name}.ckpt", weights_only=True) for name in ("saved", "again"))
+    assert_same({**saved, "callbacks": {}}, {**again, "callbacks": {}})
 
 
 class Noting(pl.Trainer):
