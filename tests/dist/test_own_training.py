@@ -105,3 +105,24 @@ def test_fused_updates_of_the_users_own_are_kept(rank: int, world_size: int, sta
     fit("ddp", expected)
     assert_close(module.losses, expected.losses, "losses")
     assert_close(weights(module), weights(expected), "weights")
+
+
+class BesideTheirs(Net):
+    """An optimizer that Lightning does not know steps what the configured one is about to step, some of it gathered."""
+
+    def configure_optimizers(self) -> Any:
+        self.__dict__["own"] = torch.optim.AdamW(self.parameters(), lr=1e-2, eps=1e-4, fused=True)
+        return torch.optim.SGD(self.parameters(), lr=0.05)
+
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        self.__dict__["own"].step()
+
+
+@pytest.mark.parametrize("stage", [pytest.param(1, marks=pytest.mark.wide), 3])
+@on_ranks(2)
+def test_fused_updates_before_the_step_of_the_same_parameters_are_kept(rank: int, world_size: int, stage: int) -> None:
+    module, expected = BesideTheirs(), BesideTheirs()
+    fit(stage, module, max_steps=3)
+    fit("ddp", expected, max_steps=3)
+    assert_close(module.losses, expected.losses, "losses")
+    assert_close(weights(module), weights(expected), "weights")

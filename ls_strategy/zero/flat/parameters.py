@@ -27,6 +27,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
+from torch.optim import Optimizer
 
 from ls_strategy._torch import WeakIdKeyDictionary, is_tracing, torch_function_is_on, tree_iter, without_torch_function
 from ls_strategy.errors import StateError
@@ -157,7 +158,12 @@ class ResidentParameter(nn.Parameter):
 
     def _read_grad(self) -> Tensor | None:
         home = home_of(self) if torch_function_is_on() and not is_tracing() else None
-        return grad_of(self) if home is None else home.read_grad(self)
+        if home is None:
+            return grad_of(self)
+        grad = home.read_grad(self)
+        if isinstance(sys._getframe(1).f_locals.get("self"), Optimizer):
+            home.writes.note_access()  # one of the user's own: fused updates do not count in ``_version``
+        return grad
 
     def _write_grad(self, value: Tensor | None) -> None:
         home = home_of(self) if torch_function_is_on() else None
