@@ -327,7 +327,8 @@ class Engine:
         self.events.before_read("parameters", "gradients")
         if self.gatherer.stepped:
             self.gatherer.fetch_root_again()
-        spans.enter(spans.BACKWARD)
+        if spans.SpanRecorder.active is not None:
+            spans.enter(spans.BACKWARD)
         self.events.on_backward_begin()
         self.stepper.begin_backward()
         early = self.early_step and eager and self.scaler is None and self.schedule.allows_early
@@ -346,7 +347,8 @@ class Engine:
         self.gradients.averaged = self.reducer.eager
         if not self.reducer.holds:
             self._let_go()
-        spans.leave(spans.BACKWARD)
+        if spans.SpanRecorder.active is not None:
+            spans.leave(spans.BACKWARD)
 
     def _let_go(self) -> None:
         for unit in self.units if self.gatherer.releases else ():

@@ -14,7 +14,7 @@ import sys
 import weakref
 from collections import Counter
 from collections.abc import Generator, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any
@@ -171,6 +171,8 @@ class PendingGather:
         self._works = ()
 
 
+_NOTHING = nullcontext()
+
 _TRANSPORT = ("onnection", "Broken pipe", "gloo", "NCCL")
 """Words in the errors of a broken connection. Gloo says which call failed, and begins with its own file."""
 
@@ -194,9 +196,10 @@ class Traffic:
         """Add sends of ``numel`` elements of ``itemsize`` bytes each, ``far_numel`` of them to other nodes."""
         self.elements[kind] += numel
         self.bytes[kind] += numel * itemsize
+        if spans.SpanRecorder.active is not None:
+            spans.sent(kind, numel * itemsize)
         if far_numel:
             self.bytes_between_nodes[kind] += far_numel * itemsize
-        spans.sent(kind, numel * itemsize)
 
     def reset(self) -> None:
         """Forget everything counted so far."""
@@ -238,7 +241,7 @@ class Comm:
         self.native = group is not None and dev.moves_device_tensors(group)
         self.failures = failures or Failures(self.rank, self.world_size)
         self.where = self.failures.where
-        self.journal = self._journal_of(group)
+        self.journal, self._control_journal = self._journal_of(group), self._journal_of(control)
         self.traffic = Traffic()
         self.pool = BufferPool()
         self.locate(None)
@@ -310,7 +313,7 @@ class Comm:
         if not works:
             return
         entry = works[0].entry if isinstance(works[0], Started) else None
-        with self.where.wait(entry), spans.waiting(spans.COMMUNICATION):
+        with entry or _NOTHING, _NOTHING if spans.SpanRecorder.active is None else spans.waiting(spans.COMMUNICATION):
             try:  # `naming_failures` itself would double the time of this call, which a stage-3 unit makes three times
                 for work in works:
                     work.wait()
@@ -333,36 +336,53 @@ class Comm:
         Raises:
             RankFailedError: the connection broke, and another rank has reported why.
         """
-        journal = self.journal if group is None else self._journal_of(group)
+        journal = self.journal
+        if group is not None:
+            journal = self._control_journal if group is self.control else self._journal_of(group)
         entry = journal.enter(kind, of, None if source is None else (journal.ranks[source],))
-        with self.where.wait(entry), self.naming_failures(), spans.waiting(spans.COMMUNICATION, of or kind):
-            yield
+        active = spans.SpanRecorder.active
+        with entry, _NOTHING if active is None else spans.waiting(spans.COMMUNICATION, of or kind):
+            try:
+                yield
+            except RuntimeError as error:
+                self._name_failure(error)
+                raise
 
     def exchange(
         self, sends: Sequence[Tensor | None], receives: Sequence[Tensor | None], kind: str, of: str
     ) -> Sequence[Any]:
         """Start sending ``sends[r]`` to every other rank ``r`` and receiving ``receives[r]`` from it; None: nothing.
 
+        All of ``sends`` are of one dtype.
         Different operations are never matched with each other: their tags differ, so both wait.
         """
         if _dropped and self.group is not None:
             self.wait(_dropped.pop(self.group, ()))
-        entry, nbytes = self.journal.enter(kind, of), 0
-        tag = entry.tag
+        entry = self.journal.enter(kind, of)
+        tag, numel, far, itemsize = entry.tag, 0, 0, 0
         operations: list[dist.P2POp] = []
         for distance in range(1, self.world_size):
             to = (self.rank + distance) % self.world_size
             frm = (self.rank - distance) % self.world_size
             outgoing, incoming = sends[to], receives[frm]
             if outgoing is not None:
-                self.traffic.count(kind, outgoing, far=self.far[to])
-                nbytes += outgoing.nbytes
+                numel += outgoing.numel()
+                far += outgoing.numel() * self.far[to]
+                itemsize = outgoing.element_size()
                 operations.append(dist.P2POp(dist.isend, outgoing, group=self.group, group_peer=to, tag=tag))
             if incoming is not None:
                 operations.append(dist.P2POp(dist.irecv, incoming, group=self.group, group_peer=frm, tag=tag))
-        with self.where.wait(entry), self.naming_failures():  # fails here or in the wait if a peer has left
-            works = dist.batch_isend_irecv(operations) if operations else []
-        return [Started(spans.followed(works, f"{kind} {of}", nbytes), entry, self.group)]
+        if itemsize:
+            self.traffic.count_elements(kind, numel, itemsize, far)
+        with entry:
+            try:  # fails here or in the wait if a peer has left
+                works = dist.batch_isend_irecv(operations) if operations else []
+            except RuntimeError as error:
+                self._name_failure(error)
+                raise
+        if spans.SpanRecorder.active is not None:
+            works = spans.followed(works, f"{kind} {of}", numel * itemsize)
+        return [Started(works, entry, self.group)]
 
     def all_gather(self, full: Tensor, of: str = "", sizes: Sequence[int] | None = None) -> PendingGather:
         """Complete ``full``, ``(world_size * shard,)``, in which this rank has filled its own shard.
@@ -378,8 +398,8 @@ class Comm:
         """
         if self.world_size == 1 or full.numel() == 0:
             return PendingGather((), self)
-        mine = self._own(full, sizes)
         if self.native:
+            mine = self._own(full, sizes)
             self.journal.enter("all_gather", of)
             self.traffic.count("all_gather", mine, self.world_size - 1, far=sum(self.far))
             if sizes is None:
@@ -389,7 +409,7 @@ class Comm:
             works = spans.followed((work,), f"all_gather {of}", mine.nbytes * (self.world_size - 1))
             return PendingGather(works, self)
         shards = cut(full, self.world_size, sizes)
-        return PendingGather(self.exchange([mine] * self.world_size, shards, "all_gather", of), self)
+        return PendingGather(self.exchange([shards[self.rank]] * self.world_size, shards, "all_gather", of), self)
 
     def reduce_scatter(
         self,
@@ -411,10 +431,10 @@ class Comm:
         Traffic:
             The other ranks' shards: ``(world_size - 1) * shard`` elements sent per rank with equal shards.
         """
-        mine = self._own(full, sizes)
         if self.world_size == 1 or full.numel() == 0:
-            return PendingReduce((), [mine], (), self)
+            return PendingReduce((), [self._own(full, sizes)], (), self)
         if self.native:
+            mine = self._own(full, sizes)
             self.journal.enter("reduce_scatter", of)
             wire = full if dtype is None else full.to(dtype)
             out = self.pool.take(mine.numel(), wire.dtype, wire.device)
@@ -426,11 +446,13 @@ class Comm:
                 work = dist.reduce_scatter(out, list(wire.split(list(sizes))), group=self.group, async_op=True)
             works = spans.followed((work,), f"reduce_scatter {of}", wire.nbytes - out.nbytes)
             return PendingReduce((*works, _KeepAlive(wire)), [out], [out], self)
+        shards = cut(full, self.world_size, sizes)
+        mine = shards[self.rank]
         parts = [
             mine if r == self.rank else self.pool.take(mine.numel(), mine.dtype, mine.device)
             for r in range(self.world_size)
         ]
-        works = self.exchange(cut(full, self.world_size, sizes), parts, "reduce_scatter", of)
+        works = self.exchange(shards, parts, "reduce_scatter", of)
         return PendingReduce(works, parts, [p for r, p in enumerate(parts) if r != self.rank], self)
 
     def _own(self, full: Tensor, sizes: Sequence[int] | None) -> Tensor:

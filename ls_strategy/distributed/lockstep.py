@@ -204,7 +204,7 @@ class Lockstep:
     def _waiting(self, kind: str) -> Generator[None, None, None]:
         """Surround a collective on the group of this class."""
         entry = self._journal.enter(kind)
-        with self._comm.where.wait(entry), self._comm.naming_failures(), spans.waiting(spans.COMMUNICATION, "batches"):
+        with entry, self._comm.naming_failures(), spans.waiting(spans.COMMUNICATION, "batches"):
             yield
 
     def _wait(self, work: dist.Work, now: LoaderPass) -> None:

@@ -143,7 +143,7 @@ class _BetweenGroups(PendingReduce):
         sent = 2 * (across.world_size - 1) * total.numel() // across.world_size
         group.traffic.count_elements("all_reduce", sent, total.element_size(), sent if any(across.far) else 0)
         entry = across.journal.enter("all_reduce", self._of)
-        with across.where.wait(entry), across.naming_failures():
+        with entry, across.naming_failures():
             work = dist.all_reduce(total, group=across.group, async_op=True)
         return Started(spans.followed((work,), f"all_reduce {self._of}", sent * total.element_size()), entry)
 
@@ -155,7 +155,7 @@ class _BetweenGroups(PendingReduce):
         sums = group.pool.take(out.numel(), out.dtype, out.device)
         ranges = list(_messages(out.numel() // group.replicas, group.replicas))
         entry = across.journal.enter("all_reduce", self._of)
-        with across.where.wait(entry), across.naming_failures(), spans.waiting(spans.COMMUNICATION, self._of):
+        with entry, across.naming_failures(), spans.waiting(spans.COMMUNICATION, self._of):
             link = _Link(across, entry.tag, group)
             lower = [link.receive(sums[lo:hi], here - 1) for lo, hi in ranges] if here > 0 else []
             totals = [link.receive(out[lo:hi], here + 1) for lo, hi in ranges] if here < last else []

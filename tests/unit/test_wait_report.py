@@ -55,18 +55,16 @@ def test_a_wait_inside_of_a_wait_gives_the_outer_one_back() -> None:
     where = Whereabouts(0, 2)
     journal = where.journal("world", [0, 1])
     outer, inner = journal.enter("all_gather"), journal.enter("barrier")
-    with where.wait(outer):
-        with where.wait(inner):
+    with outer:
+        with inner:
             assert where.waiting is inner
-        with where.wait(None):
-            assert where.waiting is outer
         assert where.waiting is outer
     assert where.waiting is None
 
 
 def test_a_wait_ends_with_an_exception_too() -> None:
     where = Whereabouts(0, 2)
-    with pytest.raises(RuntimeError), where.wait(where.journal("world", [0, 1]).enter("barrier")):
+    with pytest.raises(RuntimeError), where.journal("world", [0, 1]).enter("barrier"):
         raise RuntimeError("closed")
     assert where.waiting is None
 
@@ -96,7 +94,7 @@ def store(monkeypatch: pytest.MonkeyPatch) -> Store:
 def test_ranks_that_ended_the_run_are_named() -> None:
     first, second = ranks()
     second.leave()
-    with first.wait(first.journal("world", [0, 1]).enter("all_gather", "weights")):
+    with first.journal("world", [0, 1]).enter("all_gather", "weights"):
         text = first.explain_ended()
     assert text.startswith("this rank has waited 0 s in all_gather of 'weights', and rank 1 has ended the run")
 
@@ -106,7 +104,7 @@ def test_ranks_that_ended_an_earlier_run_are_not() -> None:
     first, second = ranks()
     second.leave()
     first.begin_era()
-    with first.wait(first.journal("world", [0, 1]).enter("barrier")):
+    with first.journal("world", [0, 1]).enter("barrier"):
         assert first.explain_ended() == ""
 
 

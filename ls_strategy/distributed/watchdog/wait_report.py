@@ -65,9 +65,9 @@ _ANY_QUESTION = 1 << 60
 
 
 class CollectiveEntry:
-    """One collective that this rank has entered."""
+    """One collective that this rank has entered; a context that records a wait of the training thread for it."""
 
-    __slots__ = ("batch", "era", "journal", "kind", "needs", "number", "of", "since")
+    __slots__ = ("_before", "batch", "era", "journal", "kind", "needs", "number", "of", "since")
 
     def __init__(self, journal: Journal, kind: str, of: str, needs: Sequence[int] | None) -> None:
         where = journal.where
@@ -84,6 +84,20 @@ class CollectiveEntry:
     def tag(self) -> int:
         """Return a number that is the same on two ranks if they enter the same operation at the same batch."""
         return zlib.crc32(f"{self.kind} {self.of} {self.batch}".encode()) & 0x7FFFFFFF
+
+    def __enter__(self) -> None:
+        """Begin to wait."""
+        where = self.journal.where
+        self._before, self.since, where.waiting = where.waiting, time.monotonic(), self
+        if where.resting is not None:
+            where.resting.start()
+
+    def __exit__(self, *_: object) -> None:
+        """End the wait, also with an exception: the one around it goes on."""
+        where = self.journal.where
+        where.waiting = self._before
+        if where.resting is not None and self._before is None:
+            where.resting.rest()
 
 
 class Journal:
@@ -113,28 +127,6 @@ class Journal:
         return entry
 
 
-class _Waiting:
-    """Records a wait for other ranks."""
-
-    __slots__ = ("_before", "_entry", "_where")
-
-    def __init__(self, where: Whereabouts, entry: CollectiveEntry | None) -> None:
-        self._where, self._entry = where, entry
-
-    def __enter__(self) -> None:
-        self._before = self._where.waiting
-        if self._entry is not None:
-            self._entry.since = time.monotonic()
-            self._where.waiting = self._entry
-            if self._where.resting is not None:
-                self._where.resting.start()
-
-    def __exit__(self, *_: object) -> None:
-        self._where.waiting = self._before
-        if self._where.resting is not None and self._before is None:
-            self._where.resting.rest()
-
-
 class Whereabouts:
     """Record of what the training thread does: its batch, collectives and waits. One per default process group."""
 
@@ -161,10 +153,6 @@ class Whereabouts:
         if name not in self.journals:
             self.journals[name] = Journal(self, ranks, name)
         return self.journals[name]
-
-    def wait(self, entry: CollectiveEntry | None) -> _Waiting:
-        """Return a context that records a wait for ``entry``; None records nothing."""
-        return _Waiting(self, entry)
 
     def begin_era(self) -> None:
         """Restart all counts; call it where all ranks have just synchronised. Collective, but does not wait."""

@@ -244,7 +244,8 @@ class UnitHooks:
         def before(_module: nn.Module | None, _args: Any) -> None:
             # Inside a backward pass this is a recomputed forward, which runs through the model from its end.
             self.gatherer.fetch(unit, backward=current_backward_pass() >= 0)
-            spans.at_unit(unit.name)
+            if spans.SpanRecorder.active is not None:
+                spans.at_unit(unit.name)
 
         def after(_module: nn.Module | None, args: Any, kwargs: Any, output: Any) -> None:
             self._after_forward(unit, (args, kwargs), output)

@@ -225,7 +225,8 @@ class Reducer:
             return  # never waited for
         unit.waiting_for -= 1
         if unit.waiting_for == 0:
-            spans.at_unit(unit.name)
+            if spans.SpanRecorder.active is not None:
+                spans.at_unit(unit.name)
             if self.eager:
                 self._advance()
 
