@@ -12,12 +12,12 @@ have one, and the owner of a tensor that needs to be full. This is a list of the
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from functools import partial
 from operator import is_
-from types import TracebackType
 from typing import Any
 
 import torch
@@ -151,7 +151,11 @@ class ShardedOptimizer:
             if updater in self._others:
                 self._require_in_memory(updater, *self.states.locate(number))
         chosen = {id(u) for u in self._updater_of}
-        self._updaters = [u for u in updaters if id(u) in chosen or u is self._torch]
+        self._all_fused = chosen <= {id(self.fused)}
+        """Whether fused updates step all parameters, so that there are none for the optimizer's own ``step``."""
+        if not self._all_fused:
+            chosen.add(id(self._torch))
+        self._updaters = [u for u in updaters if id(u) in chosen]
         for n, flat in enumerate(self.flats):
             own = self._updater_of[self.states.offsets[n] : self.states.offsets[n + 1]]
             flat.averages.fold_factors(not self.is_mixed and all(updater is self.fused for updater in own))
@@ -349,8 +353,11 @@ class ShardedOptimizer:
     def stepping(self) -> Iterator[None]:
         """Wrap the optimizer's own ``step``, whose groups hold the tensors that it updates; see `Updater.stepping`."""
         with ExitStack() as around:
-            for updater in reversed(self._updaters):
-                around.enter_context(updater.stepping())
+            if self._all_fused:
+                around.enter_context(_showing_nothing(self.optimizer))
+            else:
+                for updater in reversed(self._updaters):
+                    around.enter_context(updater.stepping())
             yield
         if self._clip_due:
             self._clip_due = False
@@ -435,11 +442,27 @@ class ShardedOptimizer:
         return sum(each.nbytes() for each in store) + sum(n for address, n in own.items() if address not in held)
 
 
+@contextmanager
+def _showing_nothing(optimizer: Optimizer) -> Iterator[None]:
+    """Let the optimizer's groups and its state be empty inside the context."""
+    groups, state = optimizer.param_groups, optimizer.state
+    members = [group["params"] for group in groups]
+    for group in groups:
+        group["params"] = []
+    optimizer.state = defaultdict(dict)
+    try:
+        yield
+    finally:
+        optimizer.state = state
+        for group, params in zip(groups, members, strict=True):
+            group["params"] = params
+
+
 def _nothing_left() -> None:
     """Do nothing: the last updater has begun."""
 
 
-class OwnStep:
+class OwnStep(ExitStack):
     """One call of the optimizer's own ``step``: the groups hold runs while it computes.
 
     ::
@@ -455,9 +478,9 @@ class OwnStep:
 
     def __init__(self, sharded: ShardedOptimizer, step: StepArguments) -> None:
         """Record the arguments."""
+        super().__init__()
         self.sharded = sharded
         self._step = step
-        self._while_stepping = ExitStack()
         self._depth = 0
         """Calls of ``step`` that are running: torch runs the hooks for each class that overrides it."""
 
@@ -472,7 +495,7 @@ class OwnStep:
         if step.shown:
             self.sharded.take_edits(step.used)
         self.sharded.begin(step)
-        self._while_stepping.enter_context(self.sharded.stepping())
+        self.enter_context(self.sharded.stepping())
 
     def nests(self) -> bool:
         """Return whether a running ``step`` has called this one, as a subclass does, and if so only count the call."""
@@ -486,14 +509,4 @@ class OwnStep:
         self._depth -= 1
         if self._depth > 0:
             return
-        self._while_stepping.close()
-
-    def __enter__(self) -> OwnStep:
-        """Return itself."""
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        """End the step."""
-        self._while_stepping.__exit__(kind, error, trace)
+        self.close()

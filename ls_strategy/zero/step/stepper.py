@@ -9,14 +9,14 @@
 
 The phase of one optimizer's gradients, and its legal transitions::
 
-    transition            from                      to              when
-    reopen, start_over    any                       ACCUMULATING    a backward, `zero_grad`, or a change by others
-    averaged              ACCUMULATING, STEPPED     AVERAGED        before clipping and step, or when they are read
-    clipped               AVERAGED, CLIPPED         CLIPPED         clipping by norm or value
-    stepped               AVERAGED, CLIPPED         STEPPED         the optimizer has stepped, or skipped its step
+    from                      to              when
+    any                       ACCUMULATING    a backward, `zero_grad`, or a change by others
+    ACCUMULATING, STEPPED     AVERAGED        before clipping and step, or when they are read
+    AVERAGED, CLIPPED         CLIPPED         clipping by norm or value
+    AVERAGED, CLIPPED         STEPPED         the optimizer has stepped, or skipped its step
 
-`OptimizerStep` changes its phase only in these methods. Any other transition is an error. Every method of `Stepper` is
-collective unless its docstring says otherwise.
+Only `OptimizerStep.reopen` and `OptimizerStep.move` change a phase. Any other transition is an error. Every method of
+`Stepper` is collective unless its docstring says otherwise.
 """
 
 from __future__ import annotations
@@ -68,6 +68,17 @@ class Phase(Enum):
     """The optimizer has stepped, or skipped its step after an overflow."""
 
 
+COMPLETE = (Phase.AVERAGED, Phase.CLIPPED)
+"""The gradients are complete, clipped or not, and not yet stepped."""
+
+_BEFORE = {
+    Phase.AVERAGED: (Phase.ACCUMULATING, Phase.STEPPED),
+    Phase.CLIPPED: COMPLETE,
+    Phase.STEPPED: COMPLETE,
+}
+"""The phases from which `OptimizerStep.move` leads to each."""
+
+
 @dataclass(eq=False)
 class OptimizerStep:
     """One optimizer, and the state of its gradients between backward and step."""
@@ -95,11 +106,6 @@ class OptimizerStep:
     left_out: bool = False
     """Whether the next step changes nothing; see `Stepper.leave_out`."""
 
-    @property
-    def is_averaged(self) -> bool:
-        """Return whether the gradients are complete, clipped or not, and not yet stepped."""
-        return self.phase in (Phase.AVERAGED, Phase.CLIPPED)
-
     def reopen(self) -> None:
         """Record that more gradients follow, or that others have changed them."""
         self.phase = Phase.ACCUMULATING
@@ -111,23 +117,9 @@ class OptimizerStep:
         self.folded = False
         self.clip = None
 
-    def averaged(self, *, overflow: bool) -> None:
-        """Record that the gradients are complete."""
-        self._move(Phase.AVERAGED, Phase.ACCUMULATING, Phase.STEPPED)
-        self.overflow = overflow
-        self.norm_stands = False
-
-    def clipped(self) -> None:
-        """Record that the gradients were clipped."""
-        self._move(Phase.CLIPPED, Phase.AVERAGED, Phase.CLIPPED)
-        self.norm_stands = True
-
-    def stepped(self) -> None:
-        """Record that the step is over."""
-        self._move(Phase.STEPPED, Phase.AVERAGED, Phase.CLIPPED)
-        self.sums = None
-
-    def _move(self, to: Phase, *allowed: Phase) -> None:
+    def move(self, to: Phase) -> None:
+        """Record that the gradients are complete, clipped or stepped."""
+        allowed = _BEFORE[to]
         if self.phase not in allowed:
             raise StateError(
                 f"Got {self.phase.value} gradients of {type(self.sharded.optimizer).__name__}, but only "
@@ -135,6 +127,10 @@ class OptimizerStep:
                 "clipping and step()."
             )
         self.phase = to
+        if to is Phase.STEPPED:
+            self.sums = None
+        else:
+            self.norm_stands = to is Phase.CLIPPED
 
 
 def no_gradients() -> StateError:
@@ -315,7 +311,8 @@ class Stepper:
         """Let a backward pass add to the gradients, with the changes that user code has made."""
         self.take_replaced_states()
         for state in self.optimizers:
-            self._unfold(state)
+            if state.folded:
+                self._unfold(state)
             state.reopen()
         self.gradients.take_all()
 
@@ -335,13 +332,15 @@ class Stepper:
         for flat in state.flats:
             if flat.offloaded:
                 raise states_offloaded(", ".join(sorted(flat.offloaded)))
-        if state.is_averaged:
+        if state.phase in COMPLETE:
             return not state.overflow
-        self._unfold(state)
+        if state.folded:
+            self._unfold(state)
         for kind in state.kinds:
             self.gradients.take(kind)
             self._average(kind)
-        self._note_used(state)
+        if len(state.kinds) > 1:
+            self._note_used(state)
         overflow = False
         state.folded = self.is_private(state)
         if self.scaler is not None:
@@ -351,7 +350,8 @@ class Stepper:
             overflow = global_norm.any_overflow(state.sums, self._world)
         if not self.is_private(state):
             state.sharded.bind_grads(state.used)
-        state.averaged(overflow=overflow)
+        state.move(Phase.AVERAGED)
+        state.overflow = overflow
         return not overflow
 
     def is_private(self, state: OptimizerStep) -> bool:
@@ -364,8 +364,6 @@ class Stepper:
 
     def _unfold(self, state: OptimizerStep) -> None:
         """Apply the factors that were left to the update, so that the averages have the values they have under DDP."""
-        if not state.folded:
-            return
         state.folded = False
         for flat in state.flats:
             averages = flat.averages
@@ -382,7 +380,7 @@ class Stepper:
 
     def _unfold_kind(self, kind: int) -> None:
         for state in self.optimizers:
-            if kind in state.kinds:
+            if kind in state.kinds and state.folded:
                 self._unfold(state)
 
     def _average(self, kind: int) -> list[bool]:
@@ -412,9 +410,7 @@ class Stepper:
         return self._used[kind]
 
     def _note_used(self, state: OptimizerStep) -> None:
-        """Collect which parameters have gradients, in the order of the optimizer's flats."""
-        if len(state.kinds) == 1:
-            return
+        """Collect which parameters of an optimizer that shares some have gradients, in the order of its flats."""
         rows = {kind: iter(self._used[kind]) for kind in state.kinds}
         state.used = [next(rows[flat.optimizer_index]) for flat in state.flats for _ in flat.params]
 
@@ -434,7 +430,8 @@ class Stepper:
         self.finish(index)
         state = self.optimizers[index]
         if clipped and state.phase is Phase.CLIPPED:
-            self._unfold(state)
+            if state.folded:
+                self._unfold(state)
             state.norm = state.sums = None
         if not self.is_private(state):
             state.sharded.take_edits(state.used)
@@ -442,7 +439,8 @@ class Stepper:
         if any([self.gradients.take(kind, self._used[kind]) for kind in state.kinds]):
             state.norm = state.sums = None
             self._outdate_others(state)
-            self._note_used(state)
+            if len(state.kinds) > 1:
+                self._note_used(state)
             if not self.is_private(state):
                 state.sharded.bind_grads(state.used)
         return state
@@ -474,8 +472,9 @@ class Stepper:
         self._clipped(state)
 
     def _clipped(self, state: OptimizerStep) -> None:
-        self._outdate_others(state)
-        state.clipped()
+        if len(self.optimizers) > 1:
+            self._outdate_others(state)
+        state.move(Phase.CLIPPED)
         if not self.is_private(state):
             state.sharded.show_again()
 
@@ -535,8 +534,8 @@ class Stepper:
             self.skipped_steps += 1
         if self.scaler is not None and not left_out:
             self.scaler.update(state.overflow)
-        if state.is_averaged:  # a hook after the step may have dropped the gradients
-            state.stepped()
+        if state.phase in COMPLETE:  # a hook after the step may have dropped the gradients
+            state.move(Phase.STEPPED)
         self.has_stepped = True
         self.schedule.end_step()
         return result
@@ -623,7 +622,8 @@ class Stepper:
             self.gradients.forget(kind, set_to_none=set_to_none)
         if set_to_none:
             self._given_up.difference_update(state.kinds)
-        self._outdate_others(state)
+        if len(self.optimizers) > 1:
+            self._outdate_others(state)
         self._model.reducer.zero_grad(state.flats, set_to_none=set_to_none)
         for piece in state.sharded.pieces:
             if set_to_none:
