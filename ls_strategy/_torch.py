@@ -81,9 +81,8 @@ def onednn_linear() -> Callable[[torch.Tensor, torch.Tensor], torch.Tensor] | No
     return lambda x, weight: product(x, weight, None, "none", [], "")
 
 
-def current_backward_pass() -> int:
-    """Return a number that identifies the current backward pass; -1 outside of backward."""
-    return torch._C._current_graph_task_id()
+current_backward_pass: Callable[[], int] = torch._C._current_graph_task_id
+"""Returns a number that identifies the current backward pass; -1 outside of backward."""
 
 
 _REENTRANT = torch.utils.checkpoint.CheckpointFunction
@@ -430,14 +429,11 @@ def storage_users(tensor: Tensor) -> int:
     return torch._C._storage_Use_Count(tensor.untyped_storage()._cdata)
 
 
-def without_torch_function() -> AbstractContextManager[Any]:
-    """Disable ``__torch_function__`` of tensor subclasses on this thread."""
-    return torch._C.DisableTorchFunctionSubclass()
+without_torch_function: Callable[[], AbstractContextManager[Any]] = torch._C.DisableTorchFunctionSubclass
+"""Context that disables ``__torch_function__`` of tensor subclasses on this thread."""
 
-
-def torch_function_is_on() -> bool:
-    """Return whether ``__torch_function__`` works on this thread: it does outside of `without_torch_function`."""
-    return torch._C._is_torch_function_enabled()
+torch_function_is_on: Callable[[], bool] = torch._C._is_torch_function_enabled
+"""Returns whether ``__torch_function__`` works on this thread: it does outside of `without_torch_function`."""
 
 
 def is_tracing() -> bool:
@@ -445,9 +441,8 @@ def is_tracing() -> bool:
     return CompileContext.try_get() is not None
 
 
-def is_transforming() -> bool:
-    """Return whether this thread is inside a transform of `torch.func` (grad, vmap, ...)."""
-    return torch._C._functorch.peek_interpreter_stack() is not None  # type: ignore[attr-defined]
+current_transform: Callable[[], object | None] = torch._C._functorch.peek_interpreter_stack  # type: ignore[attr-defined]
+"""Returns the innermost transform of `torch.func` (grad, vmap, ...) that this thread is inside of, or None."""
 
 
 def outside_transforms() -> AbstractContextManager[Any]:

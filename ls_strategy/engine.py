@@ -331,11 +331,12 @@ class Engine:
             spans.enter(spans.BACKWARD)
         self.events.on_backward_begin()
         self.stepper.begin_backward()
-        early = self.early_step and eager and self.scaler is None and self.schedule.allows_early
+        scaler = self.stepper.scaler
+        early = self.early_step and eager and scaler is None and self.schedule.allows_early
         early = early and not self.gradients.were_read
         early = early and all(map(self.stepper.is_private, self.optimizers))
         self.reducer.on_complete = None  # buffers of an earlier micro-batch in flight are not complete
-        scale = self.scaler.scale if self.scaler is not None else 1.0
+        scale = scaler.scale if scaler is not None else 1.0
         self.reducer.begin_backward(eager=eager, loss_scale=scale, counts=counts)
         if early:
             self.reducer.on_complete = self.schedule.begin_early if self.stepper.has_stepped else self.schedule.postpone
@@ -345,7 +346,7 @@ class Engine:
         self.reducer.end_backward()
         self.gradients.local = local and not self.policy.gradients
         self.gradients.averaged = self.reducer.eager
-        if not self.reducer.holds:
+        if self.gatherer.releases and not self.reducer.holds:
             self._let_go()
         if spans.SpanRecorder.active is not None:
             spans.leave(spans.BACKWARD)

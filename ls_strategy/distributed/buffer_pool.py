@@ -54,7 +54,8 @@ class BufferPool:
     def take(self, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
         """Return a buffer of exactly this size, with arbitrary contents."""
         free = self._free[(numel, dtype, device)]
-        self._take_back(0 if free else numel * dtype.itemsize)
+        if self._late:
+            self._take_back(0 if free else numel * dtype.itemsize)
         if free:
             return free.pop()
         buffer = self._make(numel, dtype, device)

@@ -478,7 +478,7 @@ class Comm:
     def agree(self, values: Tensor, op: Any = dist.ReduceOp.MAX) -> Tensor:
         """All-reduce a small CPU tensor over the control group, in place. Blocking; never waits for the GPU."""
         if self.world_size > 1 and values.numel():
-            self.traffic.count("control", values)
+            self.traffic.count_elements("control", values.numel(), values.element_size())
             with self.blocking("all_reduce", "control", group=self.control):
                 dist.all_reduce(values, op=op, group=self.control)
         return values

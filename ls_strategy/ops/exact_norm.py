@@ -44,7 +44,7 @@ def exact_sum_of_squares(grad: Tensor, *, unscale: float = 1.0) -> Tensor:
     result = torch.zeros(SIZE, dtype=torch.int64, device=grad.device)
     halves = result[: 2 * _EXPONENTS].view(_EXPONENTS, 2)
     if grad.device.type == "cpu" and grad.dtype != torch.float64 and native.available("cpu"):
-        sums = native.block_square_sums(grad, unscale)
+        sums = torch.ops.ls_strategy.block_square_sums(grad, unscale)
         if bool(sums.isfinite().all()):
             _add(halves, sums)
             return result

@@ -43,16 +43,6 @@ def update(
     getattr(torch.ops.ls_strategy, name)(param, *stored, grad, **scalars, **rest)
 
 
-def sum_of_squares(grad: Tensor, unscale: float) -> Tensor:
-    """Run the kernel of `ls_strategy.ops.norm.sum_of_squares`."""
-    return torch.ops.ls_strategy.sum_of_squares(grad, unscale)
-
-
-def block_square_sums(grad: Tensor, unscale: float) -> Tensor:
-    """Run the kernel for the CPU of `ls_strategy.ops.exact_norm`: the sum of every block."""
-    return torch.ops.ls_strategy.block_square_sums(grad, unscale)
-
-
 def path() -> str:
     """Return the library for CPUs, built or shipped with the wheel."""
     if not available("cpu"):

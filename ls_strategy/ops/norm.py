@@ -43,7 +43,7 @@ def sum_of_squares(grad: Tensor, *, unscale: float = 1.0) -> Tensor:
     if grad.is_complex():
         grad = torch.view_as_real(grad).flatten()
     if native.available(grad.device.type) and grad.dtype != torch.float64:
-        return native.sum_of_squares(grad, unscale)
+        return torch.ops.ls_strategy.sum_of_squares(grad, unscale)
     return sum_of_squares_reference(grad, unscale)
 
 

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from ls_strategy.distributed.comm import Comm
 from ls_strategy.engine import Engine
+from ls_strategy.zero.flat.flat_buffer import FlatBuffer
 from ls_strategy.zero.step.global_norm import any_overflow, clip_factor, clip_value_, global_norm, scale_
 from tests.unit.one_rank import ShelfTier, adamw, backward, engine_on, network
 
@@ -39,8 +40,11 @@ def test_copies_of_an_earlier_rank_count_there() -> None:
     """Replicated parameters of tensor-parallel ranks: the first of them counts their gradients."""
     engine, _, _model = with_gradients(None)
     flat = engine.flats[0]
-    flat.plan, flat.axis.rank = replace(flat.plan, copies=2), 1
-    assert global_norm(engine.flats, ALONE) == global_norm(engine.flats[1:], ALONE) > 0
+    flat.axis.rank = 1
+    plan = replace(flat.plan, copies=2)
+    copy = FlatBuffer(plan, flat.params, policy=flat.policy, comm=flat.comm, axis=flat.axis)
+    copy.full, copy.averages = flat.full, flat.averages
+    assert global_norm([copy, *engine.flats[1:]], ALONE) == global_norm(engine.flats[1:], ALONE) > 0
 
 
 def test_the_norm_of_nothing_is_zero() -> None:

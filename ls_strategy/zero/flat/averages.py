@@ -94,7 +94,7 @@ class Averages:
     @property
     def unscale(self) -> float:
         """Return the factor that readers still have to apply."""
-        return 1.0 / self.scale
+        return 1.0 / (self._flat.local.scale if self.in_place else self._scale)
 
     def fold_factors(self, folds: bool) -> None:
         """Record whether a fused update steps all of the buffer, see `folds_factors`."""
@@ -115,7 +115,10 @@ class Averages:
     def forget(self) -> None:
         """Discard the averages so far."""
         self.hold_values = self.gone = self.edited = False
-        self.scale = 1.0
+        if self.in_place:
+            self._flat.local.take_scale(1.0)
+        else:
+            self._scale = 1.0
         if self.tree is not None:
             self.tree.forget()
 
@@ -131,7 +134,8 @@ class Averages:
         fp32, or 16 bit if that is exact and only the update reads them (see `land`).
         """
         if self.in_place:
-            self._flat.local.require_wide()
+            if self._flat.local.narrowed:
+                self._flat.local.refuse_narrowed()
             self._flat.local.allocate(self._flat.average_dtype)
             assert self._flat.local.buffer is not None
             # Else `.grad` of pieces would be copies that nobody knows of, and clipping would not reach the optimizer.
@@ -145,9 +149,9 @@ class Averages:
 
     def in_memory(self) -> Tensor | None:
         """Return the averages as `tensor` does, without waiting for `landing`; None on the NVMe tier."""
-        if self.on_nvme:
-            return None
-        return self.tensor() if self.values is None else self.values
+        if self.values is not None:
+            return self.values
+        return None if self.on_nvme else self.tensor()
 
     def _new(self, dtype: torch.dtype) -> Tensor:
         numel = self._flat.stepped_numel
@@ -167,7 +171,7 @@ class Averages:
 
     def stepped(self, start: int, stop: int) -> Tensor:
         """Return elements ``[start, stop)`` of the range that this rank steps: a view, or a copy from the NVMe tier."""
-        if not self.on_nvme:
+        if self.values is not None or not self.on_nvme:
             return self.tensor()[start:stop]
         self.wait()
         out = torch.empty(stop - start, dtype=self._flat.average_dtype)
@@ -241,13 +245,13 @@ class Averages:
         self.hold_values, self.gone = True, False
         factor = flat.local.scale / self._scale  # convert the old averages to the new scale
         self._scale = flat.local.scale
-        if self.on_nvme and (accumulate or not stay_in_memory):
+        if self.values is None and (accumulate or not stay_in_memory) and self.on_nvme:
             self._land_on_nvme(reducing, factor, accumulate=accumulate)
             return
         if self.landing is not None:
             self.wait()
         arrived = flat.average_dtype if flat.local.buffer is None else flat.local.buffer.dtype
-        narrow = exact_16_bit and self.folds_factors and reducing.single and arrived.itemsize == 2
+        narrow = arrived.itemsize == 2 and exact_16_bit and self.folds_factors and reducing.single
         wanted = arrived if narrow and not accumulate else flat.average_dtype
         if self.values is None:
             self.values = self._new(wanted)
@@ -406,10 +410,11 @@ class Averages:
             self._flat.wait_updated()  # the update sums while it runs, and may run on after the step
         if not self.hold_values:
             return []
-        if (self.gone or self.on_nvme) and self.recorded_sums is not None:
+        if self.recorded_sums is not None and (self.gone or self.on_nvme):
             self.wait()
             return self.recorded_sums
-        self.require_here()
+        if self.gone:
+            self.require_here()
         return None
 
     def _measure(self, grads: Tensor, unscale: float) -> Tensor:

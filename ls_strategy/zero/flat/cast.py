@@ -30,7 +30,7 @@ from typing_extensions import override
 from ls_strategy._torch import (
     allocate,
     current_backward_pass,
-    is_transforming,
+    current_transform,
     saved_by_hooks_of_others,
     set_versions,
     version_of,
@@ -198,7 +198,7 @@ class CastFlat(FlatBuffer):
     def cast_of(self, param: nn.Parameter) -> Tensor | None:
         if self.state is not ParameterState.CAST or not self._casts.casts_now():
             return None
-        traced = is_transforming() or torch.jit.is_tracing()
+        traced = current_transform() is not None or torch.jit.is_tracing()
         return None if traced else self._casts.view_for(self._index[id(param)], param)
 
     # gathers ---------------------------------------------------------------------------------------------------------

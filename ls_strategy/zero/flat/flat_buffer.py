@@ -136,11 +136,6 @@ class FlatBuffer(FlatStates):
     """Whether user code was warned that what it writes is rounded."""
 
     @property
-    def resident(self) -> bool:
-        """Return whether ``full`` stays in memory between uses. Otherwise units are gathered and released."""
-        return not self.policy.parameters
-
-    @property
     def encoded_wire(self) -> Wire | None:
         """Return the wire of the next gather, or of the one in flight or in ``full``. None: it is in place."""
         wire = self.wire
@@ -540,7 +535,8 @@ class FlatBuffer(FlatStates):
         if self.offloaded:
             self.require_here("parameters")
         if self.gathering is not None:
-            self._end_gather()
+            self.gathering.wait()
+            self.gathering = None
             if self.wire is None and self.secondary is not None:
                 self.secondary.arrived(self.full)
             elif self.wire is not None and not self.wire.exact:
@@ -582,8 +578,11 @@ class FlatBuffer(FlatStates):
 
         ``to``: the next state. What was gathered in 16 bits stays for `ParameterState.CAST`.
         """
-        if self._end_gather() and self.secondary is not None:
-            self.secondary.dropped()
+        if self.gathering is not None:
+            self.gathering.wait()
+            self.gathering = None
+            if self.secondary is not None:
+                self.secondary.dropped()
         if self.reading is not None:
             self._end_read()
         keeps_memory = self.writes.begin_release()

@@ -143,6 +143,8 @@ class FlatStates:
         """Name of the first parameter."""
         self.policy = policy
         """Which states of this buffer are sharded."""
+        self.resident = not policy.parameters and plan.quantized is None
+        """Whether ``full`` stays in memory between uses. Otherwise units are gathered and released."""
         self.follow(plan, store or StateStore())
         self.has_optimizer = bool(plan.owners)
         """Whether the parameters are in an optimizer, also if they are frozen."""
@@ -161,6 +163,12 @@ class FlatStates:
         self.comm = comm
         self.axis = axis or Axis("tensor")
         self._node = node
+        self.reduces_alone = self.axis.rank % plan.copies == 0 and not plan.replica
+        """Whether no rank before this one reduces the same gradients. Ranks along its axis and over the pipeline stages
+        count. Other groups of ranks do not: they have other batches."""
+        self.counted = self.reduces_alone and comm.replica == 0
+        """Whether this rank counts these parameters in norms and saves them: the first rank that holds them, along its
+        axis, over the pipeline stages, and over the groups of ranks."""
         self.owned = layout.shard_range(comm.rank)
         """Range of the buffer whose gradients this rank averages and, from stage 1 on, steps."""
         self.stepped = self.owned if policy.optimizer else (0, layout.numel)
@@ -192,22 +200,6 @@ class FlatStates:
     def admit(self) -> None:
         """Send gradients from now on, although the parameters were frozen. All ranks must do so at the same time."""
         self.is_frozen = False
-
-    @property
-    def counted(self) -> bool:
-        """Return whether this rank counts these parameters in norms and saves them.
-
-        This is the first rank that holds them: along its axis, over the pipeline stages, and over the groups of ranks.
-        """
-        return self.reduces_alone and self.comm.replica == 0
-
-    @property
-    def reduces_alone(self) -> bool:
-        """Return whether no rank before this one reduces the same gradients.
-
-        Ranks along its axis and over the pipeline stages count. Other groups of ranks do not: they have other batches.
-        """
-        return self.axis.rank % self.plan.copies == 0 and not self.plan.replica
 
     def split(self, buffer: Tensor) -> list[Tensor]:
         """Return one view per parameter of a buffer with this layout."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
@@ -358,17 +358,17 @@ class LocalGradients:
             narrow[start : start + portion] = wide[start : start + portion].to(dtype)
         return narrow.view(grad.shape)
 
-    def require_wide(self) -> None:
-        """Refuse to read the buffer after a fit that has left gradients in it in the parameters' 16 bits.
+    @staticmethod
+    def refuse_narrowed() -> NoReturn:
+        """Refuse to read the buffer after a fit that has `narrowed` it.
 
         Raises:
-            StateError: the fit is over, and has.
+            StateError: always.
         """
-        if self.narrowed:
-            raise StateError(
-                "gradients were asked for after the fit, which leaves them in p.grad, in the parameters' 16 bits. Read "
-                "p.grad, or ask for them until on_train_end."
-            )
+        raise StateError(
+            "gradients were asked for after the fit, which leaves them in p.grad, in the parameters' 16 bits. Read "
+            "p.grad, or ask for them until on_train_end."
+        )
 
     def widen(self) -> None:
         """Convert 16 bit to fp32, to accumulate further micro-batches.
@@ -399,7 +399,7 @@ class LocalGradients:
         At stage 0 the tensor stays ``p.grad``, as in plain torch, and uses the slot's memory until `give_back`.
         """
         if self.narrowed:
-            self.require_wide()
+            self.refuse_narrowed()
         grad, view = grad_of(self._params[index]), self.views[index]
         if view.data_ptr() != self._addresses[index]:  # every step asks several times for each parameter
             self._restore_view(index)

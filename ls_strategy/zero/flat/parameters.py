@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import sys
 import weakref
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from types import FrameType
 from typing import Any, Protocol
@@ -325,9 +326,8 @@ def _home_now(param: Tensor) -> Any:
     return home
 
 
-def point(param: nn.Parameter, values: Tensor) -> None:
-    """Make ``param`` point at ``values``, of its shape. Call it inside `unnoticed`."""
-    _DATA.__set__(param, values)
+point: Callable[[nn.Parameter, Tensor], None] = _DATA.__set__
+"""Makes a parameter point at values of its shape. Call it inside `unnoticed`."""
 
 
 def grad_of(param: Tensor) -> Tensor | None:

@@ -43,11 +43,6 @@ class QuantizedFlat(FlatBuffer):
         assert self.plan.quantized is not None
         return self.plan.quantized
 
-    @property
-    @override
-    def resident(self) -> bool:
-        return False
-
     @override
     def _fill(self, values: list[Tensor], device: torch.device) -> None:
         begin = shard_values if self.policy.parameters else full_values

@@ -44,7 +44,7 @@ class UserWrites:
         """References to the memory of ``full`` while user code has no view of it."""
         self._may_be_shared = False
         """Whether such a tensor may have left other views when it was freed, as ``p.detach().numpy()`` does."""
-        self._is_viewed = False
+        self.keeps_memory = False
         """Stage 3: whether user code has, or had, a view of a buffer: the memory is kept until all views are freed."""
         self._viewed_shard: Tensor | None = None
         """Stage 3: a copy of this rank's shard of a released buffer that keeps its memory, because it is viewed."""
@@ -100,6 +100,9 @@ class UserWrites:
 
         At stages 0 to 2, nor do those of ``param.detach()``. At stage 3 their version changes with every release.
         """
+        if not (self._views or self._data_views):
+            self._outdated = []
+            return
         detached = [] if self._flat.policy.parameters else [(r, v) for r in self._views if (v := r()) is not None]
         self._outdated = [(r, version_of(values)) for r, values in (*self._alive_data_views(), *detached)]
 
@@ -136,7 +139,7 @@ class UserWrites:
 
     def note_memory_views(self) -> None:
         """Record whether user code has a view of a buffer that it gathered on demand."""
-        self._is_viewed |= self.has_memory_views
+        self.keeps_memory |= self.has_memory_views
 
     def begin_release(self) -> bool:
         """Return whether the buffer has to keep its memory, because user code has a view of it."""
@@ -147,11 +150,11 @@ class UserWrites:
         inference = torch.is_inference_mode_enabled()
         hooked = inference or (torch.is_grad_enabled() and saved_by_hooks_of_others())
         is_kept = self._may_be_shared or (bool(self._views or self._data_views) and self._is_kept)
-        may_be_viewed = flat.gathered_on_demand or self._is_viewed or is_kept or hooked
-        self._is_viewed, self._may_be_shared = may_be_viewed and self.has_memory_views, False
-        if self._is_viewed:
+        may_be_viewed = flat.gathered_on_demand or self.keeps_memory or is_kept or hooked
+        self.keeps_memory, self._may_be_shared = may_be_viewed and self.has_memory_views, False
+        if self.keeps_memory:
             self._viewed_shard = flat.full[slice(*flat.stepped)].clone()
-        return self._is_viewed
+        return self.keeps_memory
 
     def begin_gather(self) -> None:
         """Take writes to a buffer that kept its memory, before it is overwritten."""
@@ -170,9 +173,9 @@ class UserWrites:
     def forget_memory(self) -> bool:
         """Return whether a released buffer kept its memory for views that do not exist any more."""
         flat = self._flat
-        if not self._is_viewed or flat.is_gathered or flat.gathering is not None or self.has_memory_views:
+        if not self.keeps_memory or flat.is_gathered or flat.gathering is not None or self.has_memory_views:
             return False
-        self._viewed_shard, self._is_viewed = None, False
+        self._viewed_shard, self.keeps_memory = None, False
         return True
 
     # writes ----------------------------------------------------------------------------------------------------------

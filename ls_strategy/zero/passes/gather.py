@@ -245,17 +245,13 @@ class Gatherer:
 
     def _start_due(self, unit: Unit) -> None:
         """Send the weights that a unit waits for, and of blocks all earlier ones, in the same order on all ranks."""
-        if unit.is_root:
-            self._send([unit])
-            return
-        stop = self._position[id(unit)] + self.prefetch_units + 1
-        self._send(self._order[self._published : stop])
-        self._published = max(self._published, stop)
-
-    @staticmethod
-    def _send(units: list[Unit]) -> None:
-        for unit in units:
-            for flat in unit.flats:
+        due = [unit]
+        if not unit.is_root:
+            stop = self._position[id(unit)] + self.prefetch_units + 1
+            due = self._order[self._published : stop]
+            self._published = max(self._published, stop)
+        for each in due:
+            for flat in each.flats:
                 if flat.publish_due:
                     flat.start_gather()
 

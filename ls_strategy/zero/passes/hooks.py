@@ -25,8 +25,8 @@ from torch import Tensor, nn
 from ls_strategy import spans
 from ls_strategy._torch import (
     current_backward_pass,
+    current_transform,
     is_compiled_in_place,
-    is_transforming,
     outside_transforms,
     route_calls,
     tree_iter,
@@ -81,7 +81,7 @@ class _Hook(Transient):
                 _wait_before_steps()
             else:
                 self._run_untraced(self, args)
-        elif is_transforming():
+        elif current_transform() is not None:
             with outside_transforms():
                 if self._in_transforms is not None:
                     self._in_transforms()
@@ -103,7 +103,7 @@ class _AfterForward(_Hook):
     def __call__(self, *args: Any) -> None:
         if torch.compiler.is_dynamo_compiling():
             self._run_untraced(self, args)
-        elif is_transforming():
+        elif current_transform() is not None:
             self._unit.pin()
         else:
             self._call(*args)
@@ -247,12 +247,9 @@ class UnitHooks:
             if spans.SpanRecorder.active is not None:
                 spans.at_unit(unit.name)
 
-        def after(_module: nn.Module | None, args: Any, kwargs: Any, output: Any) -> None:
-            self._after_forward(unit, (args, kwargs), output)
-
         releases = self.sharded and not unit.is_root
         first = _Hook(before, left_out=not releases, in_transforms=partial(self.gatherer.fetch_exactly, unit))
-        around = _AroundForward(first, _AfterForward(after, unit) if releases else None)
+        around = _AroundForward(first, _AfterForward(partial(self._after_forward, unit), unit) if releases else None)
         if is_compiled_in_place(module) and id(module) not in self._nested:  # or its hooks would be compiled too
             self._handles.append(route_calls(module, around))
             return
@@ -266,8 +263,9 @@ class UnitHooks:
         if self.ended:
             return
         self.reducer.on_grad(unit, flat, index, param)
-        if self.sharded and unit.waiting_for <= 0 and not unit.is_root:
-            self._close_all(unit)
+        # All gradients of the unit are there: this ends calls the inputs of which need no gradient.
+        if self.sharded and unit.waiting_for <= 0 and not unit.is_root and unit.end_unclosable():
+            self.gatherer.release(unit)
 
     def _attach_param(self, param: nn.Parameter, hook: _GradHook) -> None:
         # The parameter may be frozen for now, but only one with requires_grad can have this hook.
@@ -278,7 +276,7 @@ class UnitHooks:
 
     # stage 3 ---------------------------------------------------------------------------------------------------------
 
-    def _after_forward(self, unit: Unit, inputs: Any, output: Any) -> None:
+    def _after_forward(self, unit: Unit, _module: nn.Module | None, args: Any, kwargs: Any, output: Any) -> None:
         if unit.open_backwards:
             return  # recomputed inside backward, which still needs the unit
         if any(getattr(t, "uses_weights_later", False) for t in _tensors(output)):
@@ -288,7 +286,7 @@ class UnitHooks:
             self.gatherer.release(unit)
             return
         outputs = [t for t in _tensors(output) if t.requires_grad]
-        sources = [t for t in _tensors(inputs) if t.requires_grad]
+        sources = [t for t in _tensors((args, kwargs)) if t.requires_grad]
         if not outputs:
             if sources or any(p.requires_grad for flat in unit.flats for p in flat.params):
                 unit.pin()  # its results do not leave as outputs, but their backward needs the unit
@@ -328,8 +326,3 @@ class UnitHooks:
             tensor.register_hook(begins)
         for tensor in sources:
             tensor.register_hook(ends)
-
-    def _close_all(self, unit: Unit) -> None:
-        """End calls the inputs of which need no gradient: all gradients of the unit are there."""
-        if unit.end_unclosable():
-            self.gatherer.release(unit)

@@ -275,22 +275,23 @@ class Reducer:
         """End the backward pass: send the remaining units, in order. Collective if the pass was eager."""
         self.loss_scale = 1.0
         if self.eager:
-            self._send_all()
+            for unit in self._unsent():
+                self._launch_unit(unit)
+            self._next = len(self.order)
+            if not self.policy.gradients or self.on_complete is not None:
+                self.finish_in_flight()  # hooks read p.grad, or the last updates begin
         if self._left_out is not None:
             self._left_out.put_back([flat for unit in self._units for flat in unit.flats])
             self._left_out = None
 
-    def _send_all(self) -> None:
+    def _unsent(self) -> list[Unit]:
+        """Return the units that are still to be sent, in order. Collective if they are chosen."""
         unsent = self.order[self._next :]
         if self.selective and self.policy.gradients:
             touched = torch.tensor([u.launched or any(f.local.dirty for f in u.trainable_flats) for u in self.order])
             touched = self.comm.agree(touched.to(torch.uint8))
             unsent = [u for u, t in zip(self.order, touched.tolist(), strict=True) if t and not u.launched]
-        for unit in unsent:
-            self._launch_unit(unit)
-        self._next = len(self.order)
-        if not self.policy.gradients or self.on_complete is not None:
-            self.finish_in_flight()  # hooks read p.grad, or the last updates begin
+        return unsent
 
     def send_held(self) -> None:
         """Send the gradients accumulated under `holds` that no eager pass has sent. Collective."""
@@ -349,20 +350,16 @@ class Reducer:
 
     def _finish_oldest(self) -> None:
         flat = self._in_flight.popleft()
-        assert flat.local.buffer is not None
-        self._in_flight_bytes -= flat.local.buffer.nbytes
-        self._finish(flat)
-
-    def _finish(self, flat: FlatBuffer) -> None:
         local = flat.local
+        assert local.buffer is not None
         assert local.reducing is not None
+        self._in_flight_bytes -= local.buffer.nbytes
         if not local.reducing.is_last:
             local.reducing.collect(flat.average_dtype)
             local.free()
         elif self.policy.optimizer:
             self._land(flat, local.reducing)
         else:
-            assert local.buffer is not None
             shard = flat.comm.pool.take(flat.layout.shard, local.buffer.dtype, local.buffer.device)
             local.reducing.finish(shard, accumulate=False)
             local.buffer[slice(*flat.owned)].copy_(shard)

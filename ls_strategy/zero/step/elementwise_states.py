@@ -70,13 +70,10 @@ class ElementwiseStates:
         self.moments = moments
         self.moment_format: MomentFormat = moment_format
         self.numel = flat.stepped_numel
+        self.resident = flat.states_in_memory
+        """Whether the states are tensors in memory."""
         self._in_memory: dict[str, Moment] = {}
         self._stored: set[str] = set()
-
-    @property
-    def resident(self) -> bool:
-        """Return whether the states are tensors in memory."""
-        return self.flat.states_in_memory
 
     @property
     def _tier(self) -> TierName:
@@ -129,9 +126,11 @@ class ElementwiseStates:
     def moment(self, name: str, start: int, stop: int) -> Moment:
         """Return elements ``[start, stop)`` of a resident state of a fused update, as a view."""
         self.ensure(name, torch.float32)
-        moment, where = self._in_memory[name], self._place(name, start, stop)
-        is_all = where == slice(0, moment.codes.numel())
-        return moment if is_all else moment.narrow(where.start, where.stop)
+        moment = self._in_memory[name]
+        if name in self._spans:
+            where = self._place(name, start, stop)
+            start, stop = where.start, where.stop
+        return moment if (start, stop) == (0, moment.codes.numel()) else moment.narrow(start, stop)
 
     def read(self, name: str, dtype: torch.dtype) -> Tensor:
         """Return the full state as a state dict shows it, ``(stepped,)``; read-only."""

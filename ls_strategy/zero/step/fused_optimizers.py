@@ -8,9 +8,9 @@ a kernel of torch: ``foreach=True`` and ``fused=False`` always, ``fused=True`` i
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -40,8 +40,8 @@ class Kernel:
     decoupled: bool | None = None
     """Whether weight decay is decoupled, if the group does not say so; None if the operation takes no such argument."""
 
-    step: Callable[[int], Mapping[str, Any]] = lambda step: {"step": step}
-    """The operation's arguments for the number of the current step."""
+    step: Literal["step", "first"] | None = "step"
+    """The operation's argument for the number of the current step: the number, whether it is the first, or none."""
 
     counts_steps: bool = True
     """Whether the state holds the number of steps under ``step``, a ``()`` fp32 tensor."""
@@ -69,8 +69,10 @@ class Kernel:
         **factors: Any,
     ) -> None:
         """Update ``param`` and ``moments`` in place; `ls_strategy.ops.update` documents tensors and factors."""
+        if self.step is not None:
+            factors[self.step] = step if self.step == "step" else step == 1
         in_order = (moments.get(name) for name in self.states)
-        getattr(ops, self.operation)(param, *in_order, grad, **self.step(step), **settings, **factors)
+        getattr(ops, self.operation)(param, *in_order, grad, **settings, **factors)
 
 
 _ADAMW = Kernel(
@@ -88,13 +90,13 @@ _KERNELS: dict[type[Optimizer], Kernel] = {
         {"momentum_buffer": True},
         numbers=("lr", "momentum", "dampening", "weight_decay"),
         flags=("nesterov", "maximize"),
-        step=lambda step: {"first": step == 1},
+        step="first",
         counts_steps=False,
     ),
     torch.optim.Adagrad: Kernel(
         "adagrad_", {"sum": False}, numbers=("lr", "lr_decay", "eps", "weight_decay"), flags=("maximize",)
     ),
-    Lion: Kernel("lion_", {"exp_avg": True}, numbers=("lr", "weight_decay"), step=lambda _: {}, counts_steps=False),
+    Lion: Kernel("lion_", {"exp_avg": True}, numbers=("lr", "weight_decay"), step=None, counts_steps=False),
 }
 
 _IN_MUON = replace(_ADAMW, flags=())

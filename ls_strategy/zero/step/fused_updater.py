@@ -131,7 +131,10 @@ class FusedUpdater(Updater):
     @override
     def begin(self, step: StepArguments, dropped: frozenset[int], others: Callable[[], None]) -> None:
         updates = self.updates(step.clip)
-        if updates:
+        if step.submit is None:
+            for update in updates:
+                update.run()
+        elif updates:
             step.submit(updates)
         others()
 

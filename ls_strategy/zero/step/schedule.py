@@ -3,7 +3,7 @@
 =============================  ==========================================  ===================================
 states                         update                                      new parameters
 =============================  ==========================================  ===================================
-on the device                  in `submit`, called by the step             sent at once (stages 1, 2)
+on the device                  in the optimizer's step                     sent at once (stages 1, 2)
 offloaded                      on the stream, in the next forward's order  sent when the forward needs the unit
 offloaded, ``early``           begun while backward runs, unit by unit     sent when the forward needs the unit
 offloaded, ``delayed``         on the stream, during the whole next step   sent at the end of the next step
@@ -48,6 +48,9 @@ class UpdateSchedule:
         self.overlap = False
         """Let the next forward wait for new weights unit by unit. Set this only if nothing else reads them before."""
 
+        self.offloads = offload.config.offload.optimizer is not None
+        """Whether states are offloaded. If not, a step runs its updates as it begins them, and submits none."""
+
         self._early: deque[FlatBuffer] = deque()
         self._delayed: list[list[FlatBuffer]] = [[] for _ in optimizers]
         self._steps = [0 for _ in optimizers]
@@ -64,9 +67,7 @@ class UpdateSchedule:
 
         States on the device are updated all at once: waiting for single gradients would only delay backward.
         """
-        config = self._offload.config
-        offloads = config.offload.optimizer is not None
-        return offloads and len(self._optimizers) == 1 and config.offload.delay_after is None
+        return self.offloads and len(self._optimizers) == 1 and self._offload.config.offload.delay_after is None
 
     def begin_early(self, flat: FlatBuffer) -> None:
         """Begin the update of a buffer with complete averages while backward still runs. Not collective."""
@@ -115,7 +116,7 @@ class UpdateSchedule:
         return None if hooked else self._offload.stream
 
     def submit(self, index: int, updates: list[Update]) -> None:
-        """Run updates of states on the device now; submit offloaded ones in the order the forward needs them."""
+        """Submit updates of offloaded states in the order the forward needs them; run those on the device now."""
         by_flat = {id(u.flat): u for u in self._prepared(index, updates)}
         for unit in self._gatherer.forward_order():
             for flat in unit.flats:
@@ -128,7 +129,7 @@ class UpdateSchedule:
 
     def _prepared(self, index: int, updates: list[Update]) -> list[Update]:
         """Add to offloaded updates the clip factor, the mark of the device's work, and where they run."""
-        if not updates or self._offload.config.offload.optimizer is None:
+        if not updates:
             return updates
         after, delayed = self._offload.link.mark(), self._is_delayed(index)
         # Once, here: the stream's thread would wait for the device at every buffer.
@@ -200,8 +201,7 @@ class UpdateSchedule:
         else:
             for flat in self._delayed[index]:
                 flat.go_on_with_old()
-            lazily = self._offload.config.offload.optimizer is not None
-            self._gatherer.publish([f for f in flats if f.update is not UpdateState.DELAYED], lazily=lazily)
+            self._gatherer.publish([f for f in flats if f.update is not UpdateState.DELAYED], lazily=self.offloads)
             if self._gatherer.releases:
                 self._gatherer.release_all()
         if not self.overlap:

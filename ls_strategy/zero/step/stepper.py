@@ -22,7 +22,7 @@ Only `OptimizerStep.reopen` and `OptimizerStep.move` change a phase. Any other t
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import Enum
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -314,7 +314,9 @@ class Stepper:
             if state.folded:
                 self._unfold(state)
             state.reopen()
-        self.gradients.take_all()
+        policy = self._model.policy
+        if self.gradients.were_read or (policy.optimizer and not policy.gradients):
+            self.gradients.take_all()
 
     def owe_tied(self) -> None:
         """Record that gradients of tied parameters have to be summed over pipeline stages. Local."""
@@ -337,22 +339,24 @@ class Stepper:
         if state.folded:
             self._unfold(state)
         for kind in state.kinds:
-            self.gradients.take(kind)
+            if self.gradients.were_read:
+                self.gradients.take(kind)
             self._average(kind)
         if len(state.kinds) > 1:
             self._note_used(state)
-        overflow = False
         state.folded = self.is_private(state)
-        if self.scaler is not None:
-            for flat in state.flats:
-                flat.averages.settle_scale(folded=state.folded)
-            state.sums = [flat.averages.sums() for flat in state.flats]
-            overflow = global_norm.any_overflow(state.sums, self._world)
-        if not self.is_private(state):
+        state.overflow = self.scaler is not None and self._overflows(state)
+        if not state.folded:
             state.sharded.bind_grads(state.used)
         state.move(Phase.AVERAGED)
-        state.overflow = overflow
-        return not overflow
+        return not state.overflow
+
+    def _overflows(self, state: OptimizerStep) -> bool:
+        """Return whether the averaged gradients of any rank have an infinity or a NaN. Collective."""
+        for flat in state.flats:
+            flat.averages.settle_scale(folded=state.folded)
+        state.sums = [flat.averages.sums() for flat in state.flats]
+        return global_norm.any_overflow(state.sums, self._world)
 
     def is_private(self, state: OptimizerStep) -> bool:
         """Return whether no user code, such as a later hook, sees an optimizer's gradients directly.
@@ -436,7 +440,8 @@ class Stepper:
         if not self.is_private(state):
             state.sharded.take_edits(state.used)
             state.norm = state.sums = None
-        if any([self.gradients.take(kind, self._used[kind]) for kind in state.kinds]):
+        read = self.gradients.were_read
+        if read and any([self.gradients.take(kind, self._used[kind]) for kind in state.kinds]):
             state.norm = state.sums = None
             self._outdate_others(state)
             if len(state.kinds) > 1:
@@ -543,9 +548,10 @@ class Stepper:
     def _run_own_step(self, index: int, run: Callable[[], Any]) -> Any:
         state = self.optimizers[index]
         put_step_hooks_inside(state.sharded.optimizer, *state.hooks)
-        submit, stream = partial(self.schedule.submit, index), self.schedule.stream_of(index)
-        shown = not self.is_private(state)
-        step = StepArguments(state.used, state.clip, shown=shown, submit=submit, stream=stream)
+        step = StepArguments(state.used, state.clip, shown=not self.is_private(state))
+        if self.schedule.offloads:
+            submit, stream = partial(self.schedule.submit, index), self.schedule.stream_of(index)
+            step = replace(step, submit=submit, stream=stream)
         try:
             with state.sharded.own_step(step) as self._own_step:
                 return run()
@@ -618,8 +624,9 @@ class Stepper:
             return
         state = self.optimizers[index]
         state.start_over()
-        for kind in state.kinds:
-            self.gradients.forget(kind, set_to_none=set_to_none)
+        if self.gradients.were_read:
+            for kind in state.kinds:
+                self.gradients.forget(kind, set_to_none=set_to_none)
         if set_to_none:
             self._given_up.difference_update(state.kinds)
         if len(self.optimizers) > 1:

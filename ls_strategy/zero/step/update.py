@@ -186,9 +186,10 @@ class _ChunkUpdate:
 
     def read(self) -> None:
         """Start loading every state that is not resident, or sending resident ones to the device."""
-        self._update.flat.before_change()
-        store = self._update.flat.store
-        self._leases = {n: store.get(n, *self._range(n)) for n in self._leased_names()}
+        update, store = self._update, self._update.flat.store
+        update.flat.before_change()
+        if update.grads is None or not update.states.resident:
+            self._leases = {n: store.get(n, *self._range(n)) for n in self._leased_names()}
         if self._device_step is not None and not self._leases:
             self._send(self._device_step, self._host_states({}))
 
@@ -197,9 +198,10 @@ class _ChunkUpdate:
         update = self._update
         if update.landing is not None:
             update.landing.result()
-        held = {name: lease.wait() for name, lease in self._leases.items()}
+        held = {name: lease.wait() for name, lease in self._leases.items()} if self._leases else {}
         grads = held["grad"] if update.grads is None else update.grads[self._lo : self._hi]
-        self._out = self._output(self._master(held))
+        if update.publish:
+            self._out = self._output(update.flat.masters_of(self._lo, self._hi, held))
         if self._device_step is not None:
             self._on_device(self._device_step, grads, held)
             return
@@ -208,12 +210,9 @@ class _ChunkUpdate:
         for states in self._host_states(held):
             self._run(states, states.param, states.moments, grads, update.clip, self._out)
 
-    def _master(self, held: dict[str, Tensor]) -> Tensor | SplitMaster:
-        return self._update.flat.masters_of(self._lo, self._hi, held)
-
     def _host_states(self, held: dict[str, Tensor]) -> Iterator[_PartStates]:
         """Yield the states of every part that overlaps this chunk; those that are not resident are ``held``."""
-        update, master = self._update, self._master(held)
+        update, master = self._update, self._update.flat.masters_of(self._lo, self._hi, held)
         for part in update.parts:
             lo, hi = max(part.start, self._lo), min(part.stop, self._hi)
             if lo >= hi:
@@ -231,7 +230,7 @@ class _ChunkUpdate:
     def _output(self, master: Tensor | SplitMaster) -> Tensor | None:
         """Return the tensor that receives the new parameters: their final place, if the operation can write to it."""
         flat = self._update.flat
-        if not self._update.publish or isinstance(master, SplitMaster):  # the parameters are a part of such masters
+        if isinstance(master, SplitMaster):  # the parameters are a part of such masters
             return None
         if self._is_stored:
             out = torch.empty(self._hi - self._lo, dtype=flat.dtype)

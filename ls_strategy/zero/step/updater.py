@@ -37,12 +37,6 @@ if TYPE_CHECKING:
     from ls_strategy.zero.step.update import Update
 
 
-def run_now(updates: list[Update]) -> None:
-    """Run updates on the calling thread."""
-    for update in updates:
-        update.run()
-
-
 @dataclass(frozen=True)
 class StepArguments:
     """What one call of ``optimizer.step`` is to do."""
@@ -56,8 +50,8 @@ class StepArguments:
     shown: bool = True
     """Whether the gradients were bound to the pieces, so that changes there count."""
 
-    submit: Callable[[list[Update]], None] = run_now
-    """Receives fused updates, in order of the buffers."""
+    submit: Callable[[list[Update]], None] | None = None
+    """Receives fused updates, in order of the buffers. None: they run at once, on the calling thread."""
 
     stream: Stream | None = None
     """May still work on the master weights afterwards. None: they are complete when the step is over."""

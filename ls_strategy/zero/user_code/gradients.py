@@ -77,7 +77,10 @@ class Gradients:
         self.averaged = False
         """Whether the last backward has sent all gradients, so that stage 0 has nothing left to average."""
         self.were_read = False
-        """Whether user code has read or changed averaged gradients. From stage 1 on the same on all ranks."""
+        """Whether user code has read or changed averaged gradients. From stage 1 on the same on all ranks.
+
+        Until then there is nothing to `take` or to `forget`, but for what clipping has left to `take_all` at stage 1.
+        """
         self.local = False
         """Whether the gradients of the last backward stay on their rank: for now, or because training has ended."""
 

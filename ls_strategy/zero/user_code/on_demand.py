@@ -159,7 +159,7 @@ class OnDemandGather:
             if flat.users == 0:
                 self._release(flat)
         for flat in self._flats if self._releases else ():
-            if not flat.resident:
+            if not flat.resident and flat.writes.keeps_memory:
                 flat.free_if_not_viewed()
 
     def _release(self, flat: FlatBuffer) -> None:
@@ -216,15 +216,14 @@ class OnDemandGather:
                 return
 
     def write_back(self) -> None:
-        """Take user code's writes to parameters, and release what was gathered on demand. Not collective."""
-        self.take_writes()
-        self.release_idle()
+        """Take user code's writes to parameters and state dicts, and release what was gathered on demand.
 
-    def take_writes(self) -> None:
-        """Copy writes to parameters and state dicts into masters and shards. Not collective."""
+        Not collective.
+        """
         if self.state_dict_copies.fresh or self.state_dict_copies.old:
             self.state_dict_copies.take_writes()
         self.take_parameter_writes()
+        self.release_idle()
 
     def take_parameter_writes(self) -> None:
         """Copy writes to parameters into masters and shards. Not collective."""
