@@ -342,6 +342,27 @@ def test_views_of_the_weight_itself_that_a_block_keeps_are_refused_after_its_rel
     assert_close(weights(ours), weights(theirs), "weights")
 
 
+class Transforms(Net):
+    """Differentiates layers of blocks per sample, outside of the blocks' own forwards."""
+
+    def loss(self, batch: Any) -> Tensor:
+        loss = super().loss(batch)
+        for layer in (self.blocks[1].wide, self.last):
+            per_sample = torch.func.grad(lambda row, layer=layer: layer(row).square().sum())
+            loss = loss + torch.func.vmap(per_sample)(batch[0]).square().mean()
+        return loss
+
+
+@pytest.mark.parametrize("precision", [pytest.param("32-true", marks=pytest.mark.wide), "bf16-mixed"])
+@on_ranks(2)
+def test_a_layer_inside_of_a_transform_of_torch_func_is_gathered(rank: int, world_size: int, precision: str) -> None:
+    ours, theirs = Transforms(), Transforms()
+    fit(3, ours, max_steps=2, precision=precision)
+    fit("ddp", theirs, max_steps=2, precision=precision)
+    assert_close(ours.losses, theirs.losses, "losses")
+    assert_close(weights(ours), weights(theirs), "weights")
+
+
 class Samples(Net):
     """Runs the model by itself, in eval mode, on all ranks, in a hook outside every step."""
 

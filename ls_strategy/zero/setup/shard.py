@@ -64,7 +64,7 @@ def shard(
     offload = Offload.prepare(plan, list(optimizers), config, mesh.world, device)
     with unnoticed():
         units = draft.build(plan, mesh, device, held, offload)
-    on_demand = OnDemandGather([f for u in units for f in u.flats], sharded=policy.parameters)
+    on_demand = OnDemandGather([f for u in units for f in u.flats], sharded=policy.parameters, units=units)
     materials.place_buffers(draft.model, device, draft.precision.cast, draft.kept.buffers)
     gatherer = Gatherer(units, sharded=policy.parameters, prefetch_units=config.sharding.prefetch_units)
     together = mesh.zero if mesh.shape.expert == 1 else mesh.stage

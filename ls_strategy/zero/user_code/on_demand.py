@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from types import FrameType
@@ -20,11 +20,18 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
-from ls_strategy._torch import VersionedTensor, current_backward_pass, storage_key
+from ls_strategy._torch import (
+    VersionedTensor,
+    current_backward_pass,
+    is_transforming,
+    outside_transforms,
+    storage_key,
+)
 from ls_strategy.distributed.comm import Comm
 from ls_strategy.errors import StateError
 from ls_strategy.zero.flat.flat_buffer import FlatBuffer
 from ls_strategy.zero.flat.released import Released
+from ls_strategy.zero.flat.units import Unit
 from ls_strategy.zero.user_code.state_dict_copies import StateDictCopies
 
 KEPT = 2
@@ -55,9 +62,10 @@ class _Opened:
 class OnDemandGather:
     """Gathers and releases buffers on demand. Uses are collective: the same on every rank, in the same order."""
 
-    def __init__(self, flats: list[FlatBuffer], *, sharded: bool) -> None:
+    def __init__(self, flats: list[FlatBuffer], *, sharded: bool, units: Sequence[Unit] = ()) -> None:
         """``sharded``: parameters are sharded (stage 3). Otherwise a use of most only waits for values in flight."""
         self._flats = flats
+        self._unit_of = {id(flat): unit for unit in units for flat in unit.flats}
         self._releases = sharded or any(not flat.resident for flat in flats)
         self._on_demand_flats: dict[int, FlatBuffer] = {}
         self._by_storage = {storage_key(flat.full): flat for flat in flats}
@@ -85,6 +93,10 @@ class OnDemandGather:
                 flat.start_gather()
             flat.finish_gather()
             return
+        if is_transforming() and id(flat) in self._unit_of:
+            with outside_transforms():
+                self._gather_until_backward_ends(flat)
+            return
         if not flat.is_gathered:
             in_use = flat.is_in_use
             self.begin(flat)
@@ -92,6 +104,12 @@ class OnDemandGather:
         if flat.gathered_on_demand:
             self._on_demand_flats.pop(id(flat), None)
             self._on_demand_flats[id(flat)] = flat
+
+    def _gather_until_backward_ends(self, flat: FlatBuffer) -> None:
+        """Gather a buffer for a transform of `torch.func`, in which autograd takes no hooks on what it saves."""
+        self.begin(flat)
+        flat.finish_gather()
+        self._unit_of[id(flat)].pin()
 
     def refuse_other_threads(self, name: str) -> None:
         """Refuse to use a parameter in another thread than the training thread. Not collective.
