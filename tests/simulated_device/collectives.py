@@ -17,7 +17,7 @@ from ls_strategy.distributed import comm as comm_module
 from ls_strategy.distributed.comm import PendingGather, PendingReduce, make_comm
 from ls_strategy.distributed.mesh import MeshShape, make_mesh
 from tests.gpu.communicator import through_communicator
-from tests.simulated_device.programs import fit
+from tests.simulated_device.programs import Stack, fit
 
 
 class Work:
@@ -64,7 +64,13 @@ def own_streams(device: torch.device) -> Iterator[list[tuple[str, int]]]:
 
 
 def fit_aside(
-    device: torch.device, options: dict[str, Any], trainer: dict[str, Any], habit: str = "", *, without: str = ""
+    device: torch.device,
+    options: dict[str, Any],
+    trainer: dict[str, Any],
+    habit: str = "",
+    *,
+    without: str = "",
+    module: Stack | None = None,
 ) -> dict[str, Any]:
     """Train as several ranks do, with collectives on streams of their own. Return what `fit` does, and their names.
 
@@ -77,7 +83,7 @@ def fit_aside(
             stack.enter_context(mock.patch.object(comm_module.PendingReduce, "finish", _sum_at_once))
         started = stack.enter_context(own_streams(device))
         stack.enter_context(through_communicator())
-        found = fit(device, options, trainer, habit)
+        found = fit(device, options, trainer, habit, module=module)
         return {**found, "started": {name for name, _ in started}}
 
 

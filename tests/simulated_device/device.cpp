@@ -25,6 +25,8 @@
 #include <cstring>
 #include <map>
 #include <mutex>
+#include <set>
+#include <utility>
 #include <vector>
 
 namespace {
@@ -43,6 +45,7 @@ struct Calls {
   void (*waited_for_stream)(int64_t stream);  // -1: all of them
   void (*used_in_stream)(uint64_t address, int64_t stream);
   int (*happened)(uint64_t event);
+  void (*allocating)();  // in a pool: what was freed before is used again
 };
 
 Calls calls{};
@@ -51,7 +54,18 @@ std::atomic<bool> listening{false}; // false when Python has ended
 // memory -------------------------------------------------------------------------------------------------------------
 
 thread_local int64_t current_stream = 0;
+thread_local int64_t current_pool = 0; // 0: none
 
+// What `SimulatedDevice.log` has, in this order, in 64 bits each. A block that is freed has no bytes.
+struct Event {
+  uint64_t address;
+  uint64_t nbytes;
+  int64_t stream;
+  int64_t pool;
+};
+
+// As torch's allocator for CUDA does, each pool takes the lowest free block of a size, and outside of pools nobody can
+// tell which one. Blocks of other sizes are not split, and not joined.
 class Memory {
  public:
   Memory() {
@@ -66,16 +80,19 @@ class Memory {
     const std::lock_guard<std::mutex> guard(lock_);
     const size_t size = std::max(kBlock, (nbytes + kBlock - 1) / kBlock * kBlock);
     size_t offset = 0;
-    auto& free = free_[size];
+    auto& free = free_[{current_pool, size}];
     if (!free.empty()) {
-      offset = free.back();
-      free.pop_back();
+      random_ = random_ * 1103515245 + 12345;
+      const auto it = std::next(free.begin(), current_pool == 0 ? (random_ >> 16) % free.size() : 0);
+      offset = *it;
+      free.erase(it);
     } else {
       TORCH_CHECK(end_ + size <= kTotal, "the simulated device is out of memory");
       offset = end_;
       end_ += size;
     }
-    held_[offset] = {size, current_stream};
+    held_[offset] = {size, current_stream, current_pool};
+    log_.push_back({reinterpret_cast<uint64_t>(seen_ + offset), nbytes, current_stream, current_pool});
     allocated_ += size;
     peak_ = std::max(peak_, allocated_);
     std::memset(used_ + offset, kPoison, size);
@@ -87,6 +104,7 @@ class Memory {
     const std::lock_guard<std::mutex> guard(lock_);
     const Held& held = held_.at(static_cast<char*>(address) - seen_);
     allocated_ -= held.nbytes;
+    log_.push_back({reinterpret_cast<uint64_t>(address), 0, held.stream, held.pool});
     return held.stream;
   }
 
@@ -94,7 +112,7 @@ class Memory {
     const std::lock_guard<std::mutex> guard(lock_);
     const auto found = held_.find(static_cast<char*>(address) - seen_);
     std::memset(used_ + found->first, kPoison, found->second.nbytes);
-    free_[found->second.nbytes].push_back(found->first);
+    free_[{found->second.pool, found->second.nbytes}].insert(found->first);
     held_.erase(found);
   }
 
@@ -106,6 +124,7 @@ class Memory {
     return address == nullptr ? nullptr : static_cast<char*>(address) - seen_ + used_;
   }
 
+  const std::vector<Event>& log() const { return log_; }
   size_t allocated() const { return allocated_; }
   size_t peak() const { return peak_; }
   void reset_peak() { peak_ = allocated_; }
@@ -120,14 +139,17 @@ class Memory {
   struct Held {
     size_t nbytes;
     int64_t stream;
+    int64_t pool;
   };
 
   std::mutex lock_;
   char* seen_ = nullptr;
   char* used_ = nullptr;
   size_t end_ = 0, allocated_ = 0, peak_ = 0;
-  std::map<size_t, std::vector<size_t>> free_;
+  uint64_t random_ = 1;
+  std::map<std::pair<int64_t, size_t>, std::set<size_t>> free_; // by pool and bytes
   std::map<size_t, Held> held_;
+  std::vector<Event> log_;
 };
 
 Memory& memory() {
@@ -149,6 +171,9 @@ void free_device(void* address) {
 
 struct DeviceAllocator final : c10::DeviceAllocator {
   c10::DataPtr allocate(size_t nbytes) override {
+    if (current_pool != 0 && listening) {
+      calls.allocating();
+    }
     void* address = nbytes == 0 ? nullptr : memory().take(nbytes);
     return {address, address, &free_device, c10::Device(kDevice, 0)};
   }
@@ -424,6 +449,17 @@ void simulated_device_begin(const Calls* given) {
 
 void simulated_device_end() {
   listening = false;
+}
+
+// What this thread allocates from now on is in a pool; 0: in none.
+void simulated_device_use_pool(int64_t pool) {
+  current_pool = pool;
+}
+
+// Every allocation and every free so far, for one thread at a time.
+uint64_t simulated_device_log(const Event** events) {
+  *events = memory().log().data();
+  return memory().log().size();
 }
 
 void simulated_device_give(uint64_t address) {

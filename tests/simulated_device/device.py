@@ -14,9 +14,11 @@ import ctypes
 import functools
 import gc
 import hashlib
+import itertools
 import types
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, cast
@@ -52,6 +54,7 @@ _COLLECTIVES = (
     "alltoall_base_",
 )
 BACKEND = "sim_collectives"
+_POOLS = itertools.count(1)
 _CALLS = (
     ("freed", None, ctypes.c_uint64, ctypes.c_int64),
     ("recorded", None, ctypes.c_uint64, ctypes.c_int64),
@@ -60,6 +63,7 @@ _CALLS = (
     ("waited_for_stream", None, ctypes.c_int64),
     ("used_in_stream", None, ctypes.c_uint64, ctypes.c_int64),
     ("happened", ctypes.c_int, ctypes.c_uint64),
+    ("allocating", None),
 )
 
 
@@ -85,7 +89,10 @@ def recipe() -> _build.BuildRecipe:
 class SimulatedDevice:
     """The device of this process."""
 
+    here: SimulatedDevice
+
     def __init__(self) -> None:
+        SimulatedDevice.here = self
         path = _build.library(recipe())
         torch.utils.rename_privateuse1_backend(NAME)
         torch.ops.load_library(path)
@@ -95,7 +102,7 @@ class SimulatedDevice:
         self._library.simulated_device_pinned_peak.restype = ctypes.c_uint64
         self._library.simulated_device_begin(ctypes.byref(self._calls))
         atexit.register(self._library.simulated_device_end)
-        torch._register_device_module(NAME, _module())
+        torch._register_device_module(NAME, _module(self._library.simulated_device_use_pool))
         self._libraries = self._register()
         self.device = torch.device(NAME, 0)
 
@@ -116,6 +123,13 @@ class SimulatedDevice:
         """Return the most host memory that was pinned at once, as torch and the runtime of CUDA would count it."""
         return int(self._library.simulated_device_pinned_peak())
 
+    def log(self) -> list[tuple[int, int, int, int]]:
+        """Return every allocation so far, and every free, which has 0 bytes: address, bytes, stream, pool."""
+        events = ctypes.POINTER(_Event)()
+        self._library.simulated_device_log.restype = ctypes.c_uint64
+        count = self._library.simulated_device_log(ctypes.byref(events))
+        return [(e.address, e.nbytes, e.stream, e.pool) for e in events[:count]]
+
     # what torch calls ------------------------------------------------------------------------------------------------
 
     def _make_calls(self) -> ctypes.Structure:
@@ -128,6 +142,7 @@ class SimulatedDevice:
             "waited_for_stream": lambda stream: line.wait_for_stream(None if stream < 0 else stream),
             "used_in_stream": line.use_in_stream,
             "happened": line.has_happened,
+            "allocating": line.give_freed,
         }
 
         def locked(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -264,6 +279,23 @@ class SimulatedDevice:
         last = start + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
         size = tensor.element_size()
         self.timeline.access(moment, _address(tensor), start * size, (last + 1) * size, writes=writes)
+
+
+class _Event(ctypes.Structure):
+    _fields_ = (
+        ("address", ctypes.c_uint64),
+        ("nbytes", ctypes.c_uint64),
+        ("stream", ctypes.c_int64),
+        ("pool", ctypes.c_int64),
+    )
+
+
+class MemPool:
+    """A pool of memory, see `torch.cuda.MemPool`."""
+
+    def __init__(self, *, use_on_oom: bool = False) -> None:
+        self.id = next(_POOLS)
+        self.is_in_use = False
 
 
 class SimulatedAccelerator(Accelerator):
@@ -407,8 +439,21 @@ def _linear_under_autocast(*args: Any) -> Any:
         return torch.ops.aten.linear(*(None if t is None else t.to(dtype) for t in args))
 
 
-def _module() -> types.ModuleType:
+def _module(use_pool: Callable[[int], None]) -> types.ModuleType:
     """Return what torch looks for as ``torch.sim``."""
+
+    @contextmanager
+    def use_mem_pool(pool: MemPool, device: Any = None) -> Iterator[None]:
+        if pool.is_in_use:
+            raise RuntimeError("beginAllocateToPool: already recording to mempool_id")
+        pool.is_in_use = True
+        use_pool(pool.id)
+        try:
+            yield
+        finally:
+            use_pool(0)
+            pool.is_in_use = False
+
     module = types.ModuleType(f"torch.{NAME}")
     generator = torch.Generator(device=NAME)
     functions: dict[str, Any] = {
@@ -429,6 +474,10 @@ def _module() -> types.ModuleType:
             name="simulated", total_memory=torch.accelerator.get_memory_info(0)[1]
         ),
         "synchronize": lambda device=0: torch.accelerator.synchronize(),
+        "get_allocator_backend": lambda: "native",
+        "is_current_stream_capturing": lambda: False,
+        "MemPool": MemPool,
+        "use_mem_pool": use_mem_pool,
     }
     for name, value in functions.items():
         setattr(module, name, value)

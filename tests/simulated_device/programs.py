@@ -12,6 +12,7 @@ from unittest import mock
 
 import lightning.pytorch as pl
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -132,7 +133,7 @@ def fit(
         }
         run = pl.Trainer(
             accelerator=SimulatedAccelerator() if device.type == NAME else device.type,
-            devices=1,
+            devices=dist.get_world_size() if dist.is_initialized() else 1,
             strategy=strategy_of(device, options, folder),
             **{**defaults, **(trainer or {})},
         )

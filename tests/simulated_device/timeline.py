@@ -117,7 +117,7 @@ class Timeline:
 
     def begin(self, stream: int, name: str) -> Moment:
         """Start an operation on a stream."""
-        self._free()
+        self.give_freed()
         clock = joined(self._clocks.get(stream, {}), self._clocks[HOST])
         time = clock.get(stream, 0) + 1
         clock = {**clock, stream: time}
@@ -160,7 +160,7 @@ class Timeline:
     def _wait(self, clock: Clock) -> None:
         if threading.current_thread() is threading.main_thread():
             self.waits[caller()] += 1
-        self._free()
+        self.give_freed()
         self._clocks[HOST] = joined(self._clocks[HOST], clock)
         self._run([copy for copy in self._copies if copy.moment.is_before(self._clocks[HOST])])
 
@@ -194,7 +194,8 @@ class Timeline:
         """Take note that memory was freed which was allocated for a stream. Runs inside any other function of this."""
         self._freed.append((address, joined(self._clocks.get(stream, {}), self._clocks[HOST])))
 
-    def _free(self) -> None:
+    def give_freed(self) -> None:
+        """Return what was freed to the allocator, unless a copy in flight needs it."""
         while self._freed:
             address, clock = self._freed.popleft()
             allocation = self._allocations.pop(address, None) or Allocation()
