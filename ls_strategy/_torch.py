@@ -347,19 +347,16 @@ REFUSES_FREED_MEMORY = _refuse_access is not None and _allow_access is not None
 """Whether `refuse_views` works: from torch 2.12 on, where it can be taken back."""
 
 refuse_views: Any = _refuse_access if REFUSES_FREED_MEMORY else lambda *_: None
-"""Let the use of a storage without memory, of this `storage_key`, raise a message until `allocate` is called.
+"""Let the use of a storage without memory, of this `storage_key`, raise a message until `allow_views` is called.
 
 Otherwise it reads at address 0, which ends the process.
 """
 
 
-def allocate(buffer: Tensor) -> None:
-    """Give a buffer memory, if it has none."""
-    storage = buffer.untyped_storage()
-    if storage.size() == 0:
-        if REFUSES_FREED_MEMORY:
-            _allow_access(storage._cdata)
-        storage.resize_(buffer.nbytes)
+def allow_views(storage: torch.UntypedStorage) -> None:
+    """Undo `refuse_views`: the storage gets memory."""
+    if REFUSES_FREED_MEMORY:
+        _allow_access(storage._cdata)
 
 
 def allow_data_on(tensor: Tensor, device: torch.device) -> None:

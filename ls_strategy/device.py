@@ -8,12 +8,16 @@ Outside this file, ``torch.cuda`` stands only where something exists for CUDA al
 
 from __future__ import annotations
 
+import os
 from collections.abc import Generator
-from contextlib import contextmanager, suppress
-from typing import Any
+from contextlib import AbstractContextManager, contextmanager, suppress
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
+
+_ALLOC_CONF = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF")
+"""Environment variables with the settings of torch's allocator."""
 
 _ON_HOST = frozenset({"gloo", "mpi", "ucc", "fake"})
 """Back ends of `torch.distributed` that move tensors of the host, or both kinds."""
@@ -184,6 +188,32 @@ def free_cached(device: torch.device) -> None:
         empty = getattr(_module(device), "empty_cache", None)
         if empty is not None:
             empty()
+
+
+def new_memory_pool(device: torch.device) -> Any:
+    """Return memory of a device for `allocating_in`; None if its allocator has no such pools.
+
+    The memory goes back to the device when nothing refers to the pool and no tensor uses it. Meanwhile torch takes it
+    for other tensors before it runs out of memory. With expandable segments it would not, so there is no pool then.
+    """
+    module = _module(device) if is_accelerator(device) else None
+    backend = getattr(module, "get_allocator_backend", None)
+    if module is None or backend is None or backend() != "native":  # cudaMallocAsync, or one of another package
+        return None
+    if any("expandable_segments:True" in os.environ.get(name, "").replace(" ", "") for name in _ALLOC_CONF):
+        return None
+    with selected(device):
+        return module.MemPool(use_on_oom=True)
+
+
+def allocating_in(pool: Any, device: torch.device) -> AbstractContextManager[None]:
+    """Let what this thread allocates on ``device`` inside the context be in ``pool``. One thread at a time."""
+    return cast("AbstractContextManager[None]", _module(device).use_mem_pool(pool, device))
+
+
+def is_capturing(device: torch.device) -> bool:
+    """Return whether this thread's work on ``device`` is being captured in a graph."""
+    return bool(_module(device).is_current_stream_capturing())
 
 
 # random numbers ------------------------------------------------------------------------------------------------------

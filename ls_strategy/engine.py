@@ -29,6 +29,7 @@ from torch.optim import Optimizer
 from ls_strategy import spans
 from ls_strategy._torch import inside_compiled, storage_key
 from ls_strategy.config import LossScaleConfig, ZeROConfig
+from ls_strategy.distributed.buffer_pool import BufferPool
 from ls_strategy.distributed.mesh import Mesh
 from ls_strategy.layout import TensorPart
 from ls_strategy.loss_scale import LossScaler
@@ -265,6 +266,11 @@ class Engine:
         read = [flat.wire.values for flat in self.flats if flat.wire is not None and flat.wire.keeps]
         return {storage_key(values) for values in (*(flat.full for flat in self.flats), *read)}
 
+    @property
+    def pools(self) -> set[BufferPool]:
+        """Return the pools of buffers of all process groups."""
+        return {flat.comm.pool for flat in self.flats} | {self.comm.pool}
+
     def detach(self) -> None:
         """Remove every hook; keep the buffers."""
         self.state_offload.reload()
@@ -281,6 +287,8 @@ class Engine:
             flat.end_showing()
             for p in flat.params if flat.resident else ():
                 unbind_home(p)
+        for pool in self.pools:
+            pool.gathers.clear()
 
     # forward ---------------------------------------------------------------------------------------------------------
 
@@ -479,5 +487,4 @@ class Engine:
         ``gathered`` are the full parameters of units that are gathered now (stage 3), ``gradients`` include the fp32
         averages and ``p.grad``, and ``communication`` are the receive and staging buffers.
         """
-        pools = {f.comm.pool for f in self.flats} | {self.comm.pool}
-        return memory.memory_bytes(self.flats, self.optimizers, pools)
+        return memory.memory_bytes(self.flats, self.optimizers, self.pools)

@@ -18,4 +18,4 @@ def offload_states(engine: Engine, kinds: Collection[str]) -> int:
     engine.wait()
     for flat in engine.flats:
         flat.averages.wait()
-    return engine.state_offload.offload(kinds, {flat.comm.pool for flat in engine.flats} | {engine.comm.pool})
+    return engine.state_offload.offload(kinds, engine.pools)

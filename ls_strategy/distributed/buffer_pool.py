@@ -10,6 +10,9 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from ls_strategy._torch import allow_views
+from ls_strategy.distributed.gather_memory import GatherMemory
+
 LATE_BYTES = 64 << 20
 """Bytes of a pool that copies to the host may still read. With more, `BufferPool.take` waits for the oldest copy."""
 
@@ -50,6 +53,18 @@ class BufferPool:
         self._late_bytes = 0
         self._lock = threading.Lock()
         self.bytes = 0
+        self.gathers = GatherMemory()
+        """Where `allocate` takes memory of accelerators."""
+
+    def allocate(self, buffer: Tensor) -> None:
+        """Give a gathered buffer memory, if it has none."""
+        storage = buffer.untyped_storage()
+        if storage.size() == 0:
+            allow_views(storage)
+            if buffer.is_cpu:
+                storage.resize_(buffer.nbytes)
+            else:
+                self.gathers.allocate(buffer)
 
     def take(self, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
         """Return a buffer of exactly this size, with arbitrary contents."""
@@ -76,7 +91,7 @@ class BufferPool:
             self._late_bytes += buffer.nbytes
 
     def clear(self) -> None:
-        """Free the buffers that nobody has taken. Waits for copies that still read them."""
+        """Free the buffers that nobody has taken, and what gathers keep. Waits for copies that still read them."""
         with self._lock:
             late, self._late, self._late_bytes = list(self._late), deque(), 0
         for copy, buffer in late:
@@ -85,6 +100,7 @@ class BufferPool:
         for free in self._free.values():
             self.bytes -= sum(buffer.nbytes for buffer in free)
             free.clear()
+        self.gathers.clear()
 
     def _take_back(self, nbytes: int) -> None:
         """Take back what copies have read, and wait for the oldest ones if ``nbytes`` more would be too much."""

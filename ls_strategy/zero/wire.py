@@ -14,7 +14,6 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ls_strategy._torch import allocate
 from ls_strategy.distributed.buffer_pool import BufferPool
 from ls_strategy.distributed.wire_format import WireFormat
 from ls_strategy.layout import FlatLayout
@@ -66,7 +65,7 @@ class Wire:
     def own_part(self) -> Tensor:
         """Return where this rank's shard goes before a gather: in ``values``, or in memory from which it is encoded."""
         if not self.encodes:
-            allocate(self.values)
+            self._pool.allocate(self.values)
             return self.values[self.place(*self._shard)]
         if self._own is None:
             start, stop = self._shard
@@ -76,13 +75,13 @@ class Wire:
     def encode_own_part(self) -> None:
         """Bring `own_part` into ``values``, if it is not there."""
         if self._own is not None:
-            allocate(self.values)
+            self._pool.allocate(self.values)
             self.form.encode(self._own, self.values[self.place(*self._shard)])
             self._give_own()
 
     def decode(self, full: Tensor) -> None:
         """Write what has arrived to ``full``, ``(numel,)``, and free the wire's memory."""
-        allocate(full)
+        self._pool.allocate(full)
         self.form.decode(self.values, full)
         self.free()
 

@@ -6,7 +6,7 @@ import gc
 import threading
 from collections.abc import Generator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -257,3 +257,23 @@ def test_groups_of_the_host_also_name_the_accelerator(
     """Torch asks each group for a back end of the default group's device, and gloo is known for CUDA alone."""
     monkeypatch.setattr(dev, "current", lambda: SimpleNamespace(type=kind))
     assert dev.host_backend() == expected
+
+
+@pytest.mark.parametrize(
+    ("backend", "settings", "has_pool"),
+    [
+        ("native", "", True),
+        ("native", "max_split_size_mb:200, expandable_segments:False", True),
+        ("native", "max_split_size_mb:200, expandable_segments: True", False),
+        ("cudaMallocAsync", "", False),
+    ],
+)
+def test_there_is_a_pool_only_if_its_idle_memory_can_be_lent(
+    backend: str, settings: str, has_pool: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made = SimpleNamespace(get_allocator_backend=lambda: backend, MemPool=lambda use_on_oom: use_on_oom)
+    monkeypatch.setattr(torch, "get_device_module", lambda device: made)
+    monkeypatch.setattr(dev, "selected", lambda device: nullcontext())
+    monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", settings)
+    assert dev.new_memory_pool(torch.device("cuda", 0)) is (True if has_pool else None)
+    assert dev.new_memory_pool(torch.device("cpu")) is None

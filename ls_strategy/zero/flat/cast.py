@@ -28,7 +28,6 @@ from torch.autograd.graph import increment_version
 from typing_extensions import override
 
 from ls_strategy._torch import (
-    allocate,
     current_backward_pass,
     current_transform,
     saved_by_hooks_of_others,
@@ -69,7 +68,7 @@ class CastWire(Wire):
         """Describe the wire, see `Wire`. ``stored``: the dtype of the parameters."""
         super().__init__(CastWireFormat(dtype), layout, shard, dtype=stored, device=device, pool=pool, encodes=True)
         self.dtype = dtype
-        allocate(self.values)
+        self._pool.allocate(self.values)
         # `.data` has a version of its own, which a gather does not change: autograd finds the values that it has saved.
         self.views = [self.values[s.offset : s.end].view(s.shape).data for s in layout.slots]
         """One view of ``values`` per parameter."""
@@ -111,7 +110,7 @@ class CastWire(Wire):
 
     def fill(self, full: Tensor) -> None:
         """Let ``values`` be those of ``full``."""
-        allocate(self.values)
+        self._pool.allocate(self.values)
         self.form.encode(full, self.values)
         self.arrived()
 

@@ -28,7 +28,7 @@ from torch import Tensor, nn
 
 from ls_strategy import device as dev
 from ls_strategy import spans
-from ls_strategy._torch import allocate, refuse_views, set_versions, storage_key
+from ls_strategy._torch import refuse_views, set_versions, storage_key
 from ls_strategy.distributed.comm import PendingGather
 from ls_strategy.distributed.wire_format import FORMATS, WireFormat
 from ls_strategy.errors import StateError
@@ -221,7 +221,7 @@ class FlatBuffer(FlatStates):
         if not secondary.is_current or (self.wire is not None and self.wire.exact):
             return None
         target = self.full if self.wire is None else self.wire.values
-        allocate(target)
+        self.comm.pool.allocate(target)
         return secondary.start(target, self.name)
 
     # allocation ------------------------------------------------------------------------------------------------------
@@ -477,7 +477,7 @@ class FlatBuffer(FlatStates):
             self.start_read()
         wire = self.wire
         if wire is None or wire.exact:
-            allocate(self.full)
+            self.comm.pool.allocate(self.full)
             self._load_shard(self.full[slice(*self.stepped)])
             self.gathering = self.comm.all_gather(self.full, self.name, self._sizes)
         else:
@@ -517,7 +517,7 @@ class FlatBuffer(FlatStates):
         wire = self.encoded_wire
         if wire is not None:
             return wire.own_part()
-        allocate(self.full)
+        self.comm.pool.allocate(self.full)
         return self.full[slice(*self.stepped)]
 
     def _load_shard(self, out: Tensor) -> None:

@@ -22,7 +22,6 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
-from ls_strategy._torch import allocate
 from ls_strategy.config import FrozenFormat
 from ls_strategy.distributed.comm import PendingGather
 from ls_strategy.ops.quantized import TILE, dequantize_, packed_bytes, quantize, rounded
@@ -147,7 +146,7 @@ class QuantizedFlat(FlatBuffer):
     @override
     def finish_gather(self, *, on_demand: bool = False) -> None:
         if self.wire is None and self._end_gather():
-            allocate(self.full)
+            self.comm.pool.allocate(self.full)
             dequantize_(self.master, self.full, self.form)
         super().finish_gather(on_demand=on_demand)
 
