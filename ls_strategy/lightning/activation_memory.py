@@ -23,6 +23,8 @@ class ActivationMemory:
 
     def __init__(self, config: ActivationsConfig) -> None:
         self.config = config
+        self.defers_logits = config.chunked_loss is not None
+        """Whether the loss computes logits in chunks."""
         self.active: Activations | None = None
         self._heads: ChunkedHeads | None = None
         self._tiles: Tiles | None = None
@@ -60,11 +62,6 @@ class ActivationMemory:
     def recomputes(self) -> bool:
         """Return whether blocks are recomputed in backward."""
         return self.config.recompute is not None
-
-    @property
-    def defers_logits(self) -> bool:
-        """Return whether the loss computes logits in chunks."""
-        return self.config.chunked_loss is not None
 
     @property
     def needs_nvme(self) -> bool:

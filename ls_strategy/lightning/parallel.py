@@ -34,7 +34,6 @@ from ls_strategy.meta_init.lazy import recall_source
 from ls_strategy.moe.balance import update_router_bias
 from ls_strategy.moe.parallel import apply_expert_parallel, expert_parameters
 from ls_strategy.moe.router import Router
-from ls_strategy.parallel import logits
 from ls_strategy.parallel.context.ulysses import apply_sequence_parallel
 from ls_strategy.parallel.stack import head_after, one_stack
 from ls_strategy.parallel.tensor.dtensor import Localized, has_dtensors, localize, parallelize
@@ -67,18 +66,14 @@ class ModelParallel:
 
     def __init__(self, config: ParallelConfig, sharding: ShardingConfig | None = None) -> None:
         self.config, self._sharding = config, sharding or ShardingConfig()
+        self.replica_ranks = config.pp.size * config.tp.size * config.context
+        """The number of ranks that work on one batch together."""
         self.mesh: Mesh | None = None
         self.pipeline: Pipeline | None = None
         self._device_mesh: Any = None
         self._balanced: tuple[weakref.ref[nn.Module], bool] | None = None
         """The last module, and whether some of its routers have a bias."""
         self._batches = 0
-
-    @property
-    def replica_ranks(self) -> int:
-        """The number of ranks that work on one batch together."""
-        config = self.config
-        return config.pp.size * config.tp.size * config.context
 
     def connect(self, world: Comm, device_type: str, timeout: timedelta | None = None) -> Mesh:
         """Create the process groups, whose collectives may take ``timeout``. Collective over all ranks.
@@ -306,13 +301,6 @@ class ModelParallel:
         """Seed the workers of a loader by replica; Lightning would seed them by rank."""
         if self.replica_ranks > 1 and isinstance(dataloader, DataLoader) and dataloader.worker_init_fn is None:
             dataloader.worker_init_fn = partial(pl_worker_init_function, rank=self.data_rank[0])
-
-    def full_outputs(self, output: Any, *, deferred: bool) -> Any:
-        """Return the output of a step with plain logits in place of sharded or ``deferred`` ones.
-
-        Collective if any are sharded.
-        """
-        return logits.gather(output) if deferred or self.replica_ranks > 1 else output
 
     def check_batch(self, batch: Any) -> None:
         """Check that the ranks of a replica work on the same batch. Collective over them.

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
@@ -63,8 +62,11 @@ class Planner(Protocol):
         """
         ...
 
-    def explaining_memory(self, ask: Callable[[], Fit]) -> AbstractContextManager[None]:
-        """Make a failed allocation inside say what takes how much memory, and which options take less."""
+    def explain_memory(self, error: BaseException, ask: Callable[[], Fit]) -> None:
+        """Raise an error that says what takes how much memory, and which options take less, after a failed allocation.
+
+        Return if ``error`` is none.
+        """
         ...
 
 
@@ -110,14 +112,17 @@ class Planning:
         dtypes = strategy.precision_asked()
         return Fit(trainer, module, strategy.config, dtypes, updates_early=not reads_gradients)
 
-    def explaining_memory(self) -> AbstractContextManager[None]:
-        """Make a failed allocation inside say what takes how much memory, and which options take less."""
+    def explain_memory(self, error: BaseException) -> None:
+        """Raise an error that says what takes how much memory, and which options take less, after a failed allocation.
+
+        Return if ``error`` is none. Call it where that is handled.
+        """
         if self._planner is None:
-            return nullcontext()
+            return
 
         def ask() -> Fit:
             module = self._strategy.lightning_module
             assert module is not None
             return self._fit(module.trainer, module)
 
-        return self._planner.explaining_memory(ask)
+        self._planner.explain_memory(error, ask)

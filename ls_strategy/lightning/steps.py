@@ -72,12 +72,16 @@ class Steps:
         # DDP broadcasts rank 0's buffers before a forward if the step before it synchronised gradients.
         synchronises = self._synchronises(self._module)
         comm = strategy.require_engine().comm
-        with self._lockstep.step(), comm.naming_failures(), strategy.planning.explaining_memory():
-            strategy.resume.restore_random_states()
-            engine = strategy.engine_setup.follow_optimizers()
-            accumulates = self.accumulating
-            call = StepCall(engine, step, args, kwargs, synchronises=synchronises, accumulates=accumulates)
-            return strategy.loop.train(call)
+        with self._lockstep.step(), comm.naming_failures():
+            try:
+                strategy.resume.restore_random_states()
+                engine = strategy.engine_setup.follow_optimizers()
+                accumulates = self.accumulating
+                call = StepCall(engine, step, args, kwargs, synchronises=synchronises, accumulates=accumulates)
+                return strategy.loop.train(call)
+            except Exception as error:
+                strategy.planning.explain_memory(error)
+                raise
 
     def evaluate(self, step: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         """Run a validation, test or prediction step."""

@@ -315,9 +315,13 @@ class ZeROStrategy(EngineStrategy):  # its many public members are Lightning's h
     ) -> Any:
         module = model or self.lightning_module
         assert isinstance(module, pl.LightningModule)
-        with self.require_engine().comm.naming_failures(), self.planning.explaining_memory():
-            result = self.zero_precision().optimizer_step(optimizer, model=module, closure=closure, **kwargs)
-            self.parallel.balance_experts(module)
+        with self.require_engine().comm.naming_failures():
+            try:
+                result = self.zero_precision().optimizer_step(optimizer, model=module, closure=closure, **kwargs)
+                self.parallel.balance_experts(module)
+            except Exception as error:
+                self.planning.explain_memory(error)
+                raise
             return result
 
     def _wait_for_weights(self) -> None:

@@ -13,6 +13,12 @@ from ls_strategy.distributed.lockstep import REQUEUE, STOP
 from ls_strategy.lightning.loop.pipeline import PipelineLoop
 from ls_strategy.lightning.loop.plain import StepLoop
 from ls_strategy.lightning.steps import Steps
+from ls_strategy.parallel import logits
+
+
+@pytest.fixture(autouse=True)
+def gathered(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(logits, "gather", lambda output: ("full", output))
 
 
 class Recorded:
@@ -48,10 +54,10 @@ def make(calls: list[Any], *, pipeline: Any = None, automatic: bool = True, aske
         require_engine=lambda: engine,
         engine=engine,
         engine_setup=SimpleNamespace(follow_optimizers=lambda: engine),
-        planning=SimpleNamespace(explaining_memory=nullcontext),
+        planning=SimpleNamespace(explain_memory=lambda error: None),
         resume=SimpleNamespace(restore_random_states=lambda: calls.append(("random", {}))),
-        activations=SimpleNamespace(around_forward=nullcontext, defers_logits=False),
-        parallel=SimpleNamespace(pipeline=pipeline, full_outputs=lambda output, deferred: ("full", output)),
+        activations=SimpleNamespace(active=None, around_forward=nullcontext, defers_logits=False),
+        parallel=SimpleNamespace(pipeline=pipeline, replica_ranks=2),
     )
     strategy.loop = StepLoop(strategy) if pipeline is None else PipelineLoop(strategy)
     return strategy

@@ -217,7 +217,7 @@ def smallest(world: Comm, device: torch.device, nvme_path: str = "") -> Hardware
 
 
 def explain(question: Question, hardware: Hardware, running: Candidate) -> Callable[[], str]:
-    """Return a description for `out_of_memory.explaining`: the next candidate that needs less, and the table."""
+    """Return a description for `out_of_memory.raise_explained`: the next candidate that needs less, and the table."""
 
     def describe() -> str:
         forecasts = question.forecasts(hardware)

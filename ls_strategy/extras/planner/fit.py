@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Generator, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
@@ -26,7 +25,7 @@ from ls_strategy.extras.planner.hardware import Hardware, found_here
 from ls_strategy.extras.planner.learned import MeasuredRun, compared, corrected, is_on, machine_of
 from ls_strategy.extras.planner.measured_file import add, load
 from ls_strategy.extras.planner.micro_speeds import measure
-from ls_strategy.extras.planner.out_of_memory import explaining
+from ls_strategy.extras.planner.out_of_memory import raise_explained
 from ls_strategy.extras.planner.step import first_batch
 from ls_strategy.extras.planner.step_clock import StepClock
 from ls_strategy.extras.run_file import RUN_FILE, append_line
@@ -76,17 +75,19 @@ class FitPlanner:
         self.planned_step_s = choice.step_s
         return choice.candidate.config(fit.config), choice.words
 
-    @contextmanager
-    def explaining_memory(self, ask: Callable[[], Fit]) -> Generator[None, None, None]:
-        """Make a failed allocation inside say what takes how much memory, and which options take less."""
+    def explain_memory(self, error: BaseException, ask: Callable[[], Fit]) -> None:
+        """Raise an error that says what takes how much memory, and which options take less, after a failed allocation.
+
+        Raises:
+            OutOfMemory: ``error`` is one.
+        """
 
         def describe() -> str:
             fit = ask()
             assert self._hardware is not None
             return explain(self._question(fit), self._hardware, candidate_of(fit.config))()
 
-        with explaining(describe):
-            yield
+        raise_explained(error, describe)
 
     def _question(self, fit: Fit) -> Question:
         states = random_states()  # train_dataloader and datasets draw again when training begins

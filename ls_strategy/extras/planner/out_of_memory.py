@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator
-from contextlib import contextmanager
+from collections.abc import Callable
 
 import torch
 
@@ -24,21 +23,17 @@ def is_out_of_memory(error: BaseException) -> bool:
     return isinstance(error, RuntimeError) and any(message in str(error) for message in _CPU_MESSAGES)
 
 
-@contextmanager
-def explaining(describe: Callable[[], str]) -> Generator[None, None, None]:
-    """Turn a failed allocation into an error with the text of ``describe``; if that fails, raise the first error.
+def raise_explained(error: BaseException, describe: Callable[[], str]) -> None:
+    """Raise an error with the text of ``describe`` if ``error`` is a failed allocation. Call it where that is handled.
 
     Raises:
         OutOfMemory: caused by the allocator's error.
     """
+    if isinstance(error, OutOfMemory) or not is_out_of_memory(error):
+        return
     try:
-        yield
-    except Exception as error:
-        if isinstance(error, OutOfMemory) or not is_out_of_memory(error):
-            raise
-        try:
-            explanation = describe()
-        except Exception:  # the first error matters more
-            raise error from None
-        first_line = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-        raise OutOfMemory(f"out of memory: {first_line}\n{explanation}") from error
+        explanation = describe()
+    except Exception:  # the first error matters more
+        raise error from None
+    first_line = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+    raise OutOfMemory(f"out of memory: {first_line}\n{explanation}") from error

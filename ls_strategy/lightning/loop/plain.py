@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from ls_strategy.lightning import guards
 from ls_strategy.lightning.loop.call import StepCall
+from ls_strategy.parallel import logits
 
 if TYPE_CHECKING:
     import lightning.pytorch as pl
@@ -83,7 +84,8 @@ class StepLoop:
     def train(self, call: StepCall) -> Any:
         """Run ``training_step``."""
         call.engine.begin_step(sync_buffers_after=call.synchronises)
-        with self._strategy.activations.around_forward(), self.around_step(call.args):
+        activations = self._strategy.activations
+        with nullcontext() if activations.active is None else activations.around_forward(), self.around_step(call.args):
             output = call.step(*call.args, **call.kwargs)
         call.engine.end_forward()
         return self._full_outputs(output)
@@ -100,8 +102,13 @@ class StepLoop:
             return self._full_outputs(call.step(*call.args, **call.kwargs))
 
     def _full_outputs(self, output: Any) -> Any:
-        deferred = self._strategy.activations.defers_logits
-        return self._strategy.parallel.full_outputs(output, deferred=deferred)
+        """Return the output of a step with plain logits in place of sharded or deferred ones.
+
+        Collective if any are sharded.
+        """
+        strategy = self._strategy
+        shown = strategy.activations.defers_logits or strategy.parallel.replica_ranks > 1
+        return logits.gather(output) if shown else output
 
     @contextmanager
     def around_backward(self, engine: Engine, *, synchronises: bool, accumulates: bool) -> Generator[bool, None, None]:
@@ -113,9 +120,12 @@ class StepLoop:
     def _between(self, engine: Engine, *, eager: bool, counts: bool, accumulates: bool) -> Generator[None, None, None]:
         """Surround a backward by those of the engine, which see to it that an error in it has a cure."""
         engine.begin_backward(eager=eager, counts=counts)
-        explained = self._strategy.planning.explaining_memory()
-        with guards.explain_released_parameters(), engine.comm.naming_failures(), explained:
-            yield
+        with guards.explain_released_parameters(), engine.comm.naming_failures():
+            try:
+                yield
+            except Exception as error:
+                self._strategy.planning.explain_memory(error)
+                raise
         engine.end_backward(local=accumulates)
 
     # checkpoints -----------------------------------------------------------------------------------------------------
