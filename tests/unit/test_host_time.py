@@ -23,11 +23,11 @@ from ls_strategy.zero.flat.parameters import ShardedParameter
 
 PACKAGE = str(Path(ls_strategy.__file__).parent)
 
-LINES = {0: 1170, 1: 1025, 2: 850, 3: 1320}
+LINES = {0: 1075, 1: 970, 2: 805, 3: 1240}
 """At most so many per unit and step, by stage: some more than there are, since versions of Python count differently."""
 
-FILES = {0: 22, 1: 22, 2: 22, 3: 23}
-FUNCTIONS = {0: 179, 1: 190, 2: 183, 3: 205}
+FILES = {0: 21, 1: 22, 2: 21, 3: 22}
+FUNCTIONS = {0: 145, 1: 155, 2: 146, 3: 167}
 """A plain step may enter so many, by stage. They only ever fall: a feature that is off is not entered."""
 
 CALLS_OF_A_GATHER = 6

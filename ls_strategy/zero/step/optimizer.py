@@ -151,7 +151,7 @@ class ShardedOptimizer:
             if updater in self._others:
                 self._require_in_memory(updater, *self.states.locate(number))
         chosen = {id(u) for u in self._updater_of}
-        self._all_fused = chosen <= {id(self.fused)}
+        self._all_fused = chosen == {id(self.fused)}
         """Whether fused updates step all parameters, so that there are none for the optimizer's own ``step``."""
         if not self._all_fused:
             chosen.add(id(self._torch))
