@@ -10,6 +10,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import random
 import signal
 import sys
 import time
@@ -23,7 +24,8 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 from torchmetrics import MeanMetric
 
-from ls_strategy import ElasticTraining, ZeROStrategy
+from ls_strategy import CorruptionCheck, ElasticTraining, ZeROStrategy
+from tests.dist.test_corruption_check import flip
 
 torch.set_num_threads(1)
 
@@ -94,6 +96,30 @@ class Model(pl.LightningModule):
         ]
 
 
+class Flips(Callback):
+    """Flips a bit in the memory of a rank of a node, once per entry of ``flips``: step, node, and what."""
+
+    def __init__(self, flips: list[list[Any]], folder: Path) -> None:
+        self.flips, self.folder = flips, folder
+
+    def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
+        for number, (step, node, what) in enumerate(self.flips):
+            done = self.folder / f"flipped-{number}"
+            here = Path(os.environ.get("LS_STRATEGY_MEMORY", "")).name == node
+            if here and trainer.global_step >= step and not done.exists():
+                done.write_text(f"{trainer.global_step} {trainer.global_rank}")
+                if what == "weights":
+                    flip(trainer.strategy.require_engine().flats[0].full, random.Random(number))
+                else:
+                    self.hook = pl_module.net[0].weight.register_hook(self._once)
+
+    def _once(self, grad: torch.Tensor) -> torch.Tensor:
+        self.hook.remove()
+        grad = grad.clone()
+        flip(grad, random.Random(1))
+        return grad
+
+
 class Own(DataLoader):
     """A loader with a state that only its own rank can continue from; its batches are not those of a sampler."""
 
@@ -150,6 +176,9 @@ def main(options: dict[str, Any]) -> None:
     x, y = torch.randn(192, 8, generator=data), torch.randint(0, 4, (192,), generator=data)
     losses = Losses(options.get("save_at"))
     elastic = ElasticTraining(options.get("every", 1), run=options.get("run"))
+    callbacks: list[Any] = [elastic, losses]
+    if "check" in options:
+        callbacks += [CorruptionCheck(options["check"]), Flips(options.get("flips", []), folder)]
     trainer = Trainer(
         accelerator="cpu",
         devices=int(os.environ.get("LOCAL_WORLD_SIZE", "1")),
@@ -172,7 +201,7 @@ def main(options: dict[str, Any]) -> None:
         enable_checkpointing=False,
         logger=options.get("logger", True),
         use_distributed_sampler=options.get("loader") != "own",
-        callbacks=[elastic, losses],
+        callbacks=callbacks,
     )
     started = folder / "starts"
     with started.open("a") as file:

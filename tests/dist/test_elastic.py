@@ -401,6 +401,35 @@ def test_a_lost_node_is_restored_from_its_buddy(tmp_path: Path, memory: Path, op
     assert "lost " in first.log.read_text()
 
 
+@pytest.mark.wide
+def test_a_node_whose_rank_is_wrong_twice_is_left_out(tmp_path: Path, memory: Path, options: Path):
+    """Also with a restart in between: its node's count outlives the process."""
+    pytest.importorskip("tensorboard")
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    wrong = {"check": 1, "flips": [[3, "node1", "gradient"], [9, "node1", "weights"]], "kills": [[6, 0, "train"]]}
+    options.write_text(json.dumps({**json.loads(options.read_text()), **wrong}))
+    port = free_port()
+    first = Agent(0, port, memory, options, ranks=1, nodes="1:2")
+    time.sleep(2)
+    second = Agent(1, port, memory, options, ranks=1, nodes="1:2")
+    assert second.process.wait(200) != 0
+    assert first.process.wait(200) == 0, first.log.read_text()[-4000:]
+    expected = fit(1, tmp_path / "unbroken", memory, run="unbroken", epochs=3)
+    assert expected is not None
+    result = outcome(tmp_path)
+    assert {key: result[key] for key in expected} == expected
+    assert result["world_size"] == 1
+    at, rank = map(int, (tmp_path / "flipped-1").read_text().split())
+    log = "".join(agent.log.read_text() for agent in (first, second))
+    assert f"the run goes on after step {at + 1} without the ranks {rank} of its node" in log
+    assert f"continues after step {at + 1} from the snapshot" in log
+    assert "so torchrun ends" in second.log.read_text()
+    events = EventAccumulator(str(next((tmp_path / "lightning_logs").iterdir())))
+    events.Reload()
+    assert [(e.step, e.value) for e in events.Scalars("elastic/left_out")] == [(at + 1, rank)]
+
+
 @pytest.mark.slow
 def test_a_node_joins_again(tmp_path: Path, memory: Path, options: Path):
     options.write_text(json.dumps({"folder": str(tmp_path), "epochs": 6, "sleep": 0.4}))

@@ -467,3 +467,9 @@ def test_slow_ranks_are_events(tmp_path: Path) -> None:
     run = read(with_line(tmp_path, "slow rank", **slow), "run")
     found = [(event.step, event.detail) for event in events_of(run) if event.what == "slow rank"]
     assert found == [(131, "rank 3 (cuda:3 on node1), most in data, since step 120")]
+
+
+def test_ranks_that_are_left_out_are_events(tmp_path: Path) -> None:
+    tensorboard(tmp_path / "run", {"elastic/left_out": [3.0], "loss": [1.0]}, first=11)
+    found = [event.detail for event in events_of(read(tmp_path / "run", "run")) if event.what == "left out"]
+    assert found == ["rank 3: CorruptionCheck has found a rank of its node wrong twice"]

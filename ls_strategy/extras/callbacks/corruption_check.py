@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -28,7 +29,7 @@ from ls_strategy.lightning.loop.call import StepCall
 from ls_strategy.lightning.strategy import ZeROStrategy
 from ls_strategy.transient import Method
 
-_MOST_FAILURES = 2
+MOST_FAILURES = 2
 """Failures of one rank that end the run."""
 
 _MOST_NAMES = 3
@@ -46,7 +47,8 @@ class CorruptionCheck(DuringFit):
             equal                the step runs
             something differs    a third run decides which rank was wrong; the step uses values that two runs agree on
 
-    A rank that fails twice ends the run, on all ranks, with an error that names it and its host.
+    A rank that fails twice ends the run, on all ranks, with an error that names it and its host. With
+    `ElasticTraining` and virtual ranks, the run goes on without its node.
 
     What is found, if it happens in a step that is checked: flipped bits and wrong results in forward and backward, in
     gradients, in their exchange and in averages, and in weights. Optimizer states are not compared. With ``every=1``
@@ -75,6 +77,9 @@ class CorruptionCheck(DuringFit):
         """Checks of this run that have found something."""
         self.failures: dict[int, int] = {}
         """How often each rank was wrong."""
+        self.on_failure: Callable[[], bool] | None = None
+        """Called on all ranks when `failures` have grown. Returns whether the run goes on without ranks that were wrong
+        twice: then they do not end it. Set during a fit."""
         self._ignored: set[int] = set()
         """Buffers whose gradients do not repeat."""
         self._engine: Engine | None = None
@@ -155,7 +160,7 @@ class CorruptionCheck(DuringFit):
         for part in (self._undo, self._sending):
             if part is not None:
                 part.remove()
-        self._undo = self._sending = None
+        self._undo = self._sending = self.on_failure = None
         if self._replay is not None:
             self._replay.end()
             self._replay = None
@@ -345,8 +350,9 @@ class CorruptionCheck(DuringFit):
                     "again without it, from a checkpoint of before the last check that found nothing."
                 )
             texts.append(unknown)
-        again = [rank for rank in finding.culprits if self.failures[rank] >= _MOST_FAILURES]
-        if again:
+        leaves = self.on_failure is not None and self.on_failure()
+        again = [rank for rank in finding.culprits if self.failures[rank] >= MOST_FAILURES]
+        if again and not leaves:
             raise StateError(
                 f"CorruptionCheck: before step {step}, {'; '.join(texts)}. {whose[again[0]]} was wrong for the second "
                 "time in this run, so its device or host is likely to be damaged. Start the run again without it, from "

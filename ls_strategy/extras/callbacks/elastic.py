@@ -6,6 +6,7 @@ import contextlib
 import os
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -28,8 +29,10 @@ from ls_strategy.extras._lightning import (
     overwrite_saved_config,
 )
 from ls_strategy.extras.callbacks import elastic_errors
+from ls_strategy.extras.callbacks.corruption_check import CorruptionCheck
 from ls_strategy.extras.callbacks.elastic_disk import newest_of_run
 from ls_strategy.extras.callbacks.elastic_disk import run_of as _run_of
+from ls_strategy.extras.callbacks.elastic_failures import Failures, LeftOutError
 from ls_strategy.extras.callbacks.preemption import PreemptionHandler
 from ls_strategy.extras.snapshots import progress
 from ls_strategy.extras.snapshots.find import Found, listing
@@ -67,6 +70,7 @@ class ElasticTraining(ConnectedCallback):
         a rank or a node is lost  torchrun starts all ranks again, on the nodes that there are
         start                     the ranks find the newest snapshot that is complete; without one, the newest
                                   checkpoint of this run in the folders of ModelCheckpoint
+        a rank is wrong twice     as `CorruptionCheck` says: with virtual ranks, the run goes on without its node
         end of the fit            the snapshots are removed
 
     With ``parallel.virtual_ranks`` the run continues on any number of ranks with the bits of a run that nothing
@@ -75,7 +79,7 @@ class ElasticTraining(ConnectedCallback):
     ``TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1``. ``Trainer(num_nodes=...)`` follows the launcher.
 
     The log, and the loggers under ``elastic/``, have every restart: the ranks, the nodes that left and came, the steps
-    that are repeated, and the seconds from the last finished step to the next one.
+    that are repeated, and the seconds from the last finished step to the next one; and the ranks that are left out.
     """
 
     @checked(max_repeated_steps=at_least(1))
@@ -112,6 +116,9 @@ class ElasticTraining(ConnectedCallback):
         self.run = run
         self._run = ""
         self._nodes: Nodes | None = None
+        self._failures: Failures | None = None
+        self._leaving: list[int] = []
+        """Ranks that are left out after the running step."""
         self._progress: progress.Progress | None = None
         self._undo: Any = None
         self._found: Found | None = None
@@ -173,6 +180,8 @@ class ElasticTraining(ConnectedCallback):
             memory, comm.rank, os.environ.get("MASTER_ADDR"), comm.exchange_objects, strategy.on_all_ranks
         )
         self._find(comm.exchange_objects)
+        self._leaving = []
+        self._failures = None if strategy.virtual is None else Failures(self._nodes, comm.exchange_objects)
         if self._last_step >= 0 or _is_restarted(os.environ):
             overwrite_saved_config(trainer)
         choose_checkpoint(trainer, lambda given: self._choose(trainer, strategy, given))
@@ -296,6 +305,10 @@ class ElasticTraining(ConnectedCallback):
         self._since = time.perf_counter()
         self._begun_at = trainer.global_step
         self._undo = before_batches(trainer, lambda: self._before_batch(trainer))
+        if self._failures is not None:
+            for check in _checks(trainer):
+                check.failures.update(self._failures.by_rank())
+                check.on_failure = partial(self._note_failure, trainer, self._failures, check)
 
     @override
     def on_train_batch_end(
@@ -328,12 +341,46 @@ class ElasticTraining(ConnectedCallback):
         if accumulates(trainer):
             return
         if step >= self._due:
+            if self._leaving:
+                self._leave(trainer, step)
             self._begin(trainer, step)
         if not isinstance(most, str) and self._begun > self._complete and step + 1 - self._complete > most:
             strategy: Any = trainer.strategy
             strategy.wait_for_saves()
             if self._error is None:
                 self._complete = self._begun
+
+    def _note_failure(self, trainer: pl.Trainer, failures: Failures, check: CorruptionCheck) -> bool:
+        """Return whether the run goes on without a rank that was wrong twice. Called on all ranks."""
+        leaving = failures.note(check.failures)
+        if leaving:
+            self._leaving = leaving
+            self._due = trainer.global_step + 1
+        return bool(leaving)
+
+    def _leave(self, trainer: pl.Trainer, step: int) -> None:
+        """Take a snapshot of the right values that the step has used, and end all ranks. Collective.
+
+        Raises:
+            LeftOutError: always.
+        """
+        strategy, nodes = trainer.strategy, self._nodes
+        assert isinstance(strategy, ZeROStrategy)
+        assert nodes is not None
+        strategy.wait_for_saves()
+        self._error = None
+        strategy.saves.snapshot(InMemory(nodes, step), f"the snapshot of step {step}", self._failed)
+        strategy.wait_for_saves()
+        for rank in self._leaving:
+            for logger in trainer.loggers:
+                logger.log_metrics({"elastic/left_out": float(rank)}, step=step)
+        since = f"after step {step}" if self._error is None else f"from the last snapshot ({self._error})"
+        ranks = ", ".join(map(str, self._leaving))
+        raise LeftOutError(
+            f"ElasticTraining: CorruptionCheck has found a rank wrong for the second time, so the run goes on {since} "
+            f"without the ranks {ranks} of its node. Test the node before it trains again.",
+            self._leaving,
+        )
 
     def copy_for_rewind(self, trainer: pl.Trainer) -> Callable[[bool], None]:
         """Return a function for when the run has gone back to this step: the newest snapshot is of undone steps then.
@@ -422,6 +469,10 @@ class ElasticTraining(ConnectedCallback):
     def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
         """Leave the snapshots for the next start, unless it would end with the same error."""
         self._end_if_again(trainer, exception)
+        if isinstance(exception, LeftOutError) and trainer.global_rank in exception.ranks:
+            launcher = elastic_errors.launcher()
+            if launcher is not None and os.environ.get("LOCAL_RANK") == "0":
+                elastic_errors.end(launcher, exception, "the other nodes go on without this one, so torchrun ends.")
         if self._undo is not None:
             self._undo()
             self._undo = None
@@ -434,9 +485,9 @@ class ElasticTraining(ConnectedCallback):
             return  # of a snapshot, on the nodes that there are now: a lost one may come back
         with contextlib.suppress(Exception):  # the run ends with its own error
             again = elastic_errors.came_again(self._open().folder, error, trainer.world_size)
-            launcher = elastic_errors.launcher(os.environ)
-            if again and launcher is not None:
-                elastic_errors.end(launcher, error)
+            launcher = elastic_errors.launcher()
+            if again and launcher is not None and elastic_errors.has_restarts(os.environ):
+                elastic_errors.end(launcher, error, elastic_errors.AGAIN)
 
     @override
     def teardown(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
@@ -452,8 +503,13 @@ class ElasticTraining(ConnectedCallback):
             self._progress = None
         if self._nodes is not None:
             self._nodes.close()
-            self._nodes = None
+            self._nodes = self._failures = None
         close_snapshots()
+
+
+def _checks(trainer: pl.Trainer) -> list[CorruptionCheck]:
+    callbacks: list[Any] = trainer.callbacks  # type: ignore[attr-defined]
+    return [each for each in callbacks if isinstance(each, CorruptionCheck)]
 
 
 def _check_loaders(trainer: pl.Trainer) -> None:

@@ -94,6 +94,10 @@ def _elastic(run: Run) -> Iterator[Event]:
         if ranks is not None and i < len(ranks):
             detail += f", on {ranks.values[i]:.0f} ranks"
         yield Event(step, _time_at(seconds, i), "elastic restart", detail, True)
+    left = run.get("elastic/left_out")
+    for i, (step, rank) in enumerate(left.points() if left is not None else ()):
+        detail = f"rank {rank:.0f}: CorruptionCheck has found a rank of its node wrong twice"
+        yield Event(step, _time_at(left, i), "left out", detail)
 
 
 def _time_at(series: Series | None, i: int) -> float | None:

@@ -9,6 +9,7 @@
             progress                the last finished step, and when it ended: see `progress`
             members, started        the ranks of the run, and the checkpoint that the user gave
             ended                   the error that ended a start before its first step
+            failures                how often each rank of each node has computed wrongly
             step-000000012.3f2a/    a snapshot: files of ranks of this node, and copies of another node's
                 manifest.json       written last; without it, the snapshot does not count here
 """
@@ -36,7 +37,7 @@ VARIABLE = "LS_STRATEGY_MEMORY"
 MARK = "ls_strategy-snapshots"
 """A file in the folder of every run: without it, nothing there is removed."""
 
-_OWN = ("lock", "progress", "members", "members.tmp", "started", "ended")
+_OWN = ("lock", "progress", "members", "members.tmp", "started", "ended", "failures", "failures.tmp")
 """Files that a run keeps beside its snapshots."""
 
 _SNAPSHOT = re.compile(r"step-(\d{9,})\.[0-9a-f]{8}", re.ASCII)
