@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import time
 from dataclasses import replace
 from math import inf
 from pathlib import Path
@@ -21,7 +22,7 @@ from ls_strategy.errors import ConfigError, PlanError
 from ls_strategy.extras.planner import fit as planner_fit
 from ls_strategy.extras.planner import learned
 from ls_strategy.extras.planner.hardware import Hardware
-from ls_strategy.extras.planner.micro_speeds import measure
+from ls_strategy.extras.planner.micro_speeds import _seconds, measure
 from ls_strategy.extras.planner.out_of_memory import OutOfMemory
 from ls_strategy.extras.planner.speeds import Speeds
 from ls_strategy.lightning.strategy import ZeROStrategy
@@ -99,6 +100,23 @@ def test_all_ranks_take_the_speeds_of_the_slowest() -> None:
     assert first == second
     assert 1e5 < first.link < 1e12
     assert 1e-6 < first.message < 5
+
+
+def measure_uneven(rank: int, world_size: int) -> float:
+    calls = [0]
+
+    def work() -> None:
+        calls[0] += 1
+        time.sleep(0.05 if calls[0] % 2 == rank else 0.0)
+
+    return _seconds(make_comm(), torch.device("cpu"), work, 1)
+
+
+def test_a_measurement_lasts_until_the_last_rank_is_done() -> None:
+    """Each of them is quick in half of the attempts, but never both."""
+    first, second = spawn(measure_uneven, 2, timeout_s=60)
+    assert first == second
+    assert first >= 0.05
 
 
 def test_the_smallest_rank_decides_for_all_and_the_losses_are_the_same() -> None:

@@ -30,6 +30,13 @@ def test_offloaded_gradients_cross_the_bus_in_every_micro_batch() -> None:
     assert three - one == 2 * averages > 0
 
 
+def test_activations_that_stay_in_memory_take_no_time() -> None:
+    """On a host, they are copied from a number of bytes in flight on, and by the thread that trains."""
+    work = {f.candidate.name: f.work for f in question().forecasts(exact(None, device="cpu"))}
+    assert work["zero3_offload, full recompute"].handovers > 0
+    assert work["zero3_offload, full recompute, activations on the host"] == work["zero3_offload, full recompute"]
+
+
 def test_on_cpus_what_is_offloaded_takes_the_same_memory() -> None:
     (peak,) = (forecast.peak for forecast in forecasts_of() if forecast.candidate.name == "zero2_offload")
     assert peak.cpu > 0

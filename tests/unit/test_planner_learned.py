@@ -82,6 +82,24 @@ def test_two_strategies_tell_computation_from_traffic():
     assert HERE.flops / found.flops == pytest.approx(2, rel=0.35)
 
 
+def test_on_the_host_calls_are_as_slow_as_computation_until_runs_tell_them_apart():
+    found = corrected(HERE, [measured(STEP, slower(3))], "model")
+    assert found.operation / HERE.operation == pytest.approx(HERE.flops / found.flops, rel=0.1)
+    device = replace(HERE, overlaps=True)
+    run = replace(measured(STEP, replace(slower(3), overlaps=True)), speeds=device)
+    apart = corrected(device, [run], "model")
+    assert apart.operation / HERE.operation < 0.9 * HERE.flops / apart.flops
+
+
+def test_what_ranks_wait_for_in_a_short_phase_does_not_make_its_work_slow():
+    run = measured(replace(SHARDED, stepped=10**5), HERE)
+    waited = 0.1 * run.seconds["step"]
+    seconds = {**run.seconds, "backward": run.seconds["backward"] - waited, "optimizer": waited}
+    found = corrected(HERE, [replace(run, seconds=seconds)], "model")
+    for work in (STEP, RECOMPUTED, SHARDED):
+        assert found.seconds(work) == pytest.approx(HERE.seconds(work), rel=0.05)
+
+
 def test_no_run_makes_a_speed_absurd():
     run = measured(STEP, HERE)
     for step in (1e-9, 1e9):

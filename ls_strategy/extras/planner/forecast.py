@@ -238,7 +238,6 @@ class Forecaster:
         selective = recompute is not None and recompute.policy == "selective"
         again = trace.backward.operations - self.trace().backward.operations if selective else 0
         flats = [f for unit in plan.units for f in unit.flats if f.trainable] if candidate.optimizer is not None else []
-        saved = len({e.number for e in trace.events if e.kind == "saved"}) if candidate.activation_offload else 0
         masters = sum(f.layout.shard * (4 + f.dtype.itemsize) for f in flats)
         return StepWork(
             trace.forward.times(count),
@@ -247,7 +246,7 @@ class Forecaster:
             contexts=trace.recomputed * count if selective else 0,
             policed=2 * again * count,
             copied=masters + 2 * moved.activations if hardware.device == "cpu" else 0,  # there is no bus
-            handovers=len(flats) + 2 * saved * count,
+            handovers=len(flats),
             sent=moved.sent,
             messages=plan.count_sent(count, gathered=_one, regathered=_one, reduced=_one),
             bus=moved.bus,

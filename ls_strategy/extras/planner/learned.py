@@ -5,8 +5,9 @@
     zero_auto ── StepWork, Speeds, measured phases ──> measured_steps.json ──> corrected Speeds ──> the next plan
 
 A correction is a factor of all speeds, and one for each group in `GROUPS`: the likeliest ones, if speeds that were
-measured by themselves are right up to `_SPREAD`. So what no run tells apart stays as it was measured. Runs of other
-models come first, and those of the same model correct the result.
+measured by themselves are right up to `_SPREAD`. So what no run tells apart stays as it was measured. Where the device
+is the host, calls are as slow as computation. Runs of other models come first, and those of the same model correct the
+result.
 
 Environment:
     LS_STRATEGY_LEARN: ``0``: nothing is read or written.
@@ -52,8 +53,9 @@ _SPREAD = {_TOGETHER: 1.0, "device": 0.4, "host": 0.4, "traffic": 0.6, "bus": 0.
 _STEP_SPREAD = 0.03
 """The same of measured steps."""
 
-_PHASE_SPREAD = 0.7
-"""The same of measured phases: ranks wait for each other sometimes in one, and sometimes in another."""
+_PHASE_SPREAD = 0.25
+"""Of measured phases, as a share of the step: ranks wait for each other sometimes in one, and sometimes in another. A
+short phase that they wait in takes many times what it would."""
 
 _OUTLIER = 2.0
 """Spreads beyond which a step counts as disturbed."""
@@ -193,8 +195,11 @@ def _scaled(speeds: Speeds, factors: Mapping[str, float]) -> Speeds:
     per_second = ("flops", "touch", "link", "bus", "update", "host_update")
     changed: dict[str, float] = {}
     for group, names in GROUPS.items():
+        factor = factors[_TOGETHER] + factors[group]
+        if group == "host" and not speeds.overlaps:
+            factor += factors["device"]  # the same cores call and compute
+        factor = max(min(factor, _MOST), -_MOST)
         for name in names:
-            factor = max(min(factors[_TOGETHER] + factors[group], _MOST), -_MOST)
             changed[name] = getattr(speeds, name) * math.exp(-factor if name in per_second else factor)
     return replace(speeds, **changed)
 
@@ -230,7 +235,8 @@ def _residuals(
         phases = {name: phase.seconds(overlaps=base.overlaps) for name, phase in speeds.phases(run.work).items()}
         step = run.seconds["step"] - run.seconds.get("rest", 0.0)
         found.append(weight * _bounded(_log_ratio(speeds.seconds(run.work), step) / _STEP_SPREAD))
-        found += [weight * _log_ratio(s, run.seconds.get(name, 0.0)) / _PHASE_SPREAD for name, s in phases.items()]
+        apart = [s - run.seconds[name] for name, s in phases.items() if name in run.seconds]
+        found += [weight * seconds / step / _PHASE_SPREAD for seconds in apart]
     return found
 
 

@@ -5,9 +5,10 @@ What is timed repeats a piece of work until it takes longer than a turn of a pro
 
 from __future__ import annotations
 
+import statistics
 import time
 from collections.abc import Callable
-from dataclasses import fields
+from functools import partial
 from typing import Literal
 
 import torch
@@ -20,7 +21,7 @@ from ls_strategy.distributed.comm import Comm
 from ls_strategy.extras.planner.speeds import Speeds
 from ls_strategy.ops.moments import Moment
 from ls_strategy.ops.update import adamw_
-from ls_strategy.tiers.stream import Stream
+from ls_strategy.tiers.stream import Stream, Ticket
 
 _SIDE = {True: 4096, False: 384}
 """Rows of the square matrices that are multiplied, on an accelerator and on the host."""
@@ -43,12 +44,18 @@ _IN_FLIGHT = 8
 _ADAMW_BYTES = 28
 """Per element that AdamW updates: weight and two moments are read and written, the gradient is read; fp32."""
 
-_BLOCKS, _CALLS = 8, 8
-"""Blocks that are recomputed, and operations of each."""
+_BLOCKS, _CALLS = 8, 16
+"""Blocks that are recomputed, and operations of each: many, as a decision about one takes little of a step's time."""
+
+_FEW_CALLS = 8
+"""The same of blocks during which updates run."""
+
+_UPDATES = 2
+"""Updates in flight while backward runs, as `UpdateSchedule` has it."""
 
 
 def measure(world: Comm, device: torch.device, dtype: torch.dtype) -> Speeds:
-    """Measure, and return the slowest rank's values. Collective.
+    """Measure, and return what all ranks reach. Collective; the same on all ranks.
 
     Args:
         world: the ranks.
@@ -58,7 +65,7 @@ def measure(world: Comm, device: torch.device, dtype: torch.dtype) -> Speeds:
     own = dev.is_accelerator(device)
     message, link = _links(world, device, _SHARD[own])
     update = _updates(world, device, _STEPPED[own])
-    mine = Speeds(
+    return Speeds(
         flops=_flops(world, device, dtype, _SIDE[own]),
         link=link,
         message=message,
@@ -68,16 +75,16 @@ def measure(world: Comm, device: torch.device, dtype: torch.dtype) -> Speeds:
         overlaps=own,
         touch=_touch(world, device, _STEPPED[own]),
         **_calls(world, device),
-        handover=_handovers(world, dtype),
+        handover=_handovers(world),
     )
-    everyones: list[Speeds] = world.exchange_objects(mine)
-    take = {name: max for name in ("message", "operation", "block", "context", "policy", "handover")}
-    names = [f.name for f in fields(Speeds)]
-    return Speeds(**{name: take.get(name, min)(getattr(each, name) for each in everyones) for name in names})
 
 
 def _seconds(world: Comm, device: torch.device, work: Callable[[], object], repeats: int = _REPEATS) -> float:
-    """Return the median time of some work that all ranks begin together. Collective."""
+    """Return the time of some work that all ranks begin together, until the last one is done. Collective.
+
+    It is the median over attempts. Where ranks share a core, another one is last in every attempt, and each of them is
+    quick in most.
+    """
     times: list[float] = []
     for attempt in range(_TRIES + 1):
         dev.synchronize(device)
@@ -88,7 +95,7 @@ def _seconds(world: Comm, device: torch.device, work: Callable[[], object], repe
         dev.synchronize(device)
         if attempt:  # the first one builds kernels and connections
             times.append((time.perf_counter() - started) / repeats)
-    return sorted(times)[len(times) // 2]
+    return statistics.median(max(each) for each in zip(*world.exchange_objects(times), strict=True))
 
 
 def _flops(world: Comm, device: torch.device, dtype: torch.dtype, side: int) -> float:
@@ -177,29 +184,45 @@ def _calls(world: Comm, device: torch.device) -> dict[str, float]:
     }
 
 
-class _Nothing:
-    """A job of the stream that takes no time."""
+class _SmallUpdate:
+    """A job of the stream whose computation takes no time."""
+
+    def __init__(self) -> None:
+        self._tensors = tuple(torch.ones(4) for _ in range(4))
 
     def read(self) -> None:
         """Do nothing."""
 
-    update = write = read
+    def update(self) -> None:
+        """Call the operation that a job of an update calls."""
+        param, grad, first, second = self._tensors
+        moments = (Moment(first, None, signed=True), Moment(second, None, signed=False))
+        adamw_(param, *moments, grad, lr=0.0, beta1=0.9, beta2=0.99, eps=1e-8, weight_decay=0.0, step=1, decoupled=True)
+
+    write = read
 
 
-def _handovers(world: Comm, dtype: torch.dtype) -> float:
-    """Return the seconds that a thread waits for another one, while all ranks compute: until the other gets a core."""
-    stream, matrix = Stream(threaded=True), torch.ones(_SIDE[False], _SIDE[False], dtype=dtype)
+def _handovers(world: Comm) -> float:
+    """Return what it costs that a thread works off small updates while another one trains.
 
-    def compute() -> Tensor:
-        return matrix @ matrix
+    The two share the interpreter, and all ranks the cores.
+    """
+    stream, x, jobs = Stream(threaded=True), torch.ones(4, requires_grad=True), [_SmallUpdate()]
+    blocks = [_Block(_FEW_CALLS) for _ in range(_BLOCKS)]
 
-    def compute_and_wait() -> None:
-        ticket = stream.submit([_Nothing()])
-        compute()
-        ticket.wait()
+    def train(count: int) -> None:
+        tickets: list[Ticket] = []
+        for block in blocks:
+            block(x).sum().backward()
+            tickets += [stream.submit(jobs) for _ in range(count)]
+            if len(tickets) > _UPDATES:
+                tickets.pop(0).wait()
+        for ticket in tickets:
+            ticket.wait()
 
     host = torch.device("cpu")
     try:
-        return max(_seconds(world, host, compute_and_wait) - _seconds(world, host, compute), 0.0)
+        with_updates, without = (_seconds(world, host, partial(train, count)) for count in (1, 0))
     finally:
         stream.close()
+    return max(with_updates - without, 0.0) / _BLOCKS

@@ -83,7 +83,7 @@ class Speeds:
     """Seconds to decide whether an operation runs again."""
 
     handover: float = 0.0
-    """Seconds until a background thread has run a piece of work that takes no time."""
+    """Seconds that a piece of work costs on a background thread, if it takes no time itself."""
 
     rest: float = 0.0
     """Seconds per step outside of forward, backward and update: data, callbacks, the loop."""
