@@ -481,9 +481,21 @@ def saved_by_hooks_of_others() -> bool:
 
     Those may return the tensor itself, and autograd does not check versions of what hooks return.
     """
+    owner = _owner_of_hooks()
+    return owner not in (None, _RECOMPUTES) and not str(owner).startswith("ls_strategy.")
+
+
+def saved_for_recomputation() -> bool:
+    """Return whether autograd passes what it saves now to the hooks of recomputation: it runs twice, with them."""
+    return _owner_of_hooks() == _RECOMPUTES
+
+
+_RECOMPUTES = "torch.utils.checkpoint"
+
+
+def _owner_of_hooks() -> str | None:
     hooks = torch._C._autograd._top_saved_tensors_default_hooks(False)  # type: ignore[attr-defined]
-    owner = "" if hooks is None else str(getattr(hooks[0], "__module__", "?"))
-    return not (hooks is None or owner == "torch.utils.checkpoint" or owner.startswith("ls_strategy."))
+    return None if hooks is None else str(getattr(hooks[0], "__module__", "?"))
 
 
 def without_dispatch_modes() -> AbstractContextManager[Any]:

@@ -67,8 +67,8 @@ class FlatPlan:
     """Stage 3: format in which exact parameters are gathered."""
 
     cast_to: torch.dtype | None = None
-    """Stage 3: dtype to which autocast casts the parameters wherever their modules use them, and in which they are
-    gathered for these."""
+    """Stage 3: dtype in which modules read the parameters (that of autocast, or fp8), and in which they are gathered
+    for these."""
 
     reduced_in: torch.dtype | None = None
     """Stage 3: dtype in which gradients are sent, if it is not that of the parameters."""

@@ -53,7 +53,7 @@ class ParamFacts:
     """Format of a frozen weight in 4 or 8 bits."""
 
     cast_to: torch.dtype | None = None
-    """Dtype to which autocast casts it wherever its modules use it."""
+    """Dtype in which its modules read it: that of autocast, or fp8."""
 
     frozen: bool = False
     """Whether it is in an optimizer, but requires no gradient."""
@@ -202,7 +202,7 @@ class _PlanSetting:
             node=self.node if copied else 0,
             gathered_as=gathered,
             cast_to=what.cast_to,
-            reduced_in=what.cast_to if self._reduces_in_16_bits and reduced is None else None,
+            reduced_in=None if reduced is not None or not self._reduces_in_16_bits else _in_16_bits(what.cast_to),
             reduced_as=reduced,
             shared_by=members[0].shared_by,
             replicated=what.replicated,
@@ -242,6 +242,10 @@ class _PlanSetting:
         if self.exact_norm:
             align = max(align, BLOCK)  # both are powers of two
         return math.lcm(align, TILE) if in_tiles else align if what.quantized is None else TILE
+
+
+def _in_16_bits(dtype: torch.dtype | None) -> torch.dtype | None:
+    return dtype if dtype is not None and dtype.itemsize == 2 else None
 
 
 def _assign_tiers(units: list[UnitPlan], config: ZeROConfig) -> tuple[UnitPlan, ...]:

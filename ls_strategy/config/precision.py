@@ -81,8 +81,9 @@ class PrecisionConfig(Group):
     sends the gradients of what is gathered in 16 bits in them, rounded where a weight is used several times."""
 
     gather: Literal["compute", "fp32"] = "compute"
-    """Stage 3 with ``bf16-mixed`` and ``16-mixed``: ``compute`` gathers weights of linear layers and convolutions in 16
-    bits, as autocast casts them: half the bytes, same results. ``fp32`` gathers everything in fp32."""
+    """Stage 3: ``compute`` gathers weights as their layers read them: with ``bf16-mixed`` and ``16-mixed`` those of
+    linear layers and convolutions in 16 bits, as autocast casts them; with ``matmul`` and its recipe ``tensorwise``
+    those of converted layers in fp8. Fewer bytes, same results. ``fp32`` gathers in the dtype of the parameters."""
 
     fp32_modules: tuple[str, ...] = ()
     """What stays in fp32 with ``bf16-true`` and ``16-true``: classes of modules (``"Router"``), and names, or ends of

@@ -109,13 +109,14 @@ class QuantizedWire(WireFormat):
 
 
 class CastWireFormat(WireFormat):
-    """Elements cast to a dtype of fewer bits, as autocast casts them."""
+    """Elements cast to a dtype of fewer bits, as autocast casts them. Those of 8 bits are sent as bytes."""
 
     lossless = False
 
     def __init__(self, dtype: torch.dtype) -> None:
         """Record the dtype."""
-        self.dtype = dtype
+        self._cast = dtype
+        self.dtype = dtype if dtype.itemsize > 1 else torch.uint8  # which every back end knows
         self.name = str(dtype).removeprefix("torch.")
 
     @override
@@ -126,17 +127,17 @@ class CastWireFormat(WireFormat):
     @override
     def encode(self, values: Tensor, out: Tensor) -> None:
         """Cast, to the nearest."""
-        out.copy_(values)
+        out.view(self._cast).copy_(values)
 
     @override
     def decode(self, wire: Tensor, out: Tensor) -> None:
         """Cast back."""
-        out.copy_(wire)
+        out.copy_(wire.view(self._cast))
 
     @override
     def rounded(self, values: Tensor) -> Tensor:
         """Return the values cast and cast back."""
-        return values.to(self.dtype).to(values.dtype)
+        return values.to(self._cast).to(values.dtype)
 
 
 FORMATS: dict[str, WireFormat] = {name: QuantizedWire(name) for name in get_args(FrozenFormat)}

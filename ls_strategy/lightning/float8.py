@@ -1,7 +1,9 @@
 """``precision.matmul="fp8"``: linear layers of a module multiply in fp8 while a Trainer runs, as torchao computes it.
 
 A layer becomes torchao's in place: it stays the same object with the same parameter, name and hooks, and checkpoints
-hold plain weights. Stage 3 gathers the full weight before a layer runs, so scales are those of one process.
+hold plain weights. Stage 3 gathers the full weight before a layer runs, so scales are those of one process. If one cast
+of the weight serves forward and backward, stage 3 gathers that (`ls_strategy.zero.flat.float8`), and torchao's product
+gets it from here.
 
 Source: torchao.float8 (https://github.com/pytorch/ao), and its paper, arXiv 2507.16099.
 """
@@ -14,12 +16,15 @@ from functools import cache
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 
 from ls_strategy import device as dev
 from ls_strategy.config import PrecisionConfig
 from ls_strategy.errors import PlanError
 from ls_strategy.host.pytorch import rank_zero_info
+from ls_strategy.zero.flat.float8 import float8_weight
+from ls_strategy.zero.flat.parameters import unnoticed
 from ls_strategy.zero.setup.frozen import linear_layers
 from ls_strategy.zero.setup.kept import kept_in_fp32
 
@@ -30,12 +35,68 @@ _FIRST_CAPABILITY = (8, 9)
 """Of GPUs that multiply in fp8."""
 
 
+class _Context:
+    """Stands for the context of torchao's product."""
+
+    def __init__(self, config: Any = None, mm_config: Any = None, saved: tuple[Tensor, ...] = ()) -> None:
+        self.config, self.linear_mm_config, self.saved_tensors = config, mm_config, saved
+
+    def save_for_backward(self, *tensors: Tensor) -> None:
+        self.saved_tensors = tensors
+
+
+class _Product(torch.autograd.Function):
+    """torchao's product with a weight that is in fp8 already. Autograd saves its bytes, the version of which counts."""
+
+    @staticmethod
+    def forward(  # type: ignore[override]
+        ctx: Any, input: Tensor, weight: Tensor, values: Tensor, scale: Tensor, mm_config: Any, config: Any
+    ) -> Tensor:
+        from torchao.float8.float8_linear import matmul_with_hp_or_float8_args as product
+
+        ctx.save_for_backward(input, values, scale)
+        ctx.mm_config, ctx.config, ctx.dtype = mm_config, config, weight.dtype
+        transposed = _wrapped(values, scale, weight.dtype, mm_config).t()
+        return product.forward(_Context(), input, transposed, mm_config, config)  # type: ignore[no-any-return]
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:  # type: ignore[override]
+        from torchao.float8.float8_linear import matmul_with_hp_or_float8_args as product
+
+        input, values, scale = ctx.saved_tensors
+        saved = input, _wrapped(values, scale, ctx.dtype, ctx.mm_config).t()
+        to_input, to_transposed, *_ = product.backward(_Context(ctx.config, ctx.mm_config, saved), grad)
+        return to_input, to_transposed.t(), None, None, None, None
+
+
+def _wrapped(values: Tensor, scale: Tensor, dtype: torch.dtype, mm_config: Any) -> Tensor:
+    from torchao.float8.float8_training_tensor import Float8TrainingTensor, GemmInputRole
+
+    return Float8TrainingTensor(values, scale, dtype, mm_config, GemmInputRole.WEIGHT)
+
+
 class _PlainInCopies:
     """Base of the classes of layers that multiply in fp8: a copy or pickle of one has the class that it had before."""
 
     plain: type[nn.Linear]
     added: frozenset[str]
     """Attributes that torchao's layer has and the other one has not."""
+    reads_weight_in: torch.dtype | None
+    """The dtype of the one cast of the weight that serves forward and backward. None: there are several."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        """Multiply, with the weight that stage 3 has gathered in fp8, if it has."""
+        if self.reads_weight_in is None or torch.compiler.is_dynamo_compiling():
+            return super().forward(input)  # type: ignore[misc,no-any-return]
+        layer: Any = self
+        gathered = float8_weight(layer.weight)
+        if gathered is None:
+            return super().forward(input)  # type: ignore[misc,no-any-return]
+        if torch.is_autocast_enabled():  # as torchao asks
+            input = input.to(torch.get_autocast_gpu_dtype())
+        with unnoticed():
+            output = _Product.apply(input, layer.weight, *gathered, layer.linear_mm_config, layer.config)
+        return output if layer.bias is None else output + layer.bias.to(output.dtype)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         make, _, state, *rest = super().__reduce_ex__(protocol)
@@ -44,10 +105,12 @@ class _PlainInCopies:
 
 
 @cache
-def _made_of(plain: type[nn.Linear], made: type[nn.Linear], added: frozenset[str]) -> Any:
+def _made_of(
+    plain: type[nn.Linear], made: type[nn.Linear], added: frozenset[str], reads_weight_in: torch.dtype | None
+) -> Any:
     """Return the class of a converted layer: one for all layers of a class, which share graphs then."""
     bases = (_PlainInCopies, made) if plain is nn.Linear else (_PlainInCopies, made, plain)
-    return type(made.__name__, bases, {"plain": plain, "added": added})
+    return type(made.__name__, bases, {"plain": plain, "added": added, "reads_weight_in": reads_weight_in})
 
 
 class Float8Layer:
@@ -58,7 +121,9 @@ class Float8Layer:
         self._layer: Any = layer
         self._plain = type(layer)
         self._state = added_by(converted)
-        self._made = _made_of(self._plain, type(converted), frozenset(self._state))
+        # Attention reads the weight of its last layer without calling the layer.
+        once = None if isinstance(layer, NonDynamicallyQuantizableLinear) else _one_cast(converted)
+        self._made = _made_of(self._plain, type(converted), frozenset(self._state), once)
         self._on = False
         self.on = True
 
@@ -88,6 +153,20 @@ def added_by(converted: nn.Linear) -> dict[str, Any]:
     """Return the attributes of a layer that torchao has converted which a plain one has not."""
     plain = vars(nn.Linear(1, 1, device="meta"))
     return {name: value for name, value in vars(converted).items() if name not in plain}
+
+
+def _one_cast(converted: Any) -> torch.dtype | None:
+    """Return the dtype of the one cast of the weight that serves forward and backward. None: it is cast twice.
+
+    With a scale per row, the weight and its transpose have scales of their own. Those that are powers of two would give
+    the same digits for most numbers, but not for the smallest, which have fewer digits in fp8.
+    """
+    from torchao.float8.config import ScalingGranularity
+
+    config = converted.config
+    cast = config.cast_config_weight
+    once = cast == config.cast_config_weight_for_grad_input and not config.round_scales_to_power_of_2
+    return cast.target_dtype if once and cast.scaling_granularity is ScalingGranularity.TENSORWISE else None
 
 
 def multiply_in_fp8(

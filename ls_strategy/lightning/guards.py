@@ -215,7 +215,7 @@ def unwatch_methods(module: pl.LightningModule) -> None:
 
 @contextmanager
 def explain_released_parameters() -> Generator[None, None, None]:
-    """Explain the error of a backward that uses memory that was released, or weights in 16 bits that have changed.
+    """Explain the error of a backward that uses memory that was released, or weights in fewer bits that have changed.
 
     Raises:
         StateError: instead of torch's message about a storage of size 0, or about versions.
@@ -228,8 +228,8 @@ def explain_released_parameters() -> Generator[None, None, None]:
         if saved >= FIRST_VERSION and now < FIRST_VERSION + AWAY:
             raise StateError(
                 "weights were changed, by a step or a write, between a forward and its backward pass (stage 3). The "
-                "forward has read them in 16 bits, as they were gathered, and autograd keeps no copies. Run it again "
-                "after the change, or set precision.gather='fp32' on the strategy: then autograd keeps copies."
+                "forward has read them in 16 bits or fp8, as they were gathered, and autograd keeps no copies. Run it "
+                "again after the change, or set precision.gather='fp32' on the strategy: then autocast keeps copies."
             ) from error
         if "storage of size 0" not in str(error) and now - saved < RELEASED_VERSIONS:
             raise

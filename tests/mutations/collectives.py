@@ -52,8 +52,8 @@ COLLECTIVES = (
     Mutation(
         "gathers in 16 bits: weights are read in 16 bits where autocast is off",
         "ls_strategy/zero/flat/cast.py",
-        "casts = torch.is_autocast_enabled(kind) and torch.get_autocast_dtype(kind) == self.dtype\n",
-        "casts = torch.get_autocast_dtype(kind) == self.dtype\n",
+        "casts = torch.is_autocast_enabled(kind) and torch.get_autocast_dtype(kind) == self.cast_to\n",
+        "casts = torch.get_autocast_dtype(kind) == self.cast_to\n",
         (f"{_CASTS}::test_every_other_use_of_a_weight_has_its_fp32_bits",),
     ),
     Mutation(

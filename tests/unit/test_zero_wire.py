@@ -57,7 +57,9 @@ class AllBits(HalfTheBits):
         return values
 
 
-EVERY: list[WireFormat] = [*FORMATS.values(), CastWireFormat(torch.bfloat16), HalfTheBits(), AllBits()]
+EVERY: list[WireFormat] = [
+    *FORMATS.values(), CastWireFormat(torch.bfloat16), CastWireFormat(torch.float8_e4m3fn), HalfTheBits(), AllBits(),
+]  # fmt: skip
 
 
 def encoded(form: WireFormat, values: Tensor) -> Tensor:

@@ -30,7 +30,7 @@ from ls_strategy.extras.planner.work import Work
 from ls_strategy.precision import PrecisionPolicy
 from ls_strategy.zero.flat.units import Unit
 from ls_strategy.zero.passes.hooks import UnitHooks
-from ls_strategy.zero.setup.autocast_layers import autocast_params
+from ls_strategy.zero.setup.autocast_layers import casts_of
 from ls_strategy.zero.setup.kept import kept_in_fp32
 from ls_strategy.zero.setup.materialize import Fp32Boundary
 from ls_strategy.zero.setup.partition import UnitSpec
@@ -174,7 +174,7 @@ class _Watch(StorageWatch):
 
         self.assumed: dict[str, None] = {}
         """Lines that branched by a value, in order."""
-        cast = autocast_params(model)
+        cast = casts_of(model, torch.bfloat16)
         self._cast_ids = {id(p.untyped_storage()) for p in model.parameters() if id(p) in cast}
         self.casts: set[int] = set()
         """See `Trace.casts`."""

@@ -67,10 +67,10 @@ class CastWire(Wire):
     ) -> None:
         """Describe the wire, see `Wire`. ``stored``: the dtype of the parameters."""
         super().__init__(CastWireFormat(dtype), layout, shard, dtype=stored, device=device, pool=pool, encodes=True)
-        self.dtype = dtype
+        self.cast_to = dtype
         self._pool.allocate(self.values)
         # `.data` has a version of its own, which a gather does not change: autograd finds the values that it has saved.
-        self.views = [self.values[s.offset : s.end].view(s.shape).data for s in layout.slots]
+        self.views = [self.values[s.offset : s.end].view(dtype).view(s.shape).data for s in layout.slots]
         """One view of ``values`` per parameter."""
         self._slots = layout.slots
         set_versions(tuple(self.views), (FIRST_VERSION,) * len(self.views))
@@ -91,13 +91,18 @@ class CastWire(Wire):
 
     def view_for(self, index: int, param: nn.Parameter) -> Tensor:
         """Return a parameter in 16 bits, whose gradient autograd adds to the parameter's. Inside of `unnoticed`."""
+        view = self.read(index)
+        apply = torch.is_grad_enabled() and param.requires_grad
+        return _Cast.apply(param, view) if apply else view  # type: ignore[no-any-return]
+
+    def read(self, index: int) -> Tensor:
+        """Return a view that autograd may save."""
         view = self.views[index]
         if not torch.is_grad_enabled():
             return view
-        if saved_by_hooks_of_others():  # which would not notice new values: they get a copy, as autocast would make one
-            view = view.clone()
         self.is_saved = True
-        return _Cast.apply(param, view) if param.requires_grad else view  # type: ignore[no-any-return]
+        # Which would not notice new values: they get a copy, as autocast would make one.
+        return view.clone() if saved_by_hooks_of_others() else view
 
     def casts_now(self) -> bool:
         """Return whether autocast is on here, with this dtype, and casts a parameter again for each use.
@@ -105,7 +110,7 @@ class CastWire(Wire):
         A cast that autocast keeps (``cache_enabled=True``) would sum the gradients of all its uses in 16 bits.
         """
         kind = self.values.device.type
-        casts = torch.is_autocast_enabled(kind) and torch.get_autocast_dtype(kind) == self.dtype
+        casts = torch.is_autocast_enabled(kind) and torch.get_autocast_dtype(kind) == self.cast_to
         return casts and not (torch.is_grad_enabled() and torch.is_autocast_cache_enabled())
 
     def fill(self, full: Tensor) -> None:
@@ -143,10 +148,13 @@ class CastWire(Wire):
         ``full``: the new values, ``(numel,)``. Parameters whose views have these already are as they were.
         """
         for i in indices if self.is_saved else ():
-            view, slot = self.views[i], self._slots[i]
-            now = None if full is None else full[slot.offset : slot.end].to(self.dtype)
-            if now is None or not self.is_here or not torch.equal(now, view.flatten()):
-                increment_version(view)
+            if full is None or not self.is_here or self._differs(i, full):
+                increment_version(self.views[i])
+
+    def _differs(self, index: int, full: Tensor) -> bool:
+        """Return whether a parameter in ``full`` is cast to other values than those of its view."""
+        slot, view = self._slots[index], self.views[index]
+        return not torch.equal(full[slot.offset : slot.end].to(self.cast_to), view.flatten())
 
     def end_casts(self) -> None:
         """Gather in fp32 from now on, or from the next step on, if a forward has used the views.
@@ -218,8 +226,8 @@ class CastFlat(FlatBuffer):
             if self.comm.rank == 0:
                 _log.info(
                     "%s",
-                    f"a parameter in the buffer of {self.name!r} is used in fp32, too, so the buffer will be gathered "
-                    "in fp32 and not as autocast casts it (precision.gather)",
+                    f"a parameter in the buffer of {self.name!r} is used in {self.dtype}, too, so the buffer will be "
+                    f"gathered in that and not in {wire.cast_to} (precision.gather)",
                 )
             wire.end_casts()
         if self.gathering is not None:

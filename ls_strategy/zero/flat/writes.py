@@ -48,6 +48,8 @@ class UserWrites:
         """Stage 3: whether user code has, or had, a view of a buffer: the memory is kept until all views are freed."""
         self._viewed_shard: Tensor | None = None
         """Stage 3: a copy of this rank's shard of a released buffer that keeps its memory, because it is viewed."""
+        self._is_outdated = False
+        """Stage 3: whether that memory has shown NaN since the step: gathers in 16 bits do not fill it."""
 
     def note_access(self) -> None:
         """Record that user code has accessed the memory, and may write there without another trace."""
@@ -63,7 +65,7 @@ class UserWrites:
         """Record versions and addresses, from which `take` detects later writes."""
         with unnoticed():
             self._versions = [(p._version, p.data_ptr()) for p in self._flat.params]
-        self.possible = False
+        self.possible = self._is_outdated = False
 
     # views -----------------------------------------------------------------------------------------------------------
 
@@ -159,14 +161,14 @@ class UserWrites:
     def begin_gather(self) -> None:
         """Take writes to a buffer that kept its memory, before it is overwritten."""
         self.take()
-        if self._viewed_shard is not None:  # a view can be written to without another trace
+        if self._viewed_shard is not None and not self._is_outdated:  # a view can be written to without another trace
             self._flat.update_secondary()
         self._viewed_shard, self._outdated = None, []
 
     def outdate_memory(self) -> None:
         """Fill a released buffer that is viewed with NaN: the masters are newer."""
         if self._viewed_shard is not None:
-            self._viewed_shard = None
+            self._viewed_shard, self._is_outdated = None, True
             self._flat.full.fill_(float("nan"))
             self.mark_outdated()
 

@@ -23,12 +23,13 @@ from ls_strategy.resolve import ParamFacts, resolve_plan
 from ls_strategy.tiers.link import trim_heap
 from ls_strategy.zero.flat.cast import CastFlat
 from ls_strategy.zero.flat.flat_buffer import FlatBuffer
+from ls_strategy.zero.flat.float8 import Float8Flat
 from ls_strategy.zero.flat.quantized import QuantizedFlat
 from ls_strategy.zero.flat.split import SplitFlat
 from ls_strategy.zero.flat.units import Unit
 from ls_strategy.zero.setup import agreement
 from ls_strategy.zero.setup import materialize as materials
-from ls_strategy.zero.setup.autocast_layers import autocast_params
+from ls_strategy.zero.setup.autocast_layers import casts_of
 from ls_strategy.zero.setup.frozen import adapter_params, quantized_params
 from ls_strategy.zero.setup.kept import KeptInFp32, kept_in_fp32
 from ls_strategy.zero.setup.partition import UnitSpec, partition
@@ -177,9 +178,11 @@ class Draft:
     def resolve(self, mesh: Mesh, held: dict[int, FlatBuffer], weights: Sequence[Fraction] = (), rank: int = 0) -> Plan:
         """Lay out the buffers. ``held`` is as in `setup.shard`, ``weights`` and ``rank`` as in `resolve_plan`."""
         adapters = adapter_params(self.model)
-        sixteen = self.precision.autocast if self.config.precision.gather == "compute" else None
-        # Layers in fp8 read their weights in torch functions of their own.
-        cast = autocast_params(self.model) if sixteen is not None and self.config.precision.matmul is None else set()
+        options = self.config.precision
+        # A plan of a model that is still to be converted to fp8 does not know which of its layers autocast casts.
+        known = options.matmul is None or any(hasattr(m, "reads_weight_in") for m in self.model.modules())
+        sixteen = self.precision.autocast if known else None
+        casts = casts_of(self.model, sixteen) if options.gather == "compute" else {}
 
         def facts(name: str, p: nn.Parameter) -> ParamFacts:
             dtype = held[id(p)].master_dtype if id(p) in held else p.dtype
@@ -203,7 +206,7 @@ class Draft:
                 shared_by=together,
                 replicated=id(p) in self._replicated,
                 quantized=self.config.precision.frozen if id(p) in self._quantized else None,
-                cast_to=sixteen if id(p) in cast and dtype == torch.float32 else None,
+                cast_to=_fewer_bits(casts.get(id(p)), dtype),
                 frozen=id(p) in self._owners and not p.requires_grad and not trained,
                 adapter=id(p) in adapters,
             )
@@ -266,7 +269,17 @@ def _kind_of(plan: FlatPlan, policy: StagePolicy) -> type[FlatBuffer]:
         return QuantizedFlat
     if (plan.unfrozen or plan).split_masters:
         return SplitFlat
-    return CastFlat if plan.cast_to is not None and policy.parameters else FlatBuffer
+    if plan.cast_to is None or not policy.parameters:
+        return FlatBuffer
+    return Float8Flat if plan.cast_to.itemsize == 1 else CastFlat
+
+
+def _fewer_bits(to: torch.dtype | None, stored: torch.dtype) -> torch.dtype | None:
+    """Return the dtype in which modules read a parameter, if it can be cast to that before it is gathered.
+
+    Autocast leaves parameters in fp64 alone, and so does this.
+    """
+    return to if to is not None and to.itemsize < stored.itemsize <= torch.float32.itemsize else None
 
 
 def _parameters_below(model: nn.Module, names: Sequence[str]) -> set[int]:
