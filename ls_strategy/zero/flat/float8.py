@@ -22,7 +22,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from typing_extensions import override
 
-from ls_strategy._torch import is_transforming, saved_for_recomputation
+from ls_strategy._torch import current_transform, saved_for_recomputation
 from ls_strategy.distributed.buffer_pool import BufferPool
 from ls_strategy.distributed.comm import Comm
 from ls_strategy.layout import FlatLayout, Piece
@@ -156,7 +156,7 @@ class Float8Flat(CastFlat):
 
     def in_float8(self, param: nn.Parameter) -> tuple[Tensor, Tensor] | None:
         """Return a parameter in fp8 and its scale, see `float8_weight`."""
-        if self.state is ParameterState.CAST and not is_transforming() and not torch.jit.is_tracing():
+        if self.state is ParameterState.CAST and current_transform() is None and not torch.jit.is_tracing():
             index = self._index[id(param)]
             return self._casts.read(index), self._casts.scales[index]
         # Autograd saves no view of what is gathered on demand. Recomputation compares what its two runs save, and user

@@ -23,7 +23,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from ls_strategy._torch import (
     VersionedTensor,
     current_backward_pass,
-    is_transforming,
+    current_transform,
     outside_transforms,
     storage_key,
 )
@@ -93,7 +93,7 @@ class OnDemandGather:
                 flat.start_gather()
             flat.finish_gather()
             return
-        if is_transforming() and id(flat) in self._unit_of:
+        if current_transform() is not None and id(flat) in self._unit_of:
             with outside_transforms():
                 self._gather_until_backward_ends(flat)
             return
