@@ -9,10 +9,8 @@ model at a time, with the others' results as the record has them.
 
 One fit with ``zero_auto`` per model, which knows of no earlier run, says what it would take and what every candidate
 was predicted to take. A second one does so with what the first has taught. Then every candidate that fits is trained,
-in turns, in the same processes. What is measured is the CPU time of all ranks over the number of cores: a step's time
-where more ranks than cores compute and send, without what other programs take meanwhile. What is reported are the
-quartiles over rounds of the time of the choice over that of the candidate with the smallest median, and Spearman's
-correlation of predicted and measured times.
+in turns, in the same processes. What is reported are the quartiles over rounds of the time of the choice over that of
+the candidate with the smallest median, and Spearman's correlation of predicted and measured times.
 """
 
 from __future__ import annotations
@@ -22,7 +20,6 @@ import json
 import logging
 import statistics
 import tempfile
-import time
 import warnings
 from collections.abc import Sequence
 from pathlib import Path
@@ -35,7 +32,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from benchmarks import record
 from benchmarks.contest import quartiles, ratios, turns
-from benchmarks.trainer_time import module_of
+from benchmarks.trainer_time import Clock, module_of
 
 MINUTES = 12
 SPREAD = "quartiles over rounds"
@@ -93,25 +90,10 @@ def made(model: str, width: int, samples: int) -> tuple[pl.LightningModule, Data
     return Wide(width), DataLoader(TensorDataset(torch.randn(samples, width)), batch_size=4)
 
 
-class CPUClock(pl.Callback):
-    """CPU seconds of this process per step, of all but the first two, which allocate."""
-
-    def __init__(self) -> None:
-        """Start empty."""
-        self.seconds = self._since = 0.0
-
-    def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
-        """Take the time."""
-        if batch_idx < 2:
-            self._since = time.process_time()
-        else:
-            self.seconds = (time.process_time() - self._since) / (batch_idx - 1)
-
-
 def fit(strategy: Any, model: str, width: int, steps: int, world_size: int) -> float:
-    """CPU seconds of a step on this rank."""
+    """Median seconds of a step."""
     module, data = made(model, width, 4 * steps * world_size)
-    clock = CPUClock()
+    clock = Clock()
     trainer = pl.Trainer(
         accelerator="cpu", devices=world_size, strategy=strategy, max_steps=steps, logger=False,
         enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False, callbacks=[clock],
@@ -119,7 +101,7 @@ def fit(strategy: Any, model: str, width: int, steps: int, world_size: int) -> f
     trainer.fit(module, data)
     del trainer, module
     gc.collect()
-    return clock.seconds
+    return statistics.median(clock.seconds)
 
 
 def choices_of(model: str, width: int, steps: int, world_size: int, folder: str) -> list[Any]:
@@ -143,7 +125,7 @@ def choices_of(model: str, width: int, steps: int, world_size: int, folder: str)
 
 
 def run_rank(rank: int, world_size: int, model: str, width: int, rounds: int, steps: int, folder: str) -> Any:
-    """By choice its name and all predictions; and this rank's CPU seconds by candidate and round."""
+    """By choice its name and all predictions; and seconds by candidate and round."""
     from ls_strategy.lightning.strategy import ZeROStrategy
 
     logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
@@ -203,7 +185,6 @@ def result_of(chosen: Sequence[str], predicted: Sequence[dict[str, float]], time
 def main() -> None:
     """Parse, measure, print a table, write the record."""
     from ls_strategy.testing import spawn
-    from ls_strategy.tiers.threads import usable_cores
 
     parser = record.parser(__doc__, rounds=6, rounds_help="Trainers per candidate")
     parser.add_argument("--ranks", type=int, default=4, help="ranks on this machine")
@@ -217,13 +198,10 @@ def main() -> None:
         results = json.loads(Path(args.record).read_text())["results"]
     for model in args.models:
         with tempfile.TemporaryDirectory() as folder:
-            of_ranks = spawn(
+            chosen, predicted, times = spawn(
                 run_rank, args.ranks, model, args.width, args.rounds, args.steps, folder, timeout_s=3600,
                 init_process_group=False,
-            )  # fmt: skip
-        chosen, predicted, names = of_ranks[0]
-        rounds = {name: zip(*(times[name] for *_, times in of_ranks), strict=True) for name in names}
-        times = {name: [sum(each) / usable_cores() for each in rounds[name]] for name in names}
+            )[0]  # fmt: skip
         results[model] = found = result_of(chosen, predicted, times)
         print(f"\n{model}: fastest {found['fastest']}")
         for when, end in (("before", "_before"), ("after", "")):
