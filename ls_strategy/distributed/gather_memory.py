@@ -1,4 +1,4 @@
-"""The memory of gathered units on an accelerator: a pool of its own, in which addresses repeat.
+"""The memory of gathered units on an accelerator: with ``LS_STRATEGY_GATHER_POOL=1`` a pool, in which addresses repeat.
 
 ::
 
@@ -23,9 +23,10 @@ the same gathers finds it in the same state. A view that user code keeps moves a
 What it costs: memory that gathers have used at their peak stays reserved for gathers. The peak of what is allocated is
 the same as without the pool. Other allocations take idle blocks of the pool before they fail (``use_on_oom``), and a
 gather that finds no memory in the pool is allocated like any other tensor. Torch does not lend idle blocks of
-expandable segments, so with these there is no pool. ``LS_STRATEGY_GATHER_POOL=0`` leaves it out, too.
+expandable segments, so with these there is no pool.
 
-No GPU has run this. Tests run fits on a simulated device, and repeat what these allocate in torch's own allocator.
+It has to be asked for, because no GPU has run this yet. Tests run fits on a simulated device, and repeat what these
+allocate in torch's own allocator.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ from torch import Tensor
 
 from ls_strategy import device as dev
 
-_OFF = "LS_STRATEGY_GATHER_POOL"
+_ON = "LS_STRATEGY_GATHER_POOL"
 
 
 class GatherMemory:
@@ -83,7 +84,7 @@ class GatherMemory:
 
     def _pool_of(self, device: torch.device) -> Any:
         if device not in self._pools:
-            self._pools[device] = None if os.environ.get(_OFF) == "0" else dev.new_memory_pool(device)
+            self._pools[device] = dev.new_memory_pool(device) if os.environ.get(_ON) == "1" else None
         return self._pools[device]
 
 

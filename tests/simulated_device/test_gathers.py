@@ -30,6 +30,12 @@ CASES: dict[str, tuple[Any, ...]] = {
 }
 
 
+@pytest.fixture(autouse=True)
+def pool(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Gathered units have memory of their own, which has to be asked for."""
+    monkeypatch.setenv(SWITCH, "1")
+
+
 def repeat(steps: list[list[int]], period: int = 1) -> bool:
     """Return whether steps have the same addresses, from the third on.
 

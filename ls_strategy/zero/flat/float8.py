@@ -148,7 +148,7 @@ class Float8Flat(CastFlat):
     @override
     def _make_wire(self, device: torch.device) -> Wire:
         assert self.plan.cast_to is not None
-        self._casts = Float8Wire(
+        self._casts = Float8Wire(  # pyright: ignore[reportIncompatibleVariableOverride]
             self.plan.cast_to, self.layout, self.stepped,
             stored=self.dtype, device=device, pool=self.comm.pool, comm=self.comm,
         )  # fmt: skip
