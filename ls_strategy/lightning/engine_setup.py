@@ -19,12 +19,11 @@ from ls_strategy.lightning import guards, module_state
 from ls_strategy.lightning._private import is_mock_optimizer, unwrap_optimizer
 from ls_strategy.lightning.compiled import compile_parts
 from ls_strategy.lightning.float8 import multiply_in_fp8
+from ls_strategy.lightning.loop.plain import LoopedStrategy
 from ls_strategy.lightning.planning import NVME_PATH
 
 if TYPE_CHECKING:
     import lightning.pytorch as pl
-
-    from ls_strategy.lightning.strategy import ZeROStrategy
 
 _NO_GRADIENTS = (
     "ZeROStrategy: after the fit p.grad is None, since no rank keeps full gradients. Until on_train_end it is that of "
@@ -51,10 +50,17 @@ class Switch(Protocol):
         ...
 
 
+class BuiltStrategy(LoopedStrategy):
+    """A strategy as what runs and saves its steps sees it: with an engine that follows the user's optimizers."""
+
+    engine_setup: EngineSetup
+    """Builds the engine."""
+
+
 class EngineSetup:
     """Builds and rebuilds the engine of a strategy."""
 
-    def __init__(self, strategy: ZeROStrategy) -> None:
+    def __init__(self, strategy: LoopedStrategy) -> None:
         self.state_dict_hooks: StateDictHooks | None = None
         """Make ``module.state_dict()`` return full tensors; None where every rank has them anyway."""
         self._strategy = strategy

@@ -19,12 +19,11 @@ from ls_strategy.extensions import find, require
 from ls_strategy.host.pytorch import rank_zero_info
 from ls_strategy.lightning import guards
 from ls_strategy.lightning.activation_memory import ActivationMemory
+from ls_strategy.lightning.readings import EngineStrategy
 from ls_strategy.precision import PrecisionPolicy
 
 if TYPE_CHECKING:
     import lightning.pytorch as pl
-
-    from ls_strategy.lightning.strategy import ZeROStrategy
 
 NVME_PATH = "LS_STRATEGY_NVME_PATH"
 """Environment variable with the folder for states on NVMe, if the options name none."""
@@ -73,7 +72,7 @@ class Planner(Protocol):
 class Planning:
     """Plans the fits of a strategy."""
 
-    def __init__(self, strategy: ZeROStrategy) -> None:
+    def __init__(self, strategy: EngineStrategy) -> None:
         self._strategy = strategy
         self._planner: Planner | None = None
 

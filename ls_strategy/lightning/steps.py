@@ -17,13 +17,13 @@ from ls_strategy.zero_stages import POLICIES
 if TYPE_CHECKING:
     import lightning.pytorch as pl
 
-    from ls_strategy.lightning.strategy import ZeROStrategy
+    from ls_strategy.lightning.engine_setup import BuiltStrategy
 
 
 class Steps:
     """Runs the steps of a strategy's module."""
 
-    def __init__(self, strategy: ZeROStrategy) -> None:
+    def __init__(self, strategy: BuiltStrategy) -> None:
         self.accumulating = False
         """Whether the next backward leaves gradients to a later one (``accumulate_grad_batches``)."""
         self._strategy = strategy

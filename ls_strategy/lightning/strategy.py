@@ -51,14 +51,13 @@ from ls_strategy.lightning._private import around_dumps, replace_links
 from ls_strategy.lightning.checkpointing.resume import Resume
 from ls_strategy.lightning.checkpointing.saving import Saves
 from ls_strategy.lightning.deepspeed import Configuration, takes_deepspeed_config
-from ls_strategy.lightning.engine_setup import EngineSetup
+from ls_strategy.lightning.engine_setup import BuiltStrategy, EngineSetup
 from ls_strategy.lightning.loggers import take_part
 from ls_strategy.lightning.loop import loop_of
 from ls_strategy.lightning.module_state import MetricsOnHost
 from ls_strategy.lightning.parallel import ModelParallel
 from ls_strategy.lightning.planning import Planning
 from ls_strategy.lightning.precision import ZeROPrecision
-from ls_strategy.lightning.readings import EngineStrategy
 from ls_strategy.lightning.steps import Steps
 from ls_strategy.lightning.uneven import UnevenData, UnevenMode
 from ls_strategy.lightning.virtual.ranks import VirtualRanks
@@ -67,7 +66,7 @@ from ls_strategy.pretrained.huggingface import without_memory
 from ls_strategy.zero_stages import POLICIES
 
 
-class ZeROStrategy(EngineStrategy):  # its many public members are Lightning's hooks, and what users read off a run
+class ZeROStrategy(BuiltStrategy):  # its many public members are Lightning's hooks, and what users read off a run
     """ZeRO data parallelism, stages 0 to 3, for a plain LightningModule, on CPU (gloo) and GPU (NCCL).
 
     Losses are DDP's; model states are sharded over the ranks. ``Trainer(strategy="zero3", devices=N)`` is this class

@@ -34,13 +34,13 @@ from ls_strategy.parallel.tensor.dtensor import has_dtensors
 if TYPE_CHECKING:
     import lightning.pytorch as pl
 
-    from ls_strategy.lightning.strategy import ZeROStrategy
+    from ls_strategy.lightning.readings import EngineStrategy
 
 
 class Resume:
     """State of a loaded checkpoint that is still to be restored."""
 
-    def __init__(self, strategy: ZeROStrategy) -> None:
+    def __init__(self, strategy: EngineStrategy) -> None:
         self._strategy = strategy
         self.reading = DataResume(strategy, self)
         """Where the training data continue."""

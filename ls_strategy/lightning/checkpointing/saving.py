@@ -39,7 +39,7 @@ if TYPE_CHECKING:
     import lightning.pytorch as pl
 
     from ls_strategy.engine import Engine
-    from ls_strategy.lightning.strategy import ZeROStrategy
+    from ls_strategy.lightning.engine_setup import BuiltStrategy
 
 _FITTING = (TrainerFn.FITTING, TrainerStatus.RUNNING)
 """The Trainer's state during a fit, including its validation."""
@@ -52,7 +52,7 @@ the questions of a long save, collective calls of one byte, below seven per seco
 class Saves:
     """The saves of a strategy, some of which may run in the background."""
 
-    def __init__(self, strategy: ZeROStrategy) -> None:
+    def __init__(self, strategy: BuiltStrategy) -> None:
         self.failed = False
         """Whether the last checkpoint could not be written and training went on (``checkpoint.on_error``)."""
         self._strategy = strategy

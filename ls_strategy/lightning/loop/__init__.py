@@ -3,21 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING
 
 from ls_strategy.lightning.loop.join import JoinLoop
 from ls_strategy.lightning.loop.pipeline import PipelineLoop
-from ls_strategy.lightning.loop.plain import StepLoop
+from ls_strategy.lightning.loop.plain import LoopedStrategy, StepLoop
 from ls_strategy.lightning.loop.virtual import VirtualLoop
 
-if TYPE_CHECKING:
-    from ls_strategy.lightning.strategy import ZeROStrategy
-
-LOOPS: list[Callable[[ZeROStrategy], StepLoop | None]] = [VirtualLoop.of, PipelineLoop.of, JoinLoop.of]
+LOOPS: list[Callable[[LoopedStrategy], StepLoop | None]] = [VirtualLoop.of, PipelineLoop.of, JoinLoop.of]
 """Make the loop that a strategy's options ask for, or return None. The first one that does is taken."""
 
 
-def loop_of(strategy: ZeROStrategy) -> StepLoop:
+def loop_of(strategy: LoopedStrategy) -> StepLoop:
     """Return the loop of a strategy: `StepLoop` itself, if no other one is asked for."""
     made = (make(strategy) for make in LOOPS)
     return next((loop for loop in made if loop is not None), None) or StepLoop(strategy)

@@ -9,12 +9,11 @@ from typing import TYPE_CHECKING, Any
 from typing_extensions import override
 
 from ls_strategy.engine import Engine
-from ls_strategy.lightning.loop.plain import StepLoop
+from ls_strategy.lightning.loop.plain import LoopedStrategy, StepLoop
 
 if TYPE_CHECKING:
     import lightning.pytorch as pl
 
-    from ls_strategy.lightning.strategy import ZeROStrategy
     from ls_strategy.lightning.uneven import UnevenData
 
 
@@ -22,7 +21,7 @@ class JoinLoop(StepLoop):
     """Lets ranks that have no more batches wait for the others (`UnevenData`)."""
 
     @classmethod
-    def of(cls, strategy: ZeROStrategy) -> JoinLoop | None:
+    def of(cls, strategy: LoopedStrategy) -> JoinLoop | None:
         """Return the loop if the options ask for it."""
         return cls(strategy) if strategy.uneven.joins else None
 

@@ -10,11 +10,10 @@ from typing_extensions import override
 
 from ls_strategy.engine import Engine
 from ls_strategy.lightning.loop.call import StepCall
-from ls_strategy.lightning.loop.plain import StepLoop
+from ls_strategy.lightning.loop.plain import LoopedStrategy, StepLoop
 
 if TYPE_CHECKING:
     from ls_strategy.lightning.pipeline.step import Pipeline
-    from ls_strategy.lightning.strategy import ZeROStrategy
 
 
 class PipelineLoop(StepLoop):
@@ -23,7 +22,7 @@ class PipelineLoop(StepLoop):
     updates_early = False  # gradients tied over stages have to be summed first
 
     @classmethod
-    def of(cls, strategy: ZeROStrategy) -> PipelineLoop | None:
+    def of(cls, strategy: LoopedStrategy) -> PipelineLoop | None:
         """Return the loop if the options ask for a pipeline."""
         return cls(strategy) if strategy.config.parallel.pp.size > 1 else None
 

@@ -21,13 +21,32 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from ls_strategy.lightning import guards
 from ls_strategy.lightning.loop.call import StepCall
+from ls_strategy.lightning.readings import EngineStrategy
 from ls_strategy.parallel import logits
 
 if TYPE_CHECKING:
     import lightning.pytorch as pl
 
     from ls_strategy.engine import Engine
-    from ls_strategy.lightning.strategy import ZeROStrategy
+    from ls_strategy.lightning.checkpointing.resume import Resume
+    from ls_strategy.lightning.planning import Planning
+    from ls_strategy.lightning.uneven import UnevenData
+
+
+class LoopedStrategy(EngineStrategy):
+    """A strategy as its loop sees it, and what stands below: with what a step may need."""
+
+    planning: Planning
+    """Explains why a step did not fit into memory."""
+
+    uneven: UnevenData
+    """Compares the ranks' data."""
+
+    resume: Resume
+    """Continues a run from a checkpoint."""
+
+    loop: StepLoop
+    """Runs the steps."""
 
 
 class StepLoop:
@@ -36,7 +55,7 @@ class StepLoop:
     updates_early: ClassVar[bool] = True
     """Whether an update of offloaded states may begin while backward runs: then all gradients of a buffer are there."""
 
-    def __init__(self, strategy: ZeROStrategy) -> None:
+    def __init__(self, strategy: LoopedStrategy) -> None:
         self._strategy = strategy
 
     @property

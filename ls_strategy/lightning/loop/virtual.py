@@ -10,12 +10,11 @@ from typing_extensions import override
 
 from ls_strategy.engine import Engine
 from ls_strategy.lightning.loop.call import StepCall
-from ls_strategy.lightning.loop.plain import StepLoop
+from ls_strategy.lightning.loop.plain import LoopedStrategy, StepLoop
 
 if TYPE_CHECKING:
     import lightning.pytorch as pl
 
-    from ls_strategy.lightning.strategy import ZeROStrategy
     from ls_strategy.lightning.virtual.ranks import VirtualRanks
 
 
@@ -25,7 +24,7 @@ class VirtualLoop(StepLoop):
     updates_early = False  # norms of what early updates take would depend on the number of ranks
 
     @classmethod
-    def of(cls, strategy: ZeROStrategy) -> VirtualLoop | None:
+    def of(cls, strategy: LoopedStrategy) -> VirtualLoop | None:
         """Return the loop if the options ask for virtual ranks."""
         return None if strategy.virtual is None else cls(strategy)
 
