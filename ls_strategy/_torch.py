@@ -353,10 +353,8 @@ Otherwise it reads at address 0, which ends the process.
 """
 
 
-def allow_views(storage: torch.UntypedStorage) -> None:
-    """Undo `refuse_views`: the storage gets memory."""
-    if REFUSES_FREED_MEMORY:
-        _allow_access(storage._cdata)
+allow_views: Any = _allow_access if REFUSES_FREED_MEMORY else lambda *_: None
+"""Undo `refuse_views` of this `storage_key`: the storage gets memory."""
 
 
 def allow_data_on(tensor: Tensor, device: torch.device) -> None:
@@ -476,26 +474,24 @@ class VersionedTensor:
         return self._tensor
 
 
+_RECOMPUTES = "torch.utils.checkpoint"
+_saving_hooks: Any = torch._C._autograd._top_saved_tensors_default_hooks  # type: ignore[attr-defined]
+
+
 def saved_by_hooks_of_others() -> bool:
     """Return whether autograd passes what it saves now to hooks that are neither this package's nor of recomputation.
 
     Those may return the tensor itself, and autograd does not check versions of what hooks return.
     """
-    owner = _owner_of_hooks()
-    return owner not in (None, _RECOMPUTES) and not str(owner).startswith("ls_strategy.")
+    hooks = _saving_hooks(False)
+    owner = "" if hooks is None else str(getattr(hooks[0], "__module__", "?"))
+    return not (hooks is None or owner == _RECOMPUTES or owner.startswith("ls_strategy."))
 
 
 def saved_for_recomputation() -> bool:
     """Return whether autograd passes what it saves now to the hooks of recomputation: it runs twice, with them."""
-    return _owner_of_hooks() == _RECOMPUTES
-
-
-_RECOMPUTES = "torch.utils.checkpoint"
-
-
-def _owner_of_hooks() -> str | None:
-    hooks = torch._C._autograd._top_saved_tensors_default_hooks(False)  # type: ignore[attr-defined]
-    return None if hooks is None else str(getattr(hooks[0], "__module__", "?"))
+    hooks = _saving_hooks(False)
+    return hooks is not None and getattr(hooks[0], "__module__", "?") == _RECOMPUTES
 
 
 def without_dispatch_modes() -> AbstractContextManager[Any]:

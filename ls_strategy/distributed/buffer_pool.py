@@ -60,7 +60,7 @@ class BufferPool:
         """Give a gathered buffer memory, if it has none."""
         storage = buffer.untyped_storage()
         if storage.size() == 0:
-            allow_views(storage)
+            allow_views(storage._cdata)
             if buffer.is_cpu:
                 storage.resize_(buffer.nbytes)
             else:

@@ -42,7 +42,9 @@ def storages() -> dict[int, int]:
             with unnoticed():  # to ask a parameter for its storage or its gradient would gather that
                 for tensor in (thing, thing.grad if thing.is_leaf else None):
                     if tensor is not None and not tensor.is_meta:
-                        result[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
+                        storage = tensor.untyped_storage()
+                        if storage.nbytes():  # the address of a released one is refused
+                            result[storage.data_ptr()] = storage.nbytes()
     return result
 
 

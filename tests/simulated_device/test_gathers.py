@@ -16,9 +16,11 @@ from tests.simulated_device.gathers import SWITCH, addresses, kept, places
 HOST = {"optimizer": "cpu", "parameters": "cpu", "gradients": "cpu", "step_on": "cpu"}
 NVME = {"optimizer": "nvme", "parameters": "nvme"}
 
+SIZES = "of several sizes, with validation between"
+
 CASES: dict[str, tuple[Any, ...]] = {
     "blocks of one size": ({"stage": 3}, {}, 4),
-    "of several sizes, with validation between": ({"stage": 3}, {}),
+    SIZES: ({"stage": 3}, {}),
     "accumulation": ({"stage": 3}, {"accumulate_grad_batches": 2, "max_steps": 10}, 4),
     "no prefetch": ({"stage": 3, "sharding": {"prefetch_units": 0}}, {}, 4),
     "prefetch of three": ({"stage": 3, "sharding": {"prefetch_units": 3}}, {}, 6),
@@ -48,7 +50,7 @@ def repeat(steps: list[list[int]], period: int = 1) -> bool:
     )
 
 
-@pytest.mark.parametrize("name", ["of several sizes, with validation between", *map(wide, CASES)])
+@pytest.mark.parametrize("name", [SIZES, *(wide(name) for name in CASES if name != SIZES)])
 def test_addresses_repeat(name: str) -> None:
     """With the memory and the bits of a fit whose gathers are allocated among all other tensors."""
     options, trainer, *blocks = CASES[name]
@@ -88,7 +90,7 @@ on_cuda = pytest.mark.skipif(not cuda_runtime.is_available(), reason="torch is b
 @pytest.mark.parametrize("factor", [wide(1), 1 << 10])
 def test_addresses_repeat_as_torch_allocates(factor: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """With small blocks, which torch packs into 2 MiB, and with large ones; other tensors change in size."""
-    log = run(addresses, *CASES["of several sizes, with validation between"]).result
+    log = run(addresses, *CASES[SIZES]).result
     given = {"program": "replay", "log": log["log"], "marks": log["marks"], "factor": factor}
     found = cuda_runtime.call("tests.cuda_runtime.replay", given, tmp_path)
     monkeypatch.setenv(SWITCH, "0")
