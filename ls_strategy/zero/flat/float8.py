@@ -22,7 +22,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from typing_extensions import override
 
-from ls_strategy._torch import current_transform, saved_for_recomputation
+from ls_strategy._torch import current_transform, saved_for_recomputation, without_dispatch_modes
 from ls_strategy.distributed.buffer_pool import BufferPool
 from ls_strategy.distributed.comm import Comm
 from ls_strategy.layout import FlatLayout, Piece
@@ -73,7 +73,7 @@ class Float8Wire(CastWire):
         super().__init__(dtype, layout, shard, stored=stored, device=device, pool=pool)
         self._comm = comm
         self._pieces, self._all = layout.pieces(*shard), layout.pieces(0, layout.numel)
-        self.scales = torch.ones(len(layout.slots), device=device)
+        self.scales = torch.ones(len(layout.slots), device=device).unbind()
         """One per parameter, fp32. Autograd may save them, so they are replaced and not changed."""
         self.measured = False
         """Whether they are those of the parameters. The same on all ranks."""
@@ -116,11 +116,11 @@ class Float8Wire(CastWire):
 
     def _scale_for(self, largest: Tensor) -> None:
         """Take the scales from what `_largest` returns."""
-        self.scales = scales_for(largest.view(torch.float32), self.cast_to)
+        self.scales = scales_for(largest.view(torch.float32), self.cast_to).unbind()
 
     def _encode(self, values: Tensor, pieces: Sequence[Piece], out: Tensor) -> None:
         out.zero_()  # between the parameters
-        for piece, scale in zip(pieces, self.scales.unbind(), strict=True):
+        for piece, scale in zip(pieces, self.scales, strict=True):
             if piece.numel:
                 part = slice(piece.start, piece.stop)
                 self.form.encode(scaled(values[part], scale, self.cast_to), out[part])
@@ -166,7 +166,8 @@ class Float8Flat(CastFlat):
 
     def _cast_again(self, param: nn.Parameter) -> tuple[Tensor, Tensor]:
         to = self._casts.cast_to
-        with torch.no_grad():
+        # Selective recomputation looks for the operations of its second run among those of the first.
+        with torch.no_grad(), without_dispatch_modes():
             values = param.clone()
             scale = scales_for(values.abs().max().float(), to)
             return scaled(values, scale, to).to(to), scale
