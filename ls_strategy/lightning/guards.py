@@ -229,7 +229,7 @@ def explain_released_parameters() -> Generator[None, None, None]:
             raise StateError(
                 "weights were changed, by a step or a write, between a forward and its backward pass (stage 3). The "
                 "forward has read them in 16 bits or fp8, as they were gathered, and autograd keeps no copies. Run it "
-                "again after the change, or set precision.gather='fp32' on the strategy: then autocast keeps copies."
+                "again after the change, or set precision.gather='fp32' on the strategy: then casts are copies."
             ) from error
         if "storage of size 0" not in str(error) and now - saved < RELEASED_VERSIONS:
             raise
