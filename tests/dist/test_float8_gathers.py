@@ -17,10 +17,12 @@ from ls_strategy.lightning.float8 import multiply_in_fp8
 from ls_strategy.lightning.strategy import ZeROStrategy
 from ls_strategy.zero.flat.float8 import Float8Flat, _largest, scaled, scales_for
 from tests.dist.ranks import Net, assert_close, assert_equal, fit, on_ranks, weights
+
+pytest.importorskip("torchao.float8")  # before the next module, which asks so too
+
 from tests.dist.test_float8 import ByHand, D
 from tests.dist.test_float8 import Plain as Converted
 
-pytest.importorskip("torchao.float8")
 pytestmark = pytest.mark.own_ranks  # torchao is imported, and replaces functions of torch
 
 OFFLOAD = {"offload.optimizer": "cpu", "offload.parameters": "cpu"}

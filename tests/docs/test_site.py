@@ -77,6 +77,7 @@ def test_such_a_paragraph_is_found() -> None:
 
 def test_what_the_extra_docs_does_not_bring_is_hidden() -> None:
     """In the process that builds the site."""
+    pytest.importorskip("sphinx")
     kept = required("ls_strategy", ["docs"])
     assert {"sphinx", "furo", "torch", "lightning"} <= kept
     assert not {"ray", "pytest", "jsonargparse", "tensorboard"} & kept
