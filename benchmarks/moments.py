@@ -8,10 +8,12 @@ difference is worth is judged by the spread of the fp32 runs over seeds.
 
 from __future__ import annotations
 
+import functools
 import logging
 import statistics
 import tempfile
 import warnings
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -48,14 +50,15 @@ class Losses(pl.Callback):
         self.values.append(outputs["loss"].detach().clone())
 
 
-def train(moments: str, seed: int, steps: int, cache: Path) -> dict[str, float]:
-    """One run; final, mean and validation loss in nats per byte."""
+def train(strategy: ZeROStrategy, seed: int, steps: int, cache: Path, precision: Any = "32-true") -> dict[str, float]:
+    """One run on one rank; final, mean and validation loss in nats per byte."""
     pl.seed_everything(seed, verbose=False)
     losses = Losses()
     trainer = pl.Trainer(
         accelerator="cpu",
         devices=1,
-        strategy=ZeROStrategy(1, precision={"moments": moments}),  # type: ignore[arg-type]
+        strategy=strategy,
+        precision=precision,
         max_steps=steps,
         val_check_interval=steps,
         check_val_every_n_epoch=None,
@@ -86,32 +89,51 @@ def train(moments: str, seed: int, steps: int, cache: Path) -> dict[str, float]:
     }
 
 
+def with_moments(steps: int, moments: str, seed: int, cache: Path) -> dict[str, float]:
+    """One run with AdamW's moments in this format."""
+    return train(ZeROStrategy(1, precision={"moments": moments}), seed, steps, cache)  # type: ignore[arg-type]
+
+
 def compare(runs: dict[str, list[dict[str, float]]]) -> dict[str, dict[str, float]]:
-    """Per format and loss: mean over seeds, mean difference to fp32 in pairs, and the spread of fp32 over seeds."""
+    """Per format and loss: mean over seeds, mean difference to the first format in pairs, its spread over seeds."""
     result: dict[str, dict[str, float]] = {}
-    for moments, losses in runs.items():
+    first = next(iter(runs.values()))
+    for name, losses in runs.items():
         row: dict[str, float] = {}
         for kind in ("final", "mean", "val"):
-            trusted = [r[kind] for r in runs["fp32"]]
+            trusted = [r[kind] for r in first]
             pairs = [r[kind] - t for r, t in zip(losses, trusted, strict=True)]
             row[kind] = round(statistics.fmean(r[kind] for r in losses), 4)
             row[f"{kind}_difference"] = round(statistics.fmean(pairs), 4)
             row[f"{kind}_noise"] = round(statistics.stdev(trusted), 4) if len(trusted) > 1 else 0.0
-        result[moments] = row
+        result[name] = row
     return result
 
 
-def measure(seeds: int, steps: int) -> dict[str, list[dict[str, float]]]:
-    """Every format and seed, in turns."""
+def measure(
+    formats: Sequence[str], run: Callable[[str, int, Path], dict[str, float]], seeds: int
+) -> dict[str, list[dict[str, float]]]:
+    """Every format and seed, in turns; ``run`` trains with a format, a seed and a folder for the text."""
     warnings.filterwarnings("ignore")
     for name in ("lightning.pytorch", "lightning.fabric"):
         logging.getLogger(name).setLevel(logging.ERROR)
-    runs: dict[str, list[dict[str, float]]] = {m: [] for m in FORMATS}
+    runs: dict[str, list[dict[str, float]]] = {m: [] for m in formats}
     with tempfile.TemporaryDirectory() as cache:
         for seed in range(1, seeds + 1):
-            for moments in FORMATS:
-                runs[moments].append(train(moments, seed, steps, Path(cache)))
+            for name in formats:
+                runs[name].append(run(name, seed, Path(cache)))
     return runs
+
+
+def print_table(table: dict[str, dict[str, float]]) -> None:
+    """Losses of each format, their difference to the first one's, and its spread over seeds."""
+    first = next(iter(table))
+    width = max(map(len, table))
+    kinds = ("final", "mean", "val")
+    print(" " * width + "".join(f"{k:>10}{'- ' + first:>12}{'noise':>8}" for k in kinds))
+    for name, row in table.items():
+        cells = (f"{row[k]:>10.4f}{row[k + '_difference']:>+12.4f}{row[k + '_noise']:>8.4f}" for k in kinds)
+        print(f"{name:{width}}" + "".join(cells))
 
 
 def main() -> None:
@@ -120,15 +142,9 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, default=3, help="runs of each format")
     parser.add_argument("--steps", type=int, default=400, help="optimizer steps")
     args = parser.parse_args()
-    runs = measure(args.seeds, args.steps)
+    runs = measure(FORMATS, functools.partial(with_moments, args.steps), args.seeds)
     table = compare(runs)
-    print(f"{'':6}" + "".join(f"{k:>10}{'- fp32':>10}{'noise':>8}" for k in ("final", "mean", "val")))
-    for moments, row in table.items():
-        cells = (
-            f"{row[k]:>10.4f}{row[k + '_difference']:>+10.4f}{row[k + '_noise']:>8.4f}"
-            for k in ("final", "mean", "val")
-        )
-        print(f"{moments:6}" + "".join(cells))
+    print_table(table)
     found = {
         **record.header("moments"), "network": NETWORK, "steps": args.steps, "results": table, "runs": runs,
     }  # fmt: skip
