@@ -116,7 +116,7 @@ class EngineSetup:
             switch.remove()
         policy, device = strategy.precision_asked(), strategy.root_device
         self._switches = [
-            *multiply_in_fp8(module, strategy.config.precision, policy.compute, device),
+            *multiply_in_fp8(module, strategy.config.precision, policy, device),
             *compile_parts(module, strategy.config),  # before the engine's hooks, which stay outside
         ]
         optimizers = self._real_optimizers()

@@ -23,6 +23,7 @@ from ls_strategy import device as dev
 from ls_strategy.config import PrecisionConfig
 from ls_strategy.errors import PlanError
 from ls_strategy.host.pytorch import rank_zero_info
+from ls_strategy.precision import PrecisionPolicy
 from ls_strategy.zero.flat.float8 import float8_weight
 from ls_strategy.zero.flat.parameters import unnoticed
 from ls_strategy.zero.setup.frozen import linear_layers
@@ -170,28 +171,35 @@ def _one_cast(converted: Any) -> torch.dtype | None:
 
 
 def multiply_in_fp8(
-    module: nn.Module, options: PrecisionConfig, compute: torch.dtype, device: torch.device
+    module: nn.Module, options: PrecisionConfig, policy: PrecisionPolicy, device: torch.device
 ) -> list[Float8Layer]:
     """Let linear layers of ``module`` multiply in fp8, but none that stays in fp32. Not collective.
 
     Args:
         module: the full module.
         options: ``options.float8`` says whether, and how.
-        compute: dtype of the parameters that the forward reads.
+        policy: of ``Trainer(precision=...)``.
         device: of the products.
 
     Raises:
-        PlanError: torchao is not installed, or no layer can multiply in fp8.
+        PlanError: torchao is not installed, cannot multiply so here, or no layer can multiply in fp8.
     """
     if options.float8 is None:
         return []
-    if compute == torch.float64:
+    if policy.compute == torch.float64:
         raise PlanError(
             "Got precision.matmul='fp8' with Trainer(precision='64-true'), which asks for more digits than fp32 has. "
             "Choose one of them."
         )
     emulated = dev.compute_capability(device) < _FIRST_CAPABILITY
     recipe = options.float8.recipe
+    if recipe == "rowwise_with_gw_hp" and policy.autocast is not None and device.type == "cpu":
+        # torchao casts inputs to the dtype of autocast on GPUs alone; gradients of this recipe's weights meet both.
+        raise PlanError(
+            f"Got precision.matmul=Float8Config(recipe='{recipe}') with Trainer(precision={policy.name!r}) on a CPU, "
+            "where torchao does not cast the inputs of its layers. Set precision='bf16-true' on the Trainer, or "
+            "another recipe."
+        )
     converted = _convert(recipe, emulated=emulated)
     # Authors of models list more for fp16 than for bf16: what either needs in fp32 is not rounded to fp8.
     kept = kept_in_fp32(module, options.fp32_modules, torch.float16).params

@@ -16,6 +16,7 @@ from ls_strategy.config import PrecisionConfig, nested
 from ls_strategy.errors import PlanError
 from ls_strategy.lightning.float8 import multiply_in_fp8
 from ls_strategy.lightning.strategy import ZeROStrategy
+from ls_strategy.precision import resolve_precision
 from tests.dist.ranks import Net, assert_close, assert_equal, batches, fit, on_ranks, weights
 
 pytest.importorskip("torchao.float8")
@@ -143,7 +144,7 @@ def test_devices_without_fp8_emulate_it(
 ) -> None:
     monkeypatch.setattr("ls_strategy.device.compute_capability", lambda device: capability)
     module = Plain()
-    made = multiply_in_fp8(module, PrecisionConfig(matmul="fp8"), torch.float32, torch.device("cpu"))
+    made = multiply_in_fp8(module, PrecisionConfig(matmul="fp8"), resolve_precision("32-true"), torch.device("cpu"))
     assert len(made) == 7
     assert module.blocks[0].up.config.emulate == emulated
     made[0].remove()
@@ -191,3 +192,7 @@ def test_what_cannot_multiply_in_fp8_is_refused(rank: int, world_size: int) -> N
         trained(Net(), {"precision.matmul": "fp8"})
     with pytest.raises(PlanError, match="64-true"):
         trained(Plain(), {"precision.matmul": "fp8"}, precision="64-true")
+    with pytest.raises(
+        PlanError, match="on a CPU, where torchao does not cast"
+    ):  # torch's own error in backward without
+        trained(Plain(), {"precision.matmul": {"recipe": "rowwise_with_gw_hp"}}, precision="bf16-mixed")

@@ -15,6 +15,7 @@ from ls_strategy.config import ActivationOffloadConfig, nested
 from ls_strategy.errors import StateError
 from ls_strategy.lightning.float8 import multiply_in_fp8
 from ls_strategy.lightning.strategy import ZeROStrategy
+from ls_strategy.precision import resolve_precision
 from ls_strategy.zero.flat.float8 import Float8Flat, _largest, scaled, scales_for
 from tests.dist.ranks import Net, assert_close, assert_equal, fit, on_ranks, weights
 
@@ -313,7 +314,8 @@ def test_only_a_cast_that_serves_both_passes_is_gathered(recipe: str) -> None:
     from ls_strategy.config import PrecisionConfig
 
     module = Plain()
-    made = multiply_in_fp8(module, PrecisionConfig(matmul={"recipe": recipe}), torch.float32, torch.device("cpu"))  # type: ignore[arg-type]
+    options = PrecisionConfig(matmul={"recipe": recipe})  # type: ignore[arg-type]
+    made = multiply_in_fp8(module, options, resolve_precision("32-true"), torch.device("cpu"))
     layer: Any = module.blocks[0].up
     assert layer.reads_weight_in == (torch.float8_e4m3fn if recipe == "tensorwise" else None)
     made[0].remove()
