@@ -406,7 +406,9 @@ class Comm:
                 work = all_gather_single(full, mine, group=self.group, async_op=True)
             else:
                 work = dist.all_gather(list(full.split(list(sizes))), mine, group=self.group, async_op=True)
-            works = spans.followed((work,), f"all_gather {of}", mine.nbytes * (self.world_size - 1))
+            works: Sequence[Any] = (work,)
+            if spans.SpanRecorder.active is not None:
+                works = spans.followed(works, f"all_gather {of}", mine.nbytes * (self.world_size - 1))
             return PendingGather(works, self)
         shards = cut(full, self.world_size, sizes)
         return PendingGather(self.exchange([shards[self.rank]] * self.world_size, shards, "all_gather", of), self)
@@ -444,7 +446,9 @@ class Comm:
                 work = reduce_scatter_single(out, wire, group=self.group, async_op=True)
             else:
                 work = dist.reduce_scatter(out, list(wire.split(list(sizes))), group=self.group, async_op=True)
-            works = spans.followed((work,), f"reduce_scatter {of}", wire.nbytes - out.nbytes)
+            works: Sequence[Any] = (work,)
+            if spans.SpanRecorder.active is not None:
+                works = spans.followed(works, f"reduce_scatter {of}", wire.nbytes - out.nbytes)
             return PendingReduce((*works, _KeepAlive(wire)), [out], [out], self)
         shards = cut(full, self.world_size, sizes)
         mine = shards[self.rank]

@@ -19,7 +19,11 @@ from __future__ import annotations
 from enum import Enum
 
 
-class ParameterState(Enum):
+class _State(Enum):
+    __hash__ = object.__hash__  # as it compares; that of `Enum` is Python, and every move looks states up
+
+
+class ParameterState(_State):
     """Where the parameters of a buffer have their values."""
 
     RELEASED = "released"
@@ -38,7 +42,7 @@ class ParameterState(Enum):
     """In the buffer, but newer ones are in flight, for which any use waits."""
 
 
-class UpdateState(Enum):
+class UpdateState(_State):
     """What has been done with a buffer's gradients apart from the optimizer's own step."""
 
     NONE = "none"

@@ -198,11 +198,10 @@ class UserWrites:
         if not flat.is_gathered or flat.hidden or flat.gathering is not None:
             return False
         with unnoticed():
-            moved = [i for i, p in enumerate(flat.params) if p.data_ptr() != self._versions[i][1]]
-            counted = [i for i, p in enumerate(flat.params) if p._version != self._versions[i][0]]
+            now = [(p._version, p.data_ptr()) for p in flat.params]
             # By an optimizer of the user's own: the updates of torch's fused ones do not count in ``_version``.
             by_hand = not flat.has_optimizer and any(p.requires_grad for p in flat.params)
-        detected = bool(moved or counted)
+        detected = now != self._versions
         if not (detected or self.possible or by_hand):
             return False
         if flat.update in (UpdateState.UPDATED_EARLY, UpdateState.DELAYED) or flat.updating is not None:
@@ -211,12 +210,13 @@ class UserWrites:
                 raise self._too_late()
             return False
         self.detected |= detected
-        for i in moved:
+        written = [i for i, found in enumerate(now) if found != self._versions[i]]
+        for i in [i for i in written if now[i][1] != self._versions[i][1]]:
             self._restore(i)
         viewed = self.may_be_written
         changed = flat.take_in_place(detected=detected) if flat.master_is_slice else self._take_shard()
         if flat.plan.cast_to is not None:
-            flat.written({*moved, *counted} if detected else range(len(flat.params)) if changed else ())
+            flat.written(written if detected else range(len(flat.params)) if changed else ())
         flat.show_stored()
         flat.update_secondary()
         self.record()

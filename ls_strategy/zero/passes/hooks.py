@@ -14,7 +14,7 @@ a parameter's gradient is complete  pass it to the reducer
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, fields, is_dataclass
 from functools import cache, partial
 from typing import Any
@@ -141,22 +141,21 @@ class _BackwardCall:
     backward_pass: int = -1
 
 
-def _tensors(value: Any) -> Iterator[Tensor]:
-    """Yield every tensor in nested containers and dataclasses."""
+def _tensors(value: Any) -> list[Tensor]:
+    """Return every tensor in nested containers and dataclasses."""
     # The usual arguments and results of a module first: torch's walk over them takes 3 us per container.
     if isinstance(value, Tensor):
-        yield value
-        return
+        return [value]
     if type(value) in (tuple, dict):
-        for each in value.values() if type(value) is dict else value:
-            yield from _tensors(each)
-        return
+        return [tensor for each in (value.values() if type(value) is dict else value) for tensor in _tensors(each)]
+    found: list[Tensor] = []
     for leaf in tree_iter(value):
         if isinstance(leaf, Tensor):
-            yield leaf
+            found.append(leaf)
         elif is_dataclass(leaf) and not isinstance(leaf, type):
             for field in fields(leaf):
-                yield from _tensors(getattr(leaf, field.name))
+                found += _tensors(getattr(leaf, field.name))
+    return found
 
 
 @dataclass
@@ -279,14 +278,15 @@ class UnitHooks:
     def _after_forward(self, unit: Unit, _module: nn.Module | None, args: Any, kwargs: Any, output: Any) -> None:
         if unit.open_backwards:
             return  # recomputed inside backward, which still needs the unit
-        if any(getattr(t, "uses_weights_later", False) for t in _tensors(output)):
+        results = _tensors(output)
+        if any(getattr(t, "uses_weights_later", False) for t in results):
             unit.pin()  # logits that a loss computes later: see `losses.deferred`
             return
         if not torch.is_grad_enabled():
             self.gatherer.release(unit)
             return
-        outputs = [t for t in _tensors(output) if t.requires_grad]
-        sources = [t for t in _tensors((args, kwargs)) if t.requires_grad]
+        outputs = [t for t in results if t.requires_grad]
+        sources = [t for t in _tensors((args, kwargs) if kwargs else args) if t.requires_grad]
         if not outputs:
             if sources or any(p.requires_grad for flat in unit.flats for p in flat.params):
                 unit.pin()  # its results do not leave as outputs, but their backward needs the unit
