@@ -166,7 +166,7 @@ def engine_of(
         mesh=Mesh.data_only(comm or make_comm()),
         device=setting.place,
     )
-    engine.schedule.overlap = True
+    engine.gatherer.overlap = True
     return engine
 
 

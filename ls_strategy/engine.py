@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import threading
 import weakref
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
@@ -43,10 +44,10 @@ from ls_strategy.zero.flat.states import EARLY
 from ls_strategy.zero.passes.hooks import UnitHooks
 from ls_strategy.zero.setup import weights
 from ls_strategy.zero.setup.assembly import Draft
-from ls_strategy.zero.setup.shard import broadcast_buffers, fp32_boundaries, shard
+from ls_strategy.zero.setup.shard import fp32_boundaries, shard
 from ls_strategy.zero.setup.share import Share
 from ls_strategy.zero.state_offload import StateOffload
-from ls_strategy.zero.step.stepper import OptimizerStep, Stepper, require_one_step
+from ls_strategy.zero.step.stepper import Stepper, require_one_step
 from ls_strategy.zero.user_code.copies import PlainCopies
 from ls_strategy.zero.user_code.optimizer_state import showing_no_states
 from ls_strategy.zero.user_code.unstepped import Unstepped
@@ -148,8 +149,20 @@ class Engine:
             self.stepper = Stepper(sharded, optimizers, scaler, self.events, before)
         if previous is not None:
             previous.offload.close()
-        self.gradients, self.schedule = self.stepper.gradients, self.stepper.schedule
+        self._show_stepper(self.stepper)
         return draft
+
+    def _show_stepper(self, stepper: Stepper) -> None:
+        """Let this facade have what is the stepper's alone, see there."""
+        self.gradients, self.schedule = stepper.gradients, stepper.schedule
+        self.optimizers = stepper.optimizers
+        """The optimizers with the phase of their gradients."""
+        self.index_of, self.follows, self.mirror_requires_grad = (
+            stepper.index_of, stepper.follows, stepper.mirror_requires_grad,
+        )  # fmt: skip
+        self.finish, self.step = stepper.finish, stepper.step
+        self.clip_norm_, self.clip_value_, self.grad_norm = stepper.clip_norm_, stepper.clip_value_, stepper.grad_norm
+        self.zero_grad, self.zero_params = stepper.zero_grad, stepper.zero_params
 
     def _subscribe_features(self) -> None:
         """Let the features of a step that are on take part in its events; the optimizers' own have subscribed."""
@@ -201,11 +214,6 @@ class Engine:
         self.reducer.private = private
 
     @property
-    def optimizers(self) -> list[OptimizerStep]:
-        """Return the optimizers with the phase of their gradients."""
-        return self.stepper.optimizers
-
-    @property
     def scaler(self) -> LossScaler | None:
         """Return the loss scaler, or None for precisions without a loss scale."""
         return self.stepper.scaler
@@ -224,22 +232,7 @@ class Engine:
     def keeps_gradients(self, keeps: bool) -> None:
         self.stepper.keeps_gradients = keeps
 
-    def index_of(self, optimizer: Optimizer) -> int | None:
-        """Return the number of an optimizer, or None if this engine does not have it. Not collective."""
-        return self.stepper.index_of(optimizer)
-
-    def mirror_requires_grad(self) -> None:
-        """Copy ``requires_grad`` from the pieces in the optimizers' groups to the parameters. Not collective."""
-        self.stepper.mirror_requires_grad()
-
     # parameters that are added during a fit ---------------------------------------------------------------------------
-
-    def follows(self, optimizers: list[Optimizer]) -> bool:
-        """Return whether these are the engine's optimizers with unchanged groups.
-
-        Not collective; takes microseconds.
-        """
-        return self.stepper.follows(optimizers)
 
     def check_change(self, optimizers: list[Optimizer]) -> None:
         """Refuse changes of groups that another engine could not adopt. Not collective; equal on all ranks."""
@@ -304,8 +297,21 @@ class Engine:
         self.events.on_step_begin()
         self.gatherer.fetch_root()
         if self._broadcast_buffers_next:
-            broadcast_buffers(self.model, self.comm)
+            self.broadcast_buffers()
         self._broadcast_buffers_next = sync_buffers_after
+
+    def broadcast_buffers(self, source: int = 0) -> None:
+        """Broadcast the module buffers of a rank: rank 0's, as DDP does before a forward. Collective."""
+        by_dtype: defaultdict[torch.dtype, list[Tensor]] = defaultdict(list)
+        for buffer in self.model.buffers() if self.comm.world_size > 1 else ():
+            if buffer.numel() and not buffer.is_meta:
+                by_dtype[buffer.dtype].append(buffer)
+        for buffers in by_dtype.values():
+            flat = torch.cat([b.detach().reshape(-1) for b in buffers])
+            self.comm.broadcast_(flat, source)
+            if self.comm.rank != source:
+                for b, part in zip(buffers, flat.split([b.numel() for b in buffers]), strict=True):
+                    b.detach().copy_(part.view_as(b))
 
     def end_forward(self) -> None:
         """End the step's forward. Not collective."""
@@ -342,7 +348,7 @@ class Engine:
         scaler = self.stepper.scaler
         early = self.early_step and eager and scaler is None and self.schedule.allows_early
         early = early and not self.gradients.were_read
-        early = early and all(map(self.stepper.is_private, self.optimizers))
+        early = early and self.stepper.all_private()
         self.reducer.on_complete = None  # buffers of an earlier micro-batch in flight are not complete
         scale = scaler.scale if scaler is not None else 1.0
         self.reducer.begin_backward(eager=eager, loss_scale=scale, counts=counts)
@@ -386,34 +392,6 @@ class Engine:
         self._let_go()
 
     # step ------------------------------------------------------------------------------------------------------------
-
-    def finish(self, index: int) -> bool:
-        """Complete an optimizer's averaged gradients; return whether it may step, equal on every rank."""
-        return self.stepper.finish(index)
-
-    def clip_norm_(self, index: int, max_norm: float, norm_type: float = 2.0) -> Tensor:
-        """Clip the optimizer's gradients by their exact global norm; return the norm before clipping."""
-        return self.stepper.clip_norm_(index, max_norm, norm_type)
-
-    def clip_value_(self, index: int, limit: float) -> None:
-        """Clamp every element of the optimizer's averaged gradients."""
-        self.stepper.clip_value_(index, limit)
-
-    def grad_norm(self, index: int | None = None, norm_type: float = 2.0) -> Tensor:
-        """Return the global norm of the averaged gradients before clipping, of one optimizer or of all together."""
-        return self.stepper.grad_norm(index, norm_type)
-
-    def step(self, index: int, run: Callable[[], Any]) -> Any:
-        """Let an optimizer update its master shards by calling ``run``, then publish the new weights."""
-        return self.stepper.step(index, run)
-
-    def zero_grad(self, index: int, *, set_to_none: bool = True) -> None:
-        """Run ``optimizer.zero_grad``. Collective only if a reduction is in flight."""
-        self.stepper.zero_grad(index, set_to_none=set_to_none)
-
-    def zero_params(self, params: Iterable[nn.Parameter], *, set_to_none: bool) -> None:
-        """Drop averaged gradients of some parameters, as ``module.zero_grad()`` does. Not collective."""
-        self.stepper.zero_params(params, set_to_none=set_to_none)
 
     def check_complete(self) -> None:
         """Refuse to return weights if only some of them have taken the last step. Not collective.

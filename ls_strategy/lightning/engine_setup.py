@@ -201,7 +201,7 @@ class EngineSetup:
         for switch in self._switches:
             switch.on = True
         overlap = strategy.config.sharding.overlap_step
-        engine.schedule.overlap = fitting and overlap
+        engine.gatherer.overlap = fitting and overlap
         automatic = fitting and not guards.steps_by_itself(trainer, module, engine)
         # A read of `p.grad` is noticed; a read of the gradients of model-parallel pieces is not.
         engine.private_gradients = automatic and not (

@@ -43,7 +43,6 @@ from ls_strategy.lightning._private_uneven import (
     to_device,
 )
 from ls_strategy.lightning.ranks import RankStrategy
-from ls_strategy.zero.setup.shard import broadcast_buffers
 
 UnevenMode = Literal["error", "join", "join_samples"]
 
@@ -331,7 +330,7 @@ class UnevenData:
             return
         if self._restore is not None:
             self._restore.buffers()
-        broadcast_buffers(engine.model, engine.comm, now.turn.ranks[0])
+        engine.broadcast_buffers(now.turn.ranks[0])
         if self._restore is not None:
             self._restore.take_buffers(engine.model)
 

@@ -4,43 +4,23 @@ from __future__ import annotations
 
 import ctypes
 import functools
-from typing import Any
 
 import torch
-from torch import Tensor
 
 from ls_strategy.ops import _build, schemas
 from ls_strategy.ops.cuda.update import UPDATES
-from ls_strategy.ops.moments import Moment
 
 NAMES = ("adamw_", "lion_", "sgd_", "adagrad_")
 """The updates. The other operations are ``sum_of_squares`` and, on the CPU, ``block_square_sums``."""
 
 
-_known: dict[str, bool] = {}
-
-
+@functools.cache  # every update asks
 def available(device_type: str) -> bool:
     """Return whether there are kernels for a device type. The first call builds them."""
-    if device_type not in _known:  # which every update asks
-        found = _build.load(device_type, UPDATES.load if device_type == "cuda" else None)
-        if found:
-            _register_fakes()
-        _known[device_type] = found
-    return _known[device_type]
-
-
-def update(
-    name: str,
-    param: Tensor,
-    moments: list[Moment],
-    grad: Tensor,
-    scalars: dict[str, float],
-    **rest: Any,
-) -> None:
-    """Run an update. ``scalars`` and ``rest`` have the names in `schemas`."""
-    stored = [t for m in moments for t in (m.codes, m.scales)] or [None, None]
-    getattr(torch.ops.ls_strategy, name)(param, *stored, grad, **scalars, **rest)
+    found = _build.load(device_type, UPDATES.load if device_type == "cuda" else None)
+    if found:
+        _register_fakes()
+    return found
 
 
 def path() -> str:

@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import math
 import struct
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -30,11 +31,6 @@ from ls_strategy.ops.reference import Scalars
 from ls_strategy.ops.split_master import SplitMaster
 
 _GRAD_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-
-
-def native_available(device_type: str) -> bool:
-    """Return whether updates on a device type run in a compiled kernel. The first call builds it."""
-    return native.available(device_type)
 
 
 def adamw_(  # noqa: PLR0913
@@ -180,17 +176,21 @@ def _update(  # noqa: PLR0913, PLR0917
     scalars = {key: value if isinstance(value, bool) else _fp32(value) for key, value in scalars.items()}
     if clip is not None and not isinstance(clip, Tensor):
         clip = torch.full((), clip, dtype=torch.float32, device=param.device)
+    rest: dict[str, Any] = {"clip": clip, "out": out, "seed": seed, "offset": offset}
     with torch.no_grad():
+        if not compiled:
+            assert isinstance(param, Tensor)
+            reference.run(reference.RULES[name], param, moments, grad, scalars, **rest)
+            return
         if isinstance(param, SplitMaster):
-            parts = {"low": param.low, "ties": param.ties}
-            native.update(
-                name, param.high, moments, grad, scalars, clip=clip, out=None, seed=seed, offset=offset, **parts
-            )
-        elif compiled:
-            native.update(name, param, moments, grad, scalars, clip=clip, out=out, seed=seed, offset=offset)
-        else:
-            rule = reference.RULES[name]
-            reference.run(rule, param, moments, grad, scalars, clip=clip, out=out, seed=seed, offset=offset)
+            param, rest = param.high, {**rest, "out": None, "low": param.low, "ties": param.ties}
+        run_compiled(name, param, moments, grad, scalars, **rest)
+
+
+def run_compiled(name: str, param: Tensor, moments: list[Moment], grad: Tensor, scalars: Scalars, **rest: Any) -> None:
+    """Run an update's compiled kernel. ``scalars`` and ``rest`` have the names in `schemas`."""
+    stored = [t for m in moments for t in (m.codes, m.scales)] or [None, None]
+    getattr(torch.ops.ls_strategy, name)(param, *stored, grad, **scalars, **rest)
 
 
 def _update_joined(  # noqa: PLR0913, PLR0917

@@ -43,7 +43,7 @@ LAYOUT = (
     Mutation(
         "buffers of the model are never broadcast",
         "ls_strategy/engine.py",
-        "            broadcast_buffers(self.model, self.comm)\n        self._broadcast",
+        "            self.broadcast_buffers()\n        self._broadcast",
         "            pass\n        self._broadcast",
         ("tests/unit/test_engine.py::test_buffers_are_those_of_rank_0_in_every_step_that_asks_for_it",),
     ),

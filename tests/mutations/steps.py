@@ -57,8 +57,8 @@ STEPS = (
     Mutation(
         "waiting for all gathers does not wait for updates",
         "ls_strategy/zero/passes/gather.py",
-        "                flat.wait_updated()\n                if flat.publish_due:\n",
-        "                if flat.publish_due:\n",
+        "if flat.updating is not None or flat.arriving is not None:\n                    flat.wait_updated()\n",
+        "pass\n",
         ("tests/unit/test_zero_schedule.py::test_who_waits_for_the_engine_finds_updated_masters",),
     ),
     Mutation(

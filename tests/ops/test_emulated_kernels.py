@@ -9,7 +9,7 @@ from unittest import mock
 import pytest
 import torch
 
-from ls_strategy.ops import _build, native, quantized, topk
+from ls_strategy.ops import _build, native, quantized, topk, update
 from ls_strategy.ops.cuda.program import Program
 from ls_strategy.ops.cuda.update import lion_
 from ls_strategy.ops.norm import BLOCK, sum_of_squares_reference
@@ -53,7 +53,7 @@ def both(emulation, case, before, shift=(), **kwargs):
         patch.setattr(native, "available", lambda device_type: False)
         cases.run(case, expected, **kwargs)
         patch.setattr(native, "available", lambda device_type: True)
-        patch.setattr(native, "update", run)
+        patch.setattr(update, "run_compiled", run)
         cases.run(case, result, **kwargs)
     return result, expected
 

@@ -257,7 +257,7 @@ def gpus(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> Dri
     monkeypatch.setattr(program, "driver", lambda: fake)
     monkeypatch.setattr(UPDATES, "programs", tuple(Program(p.name, p.kernels) for p in (NORM,)))
     monkeypatch.setattr(_build, "_status", {})
-    monkeypatch.setattr(native, "_known", {})
+    monkeypatch.setattr(native, "available", native.available.__wrapped__)
     return fake
 
 

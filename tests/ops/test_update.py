@@ -194,7 +194,7 @@ def test_refuses_what_a_kernel_would_misread(broken):
 )
 def test_opcheck(compiled, name, moment_format, monkeypatch):
     calls = []
-    monkeypatch.setattr(native, "update", lambda *a, **k: calls.append((a, k)))
+    monkeypatch.setattr(update, "run_compiled", lambda *a, **k: calls.append((a, k)))
     case = CASES[name]
     run(case, make(case, 300, moment_format, torch.bfloat16, torch.bfloat16), clip=torch.tensor(0.5))
     (op, param, stored, grad, scalars), rest = calls[0]

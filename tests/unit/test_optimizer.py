@@ -181,7 +181,7 @@ class Sharded:
                     whole[slot.offset : slot.end].copy_(grad.reshape(-1))
             flat.averages.tensor().copy_(whole[slice(*flat.stepped)])
         self.sharded.bind_grads(used)
-        with self.sharded.own_step(StepArguments(used)) as step:
+        with OwnStep(self.sharded, StepArguments(used)) as step:
             step.begin()  # as the engine's hook before ``step`` does
             self.optimizer.step()
 
@@ -346,7 +346,7 @@ def test_a_step_that_fails_leaves_the_groups_and_the_state_as_they_are_between_t
             raise RuntimeError("in the optimizer")
 
     with pytest.raises(RuntimeError, match="in the optimizer"):
-        fail(rank.sharded.own_step(StepArguments(used)))
+        fail(OwnStep(rank.sharded, StepArguments(used)))
     assert [[id(p) for p in group["params"]] for group in rank.optimizer.param_groups] == before
     assert rank.optimizer.state is state
 

@@ -77,7 +77,7 @@ def test_early_updates_give_the_same_bits(stage: int) -> None:
 
 def test_a_delayed_update_comes_one_step_later() -> None:
     _model, engine = small(stage=1, offload=OffloadConfig(optimizer="cpu", delay_after=1))
-    engine.schedule.overlap = True
+    engine.gatherer.overlap = True
     before = weights(engine)
     backward(engine, 0)
     take(engine)
@@ -114,7 +114,7 @@ def overlapping(**options: Any) -> Engine:
     """Return an engine whose next forward waits for new weights unit by unit, after one step."""
     model, engine = small(**options)
     engine.optimizers[0].sharded.optimizer.model_of_the_test = model  # type: ignore[attr-defined]
-    engine.schedule.overlap = True
+    engine.gatherer.overlap = True
     steps(engine, 1)
     return engine
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -9,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from ls_strategy.config import PrecisionConfig
-from ls_strategy.zero.setup.shard import broadcast_buffers
+from ls_strategy.engine import Engine
 from tests.unit.one_rank import engine_on
 
 
@@ -42,7 +43,7 @@ class Ranks:
 @pytest.mark.parametrize("rank", [0, 1])
 def test_buffers_are_those_of_rank_0_one_message_per_dtype(rank: int) -> None:
     model, comm = nn.Sequential(nn.BatchNorm1d(3), nn.BatchNorm1d(2)), Ranks(rank)
-    broadcast_buffers(model, comm)  # type: ignore[arg-type]
+    Engine.broadcast_buffers(SimpleNamespace(model=model, comm=comm))  # type: ignore[arg-type]
     assert sorted(comm.sent) == [2, 10]
     expected: Any = {0: [[0.0] * 3, [0.0] * 2], 1: [[1.0] * 3, [1.0] * 2]}
     assert [m.get_buffer("running_mean").tolist() for m in model] == expected[rank]

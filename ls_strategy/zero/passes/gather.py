@@ -39,6 +39,8 @@ class Gatherer:
         self._seen: list[Unit] = []
         self._published = 0
         """Stages 0 to 2: number of blocks, in `_order`, whose new weights no longer have to be sent."""
+        self.overlap = False
+        """Let the next forward wait for new weights unit by unit. Set this only if nothing else reads them before."""
         self._waits_before_steps = False
         self.stepped: set[int] = set()
         """``id`` of the buffers that an optimizer has stepped since the step began (stage 3)."""
@@ -209,6 +211,9 @@ class Gatherer:
         """Outdate parameters that the optimizer steps, so that hooks after it read new ones. Not collective."""
         self.stepped.update(map(id, flats))
         for flat in flats:
+            by_fused_update = flat.steps_in_background and flat.averages.folds_factors
+            if not by_fused_update and (flat.steps_in_background or flat.has_own_shard):
+                flat.require_refresh()  # the optimizer's own step updates the masters only
             if self.sharded:
                 if flat.plan.node:
                     flat.outdate_secondary()
@@ -221,6 +226,17 @@ class Gatherer:
                 flat.owe_gather()
                 self._published = 0
                 flat.hide()
+
+    def end_step(self, flats: list[FlatBuffer], *, lazily: bool = False) -> None:
+        """Release everything after ``flats`` were stepped (stage 3), or `publish` them. Collective."""
+        if self.sharded:
+            self.release_all(stepped=True)
+        else:
+            self.publish(flats, lazily=lazily)
+            if self.releases:
+                self.release_all()
+        if not self.overlap:
+            self.finish_all()
 
     # stages 0 to 2 ---------------------------------------------------------------------------------------------------
 
@@ -259,7 +275,8 @@ class Gatherer:
         """Wait for every update and gather in flight."""
         for unit in self.units:
             for flat in unit.flats:
-                flat.wait_updated()
+                if flat.updating is not None or flat.arriving is not None:
+                    flat.wait_updated()
                 if flat.publish_due:
                     flat.start_gather()
         for unit in self.units:

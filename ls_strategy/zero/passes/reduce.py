@@ -275,7 +275,8 @@ class Reducer:
         """End the backward pass: send the remaining units, in order. Collective if the pass was eager."""
         self.loss_scale = 1.0
         if self.eager:
-            for unit in self._unsent():
+            chosen = self.selective and self.policy.gradients
+            for unit in self._unsent_with_gradients() if chosen else self.order[self._next :]:
                 self._launch_unit(unit)
             self._next = len(self.order)
             if not self.policy.gradients or self.on_complete is not None:
@@ -284,14 +285,11 @@ class Reducer:
             self._left_out.put_back([flat for unit in self._units for flat in unit.flats])
             self._left_out = None
 
-    def _unsent(self) -> list[Unit]:
-        """Return the units that are still to be sent, in order. Collective if they are chosen."""
-        unsent = self.order[self._next :]
-        if self.selective and self.policy.gradients:
-            touched = torch.tensor([u.launched or any(f.local.dirty for f in u.trainable_flats) for u in self.order])
-            touched = self.comm.agree(touched.to(torch.uint8))
-            unsent = [u for u, t in zip(self.order, touched.tolist(), strict=True) if t and not u.launched]
-        return unsent
+    def _unsent_with_gradients(self) -> list[Unit]:
+        """Return the units still to be sent that got gradients on any rank, in order. Collective."""
+        touched = torch.tensor([u.launched or any(f.local.dirty for f in u.trainable_flats) for u in self.order])
+        touched = self.comm.agree(touched.to(torch.uint8))
+        return [u for u, t in zip(self.order, touched.tolist(), strict=True) if t and not u.launched]
 
     def send_held(self) -> None:
         """Send the gradients accumulated under `holds` that no eager pass has sent. Collective."""

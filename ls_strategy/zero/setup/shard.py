@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from ls_strategy.config import ZeROConfig
-from ls_strategy.distributed.comm import Comm
 from ls_strategy.distributed.mesh import Mesh
 from ls_strategy.plan import Plan
 from ls_strategy.zero.flat.flat_buffer import FlatBuffer
@@ -80,19 +77,3 @@ def shard(
 def fp32_boundaries(draft: Draft) -> list[materials.Fp32Boundary]:
     """Cast the inputs and outputs of the modules that the options keep in fp32."""
     return [materials.Fp32Boundary(m, draft.precision.compute) for m in draft.kept.bounded]
-
-
-def broadcast_buffers(model: nn.Module, comm: Comm, source: int = 0) -> None:
-    """Broadcast the module buffers of a rank: rank 0's, as DDP does before a forward. Collective."""
-    if comm.world_size == 1:
-        return
-    by_dtype: defaultdict[torch.dtype, list[Tensor]] = defaultdict(list)
-    for buffer in model.buffers():
-        if buffer.numel() and not buffer.is_meta:
-            by_dtype[buffer.dtype].append(buffer)
-    for buffers in by_dtype.values():
-        flat = torch.cat([b.detach().reshape(-1) for b in buffers])
-        comm.broadcast_(flat, source)
-        if comm.rank != source:
-            for b, part in zip(buffers, flat.split([b.numel() for b in buffers]), strict=True):
-                b.detach().copy_(part.view_as(b))

@@ -124,8 +124,7 @@ class ElementwiseStates:
         return self._in_memory[name].codes
 
     def moment(self, name: str, start: int, stop: int) -> Moment:
-        """Return elements ``[start, stop)`` of a resident state of a fused update, as a view."""
-        self.ensure(name, torch.float32)
+        """Return elements ``[start, stop)`` of an existing, resident state of a fused update, as a view."""
         moment = self._in_memory[name]
         if name in self._spans:
             where = self._place(name, start, stop)

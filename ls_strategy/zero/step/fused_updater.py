@@ -14,7 +14,7 @@ from typing_extensions import override
 
 from ls_strategy.config import MomentFormat
 from ls_strategy.layout import round_up
-from ls_strategy.ops.update import native_available
+from ls_strategy.ops.native import available as native_available
 from ls_strategy.plan import MOMENT_BYTES
 from ls_strategy.zero.flat.flat_buffer import FlatBuffer
 from ls_strategy.zero.flat.states import UpdateState

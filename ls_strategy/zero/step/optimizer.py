@@ -27,7 +27,7 @@ from torch.optim import Optimizer
 from ls_strategy.config import MomentFormat
 from ls_strategy.distributed.mesh import Mesh
 from ls_strategy.errors import PlanError, StateError
-from ls_strategy.ops.update import native_available
+from ls_strategy.ops.native import available as native_available
 from ls_strategy.zero.flat.flat_buffer import FlatBuffer
 from ls_strategy.zero.step.elementwise import is_elementwise, takes_closure
 from ls_strategy.zero.step.fused_optimizers import kernel_for
@@ -286,20 +286,6 @@ class ShardedOptimizer:
                 if shown is not None:
                     shown.copy_(view)
 
-    def own_step(self, step: StepArguments) -> OwnStep:
-        """Prepare one call of ``optimizer.step``.
-
-        Raises:
-            PlanError: the optimizer's groups have changed.
-        """
-        if not self.is_current:
-            raise PlanError(
-                f"the parameter groups of {type(self.optimizer).__name__} were changed in the middle of a training "
-                "step (add_param_group, or a replaced group), after its forward had begun. Change them in "
-                "on_train_epoch_start, in on_train_batch_start or at the end of the previous step."
-            )
-        return OwnStep(self, step)
-
     @property
     def is_current(self) -> bool:
         """Return whether the optimizer's groups still hold the same parameters. Takes microseconds."""
@@ -467,7 +453,7 @@ class OwnStep(ExitStack):
 
     ::
 
-        with sharded.own_step(...) as step:
+        with OwnStep(sharded, ...) as step:
             optimizer.step()                the user's pre-hooks see the groups as usual
                 step.begin()                called by the engine's hook, the last pre-hook
                 ...                         torch's code, on the runs
@@ -477,7 +463,17 @@ class OwnStep(ExitStack):
     """
 
     def __init__(self, sharded: ShardedOptimizer, step: StepArguments) -> None:
-        """Record the arguments."""
+        """Record the arguments.
+
+        Raises:
+            PlanError: the optimizer's groups have changed.
+        """
+        if not sharded.is_current:
+            raise PlanError(
+                f"the parameter groups of {type(sharded.optimizer).__name__} were changed in the middle of a training "
+                "step (add_param_group, or a replaced group), after its forward had begun. Change them in "
+                "on_train_epoch_start, in on_train_batch_start or at the end of the previous step."
+            )
         super().__init__()
         self.sharded = sharded
         self._step = step

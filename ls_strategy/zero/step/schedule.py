@@ -22,6 +22,7 @@ from collections import deque
 from dataclasses import replace
 
 from ls_strategy._torch import has_step_hooks
+from ls_strategy.tiers.link import trim_heap
 from ls_strategy.tiers.stream import Stream
 from ls_strategy.zero.flat.flat_buffer import FlatBuffer
 from ls_strategy.zero.flat.states import EARLY, UpdateState
@@ -45,11 +46,11 @@ class UpdateSchedule:
         self._optimizers = optimizers
         self._gatherer = gatherer
         self._offload = offload
-        self.overlap = False
-        """Let the next forward wait for new weights unit by unit. Set this only if nothing else reads them before."""
+        self.applies = offload.config.offload.any_state
+        """Whether any states are offloaded. If not, the step itself runs its updates, and publishes."""
 
         self.offloads = offload.config.offload.optimizer is not None
-        """Whether states are offloaded. If not, a step runs its updates as it begins them, and submits none."""
+        """Whether the optimizer's are, so that their updates are submitted."""
 
         self._early: deque[FlatBuffer] = deque()
         self._delayed: list[list[FlatBuffer]] = [[] for _ in optimizers]
@@ -104,8 +105,10 @@ class UpdateSchedule:
         self._steps[index] += 1
         return self._steps[index]
 
-    def end_step(self) -> None:
-        """Free the host memory on the way to the device that the last steps did not need."""
+    def end_step(self, number: int) -> None:
+        """Free host memory that no later step needs. ``number`` is that of the step, 0 if it was skipped."""
+        if number == 1:
+            trim_heap()  # of the first step's transient buffers, before long-lived ones fragment the heap
         stock = self._offload.link.stock
         if stock.total_bytes:
             stock.trim()
@@ -179,30 +182,14 @@ class UpdateSchedule:
             for flat in early:
                 flat.begin_update(self._offload.stream.submit([CopyOut(flat, after)]))
 
-    @staticmethod
-    def note_stepped(flats: list[FlatBuffer]) -> None:
-        """Record that the optimizer steps the masters of ``flats``. Not collective."""
-        for flat in flats:
-            brought_along = flat.steps_in_background and flat.averages.folds_factors
-            if not brought_along and (flat.steps_in_background or flat.has_own_shard):
-                flat.require_refresh()  # its own step updates the masters only
-
-    def publish(self, index: int) -> None:
-        """Publish new weights. A unit that needs an update in flight waits for it."""
-        flats = [flat for flat in self._optimizers[index].flats if not flat.is_frozen]
+    def publish(self, index: int, flats: list[FlatBuffer]) -> None:
+        """Publish the new weights of ``flats``. A unit that needs an update in flight waits for it."""
         if self._early:
             self._copy_out_early(index)
         for flat in flats:
             if flat.update in EARLY:
                 flat.end_early()
         self._early.clear()
-        if self._gatherer.sharded:
-            self._gatherer.release_all(stepped=True)
-        else:
-            for flat in self._delayed[index]:
-                flat.go_on_with_old()
-            self._gatherer.publish([f for f in flats if f.update is not UpdateState.DELAYED], lazily=self.offloads)
-            if self._gatherer.releases:
-                self._gatherer.release_all()
-        if not self.overlap:
-            self._gatherer.finish_all()
+        for flat in self._delayed[index]:
+            flat.go_on_with_old()
+        self._gatherer.end_step([f for f in flats if f.update is not UpdateState.DELAYED], lazily=self.offloads)

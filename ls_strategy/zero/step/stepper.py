@@ -34,7 +34,6 @@ from torch.optim import Optimizer
 from ls_strategy._torch import has_step_hooks, put_step_hooks_inside
 from ls_strategy.errors import PlanError, StateError
 from ls_strategy.loss_scale import LossScaler
-from ls_strategy.tiers.link import trim_heap
 from ls_strategy.transient import Method
 from ls_strategy.zero.events import StepEvents
 from ls_strategy.zero.flat.flat_buffer import FlatBuffer
@@ -101,6 +100,8 @@ class OptimizerStep:
     """Whether ``norm`` stays valid because the gradients were clipped after it was computed."""
     clip: Tensor | None = None
     """Factor that the fused update applies to the gradients; None if it was applied in place, or is 1."""
+    hooked: bool = False
+    """Whether user code runs in the optimizer's step hooks, as `Stepper.finish` and `Stepper.step` have found it."""
     folded: bool = False
     """Whether the fused update applies loss scale and ``clip``, so that the averages do not include them."""
     left_out: bool = False
@@ -344,7 +345,8 @@ class Stepper:
             self._average(kind)
         if len(state.kinds) > 1:
             self._note_used(state)
-        state.folded = self.is_private(state)
+        state.hooked = has_step_hooks(state.sharded.optimizer, besides=self)
+        state.folded = self._is_private(state)
         state.overflow = self.scaler is not None and self._overflows(state)
         if not state.folded:
             state.sharded.bind_grads(state.used)
@@ -358,13 +360,19 @@ class Stepper:
         state.sums = [flat.averages.sums() for flat in state.flats]
         return global_norm.any_overflow(state.sums, self._world)
 
-    def is_private(self, state: OptimizerStep) -> bool:
+    def all_private(self) -> bool:
+        """Return whether no user code will see any gradients directly, if it adds no hook and reads none."""
+        for state in self.optimizers:
+            state.hooked = has_step_hooks(state.sharded.optimizer, besides=self)
+        return all(map(self._is_private, self.optimizers))
+
+    def _is_private(self, state: OptimizerStep) -> bool:
         """Return whether no user code, such as a later hook, sees an optimizer's gradients directly.
 
         At stage 0, gradients that were read once are plain tensors, which user code may still hold.
         """
         plain = self.gradients.were_read and not self._model.policy.optimizer
-        return self._model.reducer.private and not plain and not has_step_hooks(state.sharded.optimizer, besides=self)
+        return self._model.reducer.private and not plain and not state.hooked
 
     def _unfold(self, state: OptimizerStep) -> None:
         """Apply the factors that were left to the update, so that the averages have the values they have under DDP."""
@@ -437,7 +445,7 @@ class Stepper:
             if state.folded:
                 self._unfold(state)
             state.norm = state.sums = None
-        if not self.is_private(state):
+        if not self._is_private(state):
             state.sharded.take_edits(state.used)
             state.norm = state.sums = None
         read = self.gradients.were_read
@@ -446,7 +454,7 @@ class Stepper:
             self._outdate_others(state)
             if len(state.kinds) > 1:
                 self._note_used(state)
-            if not self.is_private(state):
+            if not self._is_private(state):
                 state.sharded.bind_grads(state.used)
         return state
 
@@ -480,7 +488,7 @@ class Stepper:
         if len(self.optimizers) > 1:
             self._outdate_others(state)
         state.move(Phase.CLIPPED)
-        if not self.is_private(state):
+        if not self._is_private(state):
             state.sharded.show_again()
 
     def grad_norm(self, index: int | None = None, norm_type: float = 2.0) -> Tensor:
@@ -522,19 +530,19 @@ class Stepper:
         After an overflow nothing is updated on any rank, and the step is counted in ``skipped_steps``; but not if it is
         left out.
         """
-        proceed = self.finish(index)
-        state = self.as_they_are(index)
-        result = None
+        state = self.optimizers[index]
+        state.hooked = has_step_hooks(state.sharded.optimizer, besides=self)
+        self.as_they_are(index)
+        result, number = None, 0
         self._events.after_user_code()
         left_out, state.left_out = state.left_out, False
-        if proceed and not left_out:
-            number = self.schedule.begin_step(index)
+        if not (state.overflow or left_out):
+            if self.schedule.applies:
+                number = self.schedule.begin_step(index)
             result = self._run_own_step(index, run)
-            if has_step_hooks(state.sharded.optimizer, besides=self):
+            if state.hooked:
                 self._events.after_user_code()
-            self.schedule.publish(index)
-            if number == 1 and self._model.config.offload.any_state:
-                trim_heap()  # free the first step's transient buffers before long-lived ones fragment the heap
+            self._publish(index)
         elif not left_out:
             self.skipped_steps += 1
         if self.scaler is not None and not left_out:
@@ -542,18 +550,27 @@ class Stepper:
         if state.phase in COMPLETE:  # a hook after the step may have dropped the gradients
             state.move(Phase.STEPPED)
         self.has_stepped = True
-        self.schedule.end_step()
+        if self.schedule.applies:
+            self.schedule.end_step(number)
         return result
+
+    def _publish(self, index: int) -> None:
+        """Publish the new weights of an optimizer's parameters. A unit that needs an update in flight waits for it."""
+        flats = [flat for flat in self.optimizers[index].flats if not flat.is_frozen]
+        if self.schedule.applies:
+            self.schedule.publish(index, flats)
+        else:
+            self._model.gatherer.end_step(flats)
 
     def _run_own_step(self, index: int, run: Callable[[], Any]) -> Any:
         state = self.optimizers[index]
         put_step_hooks_inside(state.sharded.optimizer, *state.hooks)
-        step = StepArguments(state.used, state.clip, shown=not self.is_private(state))
+        step = StepArguments(state.used, state.clip, shown=not self._is_private(state))
         if self.schedule.offloads:
             submit, stream = partial(self.schedule.submit, index), self.schedule.stream_of(index)
             step = replace(step, submit=submit, stream=stream)
         try:
-            with state.sharded.own_step(step) as self._own_step:
+            with OwnStep(state.sharded, step) as self._own_step:
                 return run()
         finally:
             self._own_step = None
@@ -575,9 +592,7 @@ class Stepper:
             used = self.as_they_are(number).used
             self._events.after_user_code()
         step.begin(used)
-        flats = [flat for flat in step.sharded.flats if not flat.is_frozen]
-        self._model.gatherer.outdate(flats)
-        self.schedule.note_stepped(flats)
+        self._model.gatherer.outdate([flat for flat in step.sharded.flats if not flat.is_frozen])
 
     def _after_own_step(self, optimizer: Optimizer, *_: Any) -> None:
         """Run as the first hook after ``optimizer.step``."""
@@ -597,10 +612,8 @@ class Stepper:
         with sharded.showing_states():
             result = method.original(*args, **kwargs)
         if sharded.has_state():
-            flats = [flat for flat in sharded.flats if not flat.is_frozen]
-            self._model.gatherer.outdate(flats)
-            self.schedule.note_stepped(flats)
-            self.schedule.publish(index)
+            self._model.gatherer.outdate([flat for flat in sharded.flats if not flat.is_frozen])
+            self._publish(index)
         return result
 
     # zero_grad -------------------------------------------------------------------------------------------------------

@@ -287,7 +287,7 @@ class _ChunkUpdate:
             clip=clip if clip is None else clip.to(param.device),
             unscale=update.unscale,
             out=None if out is None else out[where],
-            seed=update.seed(part),
+            seed=update.seed(part) if update.states.moment_format != "fp32" else 0,  # nothing is rounded in fp32
             offset=update.flat.stepped[0] + self._lo + where.start,
         )
 

@@ -176,7 +176,7 @@ class OnDemandGather:
         for flat in list(self._on_demand_flats.values()):
             if flat.users == 0:
                 self._release(flat)
-        for flat in self._flats if self._releases else ():
+        for flat in self._flats:
             if not flat.resident and flat.writes.keeps_memory:
                 flat.free_if_not_viewed()
 
@@ -241,7 +241,8 @@ class OnDemandGather:
         if self.state_dict_copies.fresh or self.state_dict_copies.old:
             self.state_dict_copies.take_writes()
         self.take_parameter_writes()
-        self.release_idle()
+        if self._releases:
+            self.release_idle()
 
     def take_parameter_writes(self) -> None:
         """Copy writes to parameters into masters and shards. Not collective."""
