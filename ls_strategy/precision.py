@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 
@@ -37,7 +38,7 @@ class PrecisionPolicy:
     reduce_in_fp32: bool = True
     """Whether gradients are summed over ranks in fp32 even if they were computed in 16 bits."""
 
-    @property
+    @cached_property  # every batch asks
     def cast(self) -> torch.dtype | None:
         """Return the dtype to cast parameters, buffers and inputs to; None for no cast."""
         return None if self.compute == torch.float32 else self.compute

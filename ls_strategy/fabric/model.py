@@ -86,6 +86,7 @@ class Model:
         self.optimizers = optimizers
         if previous is not None:
             engine.go_on_from(previous)
+        strategy.parallel.balance_experts(module, engine.events.on_stepped)
         if engine.policy.parameters:
             self._state_dict_hooks = StateDictHooks(module, engine.units, engine.mesh)
             engine.on_detach.append(self._state_dict_hooks.remove)
@@ -175,7 +176,6 @@ class Model:
         with engine.comm.naming_failures():
             engine.finish(index)
             returned = engine.step(index, run)
-        self._strategy.parallel.balance_experts(self.module)
         return returned if closure is None else result
 
 

@@ -131,6 +131,7 @@ class EngineSetup:
             parts=parts,
             share=strategy.parallel.share(module, optimizers),
         )
+        strategy.parallel.balance_experts(module, engine.events.on_stepped)
         if engine.gatherer.releases or parts:
             self.state_dict_hooks = StateDictHooks(module, engine.units, engine.mesh)
             engine.on_detach.append(self.state_dict_hooks.remove)

@@ -39,6 +39,7 @@ from ls_strategy.parallel.stack import head_after, one_stack
 from ls_strategy.parallel.tensor.dtensor import Localized, has_dtensors, localize, parallelize
 from ls_strategy.parallel.tensor.plans import resolve_tensor_plan
 from ls_strategy.parallel.tensor.shard import apply_tensor_parallel, broadcast_values
+from ls_strategy.zero.events import Event
 from ls_strategy.zero.setup.agreement import agree
 from ls_strategy.zero.setup.share import Share
 
@@ -71,7 +72,6 @@ class ModelParallel:
         self.mesh: Mesh | None = None
         self.pipeline: Pipeline | None = None
         self._device_mesh: Any = None
-        self._balanced: tuple[weakref.ref[nn.Module], bool] | None = None
         """The last module, and whether some of its routers have a bias."""
         self._batches = 0
 
@@ -272,18 +272,15 @@ class ModelParallel:
         )
         rank_zero_info(f"ZeROStrategy: the experts of every MoE layer are partitioned over {mesh.expert.size} ranks.")
 
-    def balance_experts(self, module: nn.Module) -> None:
-        """Update the bias of routers that balance loads without a loss, from the loads of all ranks.
+    def balance_experts(self, module: nn.Module, on_stepped: Event) -> None:
+        """After every step, update the bias of routers that balance loads without a loss, from the loads of all ranks.
 
-        Call it after an optimizer step. Collective over the ranks that see different tokens.
+        Collective then, over the ranks that see different tokens. Without such routers nothing subscribes.
         """
-        assert self.mesh is not None
-        if self._balanced is None or self._balanced[0]() is not module:
-            has_bias = any(isinstance(m, Router) and m.bias is not None for m in module.modules())
-            self._balanced = (weakref.ref(module), has_bias)
-        if self._balanced[1]:
+        if any(isinstance(m, Router) and m.bias is not None for m in module.modules()):
+            assert self.mesh is not None
             comm = self.mesh.stage if self.config.tp.sequence_parallel else self.mesh.zero
-            update_router_bias(module, Axis("tokens", comm).all_reduce)
+            on_stepped.subscribe(partial(_balance, weakref.ref(module), Axis("tokens", comm)))
 
     def _average_metrics_over_replicas(self, module: nn.Module) -> None:
         """Make torchmetrics count every replica once."""
@@ -327,6 +324,12 @@ class ModelParallel:
                 "must depend on the replica (strategy.data_parallel_rank of strategy.data_parallel_size), not on the "
                 "global rank."
             )
+
+
+def _balance(module: weakref.ref[nn.Module], ranks: Axis) -> None:
+    model = module()
+    assert model is not None
+    update_router_bias(model, ranks.all_reduce)
 
 
 def _never() -> bool:

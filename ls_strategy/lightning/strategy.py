@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Generator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
@@ -64,6 +64,11 @@ from ls_strategy.lightning.virtual.ranks import VirtualRanks
 from ls_strategy.meta_init.deferred import note_deferred
 from ls_strategy.pretrained.huggingface import without_memory
 from ls_strategy.zero_stages import POLICIES
+
+
+def _phase(name: str) -> AbstractContextManager[None]:
+    """Record a phase, while anything is recorded."""
+    return nullcontext() if spans.SpanRecorder.active is None else spans.phase(name)
 
 
 class ZeROStrategy(BuiltStrategy):  # its many public members are Lightning's hooks, and what users read off a run
@@ -276,10 +281,10 @@ class ZeROStrategy(BuiltStrategy):  # its many public members are Lightning's ho
     # steps -----------------------------------------------------------------------------------------------------------
 
     @override
-    @spans.phase(spans.FORWARD)
     def training_step(self, *args: Any, **kwargs: Any) -> STEP_OUTPUT:
         self.resume.note_step()
-        return self.steps.train(super().training_step, args, kwargs)
+        with _phase(spans.FORWARD):
+            return self.steps.train(super().training_step, args, kwargs)
 
     @override
     def validation_step(self, *args: Any, **kwargs: Any) -> STEP_OUTPUT:
@@ -304,7 +309,6 @@ class ZeROStrategy(BuiltStrategy):  # its many public members are Lightning's ho
             self.steps.accumulating = False
 
     @override
-    @spans.phase(spans.OPTIMIZER)
     def optimizer_step(
         self,
         optimizer: Optimizer,
@@ -314,14 +318,12 @@ class ZeROStrategy(BuiltStrategy):  # its many public members are Lightning's ho
     ) -> Any:
         module = model or self.lightning_module
         assert isinstance(module, pl.LightningModule)
-        with self.require_engine().comm.naming_failures():
+        with _phase(spans.OPTIMIZER), self.require_engine().comm.naming_failures():
             try:
-                result = self.zero_precision().optimizer_step(optimizer, model=module, closure=closure, **kwargs)
-                self.parallel.balance_experts(module)
+                return self.zero_precision().optimizer_step(optimizer, model=module, closure=closure, **kwargs)
             except Exception as error:
                 self.planning.explain_memory(error)
                 raise
-            return result
 
     def _wait_for_weights(self) -> None:
         if self.engine is not None:
@@ -350,12 +352,12 @@ class ZeROStrategy(BuiltStrategy):  # its many public members are Lightning's ho
         return self.loop.loader(dataloader, super().process_dataloader)
 
     @override
-    @spans.phase(spans.DATA)
     def batch_to_device(self, batch: Any, device: torch.device | None = None, dataloader_idx: int = 0) -> Any:
         """Compare the batch over the ranks of a replica, then move it."""
-        self.parallel.check_batch(batch)
-        with self.loop.moving_batch():
-            return super().batch_to_device(batch, device, dataloader_idx)
+        with _phase(spans.DATA):
+            self.parallel.check_batch(batch)
+            with self.loop.moving_batch():
+                return super().batch_to_device(batch, device, dataloader_idx)
 
     # checkpoints -----------------------------------------------------------------------------------------------------
 

@@ -552,6 +552,7 @@ class Stepper:
         self.has_stepped = True
         if self.schedule.applies:
             self.schedule.end_step(number)
+        self._events.on_stepped()
         return result
 
     def _publish(self, index: int) -> None:
