@@ -280,7 +280,7 @@ def build(model: nn.Module, schedule: str, world_size: int, comm: Any, **options
     rank_of = place(world_size, stages_per_rank_of(schedule), placement_of(schedule))
     cut = make_cut(model, rank_of, method=method)
     keep_own(model, cut, comm.rank)
-    links = make_links(comm, [range(world_size)])
+    links = make_links(comm)
     stages = StageRunner(model, cut, CPU, side=getattr(model, "side", None))
     return PipelineRunner(stages, links, schedule, **options)
 

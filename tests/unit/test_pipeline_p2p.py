@@ -5,16 +5,21 @@ from __future__ import annotations
 from collections import deque
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
+from ls_strategy.distributed.comm import make_comm
+from ls_strategy.distributed.mesh import MeshShape, make_mesh
 from ls_strategy.errors import PlanError, StateError
 from ls_strategy.parallel.pipeline import p2p
 from ls_strategy.parallel.pipeline.p2p import LOOKAHEAD, PointToPoint, Shapes, make_links
 from ls_strategy.parallel.pipeline.schedules import Action, make_table
 from ls_strategy.parallel.pipeline.transfer import StageTransfer
+from ls_strategy.testing import spawn
 
 TABLE = make_table("gpipe", 2, 4)
 
@@ -115,15 +120,39 @@ def test_a_result_frees_the_sends_that_it_follows_from(ends: tuple[PointToPoint,
     assert first._links.waited == 4  # type: ignore[attr-defined]
 
 
-@pytest.mark.parametrize("size", [2, 3, 4])
-def test_both_directions_of_a_pair_have_their_own_communicator(size: int, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("size", range(2, 10))
+def test_a_rank_only_sends_or_only_receives_in_a_group(size: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """NCCL runs the operations of a communicator in order: a waiting receive would block the send that it waits for."""
-    made: list[tuple[str, tuple[int, ...]]] = []
-    monkeypatch.setattr(p2p, "process_group", lambda purpose, ranks: made.append((purpose, tuple(ranks))))
-    monkeypatch.setattr(p2p.dist, "get_rank", lambda: size)
-    make_links(SimpleNamespace(native=True), [range(size)])  # type: ignore[arg-type]
-    assert len(made) == (2 if size == 2 else 2 * size)
-    assert len(set(made)) == len(made)
+    monkeypatch.setattr(p2p, "process_group", lambda purpose: purpose)
+    monkeypatch.setattr(p2p.Links, "connect", lambda links: None)
+    ends: dict[tuple[int, str], list[tuple[int, int]]] = {}
+    for rank in range(size):
+        comm: Any = SimpleNamespace(native=True, rank=rank, world_size=size)
+        for pair, group in make_links(comm)._groups.items():
+            assert rank in pair
+            ends.setdefault((rank, group), []).append(pair)
+    assert all(len(pairs) == 1 for pairs in ends.values())
+    neighbors = {(i, (i + way) % size) for i in range(size) for way in (1, -1)}
+    assert sorted(pair for pairs in ends.values() for pair in pairs) == sorted(2 * list(neighbors))
+
+
+def connected(rank: int, world_size: int) -> tuple[int, list[tuple[int, int]], dict[str, int]]:
+    """Connect two pipelines; return the groups that were made, the links of this rank, and what it has sent."""
+    world = make_comm()
+    mesh = make_mesh(MeshShape(data=2, pipeline=world_size // 2), world)
+    mesh.pipeline.native = True
+    with mock.patch.object(dist, "new_group", wraps=dist.new_group) as made:
+        links = make_links(mesh.pipeline)
+    return made.call_count, sorted(links._groups), dict(mesh.pipeline.traffic.elements)
+
+
+@pytest.mark.parametrize(("size", "groups"), [(2, 2), (3, 6), (4, 4)])
+def test_all_pipelines_share_a_few_groups(size: int, groups: int) -> None:
+    """Each group takes a call of all ranks: one per pair of neighbors would take minutes on some hundred ranks."""
+    for made, links, sent in spawn(connected, 2 * size):
+        assert made == groups
+        assert len(links) == (2 if size == 2 else 4)
+        assert not sent
 
 
 def test_every_later_stage_gets_the_error_of_a_stage_that_refuses_new_shapes() -> None:

@@ -324,7 +324,7 @@ def test_one_rank_runs_every_schedule_without_a_process_group() -> None:
         model = Net()
         reference = copy.deepcopy(model)
         cut = make_cut(model, place(1, stages_per_rank_of(schedule), placement_of(schedule)))
-        runner = PipelineRunner(StageRunner(model, cut, CPU), make_links(Comm(None, None), [[0]]), schedule)
+        runner = PipelineRunner(StageRunner(model, cut, CPU), make_links(Comm(None, None)), schedule)
         x = torch.randn(8, 2)
         report = runner.train(lambda x, model=model: model(x).square().sum(), list(x.split(2)))
         for part in x.split(2):
@@ -341,7 +341,7 @@ def test_a_cut_for_another_schedule_is_refused() -> None:
     model = Net()
     cut = make_cut(model, (0, 0))
     with pytest.raises(PlanError, match=r"stages_per_rank=2, but gpipe requires 1"):
-        PipelineRunner(StageRunner(model, cut, CPU), make_links(Comm(None, None), [[0]]), "gpipe")
+        PipelineRunner(StageRunner(model, cut, CPU), make_links(Comm(None, None)), "gpipe")
 
 
 class Sorting(nn.Module):

@@ -103,7 +103,7 @@ class Pipeline:
         self._names = {id(p): name for name, p in module.named_parameters()}
         keep_own(module, self.cut, mesh.pipeline.rank)
         self._names |= {id(p): name for name, p in module.named_parameters()}
-        self._links = links = make_links(mesh.pipeline, [list(group) for group in mesh.shape.groups("pipeline")])
+        self._links = links = make_links(mesh.pipeline)
         self.recorder = TimelineRecorder(device)
         self.runner = PipelineRunner(
             StageRunner(module, self.cut, device, side=_side_loss(module)),

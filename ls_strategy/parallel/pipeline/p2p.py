@@ -7,8 +7,8 @@ that micro-batches have new shapes, a header with the shapes of the activation p
 shapes sends its error in the header, and every later stage passes it on, so that no rank waits for an activation that
 never comes.
 
-NCCL runs the operations of one communicator in order, and a waiting receive would block the sends after it. So every
-pair of neighbors has one communicator per direction (`Links`). gloo uses the group of the pipeline.
+NCCL runs the operations of one communicator in order, and a waiting receive would block the sends after it. So in each
+group a rank only sends to one peer, or only receives from one (`make_links`). gloo uses the group of the pipeline.
 """
 
 from __future__ import annotations
@@ -201,6 +201,14 @@ class Links:
         with self.comm.naming_failures():
             return [self._start(dist.irecv, t, source, self.comm.rank, source) for t in tensors if t.numel()]
 
+    def connect(self) -> None:
+        """Send a number over each connection. NCCL waits for the peer at the first one: all do so in the same order."""
+        for source, to in self._groups:
+            operation, peer = (dist.isend, to) if source == self.comm.rank else (dist.irecv, source)
+            with self.comm.naming_failures():
+                work = self._start(operation, torch.zeros(1, device=dev.current()), source, to, peer)
+            self.comm.wait([work])
+
     def _start(self, operation: Any, tensor: Tensor, source: int, to: int, peer: int) -> Any:
         group = self._groups.get((source, to), self.comm.group)
         group_rank = _group_rank(group, self.comm, peer)
@@ -240,28 +248,30 @@ def _group_rank(group: Any, comm: Comm, peer: int) -> int:
     return dist.get_group_rank(group, dist.get_global_rank(comm.group, peer))
 
 
-def make_links(comm: Comm, pipelines: Sequence[Sequence[int]]) -> Links:
+def make_links(comm: Comm) -> Links:
     """Connect the ranks of every pipeline with their neighbors in a ring. Collective over all ranks of the run.
 
+    The pipelines share the groups: one per direction for links between which no rank is shared. So there are four,
+    however many ranks there are; two for pipelines of two ranks, six where the ring is odd.
+
     Args:
-        comm: Group of this rank's pipeline.
-        pipelines: Global ranks of all pipelines, in order. The same on every rank.
+        comm: Group of this rank's pipeline. All pipelines have the same size.
     """
     groups: dict[tuple[int, int], Any] = {}
     if not comm.native:
         return Links(comm, groups)
-    for ranks in pipelines:
-        size = len(ranks)
-        pairs = {(i, (i + 1) % size) for i in range(size)} | {((i + 1) % size, i) for i in range(size)}
-        for i, j in sorted(pair for pair in pairs if pair[0] != pair[1]):
-            purpose = "p2p up" if i < j else "p2p down"  # groups of one purpose and the same ranks are shared
-            group = process_group(purpose, sorted((ranks[i], ranks[j])))
-            if dist.get_rank() in (ranks[i], ranks[j]):
-                assert isinstance(group, dist.ProcessGroup)
-                groups[i, j] = group
-                # NCCL connects at the first use and waits for the peer there. Here all ranks do so in the same order.
-                dist.all_reduce(torch.zeros(1, device=dev.current()), group=group)
-    return Links(comm, groups)
+    size = comm.world_size
+    links = [(i, (i + 1) % size) for i in range(1 if size == 2 else size)]
+    apart = [links[0::2], links[1::2]] if size % 2 == 0 else [links[0:-1:2], links[1::2], links[-1:]]
+    for number, some in enumerate(filter(None, apart)):
+        for way, pairs in (("up", some), ("down", [(j, i) for i, j in some])):
+            group = process_group(f"p2p {way} {number}")
+            for source, to in pairs:
+                if comm.rank in (source, to):
+                    groups[source, to] = group
+    result = Links(comm, groups)
+    result.connect()
+    return result
 
 
 @dataclass
