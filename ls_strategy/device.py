@@ -66,7 +66,8 @@ def is_in_use() -> bool:
 def synchronize(device: torch.device) -> None:
     """Wait for all work of ``device``; on the host there is none in flight."""
     if is_accelerator(device):
-        torch.accelerator.synchronize(device)
+        with selected(device):  # else torch goes back to the first device in a new thread, and uses memory there
+            torch.accelerator.synchronize(device)
 
 
 def _module(device: torch.device) -> Any:

@@ -55,6 +55,11 @@ def set_total(nbytes: int) -> None:
     ctypes.CDLL(None).stand_in_total(ctypes.c_size_t(nbytes))
 
 
+def contexts() -> list[bool]:
+    """Return whether each GPU has a context, which takes half a GiB of a real one."""
+    return [bool(ctypes.CDLL(None).stand_in_has_context(index)) for index in range(2)]
+
+
 def used() -> int:
     """Return the bytes that torch has taken of it."""
     library = ctypes.CDLL(None)

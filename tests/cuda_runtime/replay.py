@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+from collections.abc import Callable
 from random import Random
 from threading import Thread
 from typing import Any
@@ -11,8 +12,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ls_strategy import device as dev
 from ls_strategy.distributed.buffer_pool import BufferPool
-from tests.cuda_runtime import set_total, used
+from ls_strategy.tiers.arrival import Arrival
+from ls_strategy.tiers.buffers import AlignedBuffer
+from ls_strategy.tiers.link import Link
+from tests.cuda_runtime import contexts, set_total, used
 
 MIB = 1 << 20
 DEVICE = torch.device("cuda", 0)
@@ -97,6 +102,29 @@ def other_device() -> dict[str, Any]:
     }
 
 
+def second_device() -> dict[str, list[bool]]:
+    """Use the second GPU, from this thread and from new ones. Return which GPUs have a context after each use."""
+    device, found = torch.device("cuda", 1), dict[str, list[bool]]()
+    torch.cuda.init()
+    found["nothing"] = contexts()
+    dev.select(device)
+    link, pool = Link(device), BufferPool()
+    _address(pool, torch.empty(1, dtype=torch.uint8, device=device).expand(4 * MIB))
+
+    def use(name: str, action: Callable[[], object], start: Callable[[], object] = lambda: None) -> None:
+        thread = Thread(target=lambda: (start(), action()))
+        thread.start()
+        thread.join()
+        found[name] = contexts()
+
+    use("pinned memory", lambda: AlignedBuffer(1 << 12, pin=device))
+    use("a wait for the device", lambda: dev.synchronize(device))
+    use("the states of generators", lambda: dev.set_random_state(dev.random_state(device), device))
+    use("an event", lambda: Arrival(dev.record(device)).wait_on_device(), link.bind_thread)
+    use("an event, in a thread without a device", lambda: Arrival(dev.record(device)).wait_on_device())
+    return found
+
+
 def _address(pool: BufferPool, buffer: Tensor) -> int:
     buffer.untyped_storage().resize_(0)
     pool.allocate(buffer)
@@ -123,5 +151,10 @@ def without_memory(nbytes: int) -> Tensor:
 
 if __name__ == "__main__":
     given = json.load(sys.stdin)
-    program = {"replay": replay, "out of memory": out_of_memory, "other device": other_device}[given.pop("program")]
+    program = {
+        "replay": replay,
+        "out of memory": out_of_memory,
+        "other device": other_device,
+        "second device": second_device,
+    }[given.pop("program")]
     print(json.dumps(program(**given)))

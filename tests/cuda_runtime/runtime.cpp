@@ -1,6 +1,7 @@
 // What torch's caching allocator calls of CUDA, for two GPUs that have addresses and no memory. No header of CUDA is
 // needed: handles are pointers, enumerations are numbers.
 
+#include <atomic>
 #include <cstdint>
 #include <cstring>
 #include <map>
@@ -23,6 +24,7 @@ uintptr_t next = uintptr_t{1} << 40; // never an address twice, as if others too
 std::map<uintptr_t, size_t> held; // bytes by address
 uintptr_t handles = 0;
 thread_local int device = 0;
+std::atomic<bool> has_context[2] = {};  // made by the first call that does something on a GPU, or selects it
 
 template <typename T>
 int make(T* handle) {
@@ -47,11 +49,16 @@ size_t stand_in_used() {
   return used;
 }
 
+int stand_in_has_context(int index) {
+  return has_context[index];
+}
+
 int cudaMalloc(void** address, size_t nbytes) {
   const std::lock_guard<std::mutex> guard(lock);
   if (used + nbytes > total) {
     return kOutOfMemory;
   }
+  has_context[device] = true;
   *address = reinterpret_cast<void*>(next);
   held[next] = nbytes;
   used += nbytes;
@@ -87,6 +94,7 @@ int cudaGetDevice(int* index) {
 
 int cudaSetDevice(int index) {
   device = index;
+  has_context[index] = true;
   return kSuccess;
 }
 
@@ -124,7 +132,23 @@ int cudaDeviceGetStreamPriorityRange(int* least, int* greatest) {
   return kSuccess;
 }
 
+int cudaHostRegister(void*, size_t, unsigned) {
+  has_context[device] = true;
+  return kSuccess;
+}
+
+int cudaHostUnregister(void*) {
+  has_context[device] = true;
+  return kSuccess;
+}
+
+int cudaDeviceSynchronize() {
+  has_context[device] = true;
+  return kSuccess;
+}
+
 int cudaStreamCreateWithPriority(void** stream, unsigned, int) {
+  has_context[device] = true;
   return make(stream);
 }
 
@@ -142,7 +166,6 @@ const char* cudaGetErrorName(int) {
 
 int cudaGetLastError() { return kSuccess; }
 int cudaPeekAtLastError() { return kSuccess; }
-int cudaDeviceSynchronize() { return kSuccess; }
 int cudaThreadExchangeStreamCaptureMode(void*) { return kSuccess; }
 int cudaStreamSynchronize(void*) { return kSuccess; }
 int cudaStreamQuery(void*) { return kSuccess; }
@@ -153,9 +176,9 @@ int cudaEventSynchronize(void*) { return kSuccess; }
 int cudaEventDestroy(void*) { return kSuccess; }
 
 // Of the driver, which torch opens by itself.
-int cuDevicePrimaryCtxGetState(int, unsigned* flags, int* is_active) {
+int cuDevicePrimaryCtxGetState(int index, unsigned* flags, int* is_active) {
   *flags = 0;
-  *is_active = 1;
+  *is_active = has_context[index];
   return 0;
 }
 

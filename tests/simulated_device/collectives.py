@@ -97,6 +97,7 @@ def _sum_at_once(reduction: PendingReduce, out: Tensor, *, accumulate: bool) -> 
 
 def between_groups(device: torch.device, shard: int, dtype: torch.dtype | None) -> dict[str, Any]:
     """Average the gradients of two buffers over groups of ``shard`` ranks, and compute meanwhile."""
+    dev.select(device)
     world = make_comm()
     mesh = make_mesh(MeshShape.of(world.world_size, shard=shard), world)
     group = mesh.shards

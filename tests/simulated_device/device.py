@@ -4,6 +4,9 @@
 the CPU, on device memory that only they can reach: the host gets a segmentation fault. They are done at once, and
 `Timeline` notes what each one reads and writes and what it comes after. Copies from and to pinned memory are late.
 
+There are two of them, and a process has the second one, ``sim:1``, as the second rank of a host would. Every new thread
+begins on the first one, so what forgets to say which device it means is done there, and is a hazard.
+
 A process that has the device has no other accelerator, and has it until it ends. So tests call `run`.
 """
 
@@ -17,7 +20,7 @@ import hashlib
 import itertools
 import types
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -57,6 +60,7 @@ BACKEND = "sim_collectives"
 _POOLS = itertools.count(1)
 _CALLS = (
     ("freed", None, ctypes.c_uint64, ctypes.c_int64),
+    ("strayed", None, ctypes.c_char_p),
     ("recorded", None, ctypes.c_uint64, ctypes.c_int64),
     ("blocked", None, ctypes.c_uint64, ctypes.c_int64),
     ("waited_for_event", None, ctypes.c_uint64),
@@ -100,11 +104,11 @@ class SimulatedDevice:
         self.timeline = Timeline(lambda address: self._library.simulated_device_give(ctypes.c_uint64(address)))
         self._calls = self._make_calls()
         self._library.simulated_device_pinned_peak.restype = ctypes.c_uint64
-        self._library.simulated_device_begin(ctypes.byref(self._calls))
+        self.device = torch.device(NAME, 1)
+        self._library.simulated_device_begin(ctypes.byref(self._calls), self.device.index)
         atexit.register(self._library.simulated_device_end)
         torch._register_device_module(NAME, _module(self._library.simulated_device_use_pool))
         self._libraries = self._register()
-        self.device = torch.device(NAME, 0)
 
     def pin(self, address: int, nbytes: int) -> int:
         """Stand in for `ls_strategy.device.register_host_memory`."""
@@ -136,6 +140,7 @@ class SimulatedDevice:
         self._registered: dict[int, int] = {}
         line = self.timeline
         functions: dict[str, Callable[..., Any]] = {
+            "strayed": lambda what: line.stray(what.decode()),
             "recorded": line.record,
             "blocked": line.block,
             "waited_for_event": line.wait_for_event,
@@ -188,8 +193,9 @@ class SimulatedDevice:
             if isinstance(tensor, Tensor) and tensor.is_cpu and tensor.dim() and schema.name not in _OF_THE_HOST_TOO:
                 raise RuntimeError(f"Expected all tensors to be on the same device, but {schema.name} got one on cpu")
         args = tuple(_as_tensors(a, v, tree_leaves(named)) for a, v in zip(schema.arguments, args, strict=False))
+        device = _device_of(schema.name, tree_leaves(named))
         with self.timeline.lock:
-            moment = self.timeline.begin(_stream(), schema.name)
+            moment = self.timeline.begin(self._stream(device), schema.name)
             here: dict[int, tuple[Tensor, Tensor]] = {}
 
             def there(value: Any) -> Any:
@@ -217,7 +223,7 @@ class SimulatedDevice:
                     return value
                 if id(value) in originals:
                     return originals[id(value)]
-                new = torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=self.device)
+                new = torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=device)
                 self._access(moment, new, writes=True)
                 _values(new).copy_(value)
                 return new
@@ -231,7 +237,7 @@ class SimulatedDevice:
         if target.numel() == 0:
             return target
         with self.timeline.lock:
-            moment = self.timeline.begin(_stream(), "copy_")
+            moment = self.timeline.begin(self._stream(_device_of("copy_", (source, target))), "copy_")
             for tensor, writes in ((source, False), (target, True)):
                 if tensor.device.type == NAME:
                     self._access(moment, tensor, writes=writes)
@@ -257,7 +263,8 @@ class SimulatedDevice:
 
         def run(*args: Any) -> Any:
             with self.timeline.lock:
-                moment = self.timeline.begin(_stream(), operation._schema.name)
+                device = _device_of(operation._schema.name, tree_leaves(args))
+                moment = self.timeline.begin(self._stream(device), operation._schema.name)
                 for tensor in tree_leaves(args):
                     if isinstance(tensor, Tensor):
                         self._access(moment, tensor, writes=True)
@@ -269,8 +276,14 @@ class SimulatedDevice:
         return run
 
     def _record_stream(self, tensor: Tensor, stream: torch.Stream) -> None:
+        if tensor.device != stream.device:
+            raise RuntimeError(f"Expected a stream of {tensor.device}, but record_stream got one of {stream.device}")
         with self.timeline.lock:
             self.timeline.use_in_stream(_address(tensor), stream.stream_id)
+
+    def _stream(self, device: torch.device) -> int:
+        """Return the number of this thread's stream on a device; 1 for the default one of the other device."""
+        return torch.accelerator.current_stream(device).stream_id or int(device != self.device)
 
     def _access(self, moment: Any, tensor: Tensor, *, writes: bool) -> None:
         if tensor.numel() == 0:
@@ -302,7 +315,8 @@ class SimulatedAccelerator(Accelerator):
     """The device, for a Trainer."""
 
     def setup_device(self, device: torch.device) -> None:
-        """Do nothing: there is one device."""
+        """Select the device, as Lightning does on CUDA."""
+        torch.accelerator.set_device_index(device.index)
 
     def teardown(self) -> None:
         """Do nothing."""
@@ -315,7 +329,7 @@ class SimulatedAccelerator(Accelerator):
     @staticmethod
     def get_parallel_devices(devices: Any) -> list[torch.device]:
         """Return the devices of all processes of this host."""
-        return [torch.device(NAME, 0)] * int(devices)
+        return [SimulatedDevice.here.device] * int(devices)
 
     @staticmethod
     def auto_device_count() -> int:
@@ -377,7 +391,7 @@ def _call(rank: int, world_size: int, function: Callable[..., Any], args: Any, s
     ):
         result = function(sim.device, *args)
         gc.collect()
-        torch.accelerator.synchronize()
+        dev.synchronize(sim.device)
     timeline = sim.timeline
     return Outcome(result, timeline.hazards, sim.peak_pinned_bytes(), timeline.waits, timeline.delayed)
 
@@ -418,8 +432,19 @@ def _address(tensor: Tensor) -> int:
     return Tensor.untyped_storage(tensor).data_ptr()
 
 
-def _stream() -> int:
-    return torch.accelerator.current_stream().stream_id
+def _device_of(name: str, values: Iterable[Any]) -> torch.device:
+    """Return the device on which an operation runs: that of its tensors, or else the one that it names.
+
+    Raises:
+        RuntimeError: they are on several.
+    """
+    found = {value.device for value in values if isinstance(value, Tensor) and value.device.type == NAME}
+    named = [value for value in values if isinstance(value, torch.device) and value.type == NAME]
+    if len(found) > 1:
+        raise RuntimeError(f"Expected all tensors to be on the same device, but {name} got some on {found}")
+    for device in (*found, *named):
+        return torch.device(NAME, torch.accelerator.current_device_index() if device.index is None else device.index)
+    return torch.device(NAME, torch.accelerator.current_device_index())
 
 
 def _resize(tensor: Tensor, size: Any, memory_format: Any = None) -> Tensor:
@@ -454,26 +479,39 @@ def _module(use_pool: Callable[[int], None]) -> types.ModuleType:
             use_pool(0)
             pool.is_in_use = False
 
+    here = torch.accelerator.current_device_index
+
+    def index(device: Any) -> int:
+        found = device if isinstance(device, int) or device is None else torch.device(device).index
+        return here() if found is None else found
+
+    def manual_seed(seed: int) -> None:
+        generators[here()].manual_seed(seed)
+
+    def manual_seed_all(seed: int) -> None:
+        for each in generators:
+            each.manual_seed(seed)
+
     module = types.ModuleType(f"torch.{NAME}")
-    generator = torch.Generator(device=NAME)
+    generators = tuple(torch.Generator(device=torch.device(NAME, number)) for number in range(2))
     functions: dict[str, Any] = {
         "is_available": lambda: True,
         "is_initialized": lambda: True,
         "_is_in_bad_fork": lambda: False,
-        "device_count": lambda: 1,
-        "current_device": lambda: 0,
-        "set_device": lambda device: None,
-        "manual_seed": generator.manual_seed,
-        "manual_seed_all": generator.manual_seed,
-        "get_rng_state": lambda device=0: generator.get_state(),
-        "set_rng_state": lambda state, device=0: generator.set_state(state),
-        "default_generators": (generator,),
+        "device_count": lambda: 2,
+        "current_device": here,
+        "set_device": lambda device: torch.accelerator.set_device_index(index(device)),
+        "manual_seed": manual_seed,
+        "manual_seed_all": manual_seed_all,
+        "get_rng_state": lambda device=NAME: generators[index(device)].get_state(),
+        "set_rng_state": lambda state, device=NAME: generators[index(device)].set_state(state),
+        "default_generators": generators,
         "get_amp_supported_dtype": lambda: [torch.float16, torch.bfloat16],
-        "mem_get_info": lambda device=0: torch.accelerator.get_memory_info(0),
-        "get_device_properties": lambda device=0: types.SimpleNamespace(
-            name="simulated", total_memory=torch.accelerator.get_memory_info(0)[1]
+        "mem_get_info": lambda device=None: torch.accelerator.get_memory_info(index(device)),
+        "get_device_properties": lambda device=None: types.SimpleNamespace(
+            name="simulated", total_memory=torch.accelerator.get_memory_info(index(device))[1]
         ),
-        "synchronize": lambda device=0: torch.accelerator.synchronize(),
+        "synchronize": lambda device=None: torch.accelerator.synchronize(index(device)),
         "get_allocator_backend": lambda: "native",
         "is_current_stream_capturing": lambda: False,
         "MemPool": MemPool,

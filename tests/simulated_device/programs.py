@@ -16,6 +16,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
+from ls_strategy import device as dev
 from ls_strategy.activations.offload import ActivationOffload
 from ls_strategy.config import ActivationOffloadConfig
 from ls_strategy.distributed import buffer_pool
@@ -24,6 +25,7 @@ from ls_strategy.extras.inference.stream import stream_blocks
 from ls_strategy.lightning.strategy import ZeROStrategy
 from ls_strategy.moe.dispatch import by_expert
 from ls_strategy.tiers.arrival import Arrival
+from ls_strategy.tiers.buffers import AlignedBuffer
 from ls_strategy.tiers.link import Link, host_empty
 from ls_strategy.zero.step import update
 from ls_strategy.zero.step.device_step import DeviceStep
@@ -210,6 +212,7 @@ def in_chunks(device: torch.device) -> dict[str, Any]:
 
 def order_of_chunks(device: torch.device, count: int) -> tuple[list[str], Tensor]:
     """Add 1 to ``count`` chunks of host memory on the device. Return what the host did, and the memory."""
+    dev.select(device)
     states = host_empty(count << 12, torch.float32, device).copy_(torch.arange(count << 12))
     step, order = DeviceStep(Link(device)), list[str]()
     wait = Arrival.wait_on_host
@@ -249,8 +252,34 @@ def saved(device: torch.device, stage: int, format: str = "sharded", **offload: 
         return [end["weights"] for end in ends]
 
 
+class Generates(Stack):
+    """Generates something before every step, with the weights gathered."""
+
+    @torch.no_grad()
+    def generate(self, x: Tensor) -> Tensor:
+        """Run the model on its own outputs."""
+        for _ in range(3):
+            x = self(x).expand(-1, 4)
+        return x
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        self.kept = self.generate(batch[0])
+        return super().training_step(batch, batch_idx)
+
+
+def crossed(device: torch.device, name: str) -> int:
+    """Train as `CROSSED` says, where all threads run that there are. Return the bytes used on the other device."""
+    options, trainer = CROSSED[name]
+    with tempfile.TemporaryDirectory(prefix="ls_strategy_") as folder:
+        options = {**options, "checkpoint": {"background": True, "format": "sharded"}}
+        for resume in (None, f"{folder}/3"):
+            fit(device, options, {**trainer, "callbacks": [Saves(folder)]}, resume=resume, module=Generates())
+    return torch.accelerator.max_memory_allocated(0)
+
+
 def streamed(device: torch.device, tier: str) -> Tensor:
     """Run a model whose blocks are streamed, three times."""
+    dev.select(device)
     with tempfile.TemporaryDirectory(prefix="ls_strategy_") as folder, torch.no_grad():
         model = Stack(6).eval()
         where = {"path": Path(folder), "allow_ram": True} if tier == "nvme" else {}
@@ -276,6 +305,13 @@ def dropped(device: torch.device) -> Tensor:
     other = torch.zeros(ones.shape, device=device)
     link.to_host(found, other).wait_on_host()
     return found.clone()
+
+
+def pinned_anywhere(device: torch.device) -> None:
+    """Pin memory, and free it, in a thread that has selected no device."""
+    thread = threading.Thread(target=lambda: AlignedBuffer(1 << 12, pin=device))
+    thread.start()
+    thread.join()
 
 
 def crowded(device: torch.device) -> tuple[int, list[float]]:
@@ -322,17 +358,19 @@ PARTS: dict[str, tuple[Any, ...]] = {
     "given up": (given_up, False),
     "given up, sent again": (given_up, True),
     "reordered": (reordered,),
+    "pinned anywhere": (pinned_anywhere,),
 }
 """What drives a part directly, and its arguments."""
 
 
 def all_parts(device: torch.device) -> dict[str, Any]:
     """Return what all `PARTS` return, one after the other in one process."""
+    dev.select(device)
     found: dict[str, Any] = {}
     for name, (function, *arguments) in PARTS.items():
         found[name] = function(device, *arguments)
         gc.collect()
-        torch.accelerator.synchronize()
+        dev.synchronize(device)
     return found
 
 
@@ -458,6 +496,27 @@ FITS: dict[str, tuple[Any, ...]] = {
     "activations on nvme": (activations("nvme"), {}),
 }
 """Options of the strategy and of the Trainer, and a habit of the user's code."""
+
+
+ALL_THREADS = "stage 3, all on nvme"
+_TIERS: dict[str, dict[str, Any]] = {
+    "on the device": {},
+    "on cpu": {"optimizer": "cpu", "gradients": "cpu", "step_on": "cpu"},
+    "on cpu, step on device": {"optimizer": "cpu", "step_on": "device"},
+    "on nvme": {"optimizer": "nvme", "step_on": "cpu"},
+    "all on cpu": {"optimizer": "cpu", "parameters": "cpu", "gradients": "cpu", "step_on": "device"},
+    "all on nvme": {"optimizer": "nvme", "parameters": "nvme", "gradients": "nvme", "step_on": "cpu"},
+}
+CROSSED: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    f"stage {stage}, {tier}": (
+        {**activations("nvme" if "nvme" in tier else "cpu"), "stage": stage, "offload": offload},
+        {"precision": "bf16-true" if stage == 3 else "32-true", "gradient_clip_val": 0.1 * (stage == 2)},
+    )
+    for stage in (1, 2, 3)
+    for tier, offload in _TIERS.items()
+    if stage == 3 or "parameters" not in offload
+}
+"""Options of the strategy and of the Trainer. All store activations, generate, save in the background, and resume."""
 
 
 def fit_all(device: torch.device, names: list[str]) -> dict[str, dict[str, Any]]:

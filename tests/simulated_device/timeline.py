@@ -22,8 +22,8 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-HOST = -1
-"""The host's place among the streams."""
+HOST, OTHER = -1, 1
+"""The places of the host, and of the default stream of the device of another process, among the streams."""
 
 Clock = dict[int, int]
 """For every stream, how many of its operations are over. Never changed in place."""
@@ -117,6 +117,8 @@ class Timeline:
 
     def begin(self, stream: int, name: str) -> Moment:
         """Start an operation on a stream."""
+        if stream == OTHER:
+            self.stray("an operation")
         self.give_freed()
         clock = joined(self._clocks.get(stream, {}), self._clocks[HOST])
         time = clock.get(stream, 0) + 1
@@ -163,6 +165,10 @@ class Timeline:
         self.give_freed()
         self._clocks[HOST] = joined(self._clocks[HOST], clock)
         self._run([copy for copy in self._copies if copy.moment.is_before(self._clocks[HOST])])
+
+    def stray(self, what: str) -> None:
+        """Take note of what was done on a device that is not this one."""
+        self._complain(f"{what} ({caller()}) on the device of another process, in {threading.current_thread().name}")
 
     # memory of the device --------------------------------------------------------------------------------------------
 

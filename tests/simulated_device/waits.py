@@ -21,6 +21,7 @@ from tests.simulated_device.programs import (
     given_up,
     in_chunks,
     order_of_chunks,
+    pinned_anywhere,
     saved,
     saved_through_device,
     streamed,
@@ -89,6 +90,11 @@ WAITS = (
     Wait("zero.flat.flat_buffer", "arrival.wait_on_device()", "pass", "stage 3, all on cpu"),
     Wait("zero.flat.flat_buffer", "self.reading.result().wait_on_device()", "self.reading.result()", STOPS_EARLY),
     Wait("zero.step.update", "update.landing.result()", "pass", GRADIENTS_ADDED),
+    Wait(LINK, "dev.select(self.device)", "pass", "stage 3, all on nvme"),
+    Wait("tiers.buffers", "with dev.selected(device):", "if True:", "pinned anywhere"),
+    Wait("tiers.buffers", "with dev.selected(registered[1]):", "if True:", "pinned anywhere"),
+    Wait("device", "with selected(device):", "if True:", "pinned anywhere", "synchronize"),
+    Wait("extras.inference.storage", ", link.bind_thread", "", "streamed cpu"),
 )
 
 
@@ -155,6 +161,7 @@ def program_of(wait: Wait) -> tuple[Callable[..., Any], tuple[Any, ...]]:
         "dropped": (dropped,),
         "in chunks": (in_chunks,),
         "order of chunks": (order_of_chunks, 6),
+        "pinned anywhere": (pinned_anywhere,),
         "given up": (given_up, False),
         "given up, sent again": (given_up, True),
     }
