@@ -7,12 +7,16 @@ from pathlib import Path
 
 import pytest
 
+from ls_strategy.ops import native
+from ls_strategy.testing import spawn
 from tests.dist.parallel_runs import differences
 from tests.dist.test_parity import check_parity
+from tests.gpu.memory import forecast
 from tests.gpus import suite, test_layouts, test_stages
 from tests.gpus.suite import FAILURES, LAYOUTS, STAGES
 from tests.limits import wall
 
+WIDTH = 96
 pytestmark = [pytest.mark.wide, pytest.mark.dist]
 
 
@@ -22,6 +26,21 @@ def test_stages_are_ddp(name: str) -> None:
     found = suite.stages_of(2, case)
     for stage in STAGES:
         check_parity(case, found[None], found[stage])
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_without_kernels_no_bit_changes(stage: int) -> None:
+    if not native.available("cpu"):
+        pytest.skip("no compiled kernels")
+    test_stages.check_kernels(2, "cpu", stage)
+
+
+def test_the_peak_of_every_rank_is_what_was_predicted() -> None:
+    """Host and device are one memory here."""
+    for found in spawn(suite.peaks, 2, "cpu", WIDTH, init_process_group=False, timeout_s=170):
+        for name, peak in found.items():
+            predicted = forecast(name, WIDTH, 2, "cpu").peak
+            assert peak == pytest.approx(predicted.device + predicted.cpu, rel=0.01), name
 
 
 @pytest.mark.parametrize(

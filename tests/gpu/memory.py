@@ -37,13 +37,22 @@ PLANNED: dict[str, tuple[Candidate, str, int]] = {
 }
 """Strategy, precision, micro-batches. One rank shards nothing, so without offload there is only stage 0."""
 
+SHARDED: dict[str, tuple[Candidate, str, int]] = {
+    "stage 1": (Candidate(1), "32-true", 1),
+    "stage 2, bf16": (Candidate(2), "bf16-true", 1),
+    "stage 3": (Candidate(3), "32-true", 1),
+    "stage 3, bf16, accumulation": (Candidate(3), "bf16-true", 2),
+    "stage 3, all on cpu, bf16": (Candidate(3, CPU, CPU), "bf16-true", 1),
+}
+"""The same, of several ranks."""
+
 BOUND = 0.05
 """Memory equals the formula within 5 %."""
 
 
 def case_of(name: str, width: int, device: str) -> Case:
     """Return the fit; ``width`` makes the states large next to what an allocator rounds up."""
-    candidate, precision, micro_batches = PLANNED[name]
+    candidate, precision, micro_batches = {**PLANNED, **SHARDED}[name]
     options = {k: v for k, v in candidate.arguments().items() if k not in ("stage", "offload")}
     tiers = {"optimizer": candidate.optimizer, "parameters": candidate.parameters}
     options |= {f"offload.{kind}": tier for kind, tier in tiers.items() if tier is not None}
@@ -55,9 +64,9 @@ def case_of(name: str, width: int, device: str) -> Case:
     return replace(case, width=width, blocks=6, steps=3, device=device, options=tuple(options.items()))
 
 
-def forecast(name: str, width: int) -> Forecast:
-    """Return what the planner predicts for a GPU. Needs none."""
-    candidate, precision_name, micro_batches = PLANNED[name]
+def forecast(name: str, width: int, ranks: int = 1, device: str = "cuda") -> Forecast:
+    """Return what the planner predicts for a device, by default for a GPU. Needs none."""
+    candidate, precision_name, micro_batches = {**PLANNED, **SHARDED}[name]
     case = case_of(name, width, "cpu")
     module, precision = PrivateNet(case), resolve_precision(precision_name)
     optimizer = module.configure_optimizers()
@@ -66,9 +75,9 @@ def forecast(name: str, width: int) -> Forecast:
         optimizers = [fakes.optimizer(optimizer)]
         forecaster = Forecaster(
             module, optimizers, fakes=fakes, precision=precision, step=training_step(module, optimizers),
-            batch=first_batch(loader(case, 1)), run=run,
+            batch=first_batch(loader(case, ranks)), run=run,
         )  # fmt: skip
-        return forecaster.forecast(candidate, Hardware(ranks=1, device="cuda"))
+        return forecaster.forecast(candidate, Hardware(ranks=ranks, device=device))
 
 
 class Peak(pl.Callback):

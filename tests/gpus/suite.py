@@ -6,6 +6,7 @@ option is found there. What only GPUs show is left to the suite: NCCL, its strea
 
 from __future__ import annotations
 
+import gc
 import os
 import signal
 import subprocess
@@ -14,16 +15,24 @@ import time
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import Tensor
 
+from ls_strategy import device as dev
+from ls_strategy.distributed import buffer_pool
+from ls_strategy.ops import _build
 from ls_strategy.testing import free_port, spawn, torchrun_env
 from tests import models
 from tests.dist import parallel_runs
 from tests.dist.parallel_runs import Module, Outcome, Run
+from tests.dist.test_planner import Begin
+from tests.gpu import memory
+from tests.gpu.memory import SHARDED
 from tests.gpu.run import ENVIRONMENT
-from tests.models import Case, Result
+from tests.live_bytes import LiveBytes
+from tests.models import Case, PrivateNet, Result, loader, quiet, trainer_of
 
 ROOT = Path(__file__).parents[2]
 STAGES = (0, 1, 2, 3)
@@ -49,6 +58,33 @@ def stages_of(ranks: int, case: Case, stages: tuple[int, ...] = STAGES) -> dict[
     """Train a case under DDP (None) and at stages."""
     names = (None, *stages)
     return dict(zip(names, trained(ranks, [case.at(stage) for stage in names]), strict=True))
+
+
+# kernels -------------------------------------------------------------------------------------------------------------
+
+WITH_KERNELS: dict[str, dict[str, Any]] = {
+    "16-bit parameters": {"precision": "bf16-true"},
+    "scaled losses": {"precision": "16-mixed"},
+    "states in 8 bits": {"precision": "32-true", "options": (("precision.moments", "int8"),)},
+}
+"""Fits with clipping in which the norm has a kernel, and the update or what it stores."""
+
+
+def kernels_on_or_off(rank: int, world_size: int, cases: list[Case]) -> tuple[list[Result], str]:
+    """Train; return the results, and where the norms and updates of these devices were computed."""
+    results = models.run_all(rank, world_size, cases)
+    return results, _build.status()[cases[0].device].split(":")[0]
+
+
+def on_and_off(ranks: int, cases: list[Case]) -> list[tuple[list[Result], str]]:
+    """Train with kernels and with ``LS_STRATEGY_OPS=0``; return what `kernels_on_or_off` does, of rank 0."""
+    return [
+        spawn(
+            kernels_on_or_off, ranks, cases, init_process_group=False, timeout_s=TIMEOUT_S,
+            env={**ENVIRONMENT, "LS_STRATEGY_OPS": mode},
+        )[0]
+        for mode in ("1", "0")
+    ]  # fmt: skip
 
 
 # kinds of parallelism, against one device ----------------------------------------------------------------------------
@@ -223,6 +259,37 @@ def ended(device: str, ranks: int, failure: str, limit_s: float) -> dict[str, An
         process.kill()
         process.communicate()
     return {"seconds": time.monotonic() - started, "statuses": statuses}
+
+
+# memory, against the plan --------------------------------------------------------------------------------------------
+
+
+def peaks(rank: int, world_size: int, device: str, width: int) -> dict[str, int]:
+    """Train `SHARDED`. Return the bytes of tensors of this rank's device at the peak of the steps; on CPUs, of all."""
+    quiet()
+    if device == "cuda":
+        torch.cuda.set_device(rank)
+        torch.empty(1, device="cuda")  # its allocator can be asked from now on
+    here, found = torch.device("cuda", rank) if device == "cuda" else torch.device(device), dict[str, int]()
+    for name in SHARDED:
+        for case_width in (16, width):  # the first one makes what libraries keep: workspaces, contexts
+            case = replace(memory.case_of(name, width, device), width=case_width)
+            found[name] = _peak(case, world_size, here)
+    return found
+
+
+def _peak(case: Case, world_size: int, device: torch.device) -> int:
+    gc.collect()
+    data: Any = loader(case, world_size)
+    # What waits for its copy to the host is bounded, but not part of the plan: here it is one buffer.
+    with mock.patch.object(buffer_pool, "LATE_BYTES", 0):
+        if device.type == "cpu":
+            with LiveBytes(ignore=list(data.dataset.tensors)) as live:
+                trainer_of(case, world_size, callbacks=[Begin(live)]).fit(PrivateNet(case), data)
+            return live.peak
+        before, peak = dev.allocated_bytes(device), memory.Peak(device)
+        trainer_of(case, world_size, callbacks=[peak]).fit(PrivateNet(case), data)
+        return peak.nbytes - before
 
 
 # cost ----------------------------------------------------------------------------------------------------------------

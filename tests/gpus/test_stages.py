@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
+import torch
 
 from tests.dist.test_parity import check_parity, error_of
-from tests.gpus.suite import NORM, PRECISIONS, STAGES, case_of, stages_of
+from tests.gpus.suite import NORM, PRECISIONS, STAGES, WITH_KERNELS, case_of, on_and_off, stages_of
 from tests.models import Result
 
 DEVICE = "cuda"
@@ -40,3 +42,19 @@ def test_16_bit_error_is_at_most_twice_ddps(ranks: int, in_fp32: tuple[Result, .
         loss, weight = error_of(in_fp32, found[stage])
         assert 0 < loss <= 2 * ddp_loss
         assert 0 < weight <= 2 * ddp_weight
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_without_kernels_no_bit_changes(ranks: int, stage: int) -> None:
+    check_kernels(ranks, DEVICE, stage)
+
+
+def check_kernels(ranks: int, device: str, stage: int) -> None:
+    """Train every case of `WITH_KERNELS` with and without kernels, and compare the bits."""
+    cases = [replace(case_of(device, **{**NORM, **each}), fused=None).at(stage) for each in WITH_KERNELS.values()]
+    (with_kernels, where), (without, elsewhere) = on_and_off(ranks, cases)
+    assert (where, elsewhere) == ("native", "reference")
+    for ours, reference in zip(with_kernels, without, strict=True):
+        assert ours.losses == reference.losses
+        assert ours.norms == reference.norms
+        assert all(torch.equal(value, reference.weights[name]) for name, value in ours.weights.items())
