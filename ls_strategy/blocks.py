@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from typing import Any
 
 from torch import nn
 
@@ -43,6 +44,32 @@ def _container_children(
             yield name, child
         else:
             yield from _container_children(child, closed, f"{name}.")
+
+
+def counters_of(model: nn.Module) -> Callable[[], None]:
+    """Return a function that undoes what a forward counts: numbers and texts in attributes of modules and classes."""
+    kinds = {kind for module in model.modules() for kind in type(module).__mro__}
+    kinds = {kind for kind in kinds if kind.__module__.partition(".")[0] not in ("torch", "builtins")}
+    before = [(owner, _plain_attributes(owner)) for owner in (*model.modules(), *kinds)]
+
+    def restore() -> None:
+        for owner, attributes in before:
+            base: Any = type if isinstance(owner, type) else object
+            now = _plain_attributes(owner)
+            for name in now.keys() - attributes.keys():
+                base.__delattr__(owner, name)
+            for name, value in attributes.items():
+                if name not in now or now[name] != value:
+                    base.__setattr__(owner, name, value)
+
+    return restore
+
+
+def _plain_attributes(owner: Any) -> dict[str, Any]:
+    return {name: value for name, value in vars(owner).items() if type(value) in _PLAIN}
+
+
+_PLAIN = (int, float, complex, bool, str, type(None))
 
 
 def is_conv1d(module: nn.Module) -> bool:

@@ -101,6 +101,20 @@ def test_buffers_are_restored() -> None:
     assert block.calls == 0
 
 
+def test_counters_of_modules_and_of_classes_are_restored() -> None:
+    class Counting(Block):
+        number = 0
+
+        def forward(self, x: Tensor, cache: Any = None) -> Tensor:
+            type(self).number += 1
+            self.own = getattr(self, "own", 0) + 1
+            return super().forward(x)
+
+    block = Counting()
+    one_rank(block)
+    assert (Counting.number, vars(block).get("own")) == (0, None)
+
+
 def test_random_states_are_restored() -> None:
     class Random(Block):
         def forward(self, x: Tensor, cache: Any = None) -> Tensor:

@@ -42,6 +42,8 @@ class Block(nn.Module):
 
 
 class Net(nn.Module):
+    steps = 0
+
     def __init__(self, width=16, blocks=3):
         super().__init__()
         self.blocks = nn.ModuleList(Block(width) for _ in range(blocks))
@@ -53,6 +55,7 @@ class Net(nn.Module):
         for block in self.blocks:
             x = block(x)
         self.seen = self.seen + 1
+        type(self).steps += 1
         loss = x.square().mean()
         self.last = loss.item()  # a number without a value on fake tensors
         self.outputs.append(loss)
@@ -203,8 +206,9 @@ def test_a_forecast_leaves_the_module_as_it_was():
     asked = question()
     module = asked.module
     before = {name: (id(t), t.clone()) for name, t in module.state_dict(keep_vars=True).items()}
-    state = torch.get_rng_state()
+    state, steps = torch.get_rng_state(), Net.steps
     asked.forecasts(Hardware(ranks=4, device="cpu"))
+    assert Net.steps == steps
     after = module.state_dict(keep_vars=True)
     assert all(id(after[n]) == i and torch.equal(after[n], t) for n, (i, t) in before.items())
     assert not hasattr(module, "last")

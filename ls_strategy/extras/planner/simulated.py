@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from ls_strategy._torch import copy_of_optimizer, fake_tensors, tree_map
+from ls_strategy.blocks import counters_of
 from ls_strategy.extras.planner.experts import balance_experts
 from ls_strategy.precision import PrecisionPolicy
 from ls_strategy.zero.setup.kept import KeptInFp32, kept_in_fp32
@@ -64,6 +65,7 @@ def simulated(
                 stays = id(tensor) in kept.params or (id(module), key) in kept.buffers
                 dtype = torch.float32 if stays or precision.cast is None else precision.cast
                 made[id(tensor)] = _like(mode, tensor, dtype if _is_cast(tensor, precision) else tensor.dtype, device)
+    restore_counters = counters_of(model)
     before = [(module, dict(module.__dict__)) for module in model.modules()]
     contents = [(c, copy.copy(c)) for _, attributes in before for c in attributes.values() if _is_container(c)]
     swapped: list[tuple[nn.Module, str, Any]] = []
@@ -81,6 +83,7 @@ def simulated(
         for module, attributes in before:
             module.__dict__.clear()
             module.__dict__.update(attributes)
+        restore_counters()  # of classes
         for container, content in contents:  # for example lists of outputs
             container.clear()
             (container.extend if isinstance(container, list) else container.update)(content)

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from ls_strategy._torch import without_dispatch_modes
+from ls_strategy.blocks import counters_of
 from ls_strategy.device import generator_of
 from ls_strategy.distributed.axis import Axis
 from ls_strategy.errors import LSError, PlanError
@@ -142,8 +143,9 @@ def _difference(actual: Tensor, expected: Tensor) -> Tensor:
 
 @contextmanager
 def _undisturbed(block: nn.Module, device: torch.device) -> Generator[None, None, None]:
-    """Run in evaluation mode, without gradients and dispatch modes; restore modes, buffers and random states."""
+    """Run in evaluation mode, without gradients and dispatch modes; restore modes, counters, buffers, random states."""
     modes = [(module, module.training) for module in block.modules()]
+    restore_counters = counters_of(block)
     buffers = [(buffer, buffer.clone()) for buffer in block.buffers()]
     generators = [generator_of(d) for d in {torch.device("cpu"), device}]
     states = [generator.get_state() for generator in generators]
@@ -156,6 +158,7 @@ def _undisturbed(block: nn.Module, device: torch.device) -> Generator[None, None
             yield
     finally:
         torch.set_autocast_cache_enabled(caching)
+        restore_counters()
         for module, training in modes:
             module.training = training
         with torch.no_grad():
