@@ -254,6 +254,7 @@ def no_threads_left() -> Iterator[None]:
         if time.monotonic() > deadline:
             raise AssertionError(f"threads still running: {[t.name for t in leaked]}")
         time.sleep(0.01)
+        gc.collect()  # a Trainer and its model, whose states on a drive have threads, refer to each other
 
 
 def _must_end(thread: threading.Thread) -> bool:

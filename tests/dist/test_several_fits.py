@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import threading
 import time
 import weakref
 from pathlib import Path
@@ -59,6 +60,23 @@ def test_nothing_of_a_fit_is_left(rank: int, world_size: int, tier: str, tmp_pat
             assert not left, f"stage {stage}: {left}"
             before = counts.setdefault(stage, threads())
             assert threads_when_ended(before) <= before, f"stage {stage}, fit {number}"
+
+
+@on_ranks(1)
+def test_a_fit_frees_the_drive_and_the_threads_of_the_one_before(rank: int, world_size: int, tmp_path: Any) -> None:
+    """Trainer and model refer to each other, and Python's collector may not look at them for a long time."""
+    options = nested({**OFFLOADS["drive"], "offload.nvme_path": str(tmp_path)})
+    found: list[tuple[int, int]] = []
+    gc.disable()
+    try:
+        for _ in range(3):
+            fit(ZeROStrategy(2, **options), Net(), max_steps=2)
+            links = [str(each.readlink()) for each in Path("/proc/self/fd").iterdir() if each.is_symlink()]
+            own = [thread for thread in threading.enumerate() if thread.name.startswith("ls_strategy-io")]
+            found.append((sum(str(tmp_path) in link for link in links), len(own)))
+    finally:
+        gc.enable()
+    assert found == [found[0]] * 3
 
 
 @on_ranks(2)

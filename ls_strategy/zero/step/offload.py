@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import weakref
 from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
@@ -156,6 +157,12 @@ class Offload:
             LSError: the states do not fit, or an optimizer does not. An error of one rank is raised on all ranks.
         """
         link = Link(device)
+        leased = any(not TIERS[name].resident for name in config.offload.tiers)
+        if leased:
+            # A Trainer and its model are a circle, so files and threads of an earlier fit wait for the collector. What
+            # tensors held in such circles is seen when they are gone.
+            gc.collect()
+            gc.collect()
         tiers: dict[TierName, Tier] = {}
         error: LSError | None = None
         try:
@@ -166,7 +173,6 @@ class Offload:
         except LSError as found:
             error = found
         _raise_together(comm, error)
-        leased = any(not TIERS[name].resident for name in tiers)
         background = leased or (config.offload.any_state and dev.is_accelerator(device))
         worker = ThreadPoolExecutor(1, "ls_strategy-background", link.bind_thread) if background else None
         result = cls(
