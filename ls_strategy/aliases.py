@@ -112,7 +112,7 @@ def _see_dropped(parser: Any) -> None:
 
 
 def _refuse_dropped(parser: Any, options: Any) -> None:
-    """Refuse an unknown option that is empty, in the parser of a strategy's options."""
+    """Refuse an option that is empty, if it is unknown or means nothing, in the parser of a strategy's options."""
     if {each.dest for each in parser._actions}.issuperset(_OPTIONS):
         dropped = next(_dropped(options), None)
         if dropped is not None:
@@ -120,10 +120,11 @@ def _refuse_dropped(parser: Any, options: Any) -> None:
 
 
 def _dropped(options: Any, group: str = "") -> Iterator[str]:
-    """Yield the dotted names of unknown options that are empty mappings, or hold nothing else."""
+    """Yield the dotted names of options that are empty mappings, or hold nothing else, and unknown or refused so."""
     for name, value in (_mapping(options) or {}).items():
         path = f"{group}.{name}" if group else str(name)
-        if path not in (*_OPTIONS, *option_names()) and _is_empty(value):
+        known = path in (*_OPTIONS, *option_names())
+        if _is_empty(value) and (not known or _refusal(ZeROStrategy.__name__, {path: {}}) is not None):
             yield path
         elif is_group(path):
             yield from _dropped(value, path)

@@ -126,9 +126,14 @@ def accept(name: str, value: Any, hint: Any, limits: Range | None = None, defaul
         ConfigError: the value has another type, or is out of range.
     """
     try:
-        return _convert(value, hint, limits, name)
+        found = _convert(value, hint, limits, name)
     except _NoMatchError as error:
         raise refusal(name, value, f"must be {error}", _suggestion(value, hint, limits, default)) from None
+    if default is None and isinstance(value, Mapping) and not value and dataclasses.is_dataclass(found):
+        short = _suggestion(value, hint, limits, default)
+        if short is not None:  # else it is no switch
+            raise refusal(name, value, "must not be empty: leave it out, or switch it on", short)
+    return found
 
 
 def refusal(name: str, value: Any, rule: str, cure: Any = _NOTHING) -> ConfigError:

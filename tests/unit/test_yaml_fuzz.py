@@ -6,6 +6,7 @@ Options come from the groups, so that a new one is covered without a change here
 from __future__ import annotations
 
 import dataclasses
+import inspect
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -16,8 +17,8 @@ from lightning.pytorch.cli import LightningCLI
 from lightning.pytorch.demos.boring_classes import BoringModel
 
 from ls_strategy import ZeROStrategy
-from ls_strategy.config.option_names import GROUPS
-from ls_strategy.errors import LSError
+from ls_strategy.config.option_names import GROUPS, nested, option_names
+from ls_strategy.errors import ConfigError, LSError
 
 ROWS = [
     "stage: 7", "stage: two", "stage: [1]", "stge: 2", "timeout: 5", "timeout: x", "explain_waits_after: -1",
@@ -49,6 +50,9 @@ EMPTY = [
     ("offload: {optimiser: {}}", "no option 'optimiser'. Did you mean 'optimizer'"),
     ("offload: {optimizer: {tier: cpu, pth: {}}}", "no option 'pth'"),
     ("offload.optimiser: {}", "no option 'optimiser'. Did you mean 'optimizer'"),
+    ("precision_plugin: {}", "Got precision_plugin={}"),
+    ("precision: {matmul: {}}", "must not be empty: leave it out, or switch it on. Set precision.matmul='fp8'"),
+    ("offload: {optimizer: {}}", "TierConfig needs tier. Add it."),
 ]
 """Options without a value, of which jsonargparse says nothing."""
 
@@ -107,6 +111,17 @@ def test_an_unknown_option_that_is_empty_is_refused(capsys: pytest.CaptureFixtur
     for row in ("precision: {}", "offload: {nvme_io: {}}"):
         for form in ("class", "alias", "command"):
             assert ending(words_of(row, form), capsys) == ""
+
+
+def test_an_empty_option_is_refused_or_changes_nothing() -> None:
+    default = ZeROStrategy()
+    for name in {*inspect.signature(ZeROStrategy).parameters, *option_names()} - {"deepspeed_config"}:
+        try:
+            found = ZeROStrategy(**nested({name: {}}))
+        except ConfigError:
+            continue
+        same = dataclasses.replace(found.config.precision, loss_scale=None)  # whose default is an empty one
+        assert dataclasses.replace(found.config, precision=same) == default.config, name
 
 
 @pytest.mark.wide
