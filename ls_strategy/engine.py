@@ -339,6 +339,8 @@ class Engine:
         nor does any step after user code has read a gradient.
         """
         self.events.before_read("parameters", "gradients")
+        if self.on_demand.state_dict_copies.fresh:
+            self.on_demand.state_dict_copies.take_early()
         if self.gatherer.stepped:
             self.gatherer.fetch_root_again()
         if spans.SpanRecorder.active is not None:

@@ -25,6 +25,7 @@ from typing import Any, NoReturn, Protocol
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import increment_version
 
 from ls_strategy import device as dev
 from ls_strategy import spans
@@ -216,10 +217,35 @@ class FlatBuffer(FlatStates):
         if self.secondary is not None and self.secondary.is_current:
             self.secondary.written(self.full if self.wire is None else self.wire.encoded(self.full))
 
+    def note_written_copy(self, index: int) -> None:
+        """Record that a parameter was written to through a state dict, which has a copy of it. Not collective.
+
+        Autograd refuses what it has saved of it, as in plain torch, where a state dict has the parameter's own memory.
+        """
+        if self._versions_away:
+            versions = list(self._versions_away)
+            versions[index] += 1
+            self._versions_away = versions
+        else:
+            with unnoticed():
+                increment_version(self.params[index])
+            self.writes.record()
+        self.written([index])
+        if self.is_gathered:
+            self.update_secondary()
+        elif self.secondary is not None:
+            self.secondary.is_written = self.secondary.is_current
+
     def _gather_in_node(self, secondary: Secondary) -> PendingGather | None:
         """Start gathering from the second copy. Return None if it is not current, or the gather is exact."""
         if not secondary.is_current or (self.wire is not None and self.wire.exact):
             return None
+        if secondary.is_written:
+            raise StateError(
+                f"a parameter in the buffer of {self.name!r} was written to through a state dict between a forward and "
+                "its backward, but backward gathers it from a copy inside the node (sharding.hpz). Write to the "
+                "parameter itself, or leave hpz out."
+            )
         target = self.full if self.wire is None else self.wire.values
         self.comm.pool.allocate(target)
         return secondary.start(target, self.name)

@@ -34,12 +34,15 @@ class Secondary:
         self.is_current = False
         """Whether the slices of all ranks are the newest parameters."""
 
+        self.is_written = False
+        """Whether a parameter is newer, because user code has written to it while it was not gathered."""
+
         self._sending = False
         """Whether a gather of the slices is in flight."""
 
     def outdate(self) -> None:
         """Gather over all ranks the next time. Every rank must do so at the same time."""
-        self.is_current = False
+        self.is_current = self.is_written = False
 
     def start(self, wire: Tensor, of: str) -> PendingGather:
         """Start filling ``wire``, ``(numel,)``, from the slices. Collective over the node."""
@@ -54,7 +57,7 @@ class Secondary:
             self._sending = False
             return
         self._keep(wire)
-        self.is_current = True
+        self.is_current, self.is_written = True, False
 
     def dropped(self) -> None:
         """End a gather whose result is not used."""

@@ -72,6 +72,14 @@ class StateDictCopies:
                 alive.append(copy)
         self.fresh = alive
 
+    def take_early(self) -> None:
+        """Take writes to copies of this hook before a backward pass, which may use the parameters. Not collective."""
+        for copy in self.fresh:
+            values = copy.values()
+            if values is not None and version_of(values) != copy.version:
+                _take(copy, values)
+                copy.version, copy.mine = version_of(values), _shard_of(copy.flat, copy.index, values).clone()
+
     def take_writes(self) -> None:
         """Take the writes since the last boundary. Not collective.
 
@@ -118,4 +126,4 @@ def _take(copy: _Copy, values: Tensor) -> None:
     if flat.is_gathered:
         slot = flat.layout.slots[copy.index]
         flat.full[slot.offset : slot.end].copy_(flat.rounded(values.detach().reshape(-1)))
-        flat.writes.record()
+    flat.note_written_copy(copy.index)
