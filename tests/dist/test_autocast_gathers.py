@@ -146,6 +146,25 @@ def clamp(block: Any, _: Any) -> None:
         block.wide.weight.clamp_(-0.2, 0.2)
 
 
+class HeldInOneCall(Plain):
+    """Runs a block twice, once while it is held in fp32."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = super().forward(self.blocks[1](x))
+        with self.strategy.gathered_parameters(self.blocks[1]):
+            return self.blocks[1](x)
+
+
+class HeldInBackward(Plain):
+    """Holds a block in fp32 in the backward of a forward that has read it in 16 bits."""
+
+    manual = True
+
+    def manual_backward(self, loss: Tensor, *args: Any, **kwargs: Any) -> None:
+        with self.strategy.gathered_parameters(self.blocks[1]):
+            super().manual_backward(loss, *args, **kwargs)
+
+
 class Reparametrized(Plain):
     def build(self) -> None:
         super().build()
@@ -200,6 +219,20 @@ def test_every_other_use_of_a_weight_has_its_fp32_bits(rank: int, world_size: in
         compare(kind)
     compare(WritesInBlocks, {"activations": "full"}, accumulate_grad_batches=2)
     compare(InOtherWays, NVME)
+
+
+@on_ranks(2)
+def test_forwards_that_run_again_find_weights_that_are_held_in_fp32(rank: int, world_size: int) -> None:
+    for kind in (HeldInOneCall, HeldInBackward):
+        compare(kind, {"activations": "selective"}, max_epochs=1)
+
+
+@pytest.mark.wide
+@on_ranks(2, timeout_s=120)
+def test_weights_that_are_held_in_fp32_have_the_same_bits(rank: int, world_size: int) -> None:
+    for options in ({}, {"activations": "full"}, {"activations": "selective", **OFFLOAD}):
+        for kind in (HeldInOneCall, HeldInBackward, InOtherWays, WritesInBlocks):
+            compare(kind, options)
 
 
 @pytest.mark.wide

@@ -33,11 +33,13 @@ from ls_strategy._torch import (
     saved_by_hooks_of_others,
     set_versions,
     version_of,
+    without_dispatch_modes,
 )
 from ls_strategy.distributed.buffer_pool import BufferPool
 from ls_strategy.distributed.wire_format import CastWireFormat
 from ls_strategy.layout import FlatLayout
 from ls_strategy.zero.flat.flat_buffer import FlatBuffer
+from ls_strategy.zero.flat.parameters import values_of
 from ls_strategy.zero.flat.states import ParameterState
 from ls_strategy.zero.wire import Wire
 
@@ -89,9 +91,16 @@ class CastWire(Wire):
         """Return whether ``values`` has memory."""
         return self.values.untyped_storage().size() > 0
 
-    def view_for(self, index: int, param: nn.Parameter) -> Tensor:
-        """Return a parameter in 16 bits, whose gradient autograd adds to the parameter's. Inside of `unnoticed`."""
-        view = self.read(index)
+    def view_for(self, index: int, param: nn.Parameter, of: Tensor | None = None) -> Tensor:
+        """Return a parameter in 16 bits, whose gradient autograd adds to the parameter's. Inside of `unnoticed`.
+
+        ``of``: its values, if they may be others than those of the view.
+        """
+        if of is None:
+            view = self.read(index)
+        else:
+            with torch.no_grad(), without_dispatch_modes():
+                view = of.to(self.cast_to)
         apply = torch.is_grad_enabled() and param.requires_grad
         return _Cast.apply(param, view) if apply else view  # type: ignore[no-any-return]
 
@@ -203,10 +212,14 @@ class CastFlat(FlatBuffer):
 
     @override
     def cast_of(self, param: nn.Parameter) -> Tensor | None:
-        if self.state is not ParameterState.CAST or not self._casts.casts_now():
+        # A forward that ran in this step has used the views, and recomputation compares the operations of its two runs.
+        held = self.gathered_on_demand and self._casts.is_saved
+        if not (held or self.state is ParameterState.CAST) or not self._casts.casts_now():
             return None
-        traced = current_transform() is not None or torch.jit.is_tracing()
-        return None if traced else self._casts.view_for(self._index[id(param)], param)
+        if current_transform() is not None or torch.jit.is_tracing():
+            return None
+        index = self._index[id(param)]
+        return self._casts.view_for(index, param, of=values_of(param) if held else None)
 
     # gathers ---------------------------------------------------------------------------------------------------------
 
@@ -254,6 +267,11 @@ class CastFlat(FlatBuffer):
             return True
         wire.end_exact()
         if self.gathered_on_demand and not on_demand:  # by user code; now its own module needs it
+            if self.users and wire.is_saved:  # by a forward that backward may run again
+                wire.end_casts()
+                if current_backward_pass() >= 0:
+                    wire.fill(self.full)
+                return True  # see `cast_of`
             if self.users and torch.is_grad_enabled():
                 wire.always_exact = wire.exact = True  # user code holds it, and autograd may save it
             if not self.users and not wire.always_exact:
