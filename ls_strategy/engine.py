@@ -44,9 +44,11 @@ from ls_strategy.zero.flat.states import EARLY
 from ls_strategy.zero.passes.hooks import UnitHooks
 from ls_strategy.zero.setup import weights
 from ls_strategy.zero.setup.assembly import Draft
+from ls_strategy.zero.setup.materialize import refused_buffer
 from ls_strategy.zero.setup.shard import fp32_boundaries, shard
 from ls_strategy.zero.setup.share import Share
 from ls_strategy.zero.state_offload import StateOffload
+from ls_strategy.zero.step.elementwise import refused_gathers
 from ls_strategy.zero.step.stepper import Stepper, require_one_step
 from ls_strategy.zero.user_code.copies import PlainCopies
 from ls_strategy.zero.user_code.optimizer_state import showing_no_states
@@ -183,6 +185,9 @@ class Engine:
             share=self.share,
         )
         draft.refuse(weights.refusal(self.config.sharding.rank_weights, self.mesh.shape))
+        if self.mesh.world.world_size > 1:
+            draft.refuse(refused_buffer(model))
+            draft.refuse(None if self.comm.native or self.policy.optimizer else refused_gathers(optimizers))
         draft.agree(self.mesh.world)
         return draft
 

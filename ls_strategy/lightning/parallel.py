@@ -41,6 +41,7 @@ from ls_strategy.parallel.tensor.plans import resolve_tensor_plan
 from ls_strategy.parallel.tensor.shard import apply_tensor_parallel, broadcast_values
 from ls_strategy.zero.events import Event
 from ls_strategy.zero.setup.agreement import agree
+from ls_strategy.zero.setup.materialize import refused_buffer
 from ls_strategy.zero.setup.share import Share
 
 _CHECKED_FIRST = 8
@@ -190,7 +191,8 @@ class ModelParallel:
         assert self.mesh is not None
         named = (*module.named_parameters(), *module.named_buffers())
         rows = [(n, tuple(t.shape), str(t.dtype), t.requires_grad, "meta" if t.is_meta else "filled") for n, t in named]
-        agree(self.mesh.world, None, "", rows, columns="(name, shape, dtype, requires_grad, meta or filled)")
+        columns = "(name, shape, dtype, requires_grad, meta or filled)"
+        agree(self.mesh.world, refused_buffer(module), "", rows, columns=columns)
         world = Axis("world", self.mesh.world)
         broadcast_values(module, world)
         share_random_states(module, world)

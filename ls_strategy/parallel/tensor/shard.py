@@ -388,7 +388,7 @@ def broadcast_values(model: nn.Module, axis: Axis) -> None:
     for tensor in (*model.parameters(), *model.buffers()):
         if tensor.is_meta or isinstance(tensor, DTensor):
             continue
-        wire = axis.comm.sendable(tensor.detach()).contiguous()
+        wire = axis.comm.sendable(tensor.detach().resolve_conj().resolve_neg()).contiguous()
         axis.broadcast_(wire.reshape(-1).view(torch.uint8))  # the transport does not know all dtypes
         if wire.data_ptr() != tensor.data_ptr():
             tensor.detach().copy_(wire)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import zlib
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -282,6 +282,29 @@ def place_buffers(
             if (id(module), key) in kept and buffer.is_floating_point():
                 to = at_least_fp32(buffer.dtype)
             module._buffers[key] = buffer.to(device=device, dtype=to)  # one that is an nn.Parameter stays a buffer
+
+
+def refused_buffer(model: nn.Module) -> PlanError | None:
+    """Return why a buffer cannot be broadcast to other ranks; None if all can."""
+    for name, buffer in model.named_buffers():
+        if buffer.is_meta or type(buffer) not in (Tensor, nn.Parameter):
+            continue
+        kind = next((kind for kind, holds in _NOT_DENSE.items() if holds(buffer)), None)
+        if kind is not None:
+            return PlanError(
+                f"Got the buffer {name!r}, which is {kind}, but rank 0's buffers are broadcast to all ranks, as under "
+                "DDP, and each needs dense memory of its own. Register buffer.to_dense(), .dequantize() or .clone(), "
+                "or the tensors that it is made of. Or let it be an attribute that is not registered."
+            )
+    return None
+
+
+_NOT_DENSE: dict[str, Callable[[Tensor], bool]] = {
+    "nested": lambda b: b.is_nested,
+    "sparse": lambda b: b.layout != torch.strided,
+    "quantized": lambda b: b.is_quantized,
+    "expanded": lambda b: b.nbytes > b.untyped_storage().nbytes(),
+}
 
 
 class Fp32Boundary:

@@ -87,6 +87,8 @@ class _CollectiveRefusal(TorchDispatchMode):
         """Begin without any call."""
         super().__init__()
         self.called: str | None = None
+        self.sent: torch.Size | None = None
+        """Shape of what a gather would send."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run an operation that sends nothing.
@@ -96,6 +98,8 @@ class _CollectiveRefusal(TorchDispatchMode):
         """
         if func.namespace in ("c10d", "_c10d_functional"):
             self.called = func.overloadpacket.__name__.rstrip("_")
+            if self.called == "allgather":
+                self.sent = args[1][0].shape
             raise RuntimeError(f"Got a collective, {self.called}, where nothing may be sent.")
         return func(*args, **(kwargs or {}))
 
@@ -107,14 +111,32 @@ def collective_of(optimizer: Optimizer) -> str | None:
     """
     if type(optimizer).__module__.startswith("torch.optim."):
         return None
-    for group in unlike_groups(optimizer.param_groups):
-        settings = {k: v for k, v in group.items() if k != "params"}
-        value = torch.ones(probed_shapes(group["params"])[0])
-        refusal = _CollectiveRefusal()
-        with suppress(Exception), refusal:  # the other probes report what else is wrong
-            probe(optimizer, settings, [value], [[value]])
-        if refusal.called:
-            return refusal.called
+    called = (_sent_by(optimizer, group)[0] for group in unlike_groups(optimizer.param_groups))
+    return next(filter(None, called), None)
+
+
+def _sent_by(optimizer: Optimizer, group: dict[str, Any]) -> tuple[str | None, bool]:
+    """Return the name of the first collective of a group's step, and whether it gathers something like a parameter."""
+    settings = {k: v for k, v in group.items() if k != "params"}
+    value = torch.ones(probed_shapes(group["params"])[0])
+    refusal = _CollectiveRefusal()
+    with suppress(Exception), refusal:  # the other probes report what else is wrong
+        probe(optimizer, settings, [value], [[value]])
+    return refusal.called, refusal.sent == value.shape
+
+
+def refused_gathers(optimizers: Sequence[Optimizer]) -> PlanError | None:
+    """Return why gloo cannot send what an optimizer gathers: parameters of several shapes at once. None if it can."""
+    for optimizer in optimizers:
+        for group in optimizer.param_groups if collective_of(optimizer) is not None else ():
+            shapes = sorted({tuple(p.shape) for p in group["params"]})
+            if len(shapes) > 1 and _sent_by(optimizer, group)[1]:
+                return PlanError(
+                    f"{type(optimizer).__name__}.step() gathers parameters from the ranks, and a group has some of "
+                    f"shape {shapes[0]} and {shapes[1]}, but gloo gathers tensors of one shape only. Use a version for "
+                    "one device (SingleDeviceMuon, torch.optim.Muon, ls_strategy.Muon), which every stage supports. Or "
+                    "give it one group per shape."
+                )
     return None
 
 
