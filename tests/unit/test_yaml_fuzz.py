@@ -10,6 +10,7 @@ import inspect
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
@@ -116,8 +117,9 @@ def test_an_unknown_option_that_is_empty_is_refused(capsys: pytest.CaptureFixtur
 def test_an_empty_option_is_refused_or_changes_nothing() -> None:
     default = ZeROStrategy()
     for name in {*inspect.signature(ZeROStrategy).parameters, *option_names()} - {"deepspeed_config"}:
+        options: dict[str, Any] = nested({name: {}})
         try:
-            found = ZeROStrategy(**nested({name: {}}))
+            found = ZeROStrategy(**options)
         except ConfigError:
             continue
         same = dataclasses.replace(found.config.precision, loss_scale=None)  # whose default is an empty one
