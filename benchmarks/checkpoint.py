@@ -12,13 +12,14 @@ has saved is removed first, outside of the times.
 ``dcp, thread``      ``async_save`` of these, which writes in a thread
 ``dcp, process``     the same in a process of its own
 ``folder``           this package
-``folder, async``    this package, in the background
+``folder, async``    this package, in the background, and a step of training
+``update at once``   the same without the step: the update follows the call
 ``copy alone``       every rank copies its states within host memory and writes nothing: what a stall cannot be below if
                      an update follows at once
 
-*Stall* is the time until the call has returned and an update that follows at once may change the states, without what
-the save takes from the cores while the next steps compute. *Call* is the time until the call has returned: the stall if
-the update follows when the save has read the states, as it does if computing gradients takes as long.
+*Call* is the time until the call has returned. *Stall* is that and what the next update waits until it may change the
+states, after a forward and backward of as many layers with 64 samples per rank. It has not what the save takes from the
+cores while these compute.
 
 Memory is the growth of anonymous memory of a rank during the save, sampled every 2 ms.
 """
@@ -55,6 +56,9 @@ from ls_strategy.testing import spawn
 from tests.processes import anonymous_bytes
 
 MINUTES = 5
+SAMPLES = 64
+"""Per rank in the step that follows a save."""
+
 SPREAD = "quartiles over rounds"
 SEEDS = "none set: times do not depend on the values"
 KINDS = ("seconds", "call", "stall", "memory", "first")
@@ -114,18 +118,42 @@ class Peak:
         self.bytes = max(self.top, anonymous_bytes()) - self.start
 
 
-def save(trainer: pl.Trainer, path: Path) -> Callable[[], Callable[[], None]]:
-    """Return what saves, and returns what an update does before it changes the states."""
+def gradients(width: int, layers: int) -> Callable[[], None]:
+    """Return what computes gradients of layers of its own."""
+    blocks = nn.ModuleList([nn.Linear(width, width) for _ in range(layers)])
+    batch = torch.randn(SAMPLES, width)
 
-    def update() -> None:
+    def compute() -> None:
+        h = batch
+        for layer in blocks:
+            h = torch.tanh(layer(h))
+        h.square().mean().backward()
+
+    return compute
+
+
+def save(trainer: pl.Trainer, path: Path, compute: Callable[[], None]) -> Callable[[], Callable[[], float]]:
+    """Return what saves, and returns what follows: gradients, and what an update does before it changes states.
+
+    That returns the seconds for which the update waits.
+    """
+
+    def update() -> float:
+        compute()
+        begin = time.perf_counter()
         for flat in cast("ZeROStrategy", trainer.strategy).require_engine().flats:
             flat.before_change()
+        return time.perf_counter() - begin
 
-    def saves() -> Callable[[], None]:
+    def saves() -> Callable[[], float]:
         trainer.save_checkpoint(path)
         return update
 
     return saves
+
+
+def _nothing() -> None:
+    """Compute nothing."""
 
 
 def contenders(
@@ -157,6 +185,7 @@ def contenders(
     def dcp_async(kind: AsyncCheckpointerType) -> Callable[[], Any]:
         return lambda: dcp.async_save(shards, checkpoint_id=root / "saved", async_checkpointer_type=kind)
 
+    step = gradients(width, layers)
     local = [shard.to_local() for shard in shards.values()]
     copies = [torch.zeros_like(shard) for shard in local]
 
@@ -166,13 +195,14 @@ def contenders(
 
     saves: dict[str, Callable[[], Any]] = {
         "torch.save": torch_save,
-        "one file": save(single, root / "saved"),
+        "one file": save(single, root / "saved", _nothing),
         "dcp": dcp_save,
         "dcp, thread": dcp_async(AsyncCheckpointerType.THREAD),
         "dcp, process": dcp_async(AsyncCheckpointerType.PROCESS),
-        "folder": save(plain, root / "saved"),
-        "folder, async": save(background, root / "saved"),
-        "folder, async, states in host memory": save(offloaded, root / "saved"),
+        "folder": save(plain, root / "saved", _nothing),
+        "folder, async": save(background, root / "saved", step),
+        "folder, async, update at once": save(background, root / "saved", _nothing),
+        "folder, async, states in host memory": save(offloaded, root / "saved", step),
         "copy alone": copy_alone,
     }
     for trainer in (background, offloaded):
@@ -194,9 +224,8 @@ def bench(rank: int, ranks: int, width: int, layers: int, rounds: int, folder: s
         with Peak() as peak:
             pending = saves[name]()
             call = time.perf_counter() - begin
-            if callable(pending):
-                pending()
-            stall = time.perf_counter() - begin
+            waited: Any = pending() if callable(pending) else 0.0
+            stall = call + waited
             if isinstance(pending, Future):
                 pending.result()
             for strategy in strategies:

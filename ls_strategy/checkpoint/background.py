@@ -1,12 +1,21 @@
 """Background saves: one thread per rank writes one checkpoint at a time while training continues.
 
-A save captures the state at the time of the call. States on the device are copied to host memory at once. Offloaded
-states are not copied until an optimizer step is about to change them. That step finds a `Hold` on the flat buffer. It
-first copies what the save has not read yet (host memory), or waits until the save has read it (NVMe). What goes into a
-single file may have been gathered on rank 0, and is copied there.
+A save captures the state at the time of the call, but copies little of it there. Masters and optimizer states change in
+an optimizer step, most of a step after the call, and whatever changes them calls `FlatBuffer.before_change` first. So
+the call leaves a `Hold` on each flat buffer, and the thread copies what it holds while the next forward and backward
+compute::
+
+    call             | holds | small values |
+    training                                | forward, backward          | update finds no hold |
+    thread                                  | copies, box by box | writes, syncs, commits ...
+
+An update that comes earlier copies what is left of its buffer by itself. States on NVMe are not copied ahead: an update
+waits until the save has read them. All that may change without a notice is copied at the call: masters that are the
+parameters, or are shown to user code (`FlatBuffer.master_is_private`), averages, buffers and whatever callbacks save.
+What goes into a single file may have been gathered on rank 0, and is copied there.
 
 A thread is enough: copying, writing, syncing and checksums release the GIL, and `RankFile` keeps the Python code per
-chunk short. What training waits for is the copy, which another process would need as well.
+chunk short.
 """
 
 from __future__ import annotations
@@ -17,6 +26,7 @@ import json
 import logging
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from concurrent.futures import wait as wait_for
@@ -28,20 +38,20 @@ from torch import Tensor
 from typing_extensions import override
 
 from ls_strategy import device as dev
-from ls_strategy._torch import default_store
+from ls_strategy._torch import default_store, version_of
 from ls_strategy.checkpoint.reshard import CheckpointEntry, Source
-from ls_strategy.checkpoint.save import FileSave, Save, SharedFileSave, run
+from ls_strategy.checkpoint.save import FileSave, Save, SharedFileSave, described, run
 from ls_strategy.errors import CheckpointError
+from ls_strategy.tiers.arrival import Arrival
 from ls_strategy.tiers.link import host_empty
 from ls_strategy.zero.flat.flat_buffer import FlatBuffer
 
 _log = logging.getLogger(__name__)
 
+_HOST = torch.device("cpu")
+
 _FIRST_POLL_S, _LONGEST_POLL_S = 0.001, 0.02
 """Seconds between two polls of the store. They grow, so that a wait ends at most a third later than it could."""
-
-Values = tuple[tuple[int, ...], Tensor]
-"""Offsets in the full tensor, and values."""
 
 
 class BackgroundSaver:
@@ -56,14 +66,16 @@ class BackgroundSaver:
             device: that of this rank. A new thread would use the first one.
             name: the same on all ranks, and that of no other saver which the rendezvous store has seen.
         """
-        self._rank, self._world_size = rank, world_size
+        self._rank, self._world_size, self._device = rank, world_size, device
         self._prefix, self._numbers = f"ls_strategy/save/{name}", itertools.count()
         self._worker = ThreadPoolExecutor(1, "ls_strategy_save", dev.select, (device,))
         self._pending: list[Future[None]] = []
         self._failed = False
         self._abandoned = threading.Event()
         self._exchange: StoreExchange | None = None
-        self._copies, self._aside, self._read = _Staging(device), *(_Staging(torch.device("cpu")) for _ in range(2))
+        self._from_device, self._from_host, self._read = map(_Staging, (device, _HOST, _HOST))
+        self._stream: torch.Stream | None = None
+        """Of the thread's copies from an accelerator."""
         self.busy_s = 0.0
         """CPU time of the thread in the last save that has ended, without what it waited for, in seconds."""
 
@@ -85,20 +97,22 @@ class BackgroundSaver:
             CheckpointError: The previous save failed.
         """
         self.wait()
+        exchange = StoreExchange(f"{self._prefix}/{next(self._numbers)}", self._rank, self._world_size, self._abandoned)
+        before, self._exchange = self._exchange, exchange
         holds: list[Hold] = []
         if isinstance(save, FileSave):
             save = replace(save, value=copy.deepcopy(save.value) if self._rank == 0 else {})
         else:
-            holds = self._keep(save)
             save = _with_own_values(save, self._rank)
-        exchange = StoreExchange(f"{self._prefix}/{next(self._numbers)}", self._rank, self._world_size, self._abandoned)
-        before, self._exchange = self._exchange, exchange
+            holds = self._keep(save)  # last: an error would leave holds that nobody ends
+        begun = dev.record(self._device) if dev.is_accelerator(self._device) else None
         if failed is None:
             self._failed = False
 
         def work() -> None:
             started = time.thread_time()
             try:
+                self._copy_ahead(holds, begun)
                 done(*run(save, self._rank, exchange))
                 if before is not None:
                     before.forget()  # every rank reported to this save, so every rank has read the previous reports
@@ -161,44 +175,54 @@ class BackgroundSaver:
     def close(self) -> None:
         """End the thread and free the memory of copies."""
         self._worker.shutdown()
-        self._copies.free()
-        self._aside.free()
-        self._read.free()
+        for staging in (self._from_device, self._from_host, self._read):
+            staging.free()
 
     def _keep(self, save: Save | SharedFileSave) -> list[Hold]:
-        """Replace the save's values by copies, and put holds on offloaded buffers."""
-        boxes = {
-            number: list(entry.source.boxes())
-            for number, entry in enumerate(save.entries)
-            if entry.source is not None and not entry.source.at_rest
-        }
-        copies = iter(self._copied([values for found in boxes.values() for _, values in found]))
-        holds: dict[int, Hold] = {}
-        held: list[_Held] = []
+        """Copy the values that may change without a notice, and hold those that cannot."""
+        at_once, holds, made = Hold(None, self._device), {}, {}
         for number, entry in enumerate(save.entries):
             value, source = entry.value, entry.source
             if source is None:
                 value = _copied(value)
-            elif number in boxes:
-                source = _CopiedSource(source, [(offsets, next(copies)) for offsets, _ in boxes[number]])
-            else:
-                source = holds.setdefault(id(source.flat), Hold(source.flat)).add(source, value.dtype, self._read)
-                held.append(source)
-            save.entries[number] = CheckpointEntry(entry.path, value, source)
-        parts = iter(self._aside.parts([size for source in held for size in source.sizes]))
-        for source in held:
-            source.memory = list(itertools.islice(parts, len(source.sizes)))
+            elif id(value) not in made:  # tied parameters share one
+                hold = holds.setdefault(id(source.flat), Hold(source.flat, self._device)) if source.guarded else at_once
+                made[id(value)] = hold.add(source, value.dtype)
+            save.entries[number] = CheckpointEntry(entry.path, value, made.get(id(entry.value)))
+        self._give_memory([each for hold in (at_once, *holds.values()) for each in hold.sources])
+        at_once.release()
         for hold in holds.values():
-            hold.flat.hold = hold
+            hold.begin()
         return list(holds.values())
 
-    def _copied(self, tensors: list[Tensor]) -> list[Tensor]:
-        """Copy tensors to host memory."""
-        parts = self._copies.parts([t.numel() * t.element_size() for t in tensors])
-        result = [_copy_to(part, tensor) for part, tensor in zip(parts, tensors, strict=True)]
-        for device in {t.device for t in tensors if dev.is_accelerator(t.device)}:
-            dev.stream(device).synchronize()
-        return result
+    def _give_memory(self, sources: list[_Held]) -> None:
+        """Give memory to every box that is copied ahead, and to one at a time of the others."""
+        chosen = {id(each): self._staging_of(each) for each in sources}
+        for staging in (self._from_device, self._from_host):
+            own = [each for each in sources if chosen[id(each)] is staging]
+            parts = iter(staging.parts([size for each in own for size in each.sizes]))
+            for each in own:
+                each.memory = list(itertools.islice(parts, len(each.sizes)))
+        for each in sources:
+            each.staging = self._read
+
+    def _staging_of(self, source: _Held) -> _Staging | None:
+        if not source.is_copied:
+            return None
+        return self._from_host if source.guarded and source.flat.steps_in_background else self._from_device
+
+    def _copy_ahead(self, holds: list[Hold], begun: torch.Event | None) -> None:
+        """Copy what is held while training goes on. ``begun``: the device has done what came before the call."""
+        if begun is None:
+            for hold in holds:
+                hold.copy_ahead(_has_arrived)
+            return
+        begun.synchronize()
+        if self._stream is None:
+            self._stream = dev.new_stream(self._device)
+        with dev.on(self._stream):
+            for hold in holds:
+                hold.copy_ahead(self._stream.synchronize)
 
 
 class _Staging:
@@ -225,11 +249,6 @@ class _Staging:
         self._memory = torch.empty(0, dtype=torch.uint8)
 
 
-def _copy_to(part: Tensor, values: Tensor) -> Tensor:
-    """Start to copy values to bytes of the same number, and return them as the values' dtype and shape."""
-    return part.view(values.dtype).view(values.shape).copy_(values, non_blocking=True)
-
-
 def _copied(value: Any) -> Any:
     return value.detach().clone() if isinstance(value, Tensor) else copy.deepcopy(value)
 
@@ -247,90 +266,160 @@ def _deep_copied(write: Any) -> Any:
     return type(write)(write.func, write.args[0], copy.deepcopy(write.args[1]), *write.args[2:])
 
 
-class _CopiedSource(Source):
-    """A source with copied boxes."""
-
-    def __init__(self, source: Source, boxes: list[Values]) -> None:
-        super().__init__(source.flat, source.slot, source.read)
-        self._boxes = boxes
-
-    @override
-    def boxes(self) -> Iterator[Values]:
-        yield from self._boxes
-
-
 class _Held(Source):
-    """A source with boxes that are read when the save reaches them, or copied just before they change."""
+    """A source of which the save writes what it was at the call."""
 
-    def __init__(self, source: Source, dtype: torch.dtype, hold: Hold, staging: _Staging) -> None:
-        super().__init__(source.flat, source.slot, source.read, at_rest=True)
-        self._hold, self._staging = hold, staging
+    staging: _Staging
+    """Memory for one box at a time, of values that are not copied ahead."""
+
+    memory: list[Tensor]
+    """Bytes for each of the boxes of other values."""
+
+    def __init__(self, source: Source, dtype: torch.dtype, hold: Hold) -> None:
+        super().__init__(source.flat, source.slot, source.read, guarded=source.guarded)
+        self._hold = hold
         self._ranges = list(source.ranges())
-        copies = source.flat.states_in_memory
-        self.sizes = [(stop - start) * dtype.itemsize for _, start, stop in self._ranges] if copies else []
-        """Bytes of every box that `copy_aside` may copy."""
-        self.memory: list[Tensor] = []
-        """As many bytes for each of them."""
-        self._aside: dict[int, Tensor] = {}
-        self.left = set(range(len(self._ranges)))
-        """Boxes that the save has not read yet."""
+        self.is_copied = not source.guarded or source.flat.states_in_memory
+        """Whether it is copied ahead. Otherwise it is on NVMe, and the next update waits until it was read."""
+        self.sizes = [(stop - start) * dtype.itemsize for _, start, stop in self._ranges]
+        """Bytes of every box."""
+        self._copies: dict[int, Tensor] = {}
 
     @override
-    def boxes(self) -> Iterator[Values]:
-        """Yield a copy of each box, read under the hold's lock: a step may run while it is written.
-
-        The next box takes the memory of the one before.
-        """
+    def boxes(self) -> Iterator[tuple[tuple[int, ...], Tensor]]:
+        """Yield a copy of each box. One that is read now takes the memory of the one before."""
         for number, (box, start, stop) in enumerate(self._ranges):
-            with self._hold.lock:
-                values = self._aside.pop(number, None)
-                if values is None:
-                    found = self.read(start, stop).detach()
-                    [memory] = self._staging.parts([found.nbytes])
-                    values = memory.view(found.dtype).copy_(found)
-                self.left.discard(number)
-                self._hold.lock.notify_all()
+            if self.is_copied:
+                self._hold.wait_copied()
+                values = self._copies.pop(number)
+            else:
+                found = self.read(start, stop).detach()
+                [memory] = self.staging.parts([found.nbytes])
+                values = memory.view(found.dtype).copy_(found)
+                self._hold.note_read()
             yield from self.placed(box, values)
 
-    def copy_aside(self) -> None:
-        """Copy the boxes that have not been read yet."""
-        for number in self.left:
-            _, start, stop = self._ranges[number]
-            self._aside[number] = _copy_to(self.memory[number], self.read(start, stop).detach())
+    def copy(self, number: int) -> None:
+        """Start copying a box, after this thread's work on the device."""
+        _, start, stop = self._ranges[number]
+        values = self.read(start, stop).detach()
+        self._copies[number] = self.memory[number].view(values.dtype).copy_(values, non_blocking=True)
 
 
 class Hold:
-    """Values of one flat buffer, in host memory or on NVMe, that a background save has yet to read."""
+    """Values of one flat buffer that a background save has yet to copy or, on NVMe, to read.
 
-    def __init__(self, flat: FlatBuffer) -> None:
-        self.flat = flat
-        self.lock = threading.Condition()
-        self._sources: list[_Held] = []
-        self._finished = False
+    The thread of the save and the one that is about to change the values take boxes from the same queue.
+    """
 
-    def add(self, source: Source, dtype: torch.dtype, staging: _Staging) -> _Held:
-        """Hold one more value of this dtype. ``staging``: memory for a box at a time."""
-        held = _Held(source, dtype, self, staging)
-        self._sources.append(held)
+    def __init__(self, flat: FlatBuffer | None, device: torch.device) -> None:
+        """Hold nothing yet. ``flat``: None for what is copied at the call."""
+        self._flat, self._device = flat, device
+        self._changed = threading.Condition()
+        self.sources: list[_Held] = []
+        self._left: deque[tuple[_Held, int]] = deque()
+        """Boxes that nobody has begun to copy."""
+        self._copying = self._to_read = 0
+        """Number of boxes that are being copied, and of those on NVMe that were not read yet."""
+        self._arrivals: list[Arrival] = []
+        """Of copies in flight from the device."""
+        self._error: Exception | None = None
+        self._version: int | None = None
+        """Of the masters at the call."""
+
+    def add(self, source: Source, dtype: torch.dtype) -> _Held:
+        """Hold one more value of this dtype."""
+        held = _Held(source, dtype, self)
+        self.sources.append(held)
+        if held.is_copied:
+            self._left.extend((held, number) for number in range(len(held.sizes)))
+        else:
+            self._to_read += len(held.sizes)
         return held
 
+    def begin(self) -> None:
+        """Let whatever is about to change the buffer call `release` first."""
+        assert self._flat is not None
+        self._flat.hold, self._version = self, version_of(self._flat.master)
+
+    def copy_ahead(self, arrived: Callable[[], object]) -> None:
+        """Copy what nobody has copied, on the thread of the save. ``arrived`` waits for a copy."""
+        self._copy_left(arrived)
+        if not self._to_read:
+            self.finish()
+
     def release(self) -> None:
-        """Make the save independent of the buffer. The optimizer step calls it before it changes the states."""
-        with self.lock:
-            if not self.flat.states_in_memory:
-                self.lock.wait_for(lambda: self._finished or not any(s.left for s in self._sources))
-            elif not self._finished:
-                for source in self._sources:
-                    source.copy_aside()
-            self.flat.hold = None
+        """Make the save independent of the buffer, which is about to change: copy what is left, or wait for it."""
+        self._copy_left(self._note_arrival)
+        with self._changed:
+            self._changed.wait_for(lambda: not self._copying and not self._to_read)
+        self._let_go()
+
+    def _note_arrival(self) -> None:
+        if dev.is_accelerator(self._device):  # what changes the values follows in the same stream
+            self._arrivals.append(Arrival(dev.record(self._device)))
+
+    def _copy_left(self, arrived: Callable[[], object]) -> None:
+        while True:
+            with self._changed:
+                if not self._left:
+                    return
+                held, number = self._left.popleft()
+                self._copying += 1
+            try:
+                held.copy(number)
+                arrived()
+                self._refuse_unseen_writes()
+            except Exception as error:  # of the save, on whichever thread
+                self._error = error
+            finally:
+                with self._changed:
+                    self._copying -= 1
+                    self._changed.notify_all()
+
+    def _refuse_unseen_writes(self) -> None:
+        if self._flat is not None and version_of(self._flat.master) != self._version:
+            raise CheckpointError(
+                f"the master weights of the buffer of {self._flat.name!r} were written to while a checkpoint in the "
+                "background still copied them, and FlatBuffer.before_change was not called. Code that writes to "
+                "flat.master has to call it first"
+            )
+
+    def wait_copied(self) -> None:
+        """Wait until all copies are in host memory.
+
+        Raises:
+            CheckpointError: one of them failed.
+        """
+        with self._changed:
+            self._changed.wait_for(lambda: not self._copying)
+        if self._error is not None:
+            raise CheckpointError(described(self._error)) from self._error
+        for arrival in self._arrivals:
+            arrival.wait_on_host()
+
+    def note_read(self) -> None:
+        """Record that the save has read a box on NVMe."""
+        with self._changed:
+            self._to_read -= 1
+            self._changed.notify_all()
 
     def finish(self) -> None:
-        """Drop the hold: the save has ended."""
-        with self.lock:
-            self._finished = True
-            if self.flat.hold is self:
-                self.flat.hold = None
-            self.lock.notify_all()
+        """Drop the hold: the save does not need the buffer any more."""
+        with self._changed:
+            self._left.clear()
+            self._to_read = 0
+            self._changed.notify_all()
+            self._changed.wait_for(lambda: not self._copying)
+        self._let_go()
+
+    def _let_go(self) -> None:
+        if self._flat is not None and self._flat.hold is self:
+            self._flat.hold = None
+
+
+def _has_arrived() -> None:
+    """Do nothing: without an accelerator, copies have arrived when they return."""
 
 
 class StoreExchange:

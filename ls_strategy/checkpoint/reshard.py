@@ -37,8 +37,8 @@ class Source:
     read: Callable[[int, int], Tensor]
     """``read(start, stop)`` returns elements of this rank's stepped range, 1-d. Callable from any thread."""
 
-    at_rest: bool = False
-    """Whether it is offloaded, so that only optimizer steps on the flat buffer change it."""
+    guarded: bool = False
+    """Whether everything that changes it calls `FlatBuffer.before_change` first."""
 
     def ranges(self) -> Iterator[tuple[Box, int, int]]:
         """Yield the boxes that this rank saves, with the range to ``read`` for each.
@@ -170,7 +170,7 @@ class Contents:
                 other = others.get(id(flat))
                 read = flat.master_range if other is None else partial(_slice, other)
                 dtype = flat.master_dtype if other is None else other.dtype
-                source = Source(flat, i, read, at_rest=other is None and flat.optimizer_tier != "device")
+                source = Source(flat, i, read, guarded=other is None and flat.master_is_private)
                 made[id(flat), i] = self.stand_in(source, dtype)
             result[key] = made[id(flat), i]
         return result, left_out

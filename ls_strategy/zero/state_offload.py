@@ -79,6 +79,8 @@ class StateOffload:
                 f"Got {unknown[0]!r} for offload_states(), but states are of the kinds {', '.join(KINDS)}. Name some "
                 "of these, or none for all."
             )
+        for flat in self._flats:
+            flat.before_change()
         self._stepper.gradients.let_go()
         for unit in self._gatherer.units:
             self._gatherer.release(unit)

@@ -7,22 +7,25 @@ import signal
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
+import lightning.pytorch as pl
 import pytest
 import torch
 import torch.distributed as dist
 from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import Tensor
 
-from ls_strategy import ZeROStrategy
+from ls_strategy import ShardedEMA, ZeROStrategy
 from ls_strategy.checkpoint import commit
-from ls_strategy.checkpoint.background import BackgroundSaver
+from ls_strategy.checkpoint.background import BackgroundSaver, _Held
 from ls_strategy.checkpoint.files import RankFile
 from ls_strategy.checkpoint.manifest import is_committed, read_manifest
 from ls_strategy.errors import CheckpointError
@@ -35,34 +38,55 @@ from tests.models import Case, PrivateNet, loader, quiet, trainer_of
 pytestmark = pytest.mark.wide
 
 STEPS = 5
+F32, B16 = "32-true", "bf16-true"
 PLACES = [
-    (0, None, "fp32"), (1, None, "fp32"), (2, None, "fp32"), (3, None, "bf16"), (1, "cpu", "fp32"), (2, "half", "int8"),
-    (2, "nvme", "fp32"), (3, "cpu", "bf16"), (3, "nvme", "int8"), (3, "param", "fp32"), (3, "nvme_param", "fp32"),
-    (3, "mixed", "fp32"),
+    (0, None, "fp32", F32), (1, None, "fp32", F32), (2, None, "fp32", B16), (3, None, "bf16", F32),
+    (1, "cpu", "fp32", F32), (2, "half", "int8", B16), (2, "nvme", "fp32", F32), (3, "cpu", "bf16", F32),
+    (3, None, "fp32", F32), (3, "nvme", "int8", F32), (3, "param", "fp32", F32), (0, None, "int8", B16),
+    (3, "nvme_param", "fp32", F32), (3, "mixed", "fp32", F32), (3, None, "int8", B16),
 ]  # fmt: skip
 
 
 @contextmanager
 def slow_writes(seconds: float) -> Iterator[None]:
-    """Every tensor takes as long, so that training overtakes the save."""
-    plain = RankFile.add_tensor
+    """Every tensor takes as long to be copied, and again to be written, so that training overtakes the save."""
 
-    def add_tensor(self: RankFile, *args: Any) -> None:
-        time.sleep(seconds)
-        plain(self, *args)
+    def slow(plain: Any) -> Any:
+        def call(*args: Any) -> None:
+            if threading.current_thread() is not threading.main_thread():
+                time.sleep(seconds)
+            plain(*args)
 
-    RankFile.add_tensor = add_tensor  # type: ignore[method-assign]
-    try:
+        return call
+
+    with (
+        mock.patch.object(RankFile, "add_tensor", slow(RankFile.add_tensor)),
+        mock.patch.object(_Held, "copy", slow(_Held.copy)),
+    ):
         yield
-    finally:
-        RankFile.add_tensor = plain  # type: ignore[method-assign]
+
+
+class WritesAfterSaves(pl.Callback):
+    """Writes to parameters in all ways, to buffers and to states of the optimizer, when the next batch begins."""
+
+    def on_train_batch_start(self, trainer: pl.Trainer, pl_module: Any, batch: Any, batch_idx: int) -> None:
+        if batch_idx == 0:
+            return
+        with torch.no_grad():
+            pl_module.emb.weight.add_(0.01)
+            pl_module.head.bias.data.mul_(0.9)
+            pl_module.blocks[1].up.weight.detach().numpy()[0] += 0.5
+            pl_module.bn.running_mean.add_(1)
+        if batch_idx == 2:
+            trainer.optimizers[0].state.clear()
 
 
 def train(case: Case, world_size: int, folder: Path, *, every: int = 1) -> PrivateNet:
     """Save after every step, or after some."""
     module = PrivateNet(case)
     save = ModelCheckpoint(folder, filename="{step}", every_n_train_steps=every, save_top_k=-1)
-    trainer = trainer_of(case, world_size, callbacks=[save], enable_checkpointing=True)
+    callbacks = [save, WritesAfterSaves(), ShardedEMA(0.5)]
+    trainer = trainer_of(case, world_size, callbacks=callbacks, enable_checkpointing=True)
     trainer.fit(module, loader(case, world_size))
     return module
 
@@ -70,7 +94,8 @@ def train(case: Case, world_size: int, folder: Path, *, every: int = 1) -> Priva
 def values(folder: Path) -> dict[str, Any]:
     """Everything of a checkpoint but what depends on its path."""
     checkpoint = saved(folder)
-    return {k: checkpoint[k] for k in ("state_dict", "optimizer_states", "lr_schedulers", "loops", "global_step")}
+    keys = ("state_dict", "ema_state_dict", "optimizer_states", "lr_schedulers", "loops", "global_step")
+    return {k: checkpoint[k] for k in keys}
 
 
 def same(a: Any, b: Any) -> bool:
@@ -86,8 +111,8 @@ def every_place(rank: int, world_size: int, places: list[Any]) -> list[str]:
     quiet()
     root = Path(tempfile.gettempdir())
     problems: list[str] = []
-    for stage, tier, moments in places:
-        name = f"{stage}-{tier}-{moments}"
+    for stage, tier, moments, precision in places:
+        name = f"{stage}-{tier}-{moments}-{precision}"
         options = {
             "offload.nvme_path": str(root / "nvme"),
             "precision.moments": moments,
@@ -95,7 +120,8 @@ def every_place(rank: int, world_size: int, places: list[Any]) -> list[str]:
             **({} if tier is None else TIERS[tier]),
         }
         traits = ("private", "tied", "frozen", "buffers", "uneven")
-        case = Case(stage=stage, traits=traits, fused=None, steps=STEPS, options=tuple(options.items()))
+        given = tuple(options.items())
+        case = Case(stage=stage, traits=traits, fused=None, precision=precision, steps=STEPS, options=given)
         trusted = train(case, world_size, root / f"{name}-sync")
         behind = replace(case, options=(*case.options, ("checkpoint.background", True)))
         with slow_writes(0.002):
@@ -108,7 +134,9 @@ def every_place(rank: int, world_size: int, places: list[Any]) -> list[str]:
     return problems
 
 
-@pytest.mark.parametrize(("world_size", "places"), [(1, PLACES[2::3]), slow(1, PLACES), slow(2, PLACES)])
+@pytest.mark.parametrize(
+    ("world_size", "places"), [(1, PLACES[2::3]), (2, PLACES[8:9]), slow(1, PLACES), slow(2, PLACES)]
+)
 def test_training_that_overtakes_a_save_does_not_change_it(
     world_size: int, places: list[Any], tmp_path: Any, monkeypatch: Any
 ) -> None:
@@ -262,7 +290,7 @@ def test_copies_wait_for_nobody(rank: int, world_size: int, tmp_path: Path, monk
 LOST = """
 import os, signal, sys
 import torch
-from ls_strategy import ZeROStrategy
+from ls_strategy import ShardedEMA, ZeROStrategy
 from ls_strategy.checkpoint.files import RankFile
 from tests.dist.ranks import Net, fit
 

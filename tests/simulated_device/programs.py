@@ -6,6 +6,7 @@ import gc
 import tempfile
 import threading
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -18,6 +19,11 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from ls_strategy import device as dev
 from ls_strategy.activations.offload import ActivationOffload
+from ls_strategy.checkpoint.background import BackgroundSaver, Hold
+from ls_strategy.checkpoint.manifest import Manifest
+from ls_strategy.checkpoint.reshard import Contents, separate
+from ls_strategy.checkpoint.save import Save
+from ls_strategy.checkpoint.source import read_checkpoint
 from ls_strategy.config import ActivationOffloadConfig
 from ls_strategy.distributed import buffer_pool
 from ls_strategy.distributed.buffer_pool import BufferPool
@@ -33,6 +39,7 @@ from ls_strategy.zero.step.fused_optimizers import Kernel
 from tests.dist.ranks import quiet
 from tests.simulated_device.device import BACKEND, NAME, SimulatedAccelerator
 from tests.simulated_device.timeline import Timeline
+from tests.unit.fake_flats import fake_flats, source_of
 
 WIDTH = 16
 
@@ -352,8 +359,32 @@ def reordered(device: torch.device) -> list[Tensor]:
     return [sorted_rows.cpu(), back(sorted_rows).cpu()]
 
 
+def _write_meta(_first: object, meta: dict[str, Any], path: str) -> None:
+    torch.save(meta, path)
+
+
+def overtaken(device: torch.device) -> Tensor:
+    """Let an update change what a save in the background has only begun to hold; return what was saved."""
+    flat, opened, ahead, contents = fake_flats()[0], threading.Event(), Hold.copy_ahead, Contents()
+    flat.optimizer_tier, flat.master = "device", flat.master.to(device)
+    weights = {"a": contents.stand_in(source_of(flat, 0, guarded=True), torch.float32)}
+    entries, _ = separate({"state_dict": weights}, contents)
+    saver = BackgroundSaver(0, 1, device)
+    with tempfile.TemporaryDirectory(prefix="ls_strategy_") as folder:
+        job = Save(f"{folder}/x", entries, {}, Manifest(1, 0, {}, {}), partial(_write_meta, None, {}))
+        with mock.patch.object(Hold, "copy_ahead", lambda *args: (opened.wait(30), ahead(*args))):
+            saver.submit(job, lambda *_: None)
+            flat.hold.release()
+            flat.master.zero_()
+            opened.set()
+            saver.wait()
+        saver.close()
+        return read_checkpoint(f"{folder}/x")["state_dict"]["a"].range(0, flat.owned[1]).clone()
+
+
 PARTS: dict[str, tuple[Any, ...]] = {
     "dropped": (dropped,),
+    "overtaken": (overtaken,),
     "crowded": (crowded,),
     "given up": (given_up, False),
     "given up, sent again": (given_up, True),

@@ -90,6 +90,10 @@ def test_a_target_is_freed_when_its_copy_is_over(parts: Outcome) -> None:
     assert not parts.result["dropped"].any()
 
 
+def test_a_save_that_an_update_overtakes_has_the_values_of_its_call(parts: Outcome) -> None:
+    assert parts.result["overtaken"].tolist() == list(range(1, 13))
+
+
 def test_memory_for_results_is_used_again_when_they_have_arrived(parts: Outcome) -> None:
     assert parts.result["crowded"] == (1, [0.0, 1.0, 2.0])
 

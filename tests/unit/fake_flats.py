@@ -25,11 +25,17 @@ class FakeFlat:
     optimizer_tier: str = "cpu"
     hold: Any = None
     counted: bool = True
+    name: str = "a"
 
     @property
     def states_in_memory(self) -> bool:
         """Whether the states are tensors."""
         return self.optimizer_tier != "nvme"
+
+    @property
+    def steps_in_background(self) -> bool:
+        """Whether they are not on the device."""
+        return self.optimizer_tier != "device"
 
     @property
     def stepped(self) -> tuple[int, int]:
@@ -53,6 +59,6 @@ def fake_flats(tier: str = "cpu") -> list[FakeFlat]:
     return [FakeFlat(layout, owned, buffer[slice(*owned)].clone(), tier) for owned in ranges]
 
 
-def source_of(flat: FakeFlat, slot: int, *, at_rest: bool = False) -> Source:
+def source_of(flat: FakeFlat, slot: int, *, guarded: bool = False) -> Source:
     """A master weight."""
-    return Source(flat, slot, lambda start, stop: flat.master[start:stop], at_rest=at_rest)  # type: ignore[arg-type]
+    return Source(flat, slot, lambda start, stop: flat.master[start:stop], guarded=guarded)  # type: ignore[arg-type]

@@ -300,6 +300,7 @@ class StoredWeights:
                 for n in report.changed:
                     value = self.own[n].tensor()
                     if value is not None:
+                        self.engine.flats[self.own[n].buffer].before_change()
                         value.detach().copy_(self.own[n].copy)
         if damaged and self.engine.policy.parameters:
             self.engine.gatherer.release_all(stepped=True)  # they were gathered from what was wrong

@@ -76,8 +76,7 @@ class Collection:
         return self.engine.optimizers[index].sharded.states.named_state(self._state)
 
     def _state(self, flat: FlatBuffer, slot: int, read: Callable[[int, int], Tensor], dtype: torch.dtype) -> Tensor:
-        at_rest = flat.optimizer_tier != "device"
-        return self.contents.stand_in(Source(flat, slot, read, at_rest=at_rest), dtype)
+        return self.contents.stand_in(Source(flat, slot, read, guarded=True), dtype)
 
 
 class FileCollection(Collection):

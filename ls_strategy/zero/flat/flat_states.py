@@ -56,6 +56,9 @@ class FlatStates:
     hold: PendingSave | None = None
     """A save in flight that still has to read the states."""
 
+    master_is_shown = False
+    """Whether user code has views of the masters: the optimizer's groups hold them."""
+
     offloaded: frozenset[str] = frozenset()
     """The kinds of states that are offloaded for a while (`ls_strategy.zero.state_offload`)."""
 
@@ -322,6 +325,13 @@ class FlatStates:
         if self.policy.parameters:
             return False
         return self.master.untyped_storage().data_ptr() == self.full.untyped_storage().data_ptr() != 0
+
+    @property
+    def master_is_private(self) -> bool:
+        """Return whether user code has no view of the masters, so that `before_change` precedes all changes of them."""
+        if not self.states_in_memory:
+            return True
+        return not self.master_is_shown and (self.steps_in_background or not self.master_is_slice)
 
     def wait_updated(self) -> None:
         """Wait for the update in flight, if any, that reads or writes this buffer's states."""

@@ -232,6 +232,7 @@ class ElementwiseStates:
     def forget(self, kept: Collection[str]) -> None:
         """Free the states that are not of a fused update, except those with a name in ``kept``."""
         for name in [n for n in self._in_memory if n not in kept and n not in self.moments]:
+            self.flat.before_change()
             del self._in_memory[name]
 
     def nbytes(self) -> int:

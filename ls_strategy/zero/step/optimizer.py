@@ -92,6 +92,7 @@ class ShardedOptimizer:
                     self.states.absorb(number, early_state[param])
                 if self.shows_pieces:
                     group["params"][j] = self.pieces[number]
+                    self.flats[self.states.locate(number)[0]].master_is_shown = True
         self.states.begun = bool(early_state)
         optimizer.state = ShardedState(type(optimizer).__name__, self)
         self._members: list[list[Tensor]] = [list(group["params"]) for group in optimizer.param_groups]

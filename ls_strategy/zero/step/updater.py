@@ -102,5 +102,6 @@ UPDATERS: list[Callable[[Optimizer, OptimizerStates], Updater]] = []
 """Make the updaters of other packages for an optimizer. They are asked first, in this order.
 
 When such an updater begins, ``run.flat.averages.tensor()`` has the gradients, clipped and without a loss scale. It
-changes the master weights, ``run.flat.master``, in place. A parameter whose masters are not in memory is refused to it.
+calls ``run.flat.before_change()``, for saves in flight, and changes the master weights, ``run.flat.master``, and states
+in place. A parameter whose masters are not in memory is refused to it.
 """
