@@ -171,7 +171,7 @@ def _one_cast(converted: Any) -> torch.dtype | None:
 
 
 def multiply_in_fp8(
-    module: nn.Module, options: PrecisionConfig, policy: PrecisionPolicy, device: torch.device
+    module: nn.Module, options: PrecisionConfig, policy: PrecisionPolicy, device: torch.device, *, log: bool = True
 ) -> list[Float8Layer]:
     """Let linear layers of ``module`` multiply in fp8, but none that stays in fp32. Not collective.
 
@@ -180,6 +180,7 @@ def multiply_in_fp8(
         options: ``options.float8`` says whether, and how.
         policy: of ``Trainer(precision=...)``.
         device: of the products.
+        log: say how many layers do.
 
     Raises:
         PlanError: torchao is not installed, cannot multiply so here, or no layer can multiply in fp8.
@@ -212,11 +213,12 @@ def multiply_in_fp8(
             f"multiples of {_MULTIPLE}. Change the sizes, or leave matmul out."
         )
     left = [name for name in found if name not in layers]
-    rank_zero_info(
-        f"ZeROStrategy: {len(layers)} linear layers multiply in fp8 ({recipe}"
-        + (f"; emulated on {device.type}, more slowly than without" if emulated else "")
-        + (f"); {len(left)} do not, such as {left[0]}" if left else ")")
-    )
+    if log:
+        rank_zero_info(
+            f"ZeROStrategy: {len(layers)} linear layers multiply in fp8 ({recipe}"
+            + (f"; emulated on {device.type}, more slowly than without" if emulated else "")
+            + (f"); {len(left)} do not, such as {left[0]}" if left else ")")
+        )
     return [Float8Layer(layer, converted) for layer in layers.values()]
 
 

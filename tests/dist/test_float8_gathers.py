@@ -11,13 +11,23 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from ls_strategy.config import ActivationOffloadConfig, nested
+from ls_strategy.config import ActivationOffloadConfig, ZeROConfig, nested
 from ls_strategy.errors import StateError
+from ls_strategy.extras.planner.candidates import Candidate
+from ls_strategy.extras.planner.choice import Question
+from ls_strategy.extras.planner.forecast import Run
+from ls_strategy.extras.planner.hardware import Hardware
+from ls_strategy.extras.planner.step import first_batch
 from ls_strategy.lightning.float8 import multiply_in_fp8
 from ls_strategy.lightning.strategy import ZeROStrategy
 from ls_strategy.precision import resolve_precision
+from ls_strategy.testing import spawn
 from ls_strategy.zero.flat.float8 import Float8Flat, _largest, scaled, scales_for
-from tests.dist.ranks import Net, assert_close, assert_equal, fit, on_ranks, weights
+from tests.dist.ranks import Net, assert_close, assert_equal, fit, global_batches, on_ranks, weights
+from tests.dist.test_planner import Begin
+from tests.live_bytes import LiveBytes
+from tests.marks import few_or_all
+from tests.models import quiet
 
 pytest.importorskip("torchao.float8")  # before the next module, which asks so too
 
@@ -26,6 +36,7 @@ from tests.dist.test_float8 import Plain as Converted
 
 pytestmark = pytest.mark.own_ranks  # torchao is imported, and replaces functions of torch
 
+WIDE = 64
 OFFLOAD = {"offload.optimizer": "cpu", "offload.parameters": "cpu"}
 NVME = {"offload.optimizer": "nvme", "offload.parameters": "nvme", "offload.nvme_allow_ram": True}
 
@@ -80,6 +91,62 @@ def compare(kind: type[Net], options: dict[str, Any] | None = None, **trainer: A
 @on_ranks(2, timeout_s=120)
 def test_bits_are_those_of_gathers_in_full_and_bytes_are_one_per_element(rank: int, world_size: int) -> None:
     bits_and_bytes(world_size, "bf16-true")
+
+
+class Large(Net):
+    """Gathers as many bytes as it has activations."""
+
+    def build(self) -> None:
+        self.blocks = nn.ModuleList([Wide() for _ in range(4)])
+        self.first, self.last = nn.Linear(8, WIDE), nn.Linear(WIDE, 8)
+
+
+class Wide(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(WIDE)
+        self.up, self.down = nn.Linear(WIDE, 2 * WIDE), nn.Linear(2 * WIDE, WIDE)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.down(torch.tanh(self.up(self.norm(x))))
+
+
+PLANNED = [(3, "bf16-true"), (3, "bf16-mixed"), (2, "bf16-true"), (3, "32-true")]
+
+
+def measure(rank: int, world_size: int, indices: tuple[int, ...]) -> list[tuple[int, int]]:
+    """Peak bytes of tensors, and bytes sent in the last step."""
+    quiet()
+    result = []
+    for stage, precision in (PLANNED[index] for index in indices):
+        data = global_batches(rank, world_size, 2)
+        with LiveBytes(ignore=list(data.dataset.tensors)) as live:  # type: ignore[attr-defined]
+            begin = Begin(live)
+            options: dict[str, Any] = {"precision": precision, "callbacks": [begin], "max_epochs": 1}
+            given = nested({"stage": stage, "sharding.min_unit_numel": 0, "precision.matmul": "fp8"})
+            fit(ZeROStrategy(**given), Large(), data, use_distributed_sampler=False, **options)
+        result.append((live.peak, begin.sent[-1] - begin.sent[-2]))
+    return result
+
+
+@pytest.mark.parametrize("indices", few_or_all((0, 1), tuple(range(len(PLANNED)))))
+def test_the_planner_knows_the_bytes(indices: tuple[int, ...]) -> None:
+    ranks = spawn(measure, 2, indices, init_process_group=False, timeout_s=120)
+    for number, index in enumerate(indices):
+        stage, name = PLANNED[index]
+        module = Large()
+        config = ZeROConfig.of(stage, sharding={"min_unit_numel": 0}, precision={"matmul": "fp8"})  # type: ignore[arg-type]
+        asked = Question(
+            module, [module.configure_optimizers()], resolve_precision(name), first_batch(global_batches(0, 2, 2)),
+            Run(config=config, clips=True),
+        )  # fmt: skip
+        with asked.forecaster() as forecaster:
+            forecast = forecaster.forecast(Candidate(stage), Hardware(ranks=2, device="cpu"))  # type: ignore[arg-type]
+        assert {type(m) for m in module.modules()} == {type(m) for m in Large().modules()}, "converted only meanwhile"
+        for rank in ranks:
+            peak, sent = rank[number]
+            assert forecast.traffic.sent == sent
+            assert forecast.peak.device == pytest.approx(peak, rel=0.01)
 
 
 @pytest.mark.wide

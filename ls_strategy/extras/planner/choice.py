@@ -59,8 +59,8 @@ class Question:
     @contextmanager
     def forecaster(self) -> Generator[Forecaster, None, None]:
         """Yield a `Forecaster`, with the module's tensors replaced by fake tensors until the exit. Not collective."""
-        in_fp32 = self.run.config.precision.fp32_modules
-        with simulated(self.module, self.precision, in_fp32, torch.device("cpu")) as fakes:
+        options = self.run.config.precision
+        with simulated(self.module, self.precision, options.fp32_modules, torch.device("cpu"), options) as fakes:
             optimizers = [fakes.optimizer(o) for o in self.optimizers]
             yield Forecaster(
                 self.module,

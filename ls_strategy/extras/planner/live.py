@@ -7,7 +7,7 @@ on what ran before.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -23,6 +23,11 @@ def storage_of(tensor: Tensor) -> torch.UntypedStorage:
     """Return a tensor's storage without gathering a parameter."""
     with without_torch_function():
         return tensor.untyped_storage()
+
+
+def is_wrapped(types: Iterable[type]) -> bool:
+    """Return whether tensors of these classes have no memory but that of others, whose operations follow."""
+    return any(hasattr(each, "__tensor_flatten__") for each in types)
 
 
 class StorageWatch(TorchDispatchMode):
@@ -69,6 +74,8 @@ class StorageWatch(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run the operation, and count its outputs."""
+        if is_wrapped(types):
+            return NotImplemented
         output = func(*args, **(kwargs or {}))
         self.note_all(output)
         return output
@@ -76,5 +83,5 @@ class StorageWatch(TorchDispatchMode):
     def note_all(self, value: Any) -> None:
         """Count every tensor in nested containers."""
         for leaf in tree_iter(value):
-            if isinstance(leaf, Tensor) and leaf.layout == torch.strided:
+            if isinstance(leaf, Tensor) and leaf.layout == torch.strided and not is_wrapped((type(leaf),)):
                 self.note(leaf)

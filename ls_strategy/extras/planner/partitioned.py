@@ -372,8 +372,8 @@ def partitioned(
             assert stack is not None
             exit.enter_context(shortened(module, stack, short))
         optimizers = _optimizers_of(module, question.optimizers)
-        classes = question.run.config.precision.fp32_modules
-        fakes = exit.enter_context(simulated(module, question.precision, classes, _CPU))
+        options = question.run.config.precision
+        fakes = exit.enter_context(simulated(module, question.precision, options.fp32_modules, _CPU, options))
         axes = exit.enter_context(sharded(module, parallel, fakes.mode, native=native))
         yield PartitionedModel(
             question, parallel, stack, fakes, axes, optimizers=optimizers, native=native, short=short,

@@ -14,7 +14,9 @@ from torch.optim import Optimizer
 
 from ls_strategy._torch import copy_of_optimizer, fake_tensors, tree_map
 from ls_strategy.blocks import counters_of
+from ls_strategy.config import PrecisionConfig
 from ls_strategy.extras.planner.experts import balance_experts
+from ls_strategy.lightning.float8 import multiply_in_fp8
 from ls_strategy.precision import PrecisionPolicy
 from ls_strategy.zero.setup.kept import KeptInFp32, kept_in_fp32
 
@@ -39,8 +41,9 @@ class Simulated:
 
 @contextmanager
 def simulated(
-    model: nn.Module, precision: PrecisionPolicy, fp32_names: tuple[str, ...], device: torch.device
-) -> Generator[Simulated, None, None]:
+    model: nn.Module, precision: PrecisionPolicy, fp32_names: tuple[str, ...], device: torch.device,
+    options: PrecisionConfig | None = None,
+) -> Generator[Simulated, None, None]:  # fmt: skip
     """Replace the model's parameters and buffers by fake tensors with the dtypes of training, until the exit.
 
     Tied tensors stay tied. Afterwards the model is restored, including its buffers, and module attributes that are
@@ -52,9 +55,13 @@ def simulated(
         precision: dtypes of training.
         fp32_names: classes and names that stay in fp32 in the 16-bit modes.
         device: the device that the fake tensors report.
+        options: which layers multiply in fp8, as they do while a Trainer runs.
 
     Yields:
         The mode in which new tensors are fake, and the fake tensors.
+
+    Raises:
+        PlanError: they cannot.
     """
     mode = fake_tensors()
     kept = kept_in_fp32(model, fp32_names, precision.compute) if precision.rounds else KeptInFp32()
@@ -76,7 +83,8 @@ def simulated(
                     swapped.append((module, name, tensor))
                     setattr(module, name, made[id(tensor)])
         balance_experts(model)
-        yield Simulated(mode, made)
+        with _in_float8(model, options, precision, device):
+            yield Simulated(mode, made)
     finally:
         for module, name, tensor in swapped:
             setattr(module, name, tensor)
@@ -87,6 +95,20 @@ def simulated(
         for container, content in contents:  # for example lists of outputs
             container.clear()
             (container.extend if isinstance(container, list) else container.update)(content)
+
+
+@contextmanager
+def _in_float8(
+    model: nn.Module, options: PrecisionConfig | None, precision: PrecisionPolicy, device: torch.device
+) -> Generator[None, None, None]:
+    """Let layers multiply in fp8 as a Trainer's do, until the exit; those of a Trainer that has failed do already."""
+    done = options is None or any(hasattr(module, "reads_weight_in") for module in model.modules())
+    layers = [] if options is None or done else multiply_in_fp8(model, options, precision, device, log=False)
+    try:
+        yield
+    finally:
+        for layer in layers:
+            layer.remove()
 
 
 def _is_container(value: Any) -> bool:

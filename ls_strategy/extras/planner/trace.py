@@ -24,7 +24,7 @@ from ls_strategy._torch import tree_iter
 from ls_strategy.activations.recompute import apply_recompute
 from ls_strategy.config import RecomputeConfig
 from ls_strategy.errors import PlanError
-from ls_strategy.extras.planner.live import StorageWatch
+from ls_strategy.extras.planner.live import StorageWatch, is_wrapped
 from ls_strategy.extras.planner.simulated import simulated_batch
 from ls_strategy.extras.planner.work import Work
 from ls_strategy.precision import PrecisionPolicy
@@ -175,7 +175,9 @@ class _Watch(StorageWatch):
         self.assumed: dict[str, None] = {}
         """Lines that branched by a value, in order."""
         cast = casts_of(model, torch.bfloat16)
-        self._cast_ids = {id(p.untyped_storage()) for p in model.parameters() if id(p) in cast}
+        self._read_in = {id(p.untyped_storage()): cast[id(p)] for p in model.parameters() if id(p) in cast}
+        """In which dtype modules read a parameter, by its storage."""
+        self._in_float8 = {key for key, dtype in self._read_in.items() if dtype.itemsize == 1}
         self.casts: set[int] = set()
         """See `Trace.casts`."""
 
@@ -186,6 +188,8 @@ class _Watch(StorageWatch):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Return 0 for a value that the step reads; run other operations."""
+        if is_wrapped(types):
+            return NotImplemented
         if func is torch.ops.prim.device.default and type(args[0]) is not Tensor:
             return args[0].device  # half of all calls: what torch asks of every fake tensor
         if func is torch.ops.aten._local_scalar_dense.default and type(args[0]) is not Tensor:
@@ -195,15 +199,29 @@ class _Watch(StorageWatch):
         if func in _SELECTIONS and any(type(t) is not Tensor for t in tree_iter(args) if isinstance(t, Tensor)):
             func, args, kwargs = _selecting_all(func, args)
         output = super().__torch_dispatch__(func, types, args, kwargs)
-        if func is _aten._to_copy.default and id(args[0].untyped_storage()) in self._cast_ids:
-            number = self.number_of(output)
-            self.casts.update(() if number is None else (number,))
+        if self._casts(func, args):
+            found = (self.number_of(t) for t in tree_iter(output) if isinstance(t, Tensor))
+            self.casts.update(number for number in found if number is not None)
         self.flops += _flops(func, args, kwargs or {}, output)
         self.operations += func is not _aten.detach.default  # `_saving` detaches what autograd saves
         if not getattr(func, "is_view", False):  # operations of higher order have no such attribute
             tensors = (t for t in tree_iter((args, output)) if isinstance(t, Tensor) and t.layout == torch.strided)
             self.touched += sum(t.nbytes for t in tensors)
         return output
+
+    def _casts(self, func: Any, args: Any) -> bool:
+        """Return whether an operation is part of the cast of a parameter to what its module reads.
+
+        Autocast's is one. For one to fp8, a scale is computed before: all that reads nothing else is part of it, until
+        it is in fp8.
+        """
+        if func is _aten._to_copy.default and id(args[0].untyped_storage()) in self._read_in:
+            return True
+        tensors = [t for t in tree_iter(args) if isinstance(t, Tensor)] if self._in_float8 else []
+        return bool(tensors) and all(
+            t.dtype.itemsize > 1 and (id(t.untyped_storage()) in self._in_float8 or self.number_of(t) in self.casts)
+            for t in tensors
+        )
 
     @property
     def work(self) -> Work:

@@ -178,11 +178,7 @@ class Draft:
     def resolve(self, mesh: Mesh, held: dict[int, FlatBuffer], weights: Sequence[Fraction] = (), rank: int = 0) -> Plan:
         """Lay out the buffers. ``held`` is as in `setup.shard`, ``weights`` and ``rank`` as in `resolve_plan`."""
         adapters = adapter_params(self.model)
-        options = self.config.precision
-        # A plan of a model that is still to be converted to fp8 does not know which of its layers autocast casts.
-        known = options.matmul is None or any(hasattr(m, "reads_weight_in") for m in self.model.modules())
-        sixteen = self.precision.autocast if known else None
-        casts = casts_of(self.model, sixteen) if options.gather == "compute" else {}
+        casts = casts_of(self.model, self.precision.autocast) if self.config.precision.gather == "compute" else {}
 
         def facts(name: str, p: nn.Parameter) -> ParamFacts:
             dtype = held[id(p)].master_dtype if id(p) in held else p.dtype
