@@ -30,6 +30,27 @@ def test_offloaded_gradients_cross_the_bus_in_every_micro_batch() -> None:
     assert three - one == 2 * averages > 0
 
 
+def test_passes_wait_for_what_is_gathered_and_for_what_is_updated_meanwhile() -> None:
+    """Not for gradients that are averaged in backward, nor for new parameters that are sent at once."""
+    work = {f.candidate.name: f.work for f in question().forecasts(exact(None, device="cpu"))}
+    units = work["zero2"].messages // 2
+    again = work["zero3"].messages - 2 * units
+    assert again > 0
+    waits = {name: work[name].waits for name in ("zero0", "zero1", "zero2", "zero2_offload", "zero3", "zero3_offload")}
+    assert waits == {
+        "zero0": 0, "zero1": 0, "zero2": 0, "zero2_offload": 2 * units,
+        "zero3": units + again, "zero3_offload": 2 * units + again,
+    }  # fmt: skip
+
+
+def test_a_policy_decides_about_every_operation_of_a_block_twice() -> None:
+    """Also about those whose results are kept, which do not run again."""
+    work = {f.candidate.name: f.work for f in question().forecasts(exact(None, device="cpu"))}
+    full, selective = work["zero2, full recompute"], work["zero2, selective recompute"]
+    assert selective.policed == 2 * (full.backward.operations - work["zero2"].backward.operations)
+    assert selective.backward.operations < full.backward.operations
+
+
 def test_activations_that_stay_in_memory_take_no_time() -> None:
     """On a host, they are copied from a number of bytes in flight on, and by the thread that trains."""
     work = {f.candidate.name: f.work for f in question().forecasts(exact(None, device="cpu"))}

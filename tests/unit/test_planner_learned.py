@@ -37,7 +37,7 @@ from tests.unit.test_planner_speeds import forecast
 
 HERE = Speeds(
     flops=1e9, link=1e6, message=0.001, update=1e8, host_update=1e7, bus=math.inf, overlaps=False, touch=1e9,
-    operation=1e-5, block=1e-4, context=1e-4, policy=1e-5, handover=1e-4,
+    operation=1e-5, block=1e-4, context=1e-4, policy=1e-5, handover=1e-4, wait=1e-3,
 )  # fmt: skip
 """As they are measured by themselves."""
 

@@ -235,8 +235,9 @@ class Forecaster:
         """Return what a step does, which `speeds.Speeds` turns into seconds."""
         count, trace, recompute = self._run.micro_batches, self.trace(candidate.recompute), candidate.recompute
         plan = self.plan(candidate.config(self._run.config), hardware.ranks, hardware.on_a_node)
-        selective = recompute is not None and recompute.policy == "selective"
-        again = trace.backward.operations - self.trace().backward.operations if selective else 0
+        selective = recompute if recompute is not None and recompute.policy == "selective" else None
+        full = self.trace(None if selective is None else replace(selective, policy="full"))
+        in_blocks = full.backward.operations - self.trace().backward.operations
         flats = [f for unit in plan.units for f in unit.flats if f.trainable] if candidate.optimizer is not None else []
         masters = sum(f.layout.shard * (4 + f.dtype.itemsize) for f in flats)
         return StepWork(
@@ -244,17 +245,30 @@ class Forecaster:
             trace.backward.times(count),
             blocks=trace.recomputed * count,
             contexts=trace.recomputed * count if selective else 0,
-            policed=2 * again * count,
+            policed=2 * in_blocks * count,
             copied=masters + 2 * moved.activations if hardware.device == "cpu" else 0,  # there is no bus
             handovers=len(flats),
             sent=moved.sent,
             messages=plan.count_sent(count, gathered=_one, regathered=_one, reduced=_one),
+            waits=self._waits(candidate, plan),
             bus=moved.bus,
             stepped=plan.bytes_per_update(self._optimizer_bytes),
             step_flops=self._matrix_flops // (hardware.ranks if plan.policy.optimizer else 1),
             steps_on_host=candidate.optimizer is not None,
             gathers=plan.policy.parameters,
         )
+
+    def _waits(self, candidate: Candidate, plan: Plan) -> int:
+        """Return how many gathers and reductions a step waits for while it computes: see `Gatherer` and `Reducer`.
+
+        Stage 3 waits for each gather. Updates of offloaded states begin when a reduction is over, and what they have
+        changed is sent when the next forward needs it.
+        """
+        count, offloads = self._run.micro_batches, candidate.optimizer is not None
+        early = self.setting(candidate.config(self._run.config), candidate, "cpu").early_step
+        gathers = plan.count_sent(count, gathered=_one, regathered=_one, reduced=_none)
+        reductions = plan.count_sent(1, gathered=_none, regathered=_none, reduced=_one)
+        return (gathers if offloads or plan.policy.parameters else 0) + (reductions if early else 0)
 
     def all(self, hardware: Hardware, progress: Callable[[str, int, int], None] | None = None) -> list[Forecast]:
         """Return the forecast of every candidate, the lightest first.
@@ -281,8 +295,12 @@ class Forecaster:
         return list(ways)
 
 
-def _one(flat: FlatPlan) -> int:
+def _one(_flat: FlatPlan) -> int:
     return 1
+
+
+def _none(_flat: FlatPlan) -> int:
+    return 0
 
 
 def _seconds(moved: StepTraffic, flops: int, hardware: Hardware) -> tuple[float, float] | None:

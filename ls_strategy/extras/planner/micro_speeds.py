@@ -1,13 +1,14 @@
 """Measure the speeds of the ranks while all of them work, when a fit begins.
 
-What is timed repeats a piece of work until it takes longer than a turn of a process on a core, where ranks share cores.
+What is timed repeats a piece of work until it takes longer than some turns of a process on a core. Where ranks share
+cores, shorter work would not show it: a rank starts its clock when its turn begins.
 """
 
 from __future__ import annotations
 
-import statistics
+import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Literal
 
@@ -32,14 +33,17 @@ _SHARD = {True: 4 << 20, False: 1 << 18}
 _STEPPED = {True: 16 << 20, False: 1 << 21}
 """Elements of the update that is timed: more than caches hold."""
 
-_TRIES = 5
-"""Times that each is measured; the median counts."""
+_TRIES = 4
+"""Times that each is measured; the shortest counts."""
 
-_REPEATS = 8
-"""Times that a piece of work is repeated within a measurement."""
+_TURNS_S = 0.02
+"""Seconds that a measurement takes at least: the host's scheduler gives a process a few milliseconds at a time."""
 
 _IN_FLIGHT = 8
-"""Messages that are in flight at once, as prefetches and reductions are."""
+"""Messages that are in flight at once, as reductions are."""
+
+_LARGE_IN_FLIGHT = 2
+"""The same of large ones."""
 
 _ADAMW_BYTES = 28
 """Per element that AdamW updates: weight and two moments are read and written, the gradient is read; fp32."""
@@ -63,12 +67,10 @@ def measure(world: Comm, device: torch.device, dtype: torch.dtype) -> Speeds:
         dtype: of the forward's products.
     """
     own = dev.is_accelerator(device)
-    message, link = _links(world, device, _SHARD[own])
     update = _updates(world, device, _STEPPED[own])
     return Speeds(
         flops=_flops(world, device, dtype, _SIDE[own]),
-        link=link,
-        message=message,
+        **_links(world, device, _SHARD[own]),
         update=update,
         host_update=_updates(world, torch.device("cpu"), _STEPPED[False]) if own else update,
         bus=_bus(world, device, _SHARD[own]) if own else float("inf"),
@@ -79,51 +81,61 @@ def measure(world: Comm, device: torch.device, dtype: torch.dtype) -> Speeds:
     )
 
 
-def _seconds(world: Comm, device: torch.device, work: Callable[[], object], repeats: int = _REPEATS) -> float:
-    """Return the time of some work that all ranks begin together, until the last one is done. Collective.
+def _seconds(world: Comm, device: torch.device, *works: Callable[[], object]) -> list[float]:
+    """Return the time of each work that all ranks begin together, until the last one is done. Collective.
 
-    It is the median over attempts. Where ranks share a core, another one is last in every attempt, and each of them is
-    quick in most.
+    What disturbs an attempt only makes it longer, so the shortest counts. Where ranks share a core, another one is last
+    in every attempt, and each of them is quick in most. Works take turns, as their differences count.
     """
-    times: list[float] = []
-    for attempt in range(_TRIES + 1):
+
+    def once(work: Callable[[], object], repeats: int) -> float:
         dev.synchronize(device)
         world.agree(torch.zeros(1, dtype=torch.uint8))
         started = time.perf_counter()
         for _ in range(repeats):
             work()
         dev.synchronize(device)
-        if attempt:  # the first one builds kernels and connections
-            times.append((time.perf_counter() - started) / repeats)
-    return statistics.median(max(each) for each in zip(*world.exchange_objects(times), strict=True))
+        return (time.perf_counter() - started) / repeats
+
+    def slowest(times: Sequence[float]) -> list[float]:
+        return [max(each) for each in zip(*world.exchange_objects(times), strict=True)]
+
+    for work in works:
+        once(work, 1)  # builds kernels and connections
+    repeats = [math.ceil(_TURNS_S / seconds) for seconds in slowest([once(work, 1) for work in works])]
+    tries = [slowest([once(work, n) for work, n in zip(works, repeats, strict=True)]) for _ in range(_TRIES)]
+    return [min(each) for each in zip(*tries, strict=True)]
 
 
 def _flops(world: Comm, device: torch.device, dtype: torch.dtype, side: int) -> float:
     matrix = torch.ones(side, side, dtype=dtype, device=device)
-    return 2 * side**3 / _seconds(world, device, lambda: matrix @ matrix)
+    return 2 * side**3 / _seconds(world, device, lambda: matrix @ matrix)[0]
 
 
 def _touch(world: Comm, device: torch.device, numel: int) -> float:
     one, other, result = (torch.ones(numel, device=device) for _ in range(3))
-    return 12 * numel / _seconds(world, device, lambda: torch.add(one, other, out=result))
+    return 12 * numel / _seconds(world, device, lambda: torch.add(one, other, out=result))[0]
 
 
-def _links(world: Comm, device: torch.device, shard: int) -> tuple[float, float]:
-    """Return the seconds of an empty message, and bytes per second of large ones."""
+def _links(world: Comm, device: torch.device, shard: int) -> dict[str, float]:
+    """Return the seconds of an empty message, and of waiting for it, and bytes per second of large ones."""
     if world.world_size == 1:
-        return 0.0, float("inf")
+        return {"message": 0.0, "wait": 0.0, "link": float("inf")}
 
-    def gather(numel: int, count: int) -> float:
+    def gathers(numel: int, count: int) -> Callable[[], None]:
         fulls = [torch.ones(numel * world.world_size, device=device) for _ in range(count)]
 
         def work() -> None:
             for pending in [world.all_gather(full, "speeds") for full in fulls]:
                 pending.wait()
 
-        return _seconds(world, device, work, max(_REPEATS // count, 2)) / count
+        return work
 
-    least, most = gather(1, _IN_FLIGHT), gather(shard, 1)
-    return least, 4 * shard * (world.world_size - 1) / max(most - least, 1e-9)
+    counts = _IN_FLIGHT, 1, _LARGE_IN_FLIGHT
+    works = (gathers(numel, count) for numel, count in zip((1, 1, shard), counts, strict=True))
+    together, alone, large = (s / n for s, n in zip(_seconds(world, device, *works), counts, strict=True))
+    link = 4 * shard * (world.world_size - 1) / max(large - together, 1e-9)
+    return {"message": together, "wait": max(alone - together, 0.0), "link": link}
 
 
 def _updates(world: Comm, device: torch.device, numel: int) -> float:
@@ -133,7 +145,7 @@ def _updates(world: Comm, device: torch.device, numel: int) -> float:
     def update() -> None:
         adamw_(param, *moments, grad, lr=0.0, beta1=0.9, beta2=0.99, eps=1e-8, weight_decay=0.0, step=1, decoupled=True)
 
-    return _ADAMW_BYTES * numel / _seconds(world, device, update)
+    return _ADAMW_BYTES * numel / _seconds(world, device, update)[0]
 
 
 def _bus(world: Comm, device: torch.device, numel: int) -> float:
@@ -144,7 +156,7 @@ def _bus(world: Comm, device: torch.device, numel: int) -> float:
         here.copy_(away, non_blocking=True)
         away.copy_(here, non_blocking=True)
 
-    return 8 * numel / _seconds(world, device, both_ways)
+    return 8 * numel / _seconds(world, device, both_ways)[0]
 
 
 class _Block(nn.Module):
@@ -165,16 +177,17 @@ class _Block(nn.Module):
 def _calls(world: Comm, device: torch.device) -> dict[str, float]:
     """Return the seconds to call an operation, to have a block run again, and to decide what of it does."""
 
-    def step_s(policy: Literal["full", "selective"] | None, calls: int) -> float:
+    def step(policy: Literal["full", "selective"] | None, calls: int) -> Callable[[], None]:
         model = nn.Sequential(*(_Block(calls) for _ in range(_BLOCKS))).to(device)
         if policy is not None:
             apply_recompute(model, RecomputeConfig(policy=policy, block_classes=("_Block",)))
         x = torch.ones(4, device=device, requires_grad=True)
-        return _seconds(world, device, lambda: model(x).sum().backward(), 2) / _BLOCKS
+        return lambda: model(x).sum().backward()
 
-    plain, full, selective = step_s(None, _CALLS), step_s("full", _CALLS), step_s("selective", _CALLS)
+    steps = step(None, _CALLS), step("full", _CALLS), step("selective", _CALLS), step("selective", 1), step("full", 1)
+    plain, full, selective, of_one, full_of_one = (each / _BLOCKS for each in _seconds(world, device, *steps))
     operation = plain / (4 * _CALLS)  # backward has two products and a sum for each of forward's
-    of_one = step_s("selective", 1) - step_s("full", 1)
+    of_one -= full_of_one
     policy = max((selective - full - of_one) / (2 * (_CALLS - 1)), 0.0)  # in forward, and when it runs again
     return {
         "operation": operation,
@@ -222,7 +235,7 @@ def _handovers(world: Comm) -> float:
 
     host = torch.device("cpu")
     try:
-        with_updates, without = (_seconds(world, host, partial(train, count)) for count in (1, 0))
+        with_updates, without = _seconds(world, host, *(partial(train, count) for count in (1, 0)))
     finally:
         stream.close()
     return max(with_updates - without, 0.0) / _BLOCKS

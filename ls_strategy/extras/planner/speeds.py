@@ -55,6 +55,9 @@ class Speeds:
     message: float
     """Seconds of a collective that sends next to nothing, one of several in flight."""
 
+    wait: float = 0.0
+    """Seconds that a collective takes longer if a pass waits for it before it goes on."""
+
     update: float
     """Bytes per second that an update on the device reads and writes."""
 
@@ -95,6 +98,7 @@ class Speeds:
         backward.
         """
         traffic = work.sent / self.link + work.messages * self.message
+        waits = work.waits * self.wait / 2
         forward, backward, step = (1 / 3, 2 / 3, 0.0) if work.gathers else (0.0, 1 / 2, 1 / 2)
         again = (work.policed * self.policy + work.contexts * self.context + work.blocks * self.block) / 2
         bus = work.bus / self.bus
@@ -102,9 +106,9 @@ class Speeds:
         update += work.step_flops / self.flops
         away = work.copied / self.touch + work.handovers * self.handover
         return {
-            "forward": Phase(self._device(work.forward), self._host(work.forward) + again, traffic * forward),
+            "forward": Phase(self._device(work.forward), self._host(work.forward) + again, traffic * forward + waits),
             "backward": Phase(
-                self._device(work.backward), self._host(work.backward) + again + away, traffic * backward, bus
+                self._device(work.backward), self._host(work.backward) + again + away, traffic * backward + waits, bus
             ),
             "optimizer": Phase(traffic=traffic * step, update=update),
         }

@@ -46,7 +46,7 @@ class StepWork:
     """Of these, blocks with a policy for each of their operations."""
 
     policed: int = 0
-    """Their operations, in forward and backward."""
+    """Their operations, in forward and where it runs again."""
 
     copied: int = 0
     """Bytes that offload reads and writes on the host, where device and host are one."""
@@ -59,6 +59,9 @@ class StepWork:
 
     messages: int = 0
     """Collectives of parameters and gradients."""
+
+    waits: int = 0
+    """Of these, collectives that a pass waits for one by one, so that no rank gets ahead of the others meanwhile."""
 
     bus: int = 0
     """Bytes between device and host."""
