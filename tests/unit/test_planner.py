@@ -15,7 +15,7 @@ from ls_strategy.distributed.comm import Comm
 from ls_strategy.errors import ConfigError, PlanError
 from ls_strategy.extras.planner.candidates import Candidate, ladder
 from ls_strategy.extras.planner.choice import Question, choose, explain, smallest
-from ls_strategy.extras.planner.forecast import Forecaster, Run, lightest, on_hardware, reason, table
+from ls_strategy.extras.planner.forecast import Forecaster, Run, lacks_of, lightest, reason, table
 from ls_strategy.extras.planner.hardware import Hardware
 from ls_strategy.extras.planner.micro_speeds import measure
 from ls_strategy.extras.planner.scaling import scale, scaling_table
@@ -333,6 +333,10 @@ def forecasts_of():
 
 def exact(room, **options):
     return Hardware(ranks=4, device_memory=room, reserved_share=0, reserved_bytes=0, **options)
+
+
+def on_hardware(forecasts, hardware):
+    return [replace(f, lacks=lacks_of(f.peak, hardware)) for f in forecasts]
 
 
 def test_the_lightest_that_fits_is_chosen_for_every_room():

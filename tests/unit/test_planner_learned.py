@@ -20,16 +20,7 @@ from ls_strategy.extras.planner import learned, measured_file
 from ls_strategy.extras.planner.candidates import Candidate
 from ls_strategy.extras.planner.choice import Choice, better_than, lesson_here, yaml_of
 from ls_strategy.extras.planner.hardware import Hardware
-from ls_strategy.extras.planner.learned import (
-    Better,
-    Comparison,
-    MeasuredRun,
-    PhaseTimes,
-    compared,
-    comparison_of,
-    corrected,
-    taught,
-)
+from ls_strategy.extras.planner.learned import MeasuredRun, compared, corrected, taught
 from ls_strategy.extras.planner.measured_file import add, forget, load
 from ls_strategy.extras.planner.speeds import Speeds
 from ls_strategy.extras.planner.work import StepWork, Work
@@ -150,16 +141,11 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def test_what_is_written_is_read_again_for_its_machine(cache: Path):
-    better = Better("zero3", 0.1, "zero3")
-    run = replace(
-        measured(RECOMPUTED, HERE), log_dir=str(cache), comparison=Comparison("a", (PhaseTimes("step", 1, 2),), better)
-    )
+    run = measured(RECOMPUTED, HERE)
     assert add(run)
     assert add(replace(run, machine="other"))
     assert load("machine") == [run]
     assert len(load()) == 2
-    assert comparison_of(load(), cache) == run.comparison
-    assert comparison_of(load(), cache / "another") is None
     assert stat.S_IMODE(measured_file.path().stat().st_mode) == 0o600
     assert forget() == 2
     assert load() == []

@@ -105,13 +105,13 @@ def _learn(trainer: Any, choice: Choice, machine: str, seconds: dict[str, float]
         forecast = next(f for f in choice.forecasts if f.candidate == choice.candidate)
         folder = str(getattr(trainer.logger, "log_dir", None) or "")  # the Trainer's own is collective
         run = MeasuredRun(
-            time.time(), machine, lesson.workload, choice.candidate.name, forecast.work, lesson.now, seconds, folder
+            time.time(), machine, lesson.workload, choice.candidate.name, forecast.work, lesson.now, seconds
         )
         speeds = corrected(lesson.now, [*load(machine), run], lesson.workload)
         better = better_than(choice.candidate, choice.forecasts, speeds)
         comparison = compared(run, lesson.speeds, better)
         rank_zero_info("\n".join(["zero_auto:", *comparison.lines()]))
-        add(replace(run, comparison=comparison))
+        add(run)
         if folder and "://" not in folder:
             append_line(Path(folder) / RUN_FILE, "plan", **asdict(comparison))
     except Exception as error:  # the other ranks would wait for this one, and the fit has succeeded

@@ -333,11 +333,6 @@ def lacks_of(peak: Peak, hardware: Hardware) -> tuple[str, ...]:
     )
 
 
-def on_hardware(forecasts: Sequence[Forecast], hardware: Hardware) -> list[Forecast]:
-    """Return the forecasts for the same number of ranks with other memory."""
-    return [replace(f, lacks=lacks_of(f.peak, hardware)) for f in forecasts]
-
-
 def lightest(forecasts: Sequence[Forecast]) -> Forecast | None:
     """Return the first that fits."""
     return next((f for f in forecasts if f.fits), None)

@@ -94,12 +94,6 @@ class MeasuredRun:
     seconds: Mapping[str, float]
     """``step``, and if they are known ``forward``, ``backward``, ``optimizer`` and ``rest``."""
 
-    log_dir: str = ""
-    """Of the Trainer's logger; empty without one."""
-
-    comparison: Comparison | None = None
-    """With what was predicted."""
-
 
 def is_on() -> bool:
     """Return whether runs are learned from."""
@@ -297,13 +291,6 @@ class Comparison:
             return [*lines, "No other strategy is predicted to be clearly faster."]
         gain = f"{self.better.name} would have helped most: {1e3 * self.better.seconds:.3g} ms are predicted."
         return [*lines, gain, f"  strategy: {self.better.yaml}"]
-
-
-def comparison_of(runs: Sequence[MeasuredRun], log_dir: str | Path) -> Comparison | None:
-    """Return the comparison of the last run that logged into a folder, for reports of it; None without one."""
-    folder = Path(log_dir).resolve()
-    found = (r.comparison for r in reversed(runs) if r.log_dir and Path(r.log_dir).resolve() == folder)
-    return next(found, None)
 
 
 def compared(run: MeasuredRun, predicted: Speeds, better: Better | None) -> Comparison:

@@ -16,7 +16,7 @@ from dataclasses import asdict, fields
 from pathlib import Path
 from typing import Any
 
-from ls_strategy.extras.planner.learned import Better, Comparison, MeasuredRun, PhaseTimes, path
+from ls_strategy.extras.planner.learned import MeasuredRun, path
 from ls_strategy.extras.planner.speeds import Speeds
 from ls_strategy.extras.planner.work import StepWork, Work
 from ls_strategy.host.pytorch import rank_zero_warn
@@ -127,20 +127,7 @@ def _run_of(found: Mapping[str, Any]) -> MeasuredRun:
         work=done,
         speeds=at,
         seconds=seconds,
-        log_dir=str(found["log_dir"]),
-        comparison=_comparison_of(found["comparison"]),
     )
-
-
-def _comparison_of(found: Mapping[str, Any] | None) -> Comparison | None:
-    if found is None:
-        return None
-    rows = tuple(
-        PhaseTimes(str(row["phase"]), _number(row["predicted"]), _number(row["measured"])) for row in found["rows"]
-    )
-    best = found["better"]
-    better = None if best is None else Better(str(best["name"]), _number(best["seconds"]), str(best["yaml"]))
-    return Comparison(str(found["name"]), rows, better)
 
 
 def _number(value: Any) -> float:
