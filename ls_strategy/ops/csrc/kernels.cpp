@@ -63,16 +63,32 @@ LS_INLINE void store_moment(void* to, int64_t i, F x, U random) {
   }
 }
 
+// Asks for the cache line that element i begins, some elements ahead.
+LS_INLINE void prefetch(const void* from, int64_t i, int64_t bytes) {
+  constexpr int64_t kAhead = 1024;
+  if (i * bytes % 64 == 0) __builtin_prefetch(static_cast<const char*>(from) + (i + kAhead) * bytes, 1);
+}
+
+LS_INLINE void prefetch_all(const Buffers& b, int64_t moment_bytes, int64_t i) {
+  if (!b.high) prefetch(b.param, i, 4);
+  if (b.high) prefetch(b.high, i, 2);
+  if (b.high) prefetch(b.low, i, 2);
+  prefetch(b.grad, i, bytes_of(b.grad_format));
+  if (b.first) prefetch(b.first, i, moment_bytes);
+  if (b.second) prefetch(b.second, i, moment_bytes);
+  if (b.out) prefetch(b.out, i, bytes_of(b.out_format));
+}
+
 // Elements [begin, end), whole registers, moments in fp32 or bf16.
 template <class Rule, Format kFormat>
-void update_lanes(const typename Rule::Numbers& numbers, const Buffers& buffers, int64_t begin, int64_t end) {
-  const Rule rule(numbers);
-  const Buffers b = buffers;  // a copy that no store can change: it stays in registers
+LS_INLINE void update_lanes(const Rule& rule, const Buffers& b, int64_t begin, int64_t end) {
   const F unscale = splat<F>(b.unscale), clip = splat<F>(b.clip ? *b.clip : 1.0f);
   const bool scaled = b.unscale != 1.0f || b.clip;
   U key = (iota() + static_cast<uint32_t>(b.offset + begin)) * kWeyl + b.seed;
   const U stride = splat(kWeyl * kLanes);
   for (int64_t i = begin; i < end; i += kLanes, key += stride) {
+    // With fp32 moments the loop waits for memory whatever is asked for; with int8 (below), for its arithmetic.
+    if (kFormat == kBF16) prefetch_all(b, bytes_of(kFormat), i);
     F p = load_master(b, i), m{}, v{};
     F g = load(b.grad, b.grad_format, i);
     if (scaled) g = g * unscale * clip;
@@ -86,8 +102,6 @@ void update_lanes(const typename Rule::Numbers& numbers, const Buffers& buffers,
     if (b.out) store_out(b.out, b.out_format, i, p);
   }
 }
-
-LS_INLINE U larger(U a, U b) { return (I)a > (I)b ? a : b; }  // both below 2**31
 
 LS_INLINE uint32_t largest(U x) {
   uint32_t result = 0;
@@ -108,59 +122,99 @@ struct Scale {
   }
 };
 
+// Codes are decoded and encoded two registers of numbers at a time, which are one of words.
+constexpr int kPair = 2 * kLanes;
+
+// First moments, or roots of second ones.
 template <bool kSigned>
-LS_INLINE void store_codes(uint8_t* to, F x, const Scale& scale, U random) {
-  const U codes = Code<kSigned>::encode(x, scale.inverse, rounding_of<kSigned, F>(random));
-  store_as(to, narrow8(scale.finite ? codes : splat(Code<kSigned>::kTop)));
+LS_INLINE void load_codes(const uint8_t* from, F scale, F* x) {
+  from_upper_halves(Code<kSigned>::decode(widen(load_as<W8>(from))), x);
+  for (int k = 0; k < 2; ++k) x[k] = x[k] * scale;
 }
 
-// Elements [begin, end) with 8-bit moments: whole registers, of one block.
+template <bool kSigned>
+LS_INLINE void store_codes(uint8_t* to, const float* values, F inverse_scale, const U* random) {
+  U rounded[2], own[2];
+  for (int k = 0; k < 2; ++k) {
+    const F x = load_as<F>(values + k * kLanes);
+    own[k] = bits(x);
+    rounded[k] = Code<kSigned>::round(x, inverse_scale, random[k]);
+  }
+  store_as(to, narrow8(Code<kSigned>::encode(upper_halves(rounded[0], rounded[1]), upper_halves(own[0], own[1]))));
+}
+
+// A block with 8-bit moments, from element `begin` on.
 template <class Rule>
-void update_block(const Rule& rule, const Buffers& buffers, int64_t begin, int64_t end) {
-  const Buffers b = buffers;
+LS_INLINE void update_block(const Rule& rule, const Buffers& b, int64_t begin) {
   alignas(64) float first[kScaleBlock], second[kScaleBlock];
   uint8_t *const first_codes = static_cast<uint8_t*>(b.first) + begin, *const second_codes = static_cast<uint8_t*>(b.second) + begin;
   float *const first_scale = b.first_scales + begin / kScaleBlock, *const second_scale = b.second_scales + begin / kScaleBlock;
   const F unscale = splat<F>(b.unscale), clip = splat<F>(b.clip ? *b.clip : 1.0f);
   const F scale1 = splat<F>(Rule::kFirst ? *first_scale : 0.0f), scale2 = splat<F>(Rule::kSecond ? *second_scale : 0.0f);
   U largest1{}, largest2{};
-  for (int64_t i = 0; i < end - begin; i += kLanes) {
-    F p = load_master(b, begin + i), m{}, v{};
-    const F g = load(b.grad, b.grad_format, begin + i) * unscale * clip;
-    if (Rule::kFirst) m = Code<true>::decode(widen(load_as<U8>(first_codes + i)), scale1);
-    if (Rule::kSecond) v = Code<false>::decode(widen(load_as<U8>(second_codes + i)), scale2);
-    rule(p, g, m, v);
-    store_master(b, begin + i, p);
-    if (Rule::kFirst) {
-      store_as(first + i, m);
-      largest1 = larger(largest1, bits(m) & 0x7FFFFFFFu);
+  for (int j = 0; j < kScaleBlock; j += kPair) {
+    F m[2]{}, s[2]{};
+    if (Rule::kFirst) load_codes<true>(first_codes + j, scale1, m);
+    if (Rule::kSecond) load_codes<false>(second_codes + j, scale2, s);
+    for (int k = 0; k < 2; ++k) {
+      const int at = j + k * kLanes;
+      F p = load_master(b, begin + at), v = s[k] * s[k];
+      const F g = load(b.grad, b.grad_format, begin + at) * unscale * clip;
+      rule(p, g, m[k], v);
+      store_master(b, begin + at, p);
+      if (Rule::kFirst) {
+        store_as(first + at, m[k]);
+        largest1 = larger(largest1, bits(m[k]) & 0x7FFFFFFFu);
+      }
+      if (Rule::kSecond) {
+        const F r = root(v);
+        store_as(second + at, r);
+        largest2 = larger(largest2, bits(r) & 0x7FFFFFFFu);
+      }
+      if (b.out) store_out(b.out, b.out_format, begin + at, p);
     }
-    if (Rule::kSecond) {
-      const F s = root(v);
-      store_as(second + i, s);
-      largest2 = larger(largest2, bits(s) & 0x7FFFFFFFu);
-    }
-    if (b.out) store_out(b.out, b.out_format, begin + i, p);
   }
   const Scale new1(largest1, Rule::kFirst ? first_scale : first), new2(largest2, Rule::kSecond ? second_scale : second);
   U key = (iota() + static_cast<uint32_t>(b.offset + begin)) * kWeyl + b.seed;
-  for (int64_t i = 0; i < end - begin; i += kLanes, key += splat(kWeyl * kLanes)) {
-    const U random = random_bits<F>(key);
-    if (Rule::kFirst) store_codes<true>(first_codes + i, load_as<F>(first + i), new1, random);
-    if (Rule::kSecond) store_codes<false>(second_codes + i, load_as<F>(second + i), new2, random);
+  for (int j = 0; j < kScaleBlock; j += kPair) {
+    U random[2];
+    for (int k = 0; k < 2; ++k, key += splat(kWeyl * kLanes)) random[k] = random_bits<F>(key);
+    if (Rule::kFirst) store_codes<true>(first_codes + j, first + j, new1.inverse, random);
+    if (Rule::kSecond) store_codes<false>(second_codes + j, second + j, new2.inverse, random);
+  }
+  if (!new1.finite) __builtin_memset(first_codes, Code<true>::kTop, kScaleBlock);
+  if (!new2.finite) __builtin_memset(second_codes, Code<false>::kTop, kScaleBlock);
+}
+
+// Calls `loop` with a copy of the buffers that no store can change, so that it stays in registers. The formats of a
+// mixed-precision step are constants there, of which the compiler makes loops of their own: in the general one, what only some
+// branches need is loaded again and again.
+template <class Loop>
+LS_INLINE void specialized(const Buffers& buffers, const Loop& loop) {
+  Buffers b = buffers;
+  if (b.grad_format == kBF16 && b.high) {
+    b.grad_format = kBF16;
+    b.out = nullptr;
+    if (b.high) loop(b);
+  } else if (b.grad_format == kBF16 && b.out && b.out_format == kBF16) {
+    b.grad_format = b.out_format = kBF16;
+    b.high = nullptr;
+    if (b.out) loop(b);
+  } else {
+    loop(b);
   }
 }
 
 template <class Rule, Format kFormat>
-void update_whole(const typename Rule::Numbers& numbers, const Buffers& b, int64_t begin, int64_t end) {
-  if constexpr (kFormat == kInt8) {
-    const Rule rule(numbers);
-    for (int64_t i = begin; i < end; i += kScaleBlock) {
-      update_block(rule, b, i, end - i < kScaleBlock ? end : i + kScaleBlock);
+void update_whole(const typename Rule::Numbers& numbers, const Buffers& buffers, int64_t begin, int64_t end) {
+  const Rule rule(numbers);
+  specialized(buffers, [&](const Buffers& b) __attribute__((always_inline)) {
+    if constexpr (kFormat == kInt8) {
+      for (int64_t i = begin; i < end; i += kScaleBlock) update_block(rule, b, i);
+    } else {
+      update_lanes<Rule, kFormat>(rule, b, begin, end);
     }
-  } else {
-    update_lanes<Rule, kFormat>(numbers, b, begin, end);
-  }
+  });
 }
 
 // The elements past the last whole block, brought to memory where they can be followed by zeros.
@@ -175,7 +229,7 @@ void update_tail(const typename Rule::Numbers& numbers, const Buffers& b, int64_
   char *const from_first = static_cast<char*>(b.first) + begin * moment_bytes;
   char *const from_second = static_cast<char*>(b.second) + begin * moment_bytes;
   Buffers tail = b;
-  tail.n = (n + kLanes - 1) / kLanes * kLanes;
+  tail.n = kFormat == kInt8 ? kScaleBlock : (n + kLanes - 1) / kLanes * kLanes;
   tail.offset = b.offset + static_cast<uint32_t>(begin);
   tail.param = reinterpret_cast<float*>(param);
   tail.grad = grad;

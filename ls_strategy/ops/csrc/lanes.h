@@ -4,7 +4,7 @@
 #pragma once
 
 #include <cstdint>
-#if defined(__AVX2__)
+#if defined(__SSE2__)
 #include <immintrin.h>
 #endif
 
@@ -28,6 +28,10 @@ typedef uint32_t U __attribute__((vector_size(4 * kLanes)));
 typedef int32_t I __attribute__((vector_size(4 * kLanes)));
 typedef uint16_t U16 __attribute__((vector_size(2 * kLanes)));
 typedef uint8_t U8 __attribute__((vector_size(kLanes)));
+
+// Two registers of numbers, as long as their halves or bytes suffice: words of 16 bits that fill one, and their bytes.
+typedef int16_t W __attribute__((vector_size(4 * kLanes)));
+typedef uint8_t W8 __attribute__((vector_size(2 * kLanes)));
 
 template <class N>
 struct BitsOf;
@@ -75,6 +79,17 @@ LS_INLINE uint32_t mask_of(U x) {
   uint32_t mask = 0;
   for (int i = 0; i < kLanes; ++i) mask |= (x[i] & 1u) << i;
   return mask;
+#endif
+}
+
+// Both below 2**31.
+LS_INLINE U larger(U a, U b) {
+#if defined(__AVX512F__)
+  return (U)_mm512_max_epu32((__m512i)a, (__m512i)b);
+#elif defined(__AVX2__)
+  return (U)_mm256_max_epu32((__m256i)a, (__m256i)b);
+#else
+  return (I)a > (I)b ? a : b;
 #endif
 }
 
@@ -144,6 +159,76 @@ LS_INLINE U widen(U8 x) {
 #endif
 }
 
+LS_INLINE F from_bf16(U16 x) {
+#if defined(__AVX512BW__)
+  const __m512i twice = _mm512_set_epi16(15, 15, 14, 14, 13, 13, 12, 12, 11, 11, 10, 10, 9, 9, 8, 8, 7, 7, 6, 6, 5, 5, 4, 4, 3,
+                                         3, 2, 2, 1, 1, 0, 0);
+  return (F)_mm512_maskz_permutexvar_epi16(0xAAAAAAAA, twice, _mm512_castsi256_si512((__m256i)x));
+#else
+  return number(widen(x) << 16);
+#endif
+}
+
+LS_INLINE W widen(W8 x) {
+#if defined(__AVX512BW__)
+  return (W)_mm512_cvtepu8_epi16((__m256i)x);
+#elif defined(__AVX2__)
+  return (W)_mm256_cvtepu8_epi16((__m128i)x);
+#elif defined(__SSE2__)
+  return (W)_mm_unpacklo_epi8(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(&x)), _mm_setzero_si128());
+#else
+  return __builtin_convertvector(x, W);
+#endif
+}
+
+LS_INLINE W8 narrow8(W x) {
+#if defined(__AVX512BW__)
+  return (W8)_mm512_cvtepi16_epi8((__m512i)x);
+#elif defined(__AVX2__)
+  return (W8)_mm_packus_epi16(_mm256_castsi256_si128((__m256i)x), _mm256_extracti128_si256((__m256i)x, 1));  // all are below 2**8
+#elif defined(__SSE2__)
+  const __m128i packed = _mm_packus_epi16((__m128i)x, (__m128i)x);
+  return load_as<W8>(&packed);
+#else
+  return __builtin_convertvector(x, W8);
+#endif
+}
+
+LS_INLINE W upper_halves(U a, U b) {
+#if defined(__AVX512BW__)
+  const __m512i odd = _mm512_set_epi16(63, 61, 59, 57, 55, 53, 51, 49, 47, 45, 43, 41, 39, 37, 35, 33, 31, 29, 27, 25, 23, 21, 19,
+                                       17, 15, 13, 11, 9, 7, 5, 3, 1);
+  return (W)_mm512_permutex2var_epi16((__m512i)a, odd, (__m512i)b);
+#elif defined(__AVX2__)
+  const __m256i packed = _mm256_packs_epi32((__m256i)((I)a >> 16), (__m256i)((I)b >> 16));
+  return (W)_mm256_permute4x64_epi64(packed, 0xD8);
+#elif defined(__SSE2__)
+  return (W)_mm_packs_epi32((__m128i)((I)a >> 16), (__m128i)((I)b >> 16));
+#else
+  const U16 halves[2] = {narrow16(a >> 16), narrow16(b >> 16)};
+  return load_as<W>(halves);
+#endif
+}
+
+// Two registers of numbers whose upper halves are x and whose lower halves are zero.
+LS_INLINE void from_upper_halves(W x, F* numbers) {
+#if defined(__AVX512BW__)
+  numbers[0] = from_bf16((U16)_mm512_castsi512_si256((__m512i)x));
+  numbers[1] = from_bf16((U16)_mm512_extracti64x4_epi64((__m512i)x, 1));
+#elif defined(__AVX2__)
+  const __m256i spread = _mm256_permute4x64_epi64((__m256i)x, 0xD8), zero = _mm256_setzero_si256();
+  numbers[0] = (F)_mm256_unpacklo_epi16(zero, spread);
+  numbers[1] = (F)_mm256_unpackhi_epi16(zero, spread);
+#elif defined(__SSE2__)
+  numbers[0] = (F)_mm_unpacklo_epi16(_mm_setzero_si128(), (__m128i)x);
+  numbers[1] = (F)_mm_unpackhi_epi16(_mm_setzero_si128(), (__m128i)x);
+#else
+  U16 halves[2];
+  __builtin_memcpy(halves, &x, sizeof x);
+  for (int k = 0; k < 2; ++k) numbers[k] = from_bf16(halves[k]);
+#endif
+}
+
 LS_INLINE F from_fp16(U16 x) {
 #if defined(__AVX512F__)
   return (F)_mm512_cvtph_ps((__m256i)x);
@@ -173,16 +258,6 @@ LS_INLINE U16 to_fp16(F x) {
   const U special = b > 0x7F800000 ? splat(0x7E00u) : splat(0x7C00u);
   const U result = b >= 0x47800000 ? special : b >= 0x38800000 ? normal : subnormal;
   return narrow16(result | (bits(x) >> 16 & 0x8000));
-#endif
-}
-
-LS_INLINE F from_bf16(U16 x) {
-#if defined(__AVX512BW__)
-  const __m512i twice = _mm512_set_epi16(15, 15, 14, 14, 13, 13, 12, 12, 11, 11, 10, 10, 9, 9, 8, 8, 7, 7, 6, 6, 5, 5, 4, 4, 3,
-                                         3, 2, 2, 1, 1, 0, 0);
-  return (F)_mm512_maskz_permutexvar_epi16(0xAAAAAAAA, twice, _mm512_castsi256_si512((__m256i)x));
-#else
-  return number(widen(x) << 16);
 #endif
 }
 

@@ -153,38 +153,40 @@ LS_INLINE Bits<N> stochastic_bf16(N x, Bits<N> rounding) {
   return x != x ? (b & 0u) + 0x7FC00000u : b + rounding;
 }
 
+// Codes and the upper halves of fp32 numbers in units of the scale: all that a code holds is there. `S` is a signed integer, or
+// one of 16 bits per lane. Signed comparisons: AVX2 has no others, and nothing but a sign reaches 2**15.
 template <bool kSigned>
 struct Code {
-  static constexpr int kShift = kSigned ? 20 : 19;
-  static constexpr uint32_t kTop = kSigned ? 127 : 255;
-  static constexpr uint32_t kBase = (0x3F800000u >> kShift) - kTop;
+  static constexpr int kDropped = kSigned ? 4 : 3;
+  static constexpr int kTop = kSigned ? 127 : 255;
+  static constexpr int kBase = (0x3F80 >> kDropped) - kTop;
 
-  // Of a first moment, or of the root of a second one. Signed comparisons: AVX2 has no others, and nothing reaches 2**31.
+  // Of a first moment, or of the root of a second one: the number in units of the scale, whose upper half is rounded.
   template <class N>
-  LS_INLINE static Bits<N> encode(N x, N inverse_scale, Bits<N> rounding) {
-    using S = typename BitsOf<N>::signed_type;
-    const S zero = (S)(rounding & 0u), top = zero + static_cast<int32_t>(kTop);
-    S c = (S)(((bits(x * inverse_scale) & 0x7FFFFFFFu) + (rounding << (kShift - 16))) >> kShift) - static_cast<int32_t>(kBase);
-    c = c > zero ? c : zero;
-    c = c < top ? c : top;
-    if (kSigned) return (Bits<N>)(c > zero ? c + (S)(bits(x) >> 31 << 7) : zero);
-    // A positive second moment never becomes zero: the next step of its element would explode. A root has no sign, so that
-    // its bit pattern is zero or positive as a number.
-    const S one = zero + 1;
-    const S least = (S)bits(x) < one ? (S)bits(x) : one;
-    return (Bits<N>)(c > least ? c : least);
+  LS_INLINE static Bits<N> round(N x, N inverse_scale, Bits<N> random) {
+    return bits(x * inverse_scale) + (rounding_of<kSigned, N>(random) << kDropped);
   }
 
-  // The first moment, or the second one itself.
-  template <class N>
-  LS_INLINE static N decode(Bits<N> code, N scale) {
-    const Bits<N> magnitude = code & kTop;
-    const Bits<N> b = magnitude == 0u ? magnitude : (magnitude + kBase) << kShift;
-    if (!kSigned) {
-      const N x = number(b) * scale;
-      return x * x;
-    }
-    return number(b | (code & 0x80u) << 24) * scale;
+  // From the upper halves of `round` and of the number itself.
+  template <class S>
+  LS_INLINE static S encode(S rounded, S own) {
+    const S zero = rounded & 0, one = zero + 1, top = zero + kTop;
+    S c = ((rounded & 0x7FFF) >> kDropped) - kBase;
+    c = c > zero ? c : zero;
+    c = c > top ? top : c;
+    if (kSigned) return c > zero ? c + (rounded >> 8 & 0x80) : zero;
+    // A positive second moment never becomes zero: the next step of its element would explode. A root has no sign, and is
+    // far above the numbers whose upper half is zero.
+    const S least = own > one ? one : own;
+    return c > least ? c : least;
+  }
+
+  // The upper half of the number in units of the scale.
+  template <class S>
+  LS_INLINE static S decode(S code) {
+    const S zero = code & 0, magnitude = kSigned ? code & kTop : code;
+    const S number = magnitude == zero ? zero : (magnitude + kBase) << kDropped;
+    return kSigned ? number | (code & 0x80) << 8 : number;
   }
 };
 

@@ -43,6 +43,12 @@ __global__ void __launch_bounds__(kThreads) update_kernel(const typename Rule::N
   if (b.out) store4<kWide>(b.out, b.out_format, i, b.n, p);
 }
 
+// The value of a code, which is the root of a second moment.
+template <bool kSigned>
+LS_INLINE float decode(int code, float scale) {
+  return number(static_cast<uint32_t>(Code<kSigned>::decode(code)) << 16) * scale;
+}
+
 // Codes of one block from the values of all lanes of a warp.
 template <bool kSigned, bool kWide>
 LS_INLINE void store_codes(void* to, float* scale, int64_t start, int64_t n, const Vector<float>* values, const Buffers& b) {
@@ -66,8 +72,9 @@ LS_INLINE void store_codes(void* to, float* scale, int64_t start, int64_t n, con
     Vector<uint8_t> codes;
 #pragma unroll
     for (int k = 0; k < kVector; ++k) {
-      const uint32_t rounding = rounding_of<kSigned, float>(random_bits<float>(key + k * kWeyl));
-      const uint32_t code = Code<kSigned>::encode(values[j].x[k], inverse, rounding);
+      const float x = values[j].x[k];
+      const uint32_t rounded = Code<kSigned>::round(x, inverse, random_bits<float>(key + k * kWeyl));
+      const int code = Code<kSigned>::encode(static_cast<int>(rounded >> 16), static_cast<int>(bits(x) >> 16));
       codes.x[k] = finite ? code : Code<kSigned>::kTop;
     }
     store4<kWide, uint8_t>(to, i, n, codes);
@@ -94,8 +101,9 @@ __global__ void __launch_bounds__(kThreads) update_8bit_kernel(const typename Ru
     if (Rule::kSecond) codes2 = load4<kWide, uint8_t>(b.second, i, b.n);
 #pragma unroll
     for (int k = 0; k < kVector; ++k) {
-      float m = Rule::kFirst ? Code<true>::decode(codes1.x[k], scale1) : 0.0f;
-      float v = Rule::kSecond ? Code<false>::decode(codes2.x[k], scale2) : 0.0f;
+      float m = Rule::kFirst ? decode<true>(codes1.x[k], scale1) : 0.0f;
+      float v = Rule::kSecond ? decode<false>(codes2.x[k], scale2) : 0.0f;
+      v = v * v;
       rule(p.x[k], g.x[k] * b.unscale * clip, m, v);
       // Past the end everything is zero, the new moments as well.
       first[j].x[k] = m;
