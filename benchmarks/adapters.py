@@ -14,10 +14,8 @@ weights are frozen, with equal adapters in the same layers. What PEFT costs by i
 from __future__ import annotations
 
 import gc
-import logging
 import math
 import statistics
-import warnings
 from typing import Any
 
 import lightning.pytorch as pl
@@ -30,6 +28,7 @@ from benchmarks import record
 from benchmarks.contest import against, turns
 from benchmarks.trainer_time import Clock
 from ls_strategy.lightning.strategy import ZeROStrategy
+from tests.trainers import bare_trainer, quiet
 
 MINUTES = 8
 SPREAD = "quartiles over rounds"
@@ -99,8 +98,7 @@ def strategy_of(name: str) -> Any:
 
 def run_rank(rank: int, world_size: int, args: dict[str, Any]) -> Any:
     """Measure on one rank; returns seconds per contender and round, and the trainable parameters."""
-    logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
-    warnings.filterwarnings("ignore")
+    quiet()
     torch.set_num_threads(1)
     steps, batch = args["steps"], args["batch"]
     generator = torch.Generator().manual_seed(0)
@@ -112,10 +110,7 @@ def run_rank(rank: int, world_size: int, args: dict[str, Any]) -> Any:
         module = Adapted(by_hand=name == "by hand", width=args["width"], layers=args["layers"])
         trained[name] = sum(p.numel() for p in module.parameters() if p.requires_grad)
         clock = Clock()
-        trainer = pl.Trainer(
-            accelerator="cpu", devices=world_size, strategy=strategy_of(name), max_steps=steps, logger=False,
-            enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False, callbacks=[clock],
-        )  # fmt: skip
+        trainer = bare_trainer(strategy_of(name), world_size, max_steps=steps, callbacks=[clock])
         trainer.fit(module, DataLoader(data, batch_size=batch))
         times[name].append(statistics.median(clock.seconds))
         del trainer, module

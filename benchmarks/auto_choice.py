@@ -17,10 +17,8 @@ from __future__ import annotations
 
 import gc
 import json
-import logging
 import statistics
 import tempfile
-import warnings
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -33,6 +31,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from benchmarks import record
 from benchmarks.contest import quartiles, ratios, turns
 from benchmarks.trainer_time import Clock, module_of
+from tests.trainers import bare_trainer, quiet
 
 MINUTES = 12
 SPREAD = "quartiles over rounds"
@@ -94,10 +93,7 @@ def fit(strategy: Any, model: str, width: int, steps: int, world_size: int) -> f
     """Median seconds of a step."""
     module, data = made(model, width, 4 * steps * world_size)
     clock = Clock()
-    trainer = pl.Trainer(
-        accelerator="cpu", devices=world_size, strategy=strategy, max_steps=steps, logger=False,
-        enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False, callbacks=[clock],
-    )  # fmt: skip
+    trainer = bare_trainer(strategy, world_size, max_steps=steps, callbacks=[clock])
     trainer.fit(module, data)
     del trainer, module
     gc.collect()
@@ -128,8 +124,7 @@ def run_rank(rank: int, world_size: int, model: str, width: int, rounds: int, st
     """By choice its name and all predictions; and seconds by candidate and round."""
     from ls_strategy.lightning.strategy import ZeROStrategy
 
-    logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
-    warnings.filterwarnings("ignore")
+    quiet()
     torch.set_num_threads(1)
     choices = choices_of(model, width, 2 * steps, world_size, folder)
     possible = {f.candidate.name: f for f in choices[0].forecasts if f.fits and not f.traffic.drive}

@@ -54,6 +54,7 @@ from ls_strategy.config import nested
 from ls_strategy.lightning.strategy import ZeROStrategy
 from ls_strategy.testing import spawn
 from tests.processes import anonymous_bytes
+from tests.trainers import bare_trainer
 
 MINUTES = 5
 SAMPLES = 64
@@ -87,12 +88,12 @@ class Model(pl.LightningModule):
 
 def trained(width: int, layers: int, ranks: int, folder: Path, **options: Any) -> pl.Trainer:
     """Two steps, so that every state exists; the strategy then still holds the shards."""
-    trainer = pl.Trainer(
-        accelerator="cpu", devices=ranks, max_steps=2,
-        strategy=ZeROStrategy(3, **nested({"sharding.min_unit_numel": 0, "checkpoint.format": "sharded", **options})),
-        logger=False, enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
+    trainer = bare_trainer(
+        ZeROStrategy(3, **nested({"sharding.min_unit_numel": 0, "checkpoint.format": "sharded", **options})),
+        ranks,
+        max_steps=2,
         default_root_dir=folder,
-    )  # fmt: skip
+    )
     data = DataLoader(TensorDataset(torch.randn(8 * ranks, width)), batch_size=2)
     trainer.fit(Model(width, layers), data)
     return trainer

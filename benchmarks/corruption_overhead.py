@@ -11,18 +11,18 @@ other: of the wall clock, and of the CPU seconds of rank 0 with all its threads.
 from __future__ import annotations
 
 import itertools
-import logging
 import time
-import warnings
 from typing import Any
 
 import lightning.pytorch as pl
 import torch
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import DataLoader
 
 from benchmarks import record
 from benchmarks.contest import against, turns
+from benchmarks.language import gpt, random_tokens
 from benchmarks.step_time import SIZES
+from tests.trainers import bare_trainer, quiet
 
 MINUTES = 10
 SPREAD = "quartiles over rounds"
@@ -95,33 +95,15 @@ class Alternating(pl.Callback):
 
 def run_rank(rank: int, world_size: int, options: dict[str, Any]) -> Any:
     """Measure on one rank; returns seconds per step of every turn, wall and CPU."""
-    from recipes.gpt.model import GPTModule, OptimConfig, SampleConfig
-    from recipes.gpt.network import GPTConfig
-
-    logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
-    warnings.filterwarnings("ignore")
+    quiet()
     torch.set_num_threads(1)
     clock = Alternating(options["every"], options["rounds"], options["steps"])
     batch, block = options["batch"], options["block"]
-    tokens = torch.randint(256, ((clock.total_steps + 1) * batch * world_size, block + 1))
+    data = random_tokens((clock.total_steps + 1) * batch * world_size, block)
     pl.seed_everything(0, verbose=False)
-    module = GPTModule(
-        GPTConfig(vocab_size=256, block_size=block, **SIZES[options["size"]]),
-        OptimConfig(warmup_steps=2),
-        SampleConfig(max_new_tokens=0),
-    )
-    trainer = pl.Trainer(
-        accelerator="cpu",
-        devices=world_size,
-        strategy=options["strategy"],
-        max_steps=clock.total_steps,
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        callbacks=[clock],
-    )
-    trainer.fit(module, DataLoader(TensorDataset(tokens[:, :-1], tokens[:, 1:]), batch_size=batch))
+    module = gpt(SIZES[options["size"]], block, warmup_steps=2)
+    trainer = bare_trainer(options["strategy"], world_size, max_steps=clock.total_steps, callbacks=[clock])
+    trainer.fit(module, DataLoader(data, batch_size=batch))
     return clock.wall, clock.cpu
 
 

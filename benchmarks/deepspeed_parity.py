@@ -14,7 +14,6 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-import lightning.pytorch as pl
 from torch import Tensor
 
 from benchmarks import record
@@ -25,6 +24,7 @@ from recipes.gpt.network import GPTConfig
 from tests.dist import deepspeed_side as side
 from tests.dist.deepspeed_side import Case
 from tests.models import quiet
+from tests.trainers import bare_trainer
 
 MINUTES = 6
 SPREAD = "none: both sides compute the same steps, and the largest difference is recorded"
@@ -72,11 +72,7 @@ def fit(rank: int, world_size: int, case: Case, cache: str) -> tuple[list[float]
         case.config, sharding={"min_unit_numel": 0}, offload={"nvme_allow_ram": bool(case.nvme_path)}
     )
     clip = None if "gradient_clipping" in case.config else side.CLIP
-    trainer = pl.Trainer(
-        accelerator="cpu", devices=world_size, strategy=strategy, max_steps=side.STEPS, gradient_clip_val=clip,
-        limit_val_batches=0, logger=False, enable_checkpointing=False, enable_progress_bar=False,
-        enable_model_summary=False,
-    )  # fmt: skip
+    trainer = bare_trainer(strategy, world_size, max_steps=side.STEPS, gradient_clip_val=clip, limit_val_batches=0)
     module = Recipe(case)
     trainer.fit(module, side.text(case, cache))
     weights = strategy.lightning_module_state_dict()

@@ -20,14 +20,12 @@ rate says. ``params`` is the share of the step that stage 3 waits for its parame
 
 from __future__ import annotations
 
-import logging
 import math
 import queue
 import statistics
 import tempfile
 import threading
 import time
-import warnings
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -52,6 +50,7 @@ from ls_strategy.zero.step.owner import owner_updater
 from ls_strategy.zero.step.owner.split_tensors import SplitTensors
 from recipes.gpt.model import GPTModule, OptimConfig, SampleConfig
 from recipes.gpt.network import GPTConfig
+from tests.trainers import bare_trainer, quiet
 
 MINUTES = 30
 SPREAD = "unknown: medians over the steps of each case, without quartiles"
@@ -269,16 +268,10 @@ def train(run: Run, steps: int, tokens: int, flops: float) -> Clock:
         options = {**ALIASES[run.strategy], "sharding.overlap_step": run.overlap}
         if "nvme" in run.strategy:
             options["offload.nvme_path"] = folder
-        trainer: Any = pl.Trainer(
-            accelerator="cpu",
-            devices=1,
-            strategy=ZeROStrategy(**nested(options)),  # type: ignore[arg-type]
+        trainer: Any = bare_trainer(
+            ZeROStrategy(**nested(options)),
             max_steps=steps,
             gradient_clip_val=1.0 if run.clip else None,
-            logger=False,
-            enable_checkpointing=False,
-            enable_progress_bar=False,
-            enable_model_summary=False,
             callbacks=[clock],
         )
         module = GPTModule(
@@ -320,9 +313,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=5, help="steps of each, of which the first two are not counted")
     parser.add_argument("--tokens", type=int, default=8192, help="per step")
     args = parser.parse_args()
-    warnings.filterwarnings("ignore")
-    for name in ("lightning.pytorch", "lightning.fabric"):
-        logging.getLogger(name).setLevel(logging.ERROR)
+    quiet()
     torch.set_num_threads(1)  # the other core is for updates
     clock = train(Run("zero3"), 4, args.tokens, 0.0)
     flops = clock.flops / min(clock.seconds)

@@ -13,7 +13,7 @@ import functools
 from pathlib import Path
 
 from benchmarks import record
-from benchmarks.moments import NETWORK, compare, measure, print_table, train
+from benchmarks.moments import NETWORK, compare, measure, show, train
 from ls_strategy import Float8Config
 from ls_strategy.lightning.strategy import ZeROStrategy
 
@@ -39,8 +39,8 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=300, help="optimizer steps")
     args = parser.parse_args()
     runs = measure(FORMATS, functools.partial(with_products, args.steps), args.seeds)
-    table = compare(runs)
-    print_table(table)
+    table = compare(runs, "bf16")
+    show(table, "bf16")
     found = {
         **record.header("fp8_losses"), "network": NETWORK, "steps": args.steps, "results": table, "runs": runs,
     }  # fmt: skip

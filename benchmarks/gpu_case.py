@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import logging
 import tempfile
 import time
-import warnings
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -24,6 +22,7 @@ from ls_strategy.autoload import ALIASES
 from ls_strategy.lightning.strategy import ZeROStrategy
 from recipes.gpt.model import GPTModule, OptimConfig, SampleConfig
 from recipes.gpt.network import Block, GPTConfig
+from tests.trainers import quiet
 
 if TYPE_CHECKING:
     from benchmarks.gpu import Case
@@ -144,8 +143,7 @@ class Timer(pl.Callback):
 def run(case: Case) -> dict[str, Any]:
     """Fit, and return tokens per second, utilization, peak memory and the last loss; or why it cannot."""
     _be_killed_first()
-    logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
-    warnings.filterwarnings("ignore")
+    quiet()
     torch.set_float32_matmul_precision("high")
     pl.seed_everything(0, verbose=False)
     try:

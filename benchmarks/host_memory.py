@@ -16,7 +16,6 @@ import argparse
 import contextlib
 import gc
 import json
-import logging
 import os
 import resource
 import statistics
@@ -25,7 +24,6 @@ import sys
 import tempfile
 import time
 import uuid
-import warnings
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -42,6 +40,7 @@ from ls_strategy.autoload import ALIASES
 from ls_strategy.config import nested
 from ls_strategy.lightning.strategy import ZeROStrategy
 from ls_strategy.plan import Plan
+from tests.trainers import bare_trainer, quiet
 
 MINUTES = 5
 SPREAD = "unknown: one process of each case"
@@ -141,17 +140,11 @@ def fit(case: Case, blocks: int, width: int, steps: int) -> tuple[Scale, Plan]:
         options["offload.nvme_path"] = case.nvme_path
     scale = Scale()
     strategy = ZeROStrategy(**nested(options))
-    trainer = pl.Trainer(
-        accelerator="cpu",
-        devices=1,
-        strategy=strategy,
+    trainer = bare_trainer(
+        strategy,
         precision="bf16-true",
         max_steps=steps,
         gradient_clip_val=1.0 if case.clip else None,
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
         callbacks=[scale],
     )
     trainer.fit(Model(blocks, width), DataLoader(TensorDataset(torch.randn(steps * 8, width)), batch_size=8))
@@ -172,9 +165,7 @@ def confine(group: str, allowed_bytes: int) -> None:
 
 def weigh(case: Case) -> dict[str, Any]:
     """Train in this process, and say what it takes. Bytes, and bytes per parameter."""
-    warnings.filterwarnings("ignore")
-    for name in ("lightning.pytorch", "lightning.fabric"):
-        logging.getLogger(name).setLevel(logging.ERROR)
+    quiet()
     torch.set_num_threads(1)
     fit(case, 2, 256, 3)
     gc.collect()

@@ -9,24 +9,21 @@ judged by its own spread over seeds. The record is written after every run: star
 from __future__ import annotations
 
 import json
-import logging
 import statistics
 import tempfile
 import time
-import warnings
 from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
 
 from benchmarks import record
+from benchmarks.language import config_of, fit, text
 from ls_strategy.lightning.strategy import ZeROStrategy
-from recipes.gpt.corpus import CorpusConfig
-from recipes.gpt.data import TextData
 from recipes.gpt.model import OptimConfig, SampleConfig
-from recipes.gpt.network import GPTConfig
 from recipes.moe.model import MoEGPTModule
 from recipes.moe.network import MoEConfig
+from tests.trainers import quiet
 
 MINUTES = 25
 SPREAD = "over seeds"
@@ -50,31 +47,14 @@ CONTENDERS: dict[str, dict[str, Any]] = {
 def train(contender: str, seed: int, steps: int, cache: Path) -> dict[str, float]:
     """One run; validation loss in nats per byte, parameters, FLOPs per token and seconds."""
     pl.seed_everything(seed, verbose=False)
-    trainer = pl.Trainer(
-        accelerator="cpu",
-        devices=1,
-        strategy=ZeROStrategy(1),
-        max_steps=steps,
-        val_check_interval=steps,
-        check_val_every_n_epoch=None,
-        num_sanity_val_steps=0,
-        gradient_clip_val=1.0,
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-    )
-    data = TextData(
-        corpus=CorpusConfig(cache_dir=str(cache)), block_size=BLOCK, batch_size=BATCH, val_crops=512, seed=seed
-    )
     module = MoEGPTModule(
-        GPTConfig(vocab_size=256, block_size=BLOCK, **NETWORK),
+        config_of(NETWORK, BLOCK),
         MoEConfig(**CONTENDERS[contender]),
         OptimConfig(lr=3e-3, warmup_steps=100),
         SampleConfig(max_new_tokens=0),
     )
     start = time.perf_counter()
-    trainer.fit(module, data)
+    trainer = fit(module, text(cache, seed, block=BLOCK, batch=BATCH), ZeROStrategy(1), steps)
     return {
         "val": float(trainer.callback_metrics["val/loss"]),
         "parameters": sum(p.numel() for p in module.parameters()),
@@ -134,9 +114,7 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, default=3, help="runs of each contender")
     parser.add_argument("--steps", type=int, default=1000, help="optimizer steps")
     args = parser.parse_args()
-    warnings.filterwarnings("ignore")
-    for name in ("lightning.pytorch", "lightning.fabric"):
-        logging.getLogger(name).setLevel(logging.ERROR)
+    quiet()
     found = begin(args.record, args.steps)
     runs: Runs = found["runs"]
     with tempfile.TemporaryDirectory() as cache:

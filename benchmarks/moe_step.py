@@ -9,19 +9,19 @@ what is reported are the quartiles over rounds of the ratio to the dense twin.
 
 from __future__ import annotations
 
-import logging
 import statistics
-import warnings
 from typing import Any
 
 import lightning.pytorch as pl
 import torch
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import DataLoader
 
 from benchmarks import record
 from benchmarks.contest import against, turns
+from benchmarks.language import random_tokens
 from benchmarks.trainer_time import Clock
 from ls_strategy.config import ZeroStage
+from tests.trainers import bare_trainer, quiet
 
 MINUTES = 4
 SPREAD = "quartiles over rounds"
@@ -44,12 +44,9 @@ def run_rank(rank: int, ranks: int, sizes: dict[str, int], rounds: int, steps: i
     from recipes.moe.model import MoEGPTModule
     from recipes.moe.network import MoEConfig
 
-    logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
-    warnings.filterwarnings("ignore")
+    quiet()
     torch.set_num_threads(1)
-    generator = torch.Generator().manual_seed(0)
-    tokens = torch.randint(256, (steps * sizes["batch"] * ranks, sizes["block"] + 1), generator=generator)
-    data = TensorDataset(tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous())
+    data = random_tokens(steps * sizes["batch"] * ranks, sizes["block"])
     config = GPTConfig(
         vocab_size=256, block_size=sizes["block"], num_layers=sizes["layers"], num_heads=4, width=sizes["width"]
     )
@@ -61,15 +58,10 @@ def run_rank(rank: int, ranks: int, sizes: dict[str, int], rounds: int, steps: i
             config, MoEConfig(**EXPERTS[name]), OptimConfig(warmup_steps=2), SampleConfig(max_new_tokens=0)
         )
         clock = Clock()
-        trainer = pl.Trainer(
-            accelerator="cpu",
-            devices=ranks,
-            strategy=ZeROStrategy(stage=stage, parallel={"expert": 1 if name == "dense" else ranks}),
+        trainer = bare_trainer(
+            ZeROStrategy(stage=stage, parallel={"expert": 1 if name == "dense" else ranks}),
+            ranks,
             max_steps=steps,
-            logger=False,
-            enable_checkpointing=False,
-            enable_progress_bar=False,
-            enable_model_summary=False,
             callbacks=[clock],
         )
         trainer.fit(module, DataLoader(data, batch_size=sizes["batch"]))

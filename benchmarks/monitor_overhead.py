@@ -17,23 +17,23 @@ from __future__ import annotations
 import functools
 import inspect
 import itertools
-import logging
 import statistics
 import tempfile
 import threading
 import time
-import warnings
 from collections.abc import Callable
 from typing import Any
 
 import lightning.pytorch as pl
 import torch
 from lightning.pytorch.loggers import TensorBoardLogger
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import DataLoader
 
 from benchmarks import record
 from benchmarks.contest import against, spread, turns
+from benchmarks.language import gpt, random_tokens
 from benchmarks.step_time import SIZES
+from tests.trainers import quiet
 
 MINUTES = 12
 SPREAD = "quartiles over rounds"
@@ -139,21 +139,13 @@ class Alternating(pl.Callback):
 
 def run_rank(rank: int, world_size: int, options: dict[str, Any]) -> Any:
     """Measure on one rank; returns seconds per step of every turn, wall and CPU."""
-    from recipes.gpt.model import GPTModule, OptimConfig, SampleConfig
-    from recipes.gpt.network import GPTConfig
-
-    logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
-    warnings.filterwarnings("ignore")
+    quiet()
     torch.set_num_threads(1)
     clock = Alternating(options["rounds"], options["steps"])
     batch, block = options["batch"], options["block"]
-    tokens = torch.randint(256, (clock.total_steps * batch * world_size, block + 1))
+    data = random_tokens(clock.total_steps * batch * world_size, block)
     pl.seed_everything(0, verbose=False)
-    module = GPTModule(
-        GPTConfig(vocab_size=256, block_size=block, **SIZES[options["size"]]),
-        OptimConfig(warmup_steps=2),
-        SampleConfig(max_new_tokens=0),
-    )
+    module = gpt(SIZES[options["size"]], block, warmup_steps=2)
     with tempfile.TemporaryDirectory() as folder:
         trainer = pl.Trainer(
             accelerator="cpu",
@@ -167,7 +159,7 @@ def run_rank(rank: int, world_size: int, options: dict[str, Any]) -> Any:
             enable_model_summary=False,
             callbacks=[clock],
         )
-        trainer.fit(module, DataLoader(TensorDataset(tokens[:, :-1], tokens[:, 1:]), batch_size=batch))
+        trainer.fit(module, DataLoader(data, batch_size=batch))
     return clock.wall, clock.cpu, clock.inside, clock.thread
 
 

@@ -8,22 +8,18 @@ AdamW at its best rate. The record is written after every seed.
 
 from __future__ import annotations
 
-import logging
 import statistics
 import tempfile
 import time
-import warnings
 from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
 
 from benchmarks import record
+from benchmarks.language import fit, gpt, text
 from ls_strategy.lightning.strategy import ZeROStrategy
-from recipes.gpt.corpus import CorpusConfig
-from recipes.gpt.data import TextData
-from recipes.gpt.model import GPTModule, OptimConfig, SampleConfig
-from recipes.gpt.network import GPTConfig
+from tests.trainers import quiet
 
 MINUTES = 10
 SPREAD = "over seeds"
@@ -44,30 +40,9 @@ CONTENDERS: dict[str, dict[str, Any]] = {
 def train(contender: str, seed: int, steps: int, cache: Path) -> dict[str, float]:
     """One run; validation loss in nats per byte, and seconds."""
     pl.seed_everything(seed, verbose=False)
-    trainer = pl.Trainer(
-        accelerator="cpu",
-        devices=1,
-        strategy=ZeROStrategy(1),
-        max_steps=steps,
-        val_check_interval=steps,
-        check_val_every_n_epoch=None,
-        num_sanity_val_steps=0,
-        gradient_clip_val=1.0,
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-    )
-    data = TextData(
-        corpus=CorpusConfig(cache_dir=str(cache)), block_size=BLOCK, batch_size=BATCH, val_crops=512, seed=seed
-    )
-    module = GPTModule(
-        GPTConfig(vocab_size=256, block_size=BLOCK, **NETWORK),
-        OptimConfig(warmup_steps=50, **CONTENDERS[contender]),
-        SampleConfig(max_new_tokens=0),
-    )
+    module = gpt(NETWORK, BLOCK, warmup_steps=50, **CONTENDERS[contender])
     start = time.perf_counter()
-    trainer.fit(module, data)
+    trainer = fit(module, text(cache, seed, block=BLOCK, batch=BATCH), ZeROStrategy(1), steps)
     return {"val": float(trainer.callback_metrics["val/loss"]), "seconds": round(time.perf_counter() - start, 1)}
 
 
@@ -98,9 +73,7 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, default=3, help="runs of each contender")
     parser.add_argument("--steps", type=int, default=200, help="optimizer steps")
     args = parser.parse_args()
-    warnings.filterwarnings("ignore")
-    for name in ("lightning.pytorch", "lightning.fabric"):
-        logging.getLogger(name).setLevel(logging.ERROR)
+    quiet()
     runs: Runs = {}
     found: dict[str, Any] = {
         **record.header("muon"), "network": NETWORK, "steps": args.steps, "tokens": args.steps * BATCH * BLOCK,

@@ -14,20 +14,20 @@ else a step does. In fp32 they do not.
 from __future__ import annotations
 
 import gc
-import logging
 import statistics
 import time
-import warnings
 from typing import Any
 
 import lightning.pytorch as pl
 import torch
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import DataLoader
 
 from benchmarks import record
 from benchmarks.contest import quartiles, turns
+from benchmarks.language import random_tokens
 from benchmarks.trainer_time import Clock
 from recipes.gpt.model import GPTModule
+from tests.trainers import bare_trainer, quiet
 
 MINUTES = 8
 SPREAD = "quartiles over rounds"
@@ -59,12 +59,10 @@ def run_rank(rank: int, ranks: int, args: dict[str, Any]) -> Any:
     from recipes.gpt.model import OptimConfig, SampleConfig
     from recipes.gpt.network import GPTConfig
 
-    logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
-    warnings.filterwarnings("ignore")
+    quiet()
     torch.set_num_threads(1)
     steps, block = args["steps"], args["block"]
-    tokens = torch.randint(256, (steps * ranks, block + 1), generator=torch.Generator().manual_seed(0))
-    data = TensorDataset(tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous())
+    data = random_tokens(steps * ranks, block)
     config = GPTConfig(vocab_size=256, block_size=block, num_layers=args["layers"], num_heads=4, width=args["width"])
     times: dict[str, list[float]] = {name: [] for name in CONTENDERS}
     sent, shapes = 0, []
@@ -81,10 +79,7 @@ def run_rank(rank: int, ranks: int, args: dict[str, Any]) -> Any:
             module = OfDtype(config, options, SampleConfig(max_new_tokens=0))
             module.ns_dtype = args["dtype"]
             clock, strategy = Clock(), ZeROStrategy(stage=args["stage"])
-            trainer = pl.Trainer(
-                accelerator="cpu", devices=ranks, strategy=strategy, max_steps=steps, logger=False,
-                enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False, callbacks=[clock],
-            )  # fmt: skip
+            trainer = bare_trainer(strategy, ranks, max_steps=steps, callbacks=[clock])
             trainer.fit(module, DataLoader(data, batch_size=1))
             seconds = statistics.median(clock.seconds)
             if name == "muon":

@@ -9,24 +9,20 @@ judged by the spread of the exact runs over seeds.
 
 from __future__ import annotations
 
-import logging
 import os
 import statistics
 import tempfile
-import warnings
 from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
 
 from benchmarks import record
-from benchmarks.moments import LAST, NETWORK, Losses
+from benchmarks.language import fit, gpt, text
+from benchmarks.moments import BLOCK, NETWORK, Losses, compare, show
 from ls_strategy.lightning.strategy import ZeROStrategy
 from ls_strategy.testing import spawn
-from recipes.gpt.corpus import CorpusConfig
-from recipes.gpt.data import TextData
-from recipes.gpt.model import GPTModule, OptimConfig, SampleConfig
-from recipes.gpt.network import GPTConfig
+from tests.trainers import quiet
 
 MINUTES = 6
 SPREAD = "over seeds"
@@ -38,7 +34,6 @@ FORMATS: dict[str, dict[str, Any]] = {
     "weights int8, gradients int8": {"quantized_gathers": "int8", "quantized_gradients": "int8"},
     "weights int8, gradients int4": {"quantized_gathers": "int8", "quantized_gradients": "int4"},
 }
-KINDS = ("final", "mean", "val")
 
 
 def train(form: str, seed: int, steps: int, cache: Path) -> dict[str, float]:
@@ -46,41 +41,11 @@ def train(form: str, seed: int, steps: int, cache: Path) -> dict[str, float]:
     pl.seed_everything(seed, verbose=False)
     losses = Losses()
     strategy = ZeROStrategy(3, sharding={"min_unit_numel": 0, "hpz": "node", **FORMATS[form]})  # type: ignore[arg-type]
-    trainer = pl.Trainer(
-        accelerator="cpu",
-        devices=2,
-        num_nodes=2,
-        strategy=strategy,
-        max_steps=steps,
-        val_check_interval=steps,
-        check_val_every_n_epoch=None,
-        num_sanity_val_steps=0,
-        gradient_clip_val=1.0,
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        callbacks=[losses, errors := Errors()],
-    )
-    block = 128
-    data = TextData(
-        corpus=CorpusConfig(max_bytes=4_000_000, cache_dir=str(cache)),
-        block_size=block, batch_size=2, val_crops=128, seed=seed,
-    )  # fmt: skip
-    module = GPTModule(
-        GPTConfig(vocab_size=256, block_size=block, **NETWORK),  # type: ignore[arg-type]
-        OptimConfig(lr=3e-3, warmup_steps=30),
-        SampleConfig(max_new_tokens=0),
-    )
-    trainer.fit(module, data)
+    errors = Errors()
+    module, data = gpt(NETWORK, BLOCK, lr=3e-3, warmup_steps=30), text(cache, seed, block=BLOCK, batch=2, short=True)
+    trainer = fit(module, data, strategy, steps, 2, num_nodes=2, callbacks=[losses, errors])
     assert trainer.global_step == steps
-    values = [float(value) for value in losses.values]
-    return {
-        "final": statistics.fmean(values[-LAST:]),
-        "mean": statistics.fmean(values),
-        "val": float(trainer.callback_metrics["val/loss"]),
-        **errors.found,
-    }
+    return {**losses.means(trainer), **errors.found}
 
 
 class Errors(pl.Callback):
@@ -100,9 +65,7 @@ class Errors(pl.Callback):
 
 def of_rank(rank: int, world_size: int, seeds: int, steps: int, cache: Path) -> dict[str, list[dict[str, float]]]:
     """Every format and seed, in turns."""
-    warnings.filterwarnings("ignore")
-    for name in ("lightning.pytorch", "lightning.fabric"):
-        logging.getLogger(name).setLevel(logging.ERROR)
+    quiet()
     os.environ.update(LOCAL_RANK=str(rank % 2), LOCAL_WORLD_SIZE="2", GROUP_RANK=str(rank // 2))
     runs: dict[str, list[dict[str, float]]] = {form: [] for form in FORMATS}
     for seed in range(1, seeds + 1):
@@ -126,20 +89,12 @@ def measure(seeds: int, steps: int) -> dict[str, list[dict[str, float]]]:
     }
 
 
-def compare(runs: dict[str, list[dict[str, float]]]) -> dict[str, dict[str, float]]:
-    """Per format and loss: mean over seeds, mean difference to exact runs in pairs, and their spread over seeds."""
-    result: dict[str, dict[str, float]] = {}
-    for form, losses in runs.items():
-        row: dict[str, float] = {}
-        for kind in KINDS:
-            trusted = [r[kind] for r in runs["exact"]]
-            pairs = [r[kind] - t for r, t in zip(losses, trusted, strict=True)]
-            row[kind] = round(statistics.fmean(r[kind] for r in losses), 4)
-            row[f"{kind}_difference"] = round(statistics.fmean(pairs), 4)
-            row[f"{kind}_noise"] = round(statistics.stdev(trusted), 4) if len(trusted) > 1 else 0.0
+def compared(runs: dict[str, list[dict[str, float]]]) -> dict[str, dict[str, float]]:
+    """`compare` with the exact runs, and what rounding changes."""
+    result = compare(runs, "exact")
+    for form, found in runs.items():
         for kind in ("gather_error", "gradient_error"):
-            row[kind] = round(statistics.fmean(r.get(kind, 0.0) for r in losses), 4)
-        result[form] = row
+            result[form][kind] = round(statistics.fmean(r.get(kind, 0.0) for r in found), 4)
     return result
 
 
@@ -150,11 +105,8 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=300, help="optimizer steps")
     args = parser.parse_args()
     runs = measure(args.seeds, args.steps)
-    table = compare(runs)
-    print(f"{'':30}" + "".join(f"{k:>10}{'- exact':>10}{'noise':>8}" for k in KINDS))
-    for form, row in table.items():
-        cells = (f"{row[k]:>10.4f}{row[k + '_difference']:>+10.4f}{row[k + '_noise']:>8.4f}" for k in KINDS)
-        print(f"{form:30}" + "".join(cells))
+    table = compared(runs)
+    show(table, "exact")
     found = {
         **record.header("quantized_traffic"), "network": NETWORK, "steps": args.steps, "results": table, "runs": runs,
     }  # fmt: skip

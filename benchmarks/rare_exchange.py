@@ -13,12 +13,10 @@ on from the weights of one DDP run of N steps, with new AdamW states and a new s
 
 from __future__ import annotations
 
-import logging
 import os
 import statistics
 import tempfile
 import threading
-import warnings
 from pathlib import Path
 from typing import Any
 
@@ -26,14 +24,12 @@ import lightning.pytorch as pl
 import torch
 
 from benchmarks import record
+from benchmarks.language import gpt, text
 from ls_strategy import DiLoCo, ZeROStrategy
 from ls_strategy.extras.islands.hub import Hub
 from ls_strategy.extras.islands.server import HubServer
 from ls_strategy.testing import free_port, spawn, torchrun_env
-from recipes.gpt.corpus import CorpusConfig
-from recipes.gpt.data import TextData
-from recipes.gpt.model import GPTModule, OptimConfig, SampleConfig
-from recipes.gpt.network import GPTConfig
+from tests.trainers import bare_trainer, quiet
 
 MINUTES = 10
 SPREAD = "over seeds"
@@ -58,36 +54,23 @@ FIRST = "pretraining"
 def train(rank: int, _: int, contender: str, seed: int, run: dict[str, Any]) -> dict[str, float]:
     """One run of two ranks: one DDP run, or two islands of one rank. Validation loss in nats per byte."""
 
-    warnings.filterwarnings("ignore")
-    for name in ("lightning.pytorch", "lightning.fabric"):
-        logging.getLogger(name).setLevel(logging.ERROR)
+    quiet()
     options = CONTENDERS.get(contender)
     callbacks = []
     if options is not None:
         os.environ.update(torchrun_env(0, 1, run["ports"][rank]))
         callbacks.append(DiLoCo(run["meet"], island=rank, islands=2, every=run["every"], **options))
     pl.seed_everything(seed, verbose=False)
-    trainer = pl.Trainer(
-        accelerator="cpu",
-        devices=2 if options is None else 1,
-        strategy="ddp" if options is None else ZeROStrategy(1),
+    trainer = bare_trainer(
+        "ddp" if options is None else ZeROStrategy(1),
+        2 if options is None else 1,
         max_steps=run["steps"],
         limit_val_batches=0,
         gradient_clip_val=1.0,
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
         callbacks=[*callbacks, sent := _Sent()],
     )
-    data = TextData(
-        corpus=CorpusConfig(cache_dir=run["cache"]), block_size=BLOCK, batch_size=BATCH, val_crops=512, seed=seed
-    )
-    module = GPTModule(
-        GPTConfig(vocab_size=256, block_size=BLOCK, **NETWORK),
-        OptimConfig(warmup_steps=run["steps"] // 10, lr=run["lr"]),
-        SampleConfig(max_new_tokens=0),
-    )
+    data = text(run["cache"], seed, block=BLOCK, batch=BATCH)
+    module = gpt(NETWORK, BLOCK, warmup_steps=run["steps"] // 10, lr=run["lr"])
     weights = Path(run["cache"]) / f"pretrained-{seed}.pt"
     if weights.exists():
         module.configure_model()

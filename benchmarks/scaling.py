@@ -43,6 +43,7 @@ from recipes.gpt.network import GPT, GPTConfig
 from tests import papers
 from tests.live_bytes import LiveBytes
 from tests.models import quiet
+from tests.trainers import bare_trainer
 
 MINUTES = 2
 SPREAD = "none: bytes are counted"
@@ -209,11 +210,13 @@ def count(rank: int, world_size: int) -> dict[str, Counted]:
     for candidate in CANDIDATES:
         with LiveBytes(ignore=list(data.tensors)) as live:
             counter = Count(live)
-            trainer = pl.Trainer(
-                accelerator="cpu", devices=world_size, precision=PRECISION, max_steps=STEPS, logger=False,
-                strategy=ZeROStrategy(**candidate.arguments(), sharding={"min_unit_numel": 0}), callbacks=[counter],
-                enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
-            )  # fmt: skip
+            trainer = bare_trainer(
+                ZeROStrategy(**candidate.arguments(), sharding={"min_unit_numel": 0}),
+                world_size,
+                precision=PRECISION,
+                max_steps=STEPS,
+                callbacks=[counter],
+            )
             with counter.counting():
                 trainer.fit(Trained(SMALL), DataLoader(data, batch_size=1))
         result[candidate.strategy] = Counted(counter.sent[-1] - counter.sent[-2], live.peak)

@@ -14,26 +14,25 @@ from __future__ import annotations
 
 import gc
 import importlib.util
-import logging
 import os
 import signal
 import statistics
 import sys
 import time
-import warnings
 from typing import Any
 
 import lightning.pytorch as pl
-import torch
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import DataLoader
 
 from benchmarks import deepspeed_steps, record
 from benchmarks.contest import quartiles, ratios, turns
+from benchmarks.language import random_tokens
 from benchmarks.step_time import SIZES
 from benchmarks.trainer_time import module_of
 from ls_strategy.extras.planner.traffic import traffic
 from ls_strategy.lightning.strategy import ZeROStrategy
 from tests import two_nodes
+from tests.trainers import bare_trainer, quiet
 
 MINUTES = 15
 SPREAD = "quartiles over rounds"
@@ -95,26 +94,19 @@ def run_rank(rank: int, world_size: int, nodes: tuple[str, str], names: list[str
     per_node = world_size // 2
     two_nodes.enter(nodes[rank // per_node])
     os.environ.update(two_nodes.environment(rank, per_node))
-    logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
-    warnings.filterwarnings("ignore")
+    quiet()
     steps, batch, block = args["steps"], args["batch"], args["block"]
-    tokens = torch.randint(256, (steps * batch * world_size, block + 1), generator=torch.Generator().manual_seed(0))
-    data = TensorDataset(tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous())
+    data = random_tokens(steps * batch * world_size, block)
     found: dict[str, list[dict[str, float]]] = {name: [] for name in names}
     for counts, name in turns(names, args["rounds"], uncounted=1):
         options = CONTENDERS[name]
         pl.seed_everything(0, verbose=False)
         module = module_of(name, args["size"], block)
-        trainer = pl.Trainer(
-            accelerator="cpu",
-            devices=per_node,
+        trainer = bare_trainer(
+            "ddp" if options is None else ZeROStrategy(3, sharding=options),
+            per_node,
             num_nodes=2,
-            strategy="ddp" if options is None else ZeROStrategy(3, sharding=options),  # type: ignore[arg-type]
             max_steps=steps,
-            logger=False,
-            enable_checkpointing=False,
-            enable_progress_bar=False,
-            enable_model_summary=False,
             callbacks=[clock := Clock(steps)],
         )
         trainer.fit(module, DataLoader(data, batch_size=batch))

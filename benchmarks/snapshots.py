@@ -11,23 +11,23 @@ machine change less. Both ranks share one memory, so no copy goes to another nod
 from __future__ import annotations
 
 import gc
-import logging
 import os
 import statistics
 import tempfile
 import time
-import warnings
 from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
 import torch
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import DataLoader
 
 from benchmarks import record
 from benchmarks.contest import quartiles, ratios, turns
+from benchmarks.language import gpt, random_tokens
 from benchmarks.step_time import SIZES
 from ls_strategy import ElasticTraining, ZeROStrategy
+from tests.trainers import bare_trainer, quiet
 
 MINUTES = 10
 SPREAD = "quartiles over rounds"
@@ -52,33 +52,25 @@ class Clock(pl.Callback):
 
 def run_rank(rank: int, world_size: int, args: dict[str, Any]) -> Any:
     """Measure on one rank; returns seconds and CPU time by contender and round, and snapshots per run."""
-    from recipes.gpt.model import GPTModule, OptimConfig, SampleConfig
-    from recipes.gpt.network import GPTConfig
-
-    logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
-    warnings.filterwarnings("ignore")
+    quiet()
     torch.set_num_threads(1)
     steps, batch, block = args["steps"], args["batch"], args["block"]
-    generator = torch.Generator().manual_seed(0)
-    tokens = torch.randint(256, (steps * batch * world_size, block + 1), generator=generator)
-    data = TensorDataset(tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous())
+    data = random_tokens(steps * batch * world_size, block)
     times: dict[str, list[float]] = {name: [] for name in CONTENDERS}
     used: dict[str, list[float]] = {name: [] for name in CONTENDERS}
     taken: list[int] = []
     for number, name in turns(CONTENDERS, args["rounds"]):
         pl.seed_everything(0, verbose=False)
-        module = GPTModule(
-            GPTConfig(vocab_size=256, block_size=block, dropout=0.1, **SIZES[args["size"]]),
-            OptimConfig(total_steps=steps),
-            SampleConfig(max_new_tokens=0),
-        )
+        module = gpt({**SIZES[args["size"]], "dropout": 0.1}, block, total_steps=steps)
         elastic = ElasticTraining(run=f"bench-{os.getppid()}-{number}", memory=args["memory"])
         clock = Clock()
-        trainer = pl.Trainer(
-            accelerator="cpu", devices=world_size, strategy=ZeROStrategy(2), max_steps=steps, logger=False,
-            gradient_clip_val=1.0, enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
+        trainer = bare_trainer(
+            ZeROStrategy(2),
+            world_size,
+            max_steps=steps,
+            gradient_clip_val=1.0,
             callbacks=[clock, elastic] if name == "snapshots" else [clock],
-        )  # fmt: skip
+        )
         trainer.fit(module, DataLoader(data, batch_size=batch))
         times[name].append(clock.seconds)
         used[name].append(clock.cpu)

@@ -17,10 +17,8 @@ ratio to the first strategy named.
 from __future__ import annotations
 
 import gc
-import logging
 import statistics
 import time
-import warnings
 from collections.abc import Iterator
 from typing import Any
 
@@ -29,11 +27,13 @@ import torch
 from lightning.pytorch.strategies import ModelParallelStrategy
 from torch import nn
 from torch.distributed.fsdp import fully_shard
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import DataLoader
 
 from benchmarks import record
 from benchmarks.contest import against, turns
+from benchmarks.language import random_tokens
 from benchmarks.step_time import SIZES
+from tests.trainers import bare_trainer, quiet
 
 MINUTES = 25
 SPREAD = "quartiles over rounds"
@@ -131,11 +131,9 @@ def run_rank(
 ) -> Any:  # fmt: skip
     """Measure on one rank; returns seconds per strategy and round, and the losses of all ranks' last step."""
 
-    logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
-    warnings.filterwarnings("ignore")
+    quiet()
     torch.set_num_threads(1)
-    tokens = torch.randint(256, (steps * batch * world_size, block + 1), generator=torch.Generator().manual_seed(0))
-    data = TensorDataset(tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous())
+    data = random_tokens(steps * batch * world_size, block)
     times: dict[str, list[float]] = {s: [] for s in strategies}
     losses: dict[str, float] = {}
     for _, name in turns(strategies, rounds):
@@ -144,16 +142,11 @@ def run_rank(
         if regions is not None:
             torch.compiler.reset()  # or dynamo reaches its limit of graphs, which counts those of all contenders
         clock, callback = Clock(), UsersCallback()
-        trainer = pl.Trainer(
-            accelerator="cpu",
-            devices=world_size,
-            strategy=strategy_of(name, world_size, regions),
+        trainer = bare_trainer(
+            strategy_of(name, world_size, regions),
+            world_size,
             max_steps=steps,
             use_distributed_sampler=world_size > 1,  # on one rank it would only change the order of the data
-            logger=False,
-            enable_checkpointing=False,
-            enable_progress_bar=False,
-            enable_model_summary=False,
             callbacks=[callback, clock],
         )
         trainer.fit(module, DataLoader(data, batch_size=batch))

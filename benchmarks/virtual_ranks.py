@@ -13,20 +13,20 @@ dropout, clipping by norm and a logged loss.
 from __future__ import annotations
 
 import gc
-import logging
 import statistics
-import warnings
 from typing import Any
 
 import lightning.pytorch as pl
 import torch
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import DataLoader
 
 from benchmarks import record
 from benchmarks.contest import against, turns
+from benchmarks.language import gpt, random_tokens
 from benchmarks.step_time import SIZES
 from benchmarks.trainer_time import Clock
 from ls_strategy.lightning.strategy import ZeROStrategy
+from tests.trainers import bare_trainer, quiet
 
 MINUTES = 8
 SPREAD = "quartiles over rounds"
@@ -43,32 +43,18 @@ def strategy_of(stage: int, *, virtual: bool) -> ZeROStrategy:
 
 def run_rank(rank: int, world_size: int, args: dict[str, Any]) -> Any:
     """Measure on one rank; returns seconds by stage, contender and round, and bytes sent per step."""
-    from recipes.gpt.model import GPTModule, OptimConfig, SampleConfig
-    from recipes.gpt.network import GPTConfig
-
-    logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
-    warnings.filterwarnings("ignore")
+    quiet()
     torch.set_num_threads(1)
     steps, batch, block = args["steps"], args["batch"], args["block"]
-    generator = torch.Generator().manual_seed(0)
-    tokens = torch.randint(256, (steps * batch * world_size, block + 1), generator=generator)
-    data = TensorDataset(tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous())
+    data = random_tokens(steps * batch * world_size, block)
     names = [f"zero{stage}{kind}" for stage in STAGES for kind in ("", " virtual")]
     times: dict[str, list[float]] = {name: [] for name in names}
     sent: dict[str, int] = {}
     for _, name in turns(names, args["rounds"]):
         pl.seed_everything(0, verbose=False)
-        module = GPTModule(
-            GPTConfig(vocab_size=256, block_size=block, dropout=0.1, **SIZES[args["size"]]),
-            OptimConfig(total_steps=steps),
-            SampleConfig(max_new_tokens=0),
-        )
+        module = gpt({**SIZES[args["size"]], "dropout": 0.1}, block, total_steps=steps)
         clock, strategy = Clock(), strategy_of(int(name[4]), virtual="virtual" in name)
-        trainer = pl.Trainer(
-            accelerator="cpu", devices=world_size, strategy=strategy, max_steps=steps, logger=False,
-            gradient_clip_val=1.0, enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
-            callbacks=[clock],
-        )  # fmt: skip
+        trainer = bare_trainer(strategy, world_size, max_steps=steps, gradient_clip_val=1.0, callbacks=[clock])
         trainer.fit(module, DataLoader(data, batch_size=batch))
         times[name].append(statistics.median(clock.seconds))
         counted = strategy.traffic.bytes

@@ -17,24 +17,24 @@ elsewhere a process stops it for two thirds of the time (the record says which, 
 from __future__ import annotations
 
 import gc
-import logging
 import os
 import statistics
 import subprocess
 import sys
-import warnings
 from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
 import torch
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import DataLoader
 
 from benchmarks import record
 from benchmarks.contest import quartiles, ratios, turns
+from benchmarks.language import gpt, random_tokens
 from benchmarks.step_time import SIZES
 from benchmarks.trainer_time import Clock
 from ls_strategy.lightning.strategy import ZeROStrategy
+from tests.trainers import bare_trainer, quiet
 
 MINUTES = 8
 SPREAD = "quartiles over rounds"
@@ -99,34 +99,22 @@ class Throttle:
 
 def run_rank(rank: int, world_size: int, args: dict[str, Any]) -> Any:
     """Measure on one rank; returns seconds by contender and round, and what throttled the slow one."""
-    from recipes.gpt.model import GPTModule, OptimConfig, SampleConfig
-    from recipes.gpt.network import GPTConfig
-
-    logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
-    warnings.filterwarnings("ignore")
+    quiet()
     torch.set_num_threads(1)
     steps, batch, block = args["steps"], args["batch"], args["block"]
-    generator = torch.Generator().manual_seed(0)
-    tokens = torch.randint(256, (steps * batch * VIRTUAL, block + 1), generator=generator)
-    data = TensorDataset(tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous())
+    data = random_tokens(steps * batch * VIRTUAL, block)
     throttle = Throttle() if rank == 0 else None
     times: dict[str, list[float]] = {name: [] for name in CONTENDERS}
     for _, name in turns(CONTENDERS, args["rounds"]):
         pl.seed_everything(0, verbose=False)
-        module = GPTModule(
-            GPTConfig(vocab_size=256, block_size=block, dropout=0.1, **SIZES[args["size"]]),
-            OptimConfig(total_steps=steps),
-            SampleConfig(max_new_tokens=0),
-        )
+        module = gpt({**SIZES[args["size"]], "dropout": 0.1}, block, total_steps=steps)
         parallel: dict[str, Any] = {"virtual_ranks": VIRTUAL}
         if name == "shares":
             parallel["virtual_ranks_per_rank"] = [1, SLOWER]
         clock = Clock()
-        trainer = pl.Trainer(
-            accelerator="cpu", devices=world_size, strategy=ZeROStrategy(2, parallel=parallel), max_steps=steps,
-            logger=False, gradient_clip_val=1.0, enable_checkpointing=False, enable_progress_bar=False,
-            enable_model_summary=False, callbacks=[clock],
-        )  # fmt: skip
+        trainer = bare_trainer(
+            ZeROStrategy(2, parallel=parallel), world_size, max_steps=steps, gradient_clip_val=1.0, callbacks=[clock]
+        )
         if throttle is not None and name != "full speed":
             throttle.begin()
         trainer.fit(module, DataLoader(data, batch_size=batch))

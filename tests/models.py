@@ -5,9 +5,7 @@ Many cases run one after the other in the same ranks (`run_all`), because a star
 
 from __future__ import annotations
 
-import logging
 import random
-import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
@@ -30,7 +28,7 @@ from ls_strategy.lightning.strategy import ZeROStrategy
 from ls_strategy.precision import PrecisionPolicy, resolve_precision
 from ls_strategy.testing import spawn
 from tests.dist.everywhere import check_every_rank
-from tests.trainers import bare_trainer
+from tests.trainers import bare_trainer, quiet
 
 VOCABULARY = 13
 LENGTH = 5
@@ -304,13 +302,6 @@ def scaled_fp32() -> Iterator[None]:
 
     with mock.patch.object(connection, "resolve_precision", resolve):
         yield
-
-
-def quiet() -> None:
-    """Lightning's advice and progress, not here."""
-    warnings.filterwarnings("ignore")
-    for name in ("lightning.pytorch", "lightning.fabric"):
-        logging.getLogger(name).setLevel(logging.ERROR)
 
 
 def fp16_plugin(precision: str, *, power: int = 16) -> Precision:

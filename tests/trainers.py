@@ -1,7 +1,9 @@
-"""Trainers of tests."""
+"""Trainers of tests and benchmarks."""
 
 from __future__ import annotations
 
+import logging
+import warnings
 from typing import Any
 
 import lightning.pytorch as pl
@@ -17,3 +19,10 @@ def bare_trainer(strategy: Any, devices: int = 1, **options: Any) -> Any:
         "enable_model_summary": False,
     }
     return pl.Trainer(strategy=strategy, devices=devices, **{**defaults, **options})
+
+
+def quiet() -> None:
+    """Lightning's advice and progress, not here."""
+    warnings.filterwarnings("ignore")
+    for name in ("lightning.pytorch", "lightning.fabric"):
+        logging.getLogger(name).setLevel(logging.ERROR)
