@@ -17,28 +17,13 @@ from ls_strategy.config import ActivationOffloadConfig, nested
 from ls_strategy.errors import StateError
 from ls_strategy.lightning.precision import ZeROPrecision
 from ls_strategy.lightning.strategy import ZeROStrategy
-from tests.dist.ranks import WIDTH, Block, Net, assert_equal, fit, on_ranks, weights
+from tests.dist import gather_runs
+from tests.dist.gather_runs import NVME, OFFLOAD, SETTINGS, ClampsInBlocks, Counts, compare, trained
+from tests.dist.ranks import WIDTH, Block, assert_equal, fit, on_ranks, weights
 
-OFFLOAD = {"offload.optimizer": "cpu", "offload.parameters": "cpu"}
-NVME = {"offload.optimizer": "nvme", "offload.parameters": "nvme", "offload.nvme_allow_ram": True}
 
-
-class Plain(Net):
-    """Counts the bytes of each step's gathers."""
-
-    strategy: Any = property(lambda self: self.trainer.strategy)
-
-    def on_train_start(self) -> None:
-        self.traffic = self.strategy.engine.comm.traffic.bytes
-        self.before = self.traffic["all_gather"]
-        self.bytes: list[int] = []
-
-    def on_train_batch_end(self, *_: Any) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
-        self.bytes.append(self.traffic["all_gather"] - self.before)
-        self.before = self.traffic["all_gather"]
-
-    def note(self, value: Tensor) -> None:
-        self.seen.append(float(value.detach()))
+class Plain(Counts):
+    precision = "bf16-mixed"
 
 
 class Convolution(Plain):
@@ -132,18 +117,8 @@ class Transformed(Plain):
         return super().loss(batch) + tangent.square().mean()
 
 
-class WritesInBlocks(Plain):
-    """Clamps its weights in every forward of a block, also in one that is recomputed."""
-
-    def build(self) -> None:
-        super().build()
-        for block in self.blocks:
-            block.register_forward_pre_hook(clamp)
-
-
-def clamp(block: Any, _: Any) -> None:
-    with torch.no_grad():
-        block.wide.weight.clamp_(-0.2, 0.2)
+class WritesInBlocks(ClampsInBlocks, Plain):
+    """Of weights that autocast casts."""
 
 
 class HeldInOneCall(Plain):
@@ -186,20 +161,6 @@ ALL = [Plain, Convolution, Tied, Frozen, Twice, InItsLoss, BeforeBackward, After
        Reparametrized, CompiledBlock]  # fmt: skip
 
 
-def trained(module: Net, gather: str, options: dict[str, Any] | None = None, **trainer: Any) -> Any:
-    options = {"sharding.min_unit_numel": 0, "precision.gather": gather, **(options or {})}
-    fit(ZeROStrategy(3, **nested(options)), module, **{"precision": "bf16-mixed", **trainer})
-    return module
-
-
-def compare(kind: type[Net], options: dict[str, Any] | None = None, **trainer: Any) -> tuple[Any, Any]:
-    fp32, cast = (trained(kind(), gather, options, **trainer) for gather in ("fp32", "compute"))
-    assert cast.losses == fp32.losses, kind
-    assert cast.seen == fp32.seen, kind
-    assert_equal(weights(cast), weights(fp32), str(kind))
-    return fp32, cast
-
-
 @on_ranks(2)
 def test_bits_are_those_of_gathers_in_fp32_and_bytes_are_half(rank: int, world_size: int) -> None:
     fp32, cast = compare(Plain)
@@ -236,14 +197,7 @@ def test_weights_that_are_held_in_fp32_have_the_same_bits(rank: int, world_size:
 
 
 @pytest.mark.wide
-@pytest.mark.parametrize(
-    "options",
-    [{}, OFFLOAD, NVME, {"activations": "full"}, {"activations": "selective", **OFFLOAD},
-     {"activations.offload": "cpu"}, {"sharding.prefetch_units": 0}, {"sharding.prefetch_units": 3},
-     {"sharding.overlap_step": False}, {"sharding.min_unit_numel": 10**9}, {"parallel.virtual_ranks": 4},
-     {"sharding.rank_weights": (1.0, 2.0)}],
-    ids=str,
-)  # fmt: skip
+@pytest.mark.parametrize("options", [*SETTINGS, {"parallel.virtual_ranks": 4}], ids=str)
 @on_ranks(2, timeout_s=240)
 def test_bits_are_the_same_in_every_setting(rank: int, world_size: int, options: dict[str, Any]) -> None:
     for kind in ALL:
@@ -321,17 +275,8 @@ def test_a_block_holds_16_bits_and_autograd_saves_no_copy(rank: int, world_size:
     assert all(storage_key(t) in module.gathered for t in saved)
 
 
-class OldGraph(Plain):
-    """Goes back through a forward that ran before a step."""
-
-    manual = True
-
-    def training_step(self, batch: Any, i: int) -> Any:
-        optimizer: Any = self.optimizers()
-        before = self.loss(batch)
-        self.manual_backward(self.loss(batch))
-        optimizer.step()
-        self.manual_backward(before)
+class OldGraph(gather_runs.OldGraph, Plain):
+    """Of these weights."""
 
 
 @on_ranks(2)
@@ -370,12 +315,8 @@ class WritesBeforeBackward(Plain):
             self.last.weight.mul_(0.5)
 
 
-class OwnHooks(WritesBeforeBackward):
-    """Keeps what autograd saves in hooks, for which autograd checks no versions."""
-
-    def training_step(self, batch: Any, i: int) -> Any:
-        with torch.autograd.graph.saved_tensors_hooks(lambda t: t, lambda t: t):
-            return super().training_step(batch, i)
+class OwnHooks(gather_runs.OwnHooks, WritesBeforeBackward):
+    """Of weights that are written to meanwhile."""
 
 
 class OwnHooksOldGraph(OwnHooks, OldGraph):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -23,6 +23,8 @@ from ls_strategy.lightning.strategy import ZeROStrategy
 from ls_strategy.precision import resolve_precision
 from ls_strategy.testing import spawn
 from ls_strategy.zero.flat.float8 import Float8Flat, _largest, scaled, scales_for
+from tests.dist import gather_runs
+from tests.dist.gather_runs import SETTINGS, ClampsInBlocks, Counts, trained
 from tests.dist.ranks import Net, assert_close, assert_equal, fit, global_batches, on_ranks, weights
 from tests.dist.test_planner import Begin
 from tests.live_bytes import LiveBytes
@@ -37,28 +39,19 @@ from tests.dist.test_float8 import Plain as Converted
 pytestmark = pytest.mark.own_ranks  # torchao is imported, and replaces functions of torch
 
 WIDE = 64
-OFFLOAD = {"offload.optimizer": "cpu", "offload.parameters": "cpu"}
-NVME = {"offload.optimizer": "nvme", "offload.parameters": "nvme", "offload.nvme_allow_ram": True}
 
+class Plain(Counts, Converted):
+    """Counts the scales, too, and the layers that read bytes."""
 
-class Plain(Converted):
-    """Counts the bytes of the gathers of a step, and of the scales, and the layers that read bytes."""
-
-    strategy: Any = property(lambda self: self.trainer.strategy)
+    given: ClassVar[dict[str, Any]] = {"precision.matmul": "fp8"}
 
     def on_train_start(self) -> None:
+        super().on_train_start()
         self.flats = [f for f in self.strategy.engine.flats if isinstance(f, Float8Flat)]
-        self.traffic = self.strategy.engine.comm.traffic.bytes
-        self.before = dict(self.traffic)
-        self.bytes: list[int] = []
         self.scales: list[int] = []
         """Of each exchange of magnitudes, how many."""
         for flat in self.flats:
             self.count_scales(flat._casts)
-
-    def on_train_batch_end(self, *_: Any) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
-        self.bytes.append(self.traffic["all_gather"] - self.before.get("all_gather", 0))
-        self.before = dict(self.traffic)
 
     def count_scales(self, wire: Any) -> None:
         exchange = wire._comm.reduce_numbers
@@ -70,20 +63,9 @@ class Plain(Converted):
         wire._comm = copy.copy(wire._comm)
         wire._comm.reduce_numbers = counted
 
-    def note(self, value: Tensor) -> None:
-        self.seen.append(float(value.detach()))
 
-
-def trained(module: Net, gather: str, options: dict[str, Any] | None = None, **trainer: Any) -> Any:
-    given = {"sharding.min_unit_numel": 0, "precision.matmul": "fp8", "precision.gather": gather, **(options or {})}
-    fit(ZeROStrategy(3, **nested(given)), module, **trainer)
-    return module
-
-
-def compare(kind: type[Net], options: dict[str, Any] | None = None, **trainer: Any) -> tuple[Any, Any]:
-    full, sent = (trained(kind(), gather, options, **trainer) for gather in ("fp32", "compute"))
-    assert (sent.losses, sent.seen) == (full.losses, full.seen), kind
-    assert_equal(weights(sent), weights(full), str(kind))
+def compare(kind: type[Counts], options: dict[str, Any] | None = None, **trainer: Any) -> tuple[Any, Any]:
+    full, sent = gather_runs.compare(kind, options, **trainer)
     assert (len(full.flats), len(sent.flats) > 0) == (0, True)
     return full, sent
 
@@ -233,18 +215,10 @@ class InOtherWays(Plain):
         return self.lm_head(three(h))  # type: ignore[no-any-return]
 
 
-class Clamps(Plain):
-    """Changes the largest magnitude in every forward of a block, also in one that is recomputed."""
+class Clamps(ClampsInBlocks, Plain):
+    """Changes the largest magnitude."""
 
-    def build(self) -> None:
-        super().build()
-        for block in self.blocks:
-            block.register_forward_pre_hook(clamp)
-
-
-def clamp(block: Any, _: Any) -> None:
-    with torch.no_grad():
-        block.up.weight.clamp_(-0.1, 0.1)
+    clamped, limit = "up", 0.1
 
 
 class Twice(Plain):
@@ -293,13 +267,7 @@ def test_every_other_use_of_a_weight_has_its_own_bits(rank: int, world_size: int
 
 
 @pytest.mark.wide
-@pytest.mark.parametrize(
-    "options",
-    [{}, OFFLOAD, NVME, {"activations": "full"}, {"activations": "selective", **OFFLOAD},
-     {"activations.offload": "cpu"}, {"sharding.prefetch_units": 0}, {"sharding.prefetch_units": 3},
-     {"sharding.overlap_step": False}, {"sharding.min_unit_numel": 10**9}, {"sharding.rank_weights": (1.0, 2.0)}],
-    ids=str,
-)  # fmt: skip
+@pytest.mark.parametrize("options", SETTINGS, ids=str)
 @on_ranks(2, timeout_s=300)
 def test_bits_are_the_same_in_every_setting(rank: int, world_size: int, options: dict[str, Any]) -> None:
     for kind in ALL:
@@ -315,17 +283,8 @@ def test_bits_are_the_same_over_groups_of_ranks(rank: int, world_size: int, opti
         compare(kind, options, precision="bf16-mixed")
 
 
-class OldGraph(Plain):
-    """Goes back through a forward that ran before a step."""
-
-    manual = True
-
-    def training_step(self, batch: Any, i: int) -> Any:
-        optimizer: Any = self.optimizers()
-        before = self.loss(batch)
-        self.manual_backward(self.loss(batch))
-        optimizer.step()
-        self.manual_backward(before)
+class OldGraph(gather_runs.OldGraph, Plain):
+    """Of these weights."""
 
 
 class Halves(Plain):
@@ -336,12 +295,8 @@ class Halves(Plain):
             self.blocks[1].up.weight.mul_(0.5)
 
 
-class OwnHooks(Plain):
-    """Keeps what autograd saves in hooks, for which autograd checks no versions."""
-
-    def training_step(self, batch: Any, i: int) -> Any:
-        with torch.autograd.graph.saved_tensors_hooks(lambda t: t, lambda t: t):
-            return super().training_step(batch, i)
+class OwnHooks(gather_runs.OwnHooks, Plain):
+    """Of these weights."""
 
 
 @pytest.mark.wide
