@@ -47,7 +47,9 @@ OPTIONS: dict[str, dict[str, Any]] = {
 """Configurations that come to the same numbers."""
 
 
-def on_ranks(world_size: int, *, timeout_s: float = 60) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+def on_ranks(
+    world_size: int, *, timeout_s: float = 60, init_process_group: bool = False
+) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     """Make ``test(rank, world_size, **fixtures)`` a test whose body runs on every one of ``world_size`` ranks."""
 
     def decorate(body: Callable[..., Any]) -> Callable[..., Any]:
@@ -58,7 +60,7 @@ def on_ranks(world_size: int, *, timeout_s: float = 60) -> Callable[[Callable[..
                 body.__module__,
                 body.__name__,
                 fixtures,
-                init_process_group=False,
+                init_process_group=init_process_group,
                 timeout_s=timeout_s,
             )
 

@@ -15,6 +15,7 @@ from ls_strategy.distributed.axis import Axis
 from ls_strategy.distributed.comm import make_comm
 from ls_strategy.errors import PlanError
 from ls_strategy.testing import spawn
+from tests.dist.ranks import on_ranks
 
 pytestmark = pytest.mark.dist
 
@@ -110,7 +111,8 @@ def test_no_bit_changes_and_each_rank_keeps_its_share(size: int, tmp_path_factor
     spawn(parts, size, str(tmp_path_factory.mktemp("nvme")), timeout_s=100)
 
 
-def buffers(rank: int, size: int) -> None:
+@on_ranks(2, init_process_group=True)
+def test_parts_lie_in_one_buffer(rank: int, world_size: int) -> None:
     axis = Axis("tensor", make_comm())
     partition = ActivationPartition(axis, CPU)
     x = torch.arange(1001, dtype=torch.float32)
@@ -140,10 +142,6 @@ def buffers(rank: int, size: int) -> None:
     partition.drop(part)
 
 
-def test_parts_lie_in_one_buffer() -> None:
-    spawn(buffers, 2, timeout_s=60)
-
-
 class Shifted(Net):
     """Its blocks see another input on each rank."""
 
@@ -155,17 +153,14 @@ class Shifted(Net):
         return super().forward(x.roll(self.rank, 0))
 
 
-def different(rank: int, size: int) -> None:
+@on_ranks(2, init_process_group=True)
+def test_inputs_that_are_not_replicated_are_refused_on_all_ranks(rank: int, world_size: int) -> None:
     model = Shifted(rank)
     activations = Activations(
         model, CPU, recompute=RecomputeConfig(policy="full"), partition=Axis("tensor", make_comm())
     )
     with pytest.raises(PlanError, match=r"differs between the 2 ranks of axis 'tensor'"):
         train(activations, model, steps=1)
-
-
-def test_inputs_that_are_not_replicated_are_refused_on_all_ranks() -> None:
-    spawn(different, 2, timeout_s=60)
 
 
 def test_one_rank_keeps_everything(monkeypatch: pytest.MonkeyPatch) -> None:

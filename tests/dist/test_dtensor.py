@@ -32,6 +32,7 @@ from ls_strategy.errors import PlanError, StateError
 from ls_strategy.parallel.tensor.dtensor import Localized, has_dtensors, localize
 from ls_strategy.testing import spawn
 from ls_strategy.zero.parts import full_of, part_of
+from tests.dist.ranks import on_ranks
 
 pytestmark = pytest.mark.wide
 
@@ -255,7 +256,8 @@ def test_two_by_two() -> None:
     spawn(compare, 4, "sequence", 2)
 
 
-def examine(rank: int, world_size: int) -> None:
+@on_ranks(2, timeout_s=120, init_process_group=True)
+def test_what_else_a_module_goes_through(rank: int, world_size: int) -> None:
     """Replicated gradients, recomputation, copies, exceptions, going back."""
     ours = Divided("sequence", world_size, world_size)
     loss = ours.loss(*batch())
@@ -302,10 +304,6 @@ def examine(rank: int, world_size: int) -> None:
     for name, p in ours.model.named_parameters():
         assert torch.equal(p.detach().to_local(), values[name]), name  # type: ignore[attr-defined]
     assert torch.equal(ours.loss(*batch()), loss)
-
-
-def test_what_else_a_module_goes_through() -> None:
-    spawn(examine, 2)
 
 
 def parts(rank: int, world_size: int) -> list[tuple[int, ...]]:

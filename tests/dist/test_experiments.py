@@ -19,7 +19,7 @@ from ls_strategy.config import nested
 from ls_strategy.errors import PlanError, StateError
 from ls_strategy.lightning.strategy import ZeROStrategy
 from ls_strategy.testing import spawn
-from tests.dist.ranks import WIDTH, assert_close, fit, global_batches, mean_over_ranks, quiet, weights
+from tests.dist.ranks import WIDTH, assert_close, fit, global_batches, mean_over_ranks, on_ranks, quiet, weights
 from tests.dist.test_habits import OPTIONS, Habit
 
 pytest.importorskip("tensorboard")
@@ -162,8 +162,11 @@ class Traces(Habit):
             assert_close(traced(batch[0]), block(batch[0]), "traced")
 
 
-def to_tensorboard(rank: int, world_size: int, root: str) -> None:
-    quiet()
+@on_ranks(2, init_process_group=True)
+def test_tensorboard_takes_histograms_and_refuses_the_graph_of_a_sharded_model(
+    rank: int, world_size: int, tmp_path: Any
+) -> None:
+    root = str(tmp_path)
     written = []
     add = SummaryWriter.add_histogram
 
@@ -181,7 +184,3 @@ def to_tensorboard(rank: int, world_size: int, root: str) -> None:
     fit(ZeROStrategy(3, sharding={"min_unit_numel": 0}), Traces(), data, logger=False, **options)
     with pytest.raises(PlanError, match=r"log_graph=True.*Set log_graph=False"):
         fit(ZeROStrategy(3), Graph(), data, logger=TensorBoardLogger(root, log_graph=True), **options)
-
-
-def test_tensorboard_takes_histograms_and_refuses_the_graph_of_a_sharded_model(tmp_path: Any) -> None:
-    spawn(to_tensorboard, 2, str(tmp_path), timeout_s=60)

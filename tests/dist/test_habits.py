@@ -30,6 +30,7 @@ from tests.dist.ranks import (
     fit,
     global_batches,
     mean_over_ranks,
+    on_ranks,
     quiet,
     weights,
 )
@@ -322,17 +323,14 @@ class WritesOnOneRank(Habit):
                 self.first.weight.mul_(0.5)
 
 
-def writes_on_one_rank(rank: int, world_size: int, options: dict[str, Any]) -> None:
-    quiet()
-    with pytest.raises(StateError, match="written to on some ranks and not on others"):
-        outcome(rank, world_size, WritesOnOneRank, ZeROStrategy(**nested(options)))
-
-
 @pytest.mark.sample(2)
 @pytest.mark.parametrize("name", ["zero2", "zero1", "zero1_offload"])
-def test_a_write_on_one_rank_is_an_error_on_all(name: str) -> None:
+@on_ranks(2, init_process_group=True)
+def test_a_write_on_one_rank_is_an_error_on_all(rank: int, world_size: int, name: str) -> None:
     """Under DDP the ranks would go on with different models. At stage 3 the touch itself waits for the others."""
-    spawn(writes_on_one_rank, 2, OPTIONS[name], timeout_s=60)
+    options = OPTIONS[name]
+    with pytest.raises(StateError, match="written to on some ranks and not on others"):
+        outcome(rank, world_size, WritesOnOneRank, ZeROStrategy(**nested(options)))
 
 
 class Bounded(Clamps):
@@ -495,8 +493,9 @@ class ReadsInAThread(Habit):
         thread.join()
 
 
-def threads(rank: int, world_size: int, of: str) -> None:
-    quiet()
+@pytest.mark.parametrize("of", ["weight", "gradient"])
+@on_ranks(2, init_process_group=True)
+def test_a_thread_beside_the_training_is_refused(rank: int, world_size: int, of: str) -> None:
     for stage in (2, 3) if of == "gradient" else (3,):
         module = ReadsInAThread(of)
         fit(stage, module, global_batches(rank, world_size, 2), use_distributed_sampler=False, max_epochs=1)
@@ -507,13 +506,8 @@ def threads(rank: int, world_size: int, of: str) -> None:
             assert len(module.errors) == 2
 
 
-@pytest.mark.parametrize("of", ["weight", "gradient"])
-def test_a_thread_beside_the_training_is_refused(of: str) -> None:
-    spawn(threads, 2, of, timeout_s=60)
-
-
-def outlives(rank: int, world_size: int) -> None:
-    quiet()
+@on_ranks(2, init_process_group=True)
+def test_a_parameter_without_its_model_is_an_error_and_no_nan(rank: int, world_size: int) -> None:
     module = Habit()
     fit(3, module, global_batches(rank, world_size, 2), use_distributed_sampler=False, max_epochs=1)
     param = module.blocks[0].wide.weight
@@ -524,7 +518,3 @@ def outlives(rank: int, world_size: int) -> None:
     for use in (lambda: param.sum(), lambda: param.data):
         with pytest.raises(StateError, match=r"shape .* used after the model .* were freed"):
             use()
-
-
-def test_a_parameter_without_its_model_is_an_error_and_no_nan() -> None:
-    spawn(outlives, 2, timeout_s=60)

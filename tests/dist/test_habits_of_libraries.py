@@ -14,10 +14,9 @@ import pytest
 from ls_strategy.config import nested
 from ls_strategy.errors import OutOfStepError
 from ls_strategy.lightning.strategy import ZeROStrategy
-from ls_strategy.testing import spawn
 from tests.dist.habits import averages, gradients, networks, trainers, weights
 from tests.dist.habits.rows import Row, outcome, require_equal
-from tests.dist.ranks import quiet
+from tests.dist.ranks import on_ranks
 from tests.dist.test_habits import OPTIONS
 from tests.limits import wall
 from tests.marks import slow
@@ -44,8 +43,12 @@ def test_on_two_ranks_as_under_ddp(group: str, tmp_path: Path) -> None:
     require_equal(GROUPS[group], CHEAP, tmp_path)
 
 
-def logs_on_one_rank(rank: int, world_size: int, name: str, root: str) -> None:
-    quiet()
+@pytest.mark.parametrize("name", ["zero3, small units", slow("zero3"), slow("zero3_offload"), slow("zero1_offload")])
+@on_ranks(2)
+def test_logging_weights_on_one_rank_is_explained_where_they_are_sharded(
+    rank: int, world_size: int, name: str, tmp_path: Path
+) -> None:
+    root = str(tmp_path)
     strategy = ZeROStrategy(explain_waits_after=1.0, timeout=timedelta(seconds=100), **nested(OPTIONS[name]))
     started = time.monotonic()
     with pytest.raises(OutOfStepError, match="all_gather of"):
@@ -55,11 +58,6 @@ def logs_on_one_rank(rank: int, world_size: int, name: str, root: str) -> None:
 
 def test_logging_weights_on_one_rank_is_as_under_ddp_where_every_rank_has_them(tmp_path: Path) -> None:
     require_equal([trainers.LogsOnOneRank], ["zero1", "zero2"], tmp_path)
-
-
-@pytest.mark.parametrize("name", ["zero3, small units", slow("zero3"), slow("zero3_offload"), slow("zero1_offload")])
-def test_logging_weights_on_one_rank_is_explained_where_they_are_sharded(name: str, tmp_path: Path) -> None:
-    spawn(logs_on_one_rank, 2, name, str(tmp_path), init_process_group=False, timeout_s=60)
 
 
 @pytest.mark.slow

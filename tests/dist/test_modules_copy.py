@@ -22,7 +22,6 @@ from torch.utils.data import DataLoader, Dataset
 from ls_strategy.config import nested
 from ls_strategy.errors import StateError
 from ls_strategy.lightning.strategy import ZeROStrategy
-from ls_strategy.testing import spawn
 from tests.dist.ranks import (
     Block,
     Net,
@@ -300,11 +299,8 @@ class Loading(Net):
 @pytest.mark.slow
 @pytest.mark.dist
 @pytest.mark.timeout(300)
-def test_workers_that_are_spawned_get_the_module() -> None:
-    spawn(_loading, 2, init_process_group=False, timeout_s=280)
-
-
-def _loading(rank: int, world_size: int) -> None:
+@on_ranks(2, timeout_s=280)
+def test_workers_that_are_spawned_get_the_module(rank: int, world_size: int) -> None:
     trusted = Loading()
     trainer_of("ddp", max_epochs=2).fit(trusted)
     for stage in (1, 2):

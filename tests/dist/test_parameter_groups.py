@@ -29,6 +29,7 @@ from tests.dist.ranks import (
     fit,
     global_batches,
     mean_over_ranks,
+    on_ranks,
     quiet,
     weights,
 )
@@ -367,16 +368,13 @@ REFUSED: list[tuple[type[Joins], type[Exception], str]] = [
 ]
 
 
-def refusals(rank: int, world_size: int, options: dict[str, Any]) -> None:
-    quiet()
+@pytest.mark.parametrize("name", [wide("zero1"), "zero3"])
+@on_ranks(2, init_process_group=True)
+def test_what_cannot_be_followed_is_refused(rank: int, world_size: int, name: str) -> None:
+    options = OPTIONS[name]
     for kind, error, message in REFUSED:
         with pytest.raises(error, match=message):
             outcome(rank, world_size, kind(), ZeROStrategy(**nested(options)))
-
-
-@pytest.mark.parametrize("name", [wide("zero1"), "zero3"])
-def test_what_cannot_be_followed_is_refused(name: str) -> None:
-    spawn(refusals, 2, OPTIONS[name], timeout_s=60)
 
 
 def accumulates(rank: int, world_size: int, expected: Outcome) -> None:
@@ -618,17 +616,15 @@ def test_optimizers_that_call_their_closure_once_work(world_size: int) -> None:
     spawn(one_pass, world_size, timeout_s=100)
 
 
-def sometimes_twice(rank: int, world_size: int, stages: tuple[int, ...]) -> None:
-    quiet()
+@pytest.mark.parametrize("stages", few_or_all((1,), (0, 1, 3)))
+@on_ranks(2, init_process_group=True)
+def test_a_second_call_of_the_closure_is_an_error_whenever_it_comes(
+    rank: int, world_size: int, stages: tuple[int, ...]
+) -> None:
     for stage in stages:
         Sometimes.calls = 0
         with pytest.raises(PlanError, match=r"Sometimes\.step\(\) calls its closure several times in a step"):
             fit(stage, With(Sometimes), max_epochs=10)
-
-
-@pytest.mark.parametrize("stages", few_or_all((1,), (0, 1, 3)))
-def test_a_second_call_of_the_closure_is_an_error_whenever_it_comes(stages: tuple[int, ...]) -> None:
-    spawn(sometimes_twice, 2, stages, timeout_s=60)
 
 
 # --- parameters in no optimizer ---------------------------------------------------------------------------------------
@@ -884,8 +880,9 @@ def test_states_of_shared_parameters_are_kept_apart_in_checkpoints(
     assert not any(found), "\n".join(found[0])
 
 
-def shared_refusals(rank: int, world_size: int, path: str) -> None:
-    quiet()
+@on_ranks(2, init_process_group=True)
+def test_shared_parameters_are_refused_where_states_have_one_place(rank: int, world_size: int, tmp_path: Path) -> None:
+    path = str(tmp_path)
     options: list[tuple[dict[str, Any], str]] = [
         ({"stage": 1, "offload.optimizer": "cpu"}, "offload.optimizer='cpu'"),
         ({"stage": 3, "offload.optimizer": "nvme", "offload.nvme_path": path}, "offload.optimizer='nvme'"),
@@ -894,10 +891,6 @@ def shared_refusals(rank: int, world_size: int, path: str) -> None:
     for one, what in options:
         with pytest.raises(PlanError, match=rf"'blocks\.1\.\S+' is in optimizers 0 and 1, but {what}.*one of them"):
             fit(ZeROStrategy(**nested(one)), Shared())
-
-
-def test_shared_parameters_are_refused_where_states_have_one_place(tmp_path: Path) -> None:
-    spawn(shared_refusals, 2, str(tmp_path), timeout_s=60)
 
 
 # --- hooks of the step itself -----------------------------------------------------------------------------------------

@@ -27,6 +27,7 @@ from tests.dist.ranks import (
     fit,
     global_batches,
     mean_over_ranks,
+    on_ranks,
     quiet,
     trainer_of,
     weights,
@@ -226,8 +227,8 @@ class Keeps(Net):
         return self.kept
 
 
-def fits_twice(rank: int, world_size: int) -> None:
-    quiet()
+@on_ranks(2, timeout_s=90, init_process_group=True)
+def test_an_optimizer_that_is_kept_for_a_second_fit_keeps_its_states(rank: int, world_size: int) -> None:
     data = global_batches(rank, world_size, STEPS)
     results: dict[Any, Any] = {}
     for first, second in (("ddp", "ddp"), (1, 1), (3, 3), (2, 3), (3, 1)):
@@ -241,27 +242,19 @@ def fits_twice(rank: int, world_size: int) -> None:
         assert_close(found, expected[1], f"{name}: weights", 1e-6)
 
 
-def test_an_optimizer_that_is_kept_for_a_second_fit_keeps_its_states() -> None:
-    spawn(fits_twice, 2, timeout_s=90)
-
-
 class AtEven(AtEpochs):
     def on_train_batch_end(self, *_: Any) -> None:
         """Parts of weights have no sum."""
 
 
-def divided(rank: int, world_size: int) -> None:
-    quiet()
+@on_ranks(2, init_process_group=True)
+def test_parts_of_models_are_refused(rank: int, world_size: int) -> None:
     cure = "parallelism.*configure_optimizers.*requires_grad_"
     for kind in ("tensor", "pipeline"):
         with pytest.raises(PlanError, match=f"BackboneFinetuning.*{kind} {cure}"):
             fit(ZeROStrategy(1, parallel={kind: 2}), ByCallback())  # type: ignore[arg-type]
     with pytest.raises(PlanError, match=f"AdamW changed while training runs.*pipeline {cure}"):
         fit(ZeROStrategy(1, parallel={"pipeline": 2}), AtEven())
-
-
-def test_parts_of_models_are_refused() -> None:
-    spawn(divided, 2, timeout_s=60)
 
 
 class Late(AnotherOptimizer):

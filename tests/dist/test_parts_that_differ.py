@@ -27,6 +27,7 @@ from tests.dist.ranks import (
     differences,
     fit,
     mean_over_ranks,
+    on_ranks,
     quiet,
     saved,
     weights,
@@ -228,8 +229,8 @@ class Counts(Distilled):
         self.bytes = self.trainer.strategy.memory_bytes()  # type: ignore[attr-defined]
 
 
-def counted(rank: int, world_size: int) -> None:
-    quiet()
+@on_ranks(2, timeout_s=120)
+def test_a_teacher_has_no_gradients_and_no_optimizer_states(rank: int, world_size: int) -> None:
     elements: dict[bool, int] = {}
     for name in ("zero2", "zero3, small units"):
         module = Counts()
@@ -246,17 +247,19 @@ def counted(rank: int, world_size: int) -> None:
         assert module.bytes["masters"] == (4 * sum(elements.values()) if "zero3" in name else 0), module.bytes
 
 
-def replicated(rank: int, world_size: int, folder: Path) -> None:
-    quiet()
+@on_ranks(2, timeout_s=120)
+def test_a_teacher_may_be_in_full_on_every_rank(rank: int, world_size: int, tmp_path: Path) -> None:
     mean = run(MeanTeacher, "zero3, small units")
     module = MeanTeacher()
     trainer = fit(ZeROStrategy(**nested(IN_FULL)), module)
     assert_equal((mean_over_ranks(module.losses), module.seen), mean[:2], "losses")
     assert_equal(weights(module), mean[2], "weights")
-    trainer.save_checkpoint(folder / "in full")
-    assert_equal(dict(sorted(saved(folder / "in full")["state_dict"].items())), dict(sorted(mean[2].items())), "saved")
+    trainer.save_checkpoint(tmp_path / "in full")
+    assert_equal(
+        dict(sorted(saved(tmp_path / "in full")["state_dict"].items())), dict(sorted(mean[2].items())), "saved"
+    )
     resumed = MeanTeacher()
-    fit(3, resumed, ckpt=folder / "in full", max_epochs=2)  # the same epochs: nothing is trained
+    fit(3, resumed, ckpt=tmp_path / "in full", max_epochs=2)  # the same epochs: nothing is trained
     assert_equal(weights(resumed), mean[2], "loaded where the teacher is sharded")
     for more in ({}, {"offload.optimizer": "cpu", "offload.parameters": "cpu"}):
         expected = run(Distilled, "zero3_offload" if more else "zero3, small units")
@@ -282,11 +285,3 @@ def replicated(rank: int, world_size: int, folder: Path) -> None:
         assert all(torch.equal(exactly[name], value) for name, value in expected[2].items())
     with pytest.raises(PlanError, match=r"has no module 'techer'.*'student', 'teacher'"):
         fit(ZeROStrategy(3, sharding={"replicated_modules": ["techer"]}), Distilled())
-
-
-def test_a_teacher_may_be_in_full_on_every_rank(tmp_path: Path) -> None:
-    spawn(replicated, 2, tmp_path, init_process_group=False)
-
-
-def test_a_teacher_has_no_gradients_and_no_optimizer_states() -> None:
-    spawn(counted, 2, init_process_group=False)

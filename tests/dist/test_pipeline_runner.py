@@ -39,6 +39,7 @@ from ls_strategy.parallel.pipeline.transfer import SideLoss
 from ls_strategy.testing import spawn
 from recipes.gpt.network import GPT, GPTConfig
 from tests import papers
+from tests.dist.ranks import on_ranks
 from tests.limits import wall
 from tests.marks import few_or_all, slow
 
@@ -383,7 +384,8 @@ def test_evaluation_returns_what_step_returns(case: str) -> None:
     spawn(evaluate, 2, case, [step(part).item() for part in chunks(batch(9), 3)])
 
 
-def different_batches(rank: int, world_size: int) -> None:
+@on_ranks(2, timeout_s=120, init_process_group=True)
+def test_ranks_with_different_batches_are_refused_before_anything_is_sent(rank: int, world_size: int) -> None:
     model, step, batch = CASES["pairs"]()
     runner = build(model, "1f1b", world_size, make_comm())
     with pytest.raises(PlanError, match="different micro-batches"):
@@ -391,10 +393,6 @@ def different_batches(rank: int, world_size: int) -> None:
     with pytest.raises(PlanError, match="different micro-batches"):
         runner.train(step, chunks(batch(8), 4 + 4 * rank))
     runner.train(step, chunks(batch(8), 4))
-
-
-def test_ranks_with_different_batches_are_refused_before_anything_is_sent() -> None:
-    spawn(different_batches, 2)
 
 
 def callbacks(rank: int, world_size: int) -> None:
@@ -422,7 +420,10 @@ def test_callbacks_come_around_every_action_and_before_the_last_gradient() -> No
     spawn(callbacks, 2)
 
 
-def leftovers(rank: int, world_size: int, schedules: tuple[str, ...]) -> None:
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("schedules", few_or_all(("dualpipe_v",), ("1f1b", "zero_bubble", "dualpipe_v")))
+@on_ranks(2, timeout_s=120, init_process_group=True)
+def test_nothing_is_left_of_a_step(rank: int, world_size: int, schedules: tuple[str, ...]) -> None:
     """Tensors alive after a step, by reference counts alone."""
     comm = make_comm()
     for schedule in schedules:
@@ -441,13 +442,8 @@ def leftovers(rank: int, world_size: int, schedules: tuple[str, ...]) -> None:
         assert not left, (schedule, left)
 
 
-@pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("schedules", few_or_all(("dualpipe_v",), ("1f1b", "zero_bubble", "dualpipe_v")))
-def test_nothing_is_left_of_a_step(schedules: tuple[str, ...]) -> None:
-    spawn(leftovers, 2, schedules)
-
-
-def side_traffic(rank: int, world_size: int) -> None:
+@on_ranks(2, timeout_s=120, init_process_group=True)
+def test_a_side_loss_is_one_number_more_and_nothing_where_there_is_none(rank: int, world_size: int) -> None:
     comm = make_comm()
     sent: dict[str, tuple[int, int]] = {}
     for case, given in (("side_early", True), ("side_late", True), ("side_late", False)):
@@ -465,17 +461,14 @@ def side_traffic(rank: int, world_size: int) -> None:
     assert sent["side_late False"] == (4 * 2 * 4, user)
 
 
-def test_a_side_loss_is_one_number_more_and_nothing_where_there_is_none() -> None:
-    spawn(side_traffic, 2)
-
-
 class Factors(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.layers = nn.Sequential(nn.Linear(2, 2, bias=False), nn.Linear(2, 1, bias=False))
 
 
-def factors(rank: int, world_size: int) -> None:
+@on_ranks(2, timeout_s=120, init_process_group=True)
+def test_losses_are_scaled_before_backward_only(rank: int, world_size: int) -> None:
     torch.manual_seed(0)
     model = Factors()
     reference = copy.deepcopy(model)
@@ -490,10 +483,6 @@ def factors(rank: int, world_size: int) -> None:
     grad, trusted = model.layers[rank].weight.grad, reference.layers[rank].weight.grad
     assert grad is not None
     torch.testing.assert_close(grad, trusted, rtol=EXACT, atol=0)
-
-
-def test_losses_are_scaled_before_backward_only() -> None:
-    spawn(factors, 2)
 
 
 # --- failure ----------------------------------------------------------------------------------------------------------

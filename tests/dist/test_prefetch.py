@@ -13,7 +13,6 @@ from torch import Tensor, nn
 from ls_strategy.config import nested
 from ls_strategy.distributed.comm import Comm, PendingGather
 from ls_strategy.lightning.strategy import ZeROStrategy
-from ls_strategy.testing import spawn
 from ls_strategy.zero.flat.flat_buffer import FlatBuffer
 from tests.dist.ranks import WIDTH, Block, Net, fit, on_ranks
 
@@ -117,7 +116,13 @@ def test_so_many_blocks_ahead_are_being_gathered_while_one_computes(rank: int, w
             assert ("forward ends", k - 1) in between, "another block computes meanwhile"
 
 
-def check_reads(rank: int, world_size: int, depth: int, folder: str) -> None:
+@pytest.mark.parametrize("depth", [1, 2])
+@on_ranks(2, timeout_s=120, init_process_group=True)
+def test_a_drive_is_read_one_block_earlier_than_it_is_gathered(
+    rank: int, world_size: int, depth: int, tmp_path: Path
+) -> None:
+    """So that the gather finds its part in memory, and does not wait for the drive."""
+    folder = str(tmp_path)
     events = events_of_a_step(
         **{"sharding.prefetch_units": depth},
         **{"offload.parameters": "nvme"},
@@ -133,9 +138,3 @@ def check_reads(rank: int, world_size: int, depth: int, folder: str) -> None:
     for k in range(depth + 2, BLOCKS - 1):
         read = backward.index(("read begins", k - depth - 1))
         assert read < backward.index(("backward begins", k - 1)) < backward.index(("gather begins", k - depth - 1))
-
-
-@pytest.mark.parametrize("depth", [1, 2])
-def test_a_drive_is_read_one_block_earlier_than_it_is_gathered(depth: int, tmp_path: Path) -> None:
-    """So that the gather finds its part in memory, and does not wait for the drive."""
-    spawn(check_reads, 2, depth, str(tmp_path))

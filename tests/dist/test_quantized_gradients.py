@@ -16,6 +16,7 @@ from ls_strategy import ConfigError, StateError
 from ls_strategy.lightning.strategy import ZeROStrategy
 from ls_strategy.testing import spawn
 from ls_strategy.zero.flat.parameters import grad_of
+from tests.dist.ranks import on_ranks
 from tests.dist.test_quantized_reduce import by_hand
 from tests.dist.test_shard_groups import BOTH, NORM, NVME, VALUE, measure, on_nodes
 from tests.models import Case, Net, assert_same_bits, loader, quiet, trainer_of
@@ -248,17 +249,13 @@ def test_a_run_continues_with_the_same_bits(tmp_path: Path) -> None:
     assert all(all(found) for found in spawn(resume, 2, tmp_path, init_process_group=False, timeout_s=100))
 
 
-def exact(rank: int, world_size: int) -> None:
-    quiet()
+@on_ranks(1)
+def test_without_rounding_there_is_no_error_to_measure(rank: int, world_size: int) -> None:
     case = Case(stage=2, steps=1)
     trainer: Any = trainer_of(case, world_size)
     trainer.fit(Net(case), loader(case, world_size))
     with pytest.raises(StateError, match="nothing is rounded"):
         trainer.strategy.gradient_error()
-
-
-def test_without_rounding_there_is_no_error_to_measure() -> None:
-    spawn(exact, 1, init_process_group=False, timeout_s=60)
 
 
 @pytest.mark.parametrize(

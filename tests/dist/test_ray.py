@@ -12,6 +12,7 @@ import torch
 from ls_strategy.errors import ConfigError, StateError
 from ls_strategy.testing import spawn
 from tests.dist import ray_program
+from tests.dist.ranks import on_ranks
 
 pytestmark = pytest.mark.wide
 
@@ -85,14 +86,11 @@ def test_a_save_that_failed_is_not_reported_as_a_checkpoint(tmp_path: Path) -> N
         assert each["names"] == []
 
 
-def run_example(rank: int, world_size: int) -> None:
+@on_ranks(2, timeout_s=170)
+def test_the_example_of_the_guide_runs(rank: int, world_size: int) -> None:
     from docs.examples import ray_train
 
     ray_program.in_local_mode(rank, world_size, ray_train.train, {"epochs": 1})
-
-
-def test_the_example_of_the_guide_runs() -> None:
-    spawn(run_example, 2, init_process_group=False, timeout_s=170)
 
 
 # --- no ranks --------------------------------------------------------------------------------------------------------

@@ -13,6 +13,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from ls_strategy import StateError, ZeROStrategy
 from ls_strategy.testing import spawn
+from tests.dist.ranks import on_ranks
 from tests.marks import few_or_all
 from tests.models import Curve, quiet
 from tests.trainers import bare_trainer
@@ -145,14 +146,10 @@ class Full(ScheduleFree):
     whole_tensors = True
 
 
-def refused(rank: int, world_size: int) -> None:
-    quiet()
+@on_ranks(2, timeout_s=120)
+def test_states_that_train_and_eval_cannot_reach_are_an_error(rank: int, world_size: int) -> None:
     module = Swaps()
     module.make_optimizer = Full
     trainer = bare_trainer(ZeROStrategy(1), world_size, precision="64-true", limit_val_batches=0)
     with pytest.raises(StateError, match=r"Full.train\(\) and eval\(\).*Use stage 0"):
         trainer.fit(module, DataLoader(TensorDataset(torch.ones(8, 6, dtype=torch.float64)), batch_size=4))
-
-
-def test_states_that_train_and_eval_cannot_reach_are_an_error() -> None:
-    spawn(refused, 2, init_process_group=False)

@@ -27,6 +27,7 @@ from ls_strategy.parallel.random import Streams, share_random_state
 from ls_strategy.parallel.styles import Column, Divide, Features, PartialGradient, Plan, Row, Vocab
 from ls_strategy.parallel.tensor.shard import TensorParallel, apply_tensor_parallel
 from ls_strategy.testing import spawn
+from tests.dist.ranks import on_ranks
 
 pytestmark = [pytest.mark.wide, pytest.mark.dist]
 
@@ -580,16 +581,17 @@ def test_parameters_on_meta_are_cut_and_filled_later() -> None:
             assert torch.equal(meta_grads[name][1], grad), name
 
 
-def _surface(rank: int, size: int) -> None:
+@on_ranks(2, timeout_s=120, init_process_group=True)
+def test_copies_compilation_removal_and_refusals(rank: int, world_size: int) -> None:
     axis = Axis("tensor", make_comm())
     shape = Shape(blocks=2)
     model = build(shape)
     names = [name for name, _ in model.named_modules()], [name for name, _ in model.named_parameters()]
     copied = copy.deepcopy(model)
     loss_of(copied).backward()
-    tp = apply_tensor_parallel(model, plan(shape, size), axis)
+    tp = apply_tensor_parallel(model, plan(shape, world_size), axis)
     assert names == ([name for name, _ in model.named_modules()], [name for name, _ in model.named_parameters()])
-    assert model.blocks[0].attention.heads == HEADS // size  # type: ignore[union-attr]
+    assert model.blocks[0].attention.heads == HEADS // world_size  # type: ignore[union-attr]
 
     # A copy is sharded too, and does not share parameters.
     twin = copy.deepcopy(model)
@@ -622,18 +624,15 @@ def _surface(rank: int, size: int) -> None:
 
     # Tokens that are not divisible are refused on every rank before anything is sent.
     model = build(shape)
-    apply_tensor_parallel(model, plan(shape, size), axis, sequence=True, blocks=list(model.blocks))
+    apply_tensor_parallel(model, plan(shape, world_size), axis, sequence=True, blocks=list(model.blocks))
     axis.traffic.reset()
     with pytest.raises(PlanError, match=r"first block got \(2, 7, 16\)"):
         model.blocks[0](torch.randn(2, 7, 16).double())
     assert not axis.traffic.elements
 
 
-def test_copies_compilation_removal_and_refusals() -> None:
-    spawn(_surface, 2)
-
-
-def _regions(rank: int, size: int) -> None:
+@on_ranks(4, timeout_s=120, init_process_group=True)
+def test_regions_are_adjoint_to_their_backward(rank: int, world_size: int) -> None:
     axis = Axis("tensor", make_comm())
     torch.manual_seed(rank)
     x = torch.randn(4, 8, 4, 3, dtype=torch.float64, requires_grad=True)
@@ -641,8 +640,8 @@ def _regions(rank: int, size: int) -> None:
 
     # Tokens are sharded, then heads: rank r has head r of all tokens, in order.
     y = regions.exchange(x, axis, 2, 1)
-    assert y.shape == (4, 8 * size, 4 // size, 3)
-    assert torch.equal(y, torch.cat(list(everyone), 1).chunk(size, 2)[rank])
+    assert y.shape == (4, 8 * world_size, 4 // world_size, 3)
+    assert torch.equal(y, torch.cat(list(everyone), 1).chunk(world_size, 2)[rank])
     assert torch.equal(regions.exchange(y, axis, 1, 2), x)
     with pytest.raises(PlanError, match="is not divisible"):
         regions.exchange(x, axis, 3, 1)
@@ -662,7 +661,7 @@ def _regions(rank: int, size: int) -> None:
     # An expanded gradient, as that of a sum is; and a second derivative.
     for region in (regions.copy_to, regions.reduce_from, regions.gather_from):
         (grad,) = torch.autograd.grad(region(x, axis).sum(), x)
-        assert torch.equal(grad, torch.full_like(x, size if region is regions.copy_to else 1))
+        assert torch.equal(grad, torch.full_like(x, world_size if region is regions.copy_to else 1))
     (grad,) = torch.autograd.grad((regions.copy_to(x, axis) ** 3).sum(), x, create_graph=True)
     (second,) = torch.autograd.grad(grad.sum(), x)
     assert torch.allclose(grad, 3 * axis.all_reduce(x.detach() ** 2), rtol=1e-12)
@@ -691,7 +690,3 @@ def _regions(rank: int, size: int) -> None:
         assert shared(y) is y
     del y, first
     assert shared._copy is None
-
-
-def test_regions_are_adjoint_to_their_backward() -> None:
-    spawn(_regions, 4)
