@@ -5,8 +5,9 @@ from __future__ import annotations
 import io
 import multiprocessing
 import os
+import subprocess
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,13 @@ def is_running(pid: int | str) -> bool:
         return "State:\tZ" not in Path(f"/proc/{pid}/status").read_text()
     except OSError:
         return False
+
+
+def output_of(command: Sequence[str], **options: Any) -> str:
+    """Run a program to its end, which is to be a success; return what it has printed. Options of `subprocess.run`."""
+    done = subprocess.run(command, capture_output=True, text=True, check=False, **options)
+    assert done.returncode == 0, f"{command}\n{done.stdout[-2000:]}\n{done.stderr[-4000:]}"
+    return done.stdout
 
 
 def anonymous_bytes() -> int:

@@ -13,6 +13,8 @@ from typing import Any
 
 import pytest
 
+from tests.processes import output_of
+
 # Not importorskip: in this process the import would change the logger of other tests.
 pytestmark = [
     pytest.mark.wide,
@@ -77,9 +79,8 @@ def test_a_trainer_of_the_other_package_is_refused(ran: tuple[Path, dict[str, An
 def test_ranks_that_are_spawned_choose_as_their_parent() -> None:
     inherited = {k: v for k, v in os.environ.items() if k != "LS_STRATEGY_LIGHTNING"}
     command = [sys.executable, "-m", "tests.dist.spawned_program"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=170, check=False, env=inherited)
-    assert done.returncode == 0, done.stdout + done.stderr
-    found = [line for line in done.stdout.splitlines() if line.startswith("FOUND")]
+    printed = output_of(command, timeout=170, env=inherited)
+    found = [line for line in printed.splitlines() if line.startswith("FOUND")]
     assert found == ["FOUND spawn finished", "FOUND fork finished", *["FOUND pytorch_lightning 2"] * 2]
 
 

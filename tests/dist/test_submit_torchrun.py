@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from tests.limits import wall
+from tests.processes import output_of
 
 pytestmark = [pytest.mark.wide, pytest.mark.timeout(600)]
 
@@ -88,22 +89,20 @@ def environment() -> dict[str, str]:
 def written(folder: Path, *words: str) -> list[str]:
     """Write the script as a user does; the command that is printed to start it."""
     options = ["toy/configs/base run.yaml", "--name=toy", "--to=torchrun", "--tasks-per-node=2"]
-    done = subprocess.run(
+    printed = output_of(
         [sys.executable, "-m", "ls_strategy.cli", "submit", *options, "--", f"--model.note={NOTE}", *words],
-        cwd=folder, env=environment(), capture_output=True, text=True, timeout=120, check=False,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr
-    (command,) = re.findall(r"start it +(.*)", done.stdout)
+        cwd=folder,
+        env=environment(),
+        timeout=120,
+    )
+    (command,) = re.findall(r"start it +(.*)", printed)
     return ["bash", "-c", f"exec {command}"]
 
 
 def test_a_run_of_two_ranks_ends(folder: Path) -> None:
-    done = subprocess.run(
-        written(folder), cwd=folder, env=environment(), capture_output=True, text=True, timeout=300, check=False
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
-    assert f"WORLD 2 NOTE {NOTE!r}" in done.stdout
-    assert "ENDED AT 32" in done.stdout or "ENDED AT 60" in done.stdout
+    printed = output_of(written(folder), cwd=folder, env=environment(), timeout=300)
+    assert f"WORLD 2 NOTE {NOTE!r}" in printed
+    assert "ENDED AT 32" in printed or "ENDED AT 60" in printed
 
 
 @pytest.mark.slow
@@ -127,9 +126,6 @@ def test_sigterm_saves_and_the_same_command_continues(folder: Path) -> None:
     assert len(saved) == 1, said[-3000:]
     step = int(saved[0].removeprefix("step=").removesuffix(".ckpt"))
     assert 3 <= step < 32
-    again = subprocess.run(
-        command, cwd=folder, env=environment(), capture_output=True, text=True, timeout=300, check=False
-    )
-    assert again.returncode == 0, again.stderr[-3000:]
-    assert f"BEGINS AT {step}" in again.stdout
-    assert re.search(r"ENDED AT \d+", again.stdout)
+    again = output_of(command, cwd=folder, env=environment(), timeout=300)
+    assert f"BEGINS AT {step}" in again
+    assert re.search(r"ENDED AT \d+", again)

@@ -12,7 +12,6 @@ import json
 import os
 import re
 import shlex
-import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -21,6 +20,7 @@ from typing import Any
 import pytest
 
 from tests.docs.blocks import LANGUAGES, PAGES, ROOT, Block, blocks_of, program_of, render
+from tests.processes import output_of
 
 BLOCKS = [block for page in PAGES for block in blocks_of(page)]
 PROGRAMS = [page for page in PAGES if program_of(page).strip()]
@@ -48,11 +48,7 @@ def environment(folder: Path) -> dict[str, str]:
 
 
 def run(command: list[str], folder: Path, timeout_s: float = 170) -> str:
-    done = subprocess.run(
-        command, cwd=folder, env=environment(folder), capture_output=True, text=True, timeout=timeout_s, check=False
-    )
-    assert done.returncode == 0, f"{shlex.join(command)}\n{done.stdout[-2000:]}\n{done.stderr[-4000:]}"
-    return done.stdout
+    return output_of(command, cwd=folder, env=environment(folder), timeout=timeout_s)
 
 
 @pytest.fixture

@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import importlib
 import re
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -14,6 +13,7 @@ import pytest
 
 from tests.docs.blocks import ROOT, blocks_of
 from tests.docs.test_blocks import check_install, check_own
+from tests.processes import output_of
 
 pytestmark = pytest.mark.slow  # three programs' parsers
 
@@ -28,8 +28,8 @@ def commands(page: Path) -> list[list[str]]:
     blocks = [block for block in blocks_of(page) if block.language == "bash"]
     assert blocks, f"{page} has no command"
     script = SHOW + "\n".join(block.text for block in blocks)
-    done = subprocess.run(["bash", "-eu", "-c", script], capture_output=True, text=True, timeout=20, check=True)
-    return [line.split("\0") for line in done.stdout.removesuffix("\0\n\0").split("\0\n\0")]
+    printed = output_of(["bash", "-eu", "-c", script], timeout=20)
+    return [line.split("\0") for line in printed.removesuffix("\0\n\0").split("\0\n\0")]
 
 
 @pytest.fixture(scope="module")
@@ -80,16 +80,13 @@ def test_commands_are_taken(page: Path, parsers: dict[str, Any], monkeypatch: py
 
 def test_generate_has_the_options_that_the_readme_names() -> None:
     page = ROOT / "recipes" / "gpt" / "README.md"
-    done = subprocess.run(
-        [sys.executable, "-m", "recipes.gpt", "generate", "--help"], cwd=ROOT, capture_output=True, text=True,
-        timeout=170, check=True,
-    )  # fmt: skip
+    printed = output_of([sys.executable, "-m", "recipes.gpt", "generate", "--help"], cwd=ROOT, timeout=170)
     section = page.read_text().split("## Writing text")[1].split("\n## ")[0]
     named = set(re.findall(r"^\| .*?`(--\w+)", section, re.MULTILINE)) | set(
         re.findall(r"generate .*?(--\w+)", section)
     )
     assert len(named) >= 8
-    assert not [option for option in named if option not in done.stdout]
+    assert not [option for option in named if option not in printed]
 
 
 def test_a_wrong_option_is_noticed(parsers: dict[str, Any]) -> None:

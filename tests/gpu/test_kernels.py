@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import os
 import shutil
-import subprocess
 import sys
 from pathlib import Path
 
@@ -17,6 +16,7 @@ import torch
 from ls_strategy import device as dev
 from ls_strategy.ops import _build, native
 from tests.gpu.kernels import BOUNDARY, WINDOW, large_sum, large_sum_bytes, large_update, large_update_bytes
+from tests.processes import output_of
 
 N = BOUNDARY + 3 * WINDOW + 77
 
@@ -60,8 +60,5 @@ def test_the_tools_of_cuda_find_nothing(tool: str) -> None:
     # Without torch's cache of memory, so that every tensor has bounds.
     environment = {**os.environ, "PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
     root = Path(__file__).parents[2]
-    done = subprocess.run(
-        command, cwd=root, env=environment, capture_output=True, text=True, timeout=400, check=False
-    )  # fmt: skip
-    assert done.returncode == 0, done.stdout[-8000:] + done.stderr[-4000:]
-    assert "all kernels have run" in done.stdout
+    printed = output_of(command, cwd=root, env=environment, timeout=400)
+    assert "all kernels have run" in printed

@@ -18,7 +18,7 @@ from ls_strategy.ops._session import _session as processes_of
 from ls_strategy.ops._session import start as start_session
 from tests.limits import wall
 from tests.marks import slow
-from tests.processes import Program, is_running
+from tests.processes import Program, is_running, output_of
 
 ROOT = Path(__file__).parents[2]
 PROGRAM = """
@@ -124,15 +124,8 @@ class TestWithCompiler:
             (tools / tool).symlink_to(shutil.which(tool))
         code = "import shutil; w = shutil.which; shutil.which = lambda c, **k: None if c == 'ninja' else w(c, **k)\n"
         variables = {**os.environ, "LS_STRATEGY_CACHE": str(tmp_path / "cache"), "PYTHONPATH": str(ROOT)}
-        done = subprocess.run(
-            [sys.executable, "-c", code + PROGRAM],
-            env=variables,
-            capture_output=True,
-            text=True,
-            timeout=150,
-            check=True,
-        )
-        result = json.loads(done.stdout.splitlines()[-1])
+        printed = output_of([sys.executable, "-c", code + PROGRAM], env=variables, timeout=150)
+        result = json.loads(printed.splitlines()[-1])
         assert builds(result) == 1
 
     def test_a_cache_that_cannot_be_written(self, tmp_path):

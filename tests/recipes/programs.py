@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import os
 import shlex
-import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator
@@ -15,7 +14,7 @@ from typing import Any
 import yaml
 
 from tests.docs import warm_python
-from tests.processes import Program
+from tests.processes import Program, output_of
 
 ROOT = Path(__file__).parents[2]
 
@@ -70,8 +69,4 @@ def fit(
     command += [f"--trainer.logger.init_args.save_dir={folder}", *options]
     names = ("WORLD_SIZE", "LOCAL_RANK", "NODE_RANK", "MASTER_ADDR", "MASTER_PORT")
     environment = {k: v for k, v in os.environ.items() if k not in names} | {"OMP_NUM_THREADS": "1"}
-    done = subprocess.run(
-        command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=timeout, check=False
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
-    return done.stdout
+    return output_of(command, cwd=ROOT, env=environment, timeout=timeout)

@@ -21,6 +21,8 @@ from typing import Any
 import pytest
 from lightning.pytorch.callbacks import Callback
 
+from tests.processes import output_of
+
 pytest.importorskip("jsonargparse")
 pytest.importorskip("tensorboard")
 
@@ -87,19 +89,11 @@ class Submitted:
             f"--trainer.callbacks+={__name__}.Slow",
             "--trainer.callbacks+=ls_strategy.PreemptionHandler", *program,
         ]  # fmt: skip
-        done = subprocess.run(
-            command,
-            cwd=folder,
-            env={**os.environ, "PYTHONPATH": str(ROOT)},
-            capture_output=True,
-            text=True,
-            check=False,
-        )
-        assert done.returncode == 0, done.stderr
-        match = re.search(r"as job (\d+)", done.stdout)
-        assert match, done.stdout
+        printed = output_of(command, cwd=folder, env={**os.environ, "PYTHONPATH": str(ROOT)})
+        match = re.search(r"as job (\d+)", printed)
+        assert match, printed
         self.id = match[1]
-        self.said = done.stdout
+        self.said = printed
 
     def show(self, key: str) -> str:
         found = re.search(rf"\b{key}=(\S+)", slurm("scontrol", "show", "job", self.id))

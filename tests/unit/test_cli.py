@@ -16,6 +16,7 @@ from ls_strategy.config import NVMeIOConfig
 from ls_strategy.extras import cli
 from ls_strategy.extras.cli import arguments
 from ls_strategy.extras.cli.tuning import Measured, best
+from tests.processes import output_of
 
 SMALL = ["--gib", "0.004", "--seconds", "0", "--block-mib", "0.25", "0.5", "--parallelism", "1", "2"]
 
@@ -74,9 +75,9 @@ def test_the_snippet_is_yaml_that_the_options_accept(tmp_path, capsys):
 def test_help_needs_no_torch():
     code = "import sys; from ls_strategy.cli import main\ntry: main(['tune-io', '--help'])\nexcept SystemExit: pass\n"
     code += "print([m for m in ('torch', 'lightning') if m in sys.modules])"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout.splitlines()[-1] == "[]"
-    assert "folder on the NVMe device" in done.stdout
+    printed = output_of([sys.executable, "-c", code])
+    assert printed.splitlines()[-1] == "[]"
+    assert "folder on the NVMe device" in printed
 
 
 def test_a_missing_path(tmp_path, capsys):

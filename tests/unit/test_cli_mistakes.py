@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
 import sys
 from pathlib import Path
 
@@ -11,6 +10,7 @@ import pytest
 
 from ls_strategy.extras.cli import main
 from ls_strategy.extras.cli.parser import error_lines
+from tests.processes import output_of
 
 MISTAKES: list[tuple[list[str], int, str]] = [
     (["doctr"], 2, "Got 'doctr', which is not a command. Did you mean doctor?"),
@@ -65,10 +65,8 @@ def test_mistakes_are_answered_without_torch(tmp_path: Path) -> None:
     (tmp_path / "zero9.yaml").write_text("trainer: {strategy: zero9}\n")
     (tmp_path / "list.yaml").write_text("- 1\n")
     words = json.dumps([argv for argv, _, _ in MISTAKES])
-    done = subprocess.run(
-        [sys.executable, "-c", ANSWER_ALL, words, str(tmp_path)], capture_output=True, text=True, timeout=60, check=True
-    )
-    for (argv, status, message), (ended, told, imported) in zip(MISTAKES, json.loads(done.stdout), strict=True):
+    printed = output_of([sys.executable, "-c", ANSWER_ALL, words, str(tmp_path)], timeout=60)
+    for (argv, status, message), (ended, told, imported) in zip(MISTAKES, json.loads(printed), strict=True):
         assert (ended, imported) == (status, []), (argv, told)
         assert message in told.replace("\n ", ""), argv
         assert "recipes" not in told, argv

@@ -6,7 +6,6 @@ import collections
 import os
 import shutil
 import stat
-import subprocess
 import sys
 import zipfile
 from pathlib import Path
@@ -26,7 +25,7 @@ from ls_strategy.errors import CheckpointError, ConfigError
 from ls_strategy.extras import cli
 from ls_strategy.lightning.checkpointing.loading import load_from_checkpoint
 from ls_strategy.meta_init.lazy import LazyTensor
-from tests.processes import Program
+from tests.processes import Program, output_of
 from tests.unit.checkpoint_folders import damage, small_folder, small_tensors, uncommit, write_folder
 
 WEIGHTS = ["table.weight", "head.weight", "blocks.10.bias", "blocks.9.bias", "empty", "blocks.9._extra_state", "seen"]
@@ -170,11 +169,8 @@ def test_memory_is_some_chunks_however_large_the_tensors_are(tmp_path: Path) -> 
     tensors = {("model", "a"): big, ("optimizer_0", "state", "a", "exp_avg"): big}
     objects = {("optimizer_0", "param_groups"): [{"params": ["a"]}]}
     folder = write_folder(tmp_path / "x.ckpt", tensors, objects, {"epoch": 0}, chunk=1 << 20)
-    done = subprocess.run(
-        [sys.executable, "-c", MEASURE, str(folder), str(tmp_path / "out")],
-        capture_output=True, text=True, check=True, timeout=60,
-    )  # fmt: skip
-    consolidated, exported = map(float, done.stdout.split())
+    printed = output_of([sys.executable, "-c", MEASURE, str(folder), str(tmp_path / "out")], timeout=60)
+    consolidated, exported = map(float, printed.split())
     assert (tmp_path / "out.consolidate").stat().st_size > 270 << 20
     # Chunks are 4 MiB, of which a few exist at a time; the rest is what the first use of code costs.
     assert consolidated < 60, f"{consolidated} MiB"

@@ -28,6 +28,7 @@ from ls_strategy.ops.extra_library import routing_library
 from ls_strategy.tiers.nvme_folder import mount_of
 from ls_strategy.tiers.threads import cpu_quota
 from tests.limits import wall
+from tests.processes import output_of
 
 JOB = {
     "SLURM_JOB_ID": "7", "SLURM_JOB_NAME": "train", "SLURM_NTASKS": "4", "SLURM_NTASKS_PER_NODE": "2",
@@ -163,12 +164,12 @@ def test_a_bare_machine(tmp_path):
     """A process of its own: nothing on PATH, nothing compiled yet."""
     environment = {k: v for k, v in os.environ.items() if k not in ("CXX", "LS_STRATEGY_OPS")}
     environment |= {"PATH": str(tmp_path), "LS_STRATEGY_CACHE": str(tmp_path / "cache"), "CUDA_HOME": str(tmp_path)}
-    done = subprocess.run(
+    printed = output_of(
         [sys.executable, "-m", "ls_strategy.cli", "doctor", "--json", "--only", "compilers", "kernels"],
-        capture_output=True, text=True, timeout=60, check=False, env=environment,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr
-    without_compilers(json.loads(done.stdout)["findings"])
+        timeout=60,
+        env=environment,
+    )
+    without_compilers(json.loads(printed)["findings"])
 
 
 def test_a_compiler_that_is_named_wrongly(monkeypatch):

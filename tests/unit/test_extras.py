@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
 import sys
 from pathlib import Path
 from shutil import copytree, ignore_patterns, rmtree
@@ -12,7 +11,7 @@ import pytest
 import ls_strategy
 from ls_strategy import extensions
 from ls_strategy.errors import CheckpointError, ConfigError
-from tests.processes import Program
+from tests.processes import Program, output_of
 
 PACKAGE = Path(ls_strategy.__file__).parent
 FOLDERS = sorted(path.parent.name for path in (PACKAGE / "extras").glob("*/__init__.py"))
@@ -89,9 +88,7 @@ def without(folders: list[str], parent: Path) -> Path:
 def run(code: str, path: Path) -> str:
     environment = {"PYTHONPATH": str(path), "PATH": "/usr/bin:/bin", "OMP_NUM_THREADS": "1", "HOME": str(path)}
     command = [sys.executable, "-c", code]
-    done = subprocess.run(command, capture_output=True, text=True, check=False, env=environment, cwd=path)
-    assert done.returncode == 0, done.stderr
-    return done.stdout
+    return output_of(command, env=environment, cwd=path)
 
 
 @pytest.mark.wide
@@ -226,5 +223,5 @@ def test_both_paths_are_one_module(tmp_path: Path) -> None:
 
 def test_a_program_has_a_short_path() -> None:
     command = [sys.executable, "-m", "ls_strategy.cli", "--help"]
-    done = subprocess.run(command, capture_output=True, text=True, check=True, cwd=PACKAGE.parent)
-    assert "usage: ls-strategy" in done.stdout
+    printed = output_of(command, cwd=PACKAGE.parent)
+    assert "usage: ls-strategy" in printed

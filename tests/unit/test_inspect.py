@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import datetime
 import json
-import subprocess
 import sys
 from collections import Counter, OrderedDict
 from pathlib import Path
@@ -20,6 +19,7 @@ from ls_strategy.checkpoint.describe import describe, verify_all
 from ls_strategy.checkpoint.safetensors import export_safetensors
 from ls_strategy.extras import cli
 from ls_strategy.extras.deepspeed.checkpoint import is_deepspeed
+from tests.processes import output_of
 from tests.unit.checkpoint_folders import damage, small_folder, uncommit
 
 
@@ -257,5 +257,5 @@ def test_the_command_does_not_load_lightning(tmp_path: Path) -> None:
         f"assert cli.main(['inspect', {str(small_folder(tmp_path / 'x.ckpt'))!r}]) == 0\n"
         "print('lightning' in sys.modules)"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60)
-    assert done.stdout.splitlines()[-1] == "False"
+    printed = output_of([sys.executable, "-c", code], timeout=60)
+    assert printed.splitlines()[-1] == "False"

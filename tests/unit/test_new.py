@@ -18,6 +18,7 @@ from ls_strategy.errors import ConfigError
 from ls_strategy.extras import cli
 from ls_strategy.extras.cli import new
 from ls_strategy.extras.cli.job_program import infer_module
+from tests.processes import output_of
 
 ROOT = Path(__file__).parents[2]
 LAUNCHER = ("WORLD_SIZE", "RANK", "LOCAL_RANK", "NODE_RANK", "MASTER_ADDR", "MASTER_PORT")
@@ -116,15 +117,13 @@ def test_the_slurm_job_that_submit_prints_is_a_script(folder: Path) -> None:
     command.write_text(f'#!/bin/sh\nexec "{sys.executable}" -m ls_strategy.cli "$@"\n')
     command.chmod(0o755)
     path = {"PATH": f"{command.parent}{os.pathsep}{os.environ['PATH']}", "PYTHONPATH": str(ROOT)}
-    done = subprocess.run(
-        ["bash", "sorting/submit.sh", "--dry-run", "--time", "1:00:00"],
-        env={**os.environ, **path}, capture_output=True, text=True, timeout=120, check=False,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr
-    subprocess.run(["bash", "-n"], input=done.stdout, text=True, check=True)
+    printed = output_of(
+        ["bash", "sorting/submit.sh", "--dry-run", "--time", "1:00:00"], env={**os.environ, **path}, timeout=120
+    )
+    subprocess.run(["bash", "-n"], input=printed, text=True, check=True)
     for part in ("--nodes=2", "--time=1:00:00", "-m main fit", "--config=base.yaml", "--config=two_nodes.yaml"):
-        assert part in done.stdout
-    assert "-m main fit" in done.stdout
+        assert part in printed
+    assert "-m main fit" in printed
 
 
 # --- it trains --------------------------------------------------------------------------------------------------------
@@ -147,23 +146,15 @@ def test_the_first_three_commands_of_a_newcomer(folder: Path) -> None:
         "HTTP_PROXY": "http://127.0.0.1:9", "HTTPS_PROXY": "http://127.0.0.1:9", "HF_HUB_OFFLINE": "1",
     }  # fmt: skip
     before = resource.getrusage(resource.RUSAGE_CHILDREN)
-    done = subprocess.run(
-        ["bash", "-c", f"({line}) < /dev/null"],
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=540,
-        check=False,
-    )
-    assert done.returncode == 0, f"{done.stdout[-3000:]}\n{done.stderr[-3000:]}"
+    printed = output_of(["bash", "-c", f"({line}) < /dev/null"], env=environment, timeout=540)
     after = resource.getrusage(resource.RUSAGE_CHILDREN)
     assert after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime < 120
-    assert " passed" in done.stdout
-    assert "failed" not in done.stdout
-    results = dict(text.split(": ") for text in done.stdout.splitlines() if text.startswith("val/"))
+    assert " passed" in printed
+    assert "failed" not in printed
+    results = dict(text.split(": ") for text in printed.splitlines() if text.startswith("val/"))
     assert float(results["val/accuracy"]) > 0.9  # a guess is right once in ten times
     runs = folder / "x" / "runs" / "quick" / "version_0"
-    assert f"logs and checkpoints: {runs.relative_to(folder / 'x')}" in done.stdout
+    assert f"logs and checkpoints: {runs.relative_to(folder / 'x')}" in printed
     assert (runs / "metrics.csv").is_file()
     assert [p.name for p in (runs / "checkpoints").iterdir()] == ["epoch=0-step=150.ckpt"]
 

@@ -13,6 +13,7 @@ import pytest
 from ls_strategy.errors import ConfigError, StateError
 from ls_strategy.extras.cli import job_program, submit
 from ls_strategy.extras.slurm.script import Job, render
+from tests.processes import output_of
 
 CONFIG = """
 trainer:
@@ -202,9 +203,7 @@ def run_script(program: Path, text: str, **variables: str) -> str:
         "SLURM_JOB_NUM_NODES": "2",
     }
     environ |= {"SLURM_NTASKS_PER_NODE": "4", "MASTER_PORT": "1", **variables}
-    done = subprocess.run(["bash"], input=text, env=environ, capture_output=True, text=True, check=False, timeout=60)
-    assert done.returncode == 0, done.stderr
-    return done.stdout
+    return output_of(["bash"], input=text, env=environ, timeout=60)
 
 
 def test_the_script_runs(program, capsys):

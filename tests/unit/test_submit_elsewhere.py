@@ -19,6 +19,7 @@ import pytest
 import yaml
 
 from ls_strategy.errors import ConfigError
+from tests.processes import output_of
 from tests.unit.test_submit import cli
 
 jsonschema = pytest.importorskip("jsonschema")
@@ -96,11 +97,8 @@ def run_in_bash(script: str, folder: Path, *words: str, **variables: str) -> lis
     fake.write_text(f"#!{sys.executable}\nimport json, os, sys\nprint(json.dumps([sys.argv[1:], dict(os.environ)]))\n")
     fake.chmod(0o755)
     environment = {"PATH": f"{fake.parent}:{os.environ['PATH']}", "HOME": str(folder), **variables}
-    done = subprocess.run(
-        ["bash", "-c", script, *words], capture_output=True, text=True, env=environment, cwd=folder, check=False
-    )
-    assert done.returncode == 0, done.stderr
-    return [json.loads(line) for line in done.stdout.splitlines() if line.startswith("[")]
+    printed = output_of(["bash", "-c", script, *words], env=environment, cwd=folder)
+    return [json.loads(line) for line in printed.splitlines() if line.startswith("[")]
 
 
 # --- Kubeflow --------------------------------------------------------------------------------------------------------
