@@ -183,7 +183,6 @@ def _create(package: str, **init_params: object) -> ZeROStrategy:
 
 
 def _create_for_fabric(package: str, **init_params: object) -> ZeROFabricStrategy:
-    """Make the strategy for a Fabric."""
     host.bind(package)
     from ls_strategy.fabric.strategy import ZeROFabricStrategy
 

@@ -77,8 +77,6 @@ def region_of(tensor: Tensor) -> tuple[Tensor, int]:
 
 
 class _KeptRegion:
-    """A kept region and the number of its handles."""
-
     def __init__(self, key: tuple[Any, ...], kept: Any, storage: StorageWeakRef) -> None:
         self.key = key
         self.kept = kept

@@ -384,13 +384,11 @@ class _Restore:
         self._buffers = [(b, b.detach().clone()) for b in module.buffers() if not b.is_meta]
 
     def buffers(self) -> None:
-        """Restore the buffers."""
         with torch.no_grad():
             for buffer, value in self._buffers:
                 buffer.copy_(value)
 
     def all(self) -> None:
-        """Restore everything."""
         self.buffers()
         self._metrics()
         restore_random_states(self._random)

@@ -253,7 +253,6 @@ def _subtract_target(softmax: Tensor, target: Tensor, log_sum: Tensor, loss: Tok
 
 
 def _add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
-    """Add ``left.T @ right`` to ``total``."""
     if left.dtype == total.dtype:
         total.addmm_(left.T, right)
     else:

@@ -205,7 +205,6 @@ class DeferredLogits(Tensor):
     __str__ = __repr__
 
     def __format__(self, format_spec: str) -> str:
-        """Format the result of `__repr__`."""
         return format(repr(self), format_spec)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:

@@ -146,7 +146,6 @@ class MetaRecorder:
             self._drawn_bytes = 0
 
     def _run_now(self, func: Any, args: Any, kwargs: Any) -> Any:
-        """Run an operation on values."""
         leaves = [leaf for leaf in tree_iter((args, kwargs)) if isinstance(leaf, Tensor) and leaf.is_meta]
         places = {id(leaf): place_of(leaf) for leaf in leaves}
         storages = replay(list(places.values()), self.device)

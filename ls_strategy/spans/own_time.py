@@ -55,13 +55,11 @@ class OwnTime:
             self._changes.append((at, phase))
 
     def __enter__(self) -> None:
-        """Begin a wait."""
         self._waits += 1
         if self._waits == 1 and self.on:
             self._changes.append((self._clock.now(), ""))
 
     def __exit__(self, *_: object) -> None:
-        """End a wait."""
         self._waits -= 1
         if self._waits == 0 and self.on:
             self._changes.append((self._clock.now(), self._phase))

@@ -52,7 +52,6 @@ class Stamper:
     """
 
     def __init__(self) -> None:
-        """Start the thread."""
         self._queue: queue.SimpleQueue[Followed | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._run, name=f"{OWN_THREADS}-stamps", daemon=True)
         self._thread.start()

@@ -207,7 +207,6 @@ class IOEngine:
     """Threads that move blocks, first in, first out."""
 
     def __init__(self, io: NVMeIOConfig) -> None:
-        """Start ``io.parallelism`` threads."""
         self.bytes_read = 0
         self.bytes_written = 0
         self.busy_s = 0.0

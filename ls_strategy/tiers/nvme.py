@@ -279,7 +279,6 @@ class NVMeTier:
         assert start * dtype.itemsize % PAGE == 0, f"put of {key} starts at {start}, inside a page"
 
     def _write(self, key: Key, buffer: AlignedBuffer, begin: int, nbytes: int) -> None:
-        """Write a buffer, and return it to the pool afterwards."""
         transfer = self._engine.transfer(self._file, "write")
         transfer.when_finished(lambda: self._written(transfer, buffer))
         self._move(transfer, buffer, key, begin, nbytes)

@@ -157,7 +157,6 @@ class NamedFile(DirectFile):
     """A file with a name, which has to be deleted."""
 
     def __init__(self, fd: int, path: Path, *, direct: bool) -> None:
-        """Own ``fd`` and ``path``."""
         super().__init__(fd, str(path), direct=direct)
         self._path = path
 

@@ -26,7 +26,6 @@ class Attributes:
     """
 
     def __init__(self, module: nn.Module) -> None:
-        """Take them."""
         self._parts = [(part, _taken(part)) for part in module.modules()]
 
     @torch.no_grad()

@@ -79,7 +79,6 @@ class GradientWatch:
     """Takes digests of what one engine sends and receives, from a step's first backward to `end`."""
 
     def __init__(self, engine: Engine) -> None:
-        """Begin."""
         self.engine = engine
         self._index = {id(flat): i for i, flat in enumerate(engine.flats)}
         self._sent: list[tuple[int, int, Tensor]] = []

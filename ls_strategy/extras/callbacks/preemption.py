@@ -350,7 +350,6 @@ class PreemptionHandler(Callback):
 
 
 def _parts(received: int) -> tuple[int, int]:
-    """Return the signal and the rank that received it."""
     return received >> _RANK_BITS, received & ((1 << _RANK_BITS) - 1)
 
 

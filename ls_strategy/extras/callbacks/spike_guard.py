@@ -221,7 +221,6 @@ class SpikeGuard(DuringFit):
                 self._copy.before.take()
 
     def _step(self, step: Method, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Run ``training_step``, and note its loss."""
         output = step.original(*args, **kwargs)
         loss = output.get("loss") if isinstance(output, Mapping) else output
         trainer: pl.Trainer = step.owner.trainer

@@ -85,7 +85,6 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _run(args: argparse.Namespace) -> int:
-    """Run a subcommand, and print its error if there is one."""
     prog = f"ls-strategy {args.subcommand}"
     try:
         return args.run(args)

@@ -152,7 +152,6 @@ def _check_for_transformers(args: argparse.Namespace) -> None:
 
 
 def _export(args: argparse.Namespace, pairs: list[tuple[str, str]], progress: ProgressLine) -> None:
-    """Write safetensors."""
     import torch
 
     from ls_strategy.checkpoint.safetensors import export_safetensors, rename_prefixes, split_experts

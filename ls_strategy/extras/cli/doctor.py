@@ -66,7 +66,6 @@ class _Table:
         self._shown = ""
 
     def add(self, topic: str, finding: Finding) -> None:
-        """Print one finding."""
         if self._silent:
             return
         if self._shown:

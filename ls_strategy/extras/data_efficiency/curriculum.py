@@ -220,7 +220,6 @@ def _narrow(tensor: Tensor, *, tokens: int, length: int) -> Tensor:
 
 
 def _token_dims(tensor: Tensor, tokens: int) -> list[int]:
-    """Return the dimensions along the tokens."""
     found = [dim for dim in range(1, tensor.dim()) if tensor.shape[dim] == tokens]
     last = tensor.dim() - 1
     if len(found) <= 1:

@@ -80,11 +80,9 @@ class PackedDocuments(Dataset[dict[str, Tensor]]):
         return self._filled / (len(self) * self.length)
 
     def __len__(self) -> int:
-        """Return the number of sequences."""
         return len(self._sequences)
 
     def __getitem__(self, index: int) -> dict[str, Tensor]:
-        """Return one sequence."""
         parts = self._sequences[index]
         tokens, positions = (torch.zeros(self.length, dtype=torch.long) for _ in range(2))
         targets, documents = torch.full_like(tokens, IGNORED), torch.full_like(tokens, PADDING)

@@ -117,7 +117,6 @@ def _take(options: Options, merged: dict[str, Any], name: str, value: Any) -> No
 
 
 def _mapping(config: Given) -> Mapping[str, Any]:
-    """Return the configuration as a dict."""
     if config is None or isinstance(config, Mapping):
         return config or {}
     if not isinstance(config, str | os.PathLike):

@@ -83,7 +83,6 @@ class DeviceBuffers:
     """Buffers on a device with its own memory, and the thread that fills them from host memory."""
 
     def __init__(self, link: Link, count: int, nbytes: int) -> None:
-        """Allocate ``count`` buffers of ``nbytes`` bytes."""
         self.link = link
         self.free: deque[tuple[Tensor, Any]] = deque(
             (torch.empty(nbytes, dtype=torch.uint8, device=link.device), None) for _ in range(count)
@@ -149,7 +148,6 @@ class BlockStorage:
     """Verify blocks by checksums when they are loaded."""
 
     def __post_init__(self) -> None:
-        """Check tier and path."""
         if self.tier not in ("cpu", "nvme"):
             raise ConfigError(f"Got tier={self.tier!r}. Give 'cpu' (host memory) or 'nvme' (files on an NVMe device).")
         if self.tier == "nvme" and not self._given:

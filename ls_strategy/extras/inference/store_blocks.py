@@ -118,7 +118,6 @@ def _store_block(unit: BlockModules, storage: StoredBlocks, preparation: BlockPr
 
 
 def _move_rest(model: nn.Module, device: torch.device) -> None:
-    """Move what is not streamed to the device."""
     for module in model.modules():
         for p in module.parameters(recurse=False):
             if p.device != device:

@@ -137,7 +137,6 @@ class StreamedBlocks:
     def __init__(
         self, model: nn.Module, units: Sequence[BlockModules], storage: StoredBlocks, preparation: BlockPreparation
     ) -> None:
-        """Store all blocks, and register the hooks."""
         self._storage = storage
         self._frozen = [p for p in model.parameters() if p.requires_grad]
         self._running: Block | None = None
@@ -222,7 +221,6 @@ class StreamedBlocks:
             self._handles.append(module.register_load_state_dict_pre_hook(_Hook(refuse)))
 
     def _enter(self, block: Block, inputs: Any) -> None:
-        """Load a block's weights."""
         if self._running is block:  # it calls itself
             self._depth += 1
             return
@@ -246,7 +244,6 @@ class StreamedBlocks:
             self.trace.append(("compute", block.index))
 
     def _leave(self, block: Block) -> None:
-        """Release a block's weights."""
         if self._running is not block:
             return  # its `_enter` raised
         self._depth -= 1

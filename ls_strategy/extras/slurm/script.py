@@ -176,7 +176,6 @@ def _directives(job: Job) -> list[str]:
 
 
 def _lines(job: Job) -> list[str]:
-    """Return the command with one option per line."""
     lines: list[str] = []
     for word in job.command:
         if lines and (not word.startswith("--") or lines[-1].endswith(" -m")):

@@ -69,7 +69,6 @@ def load_from_checkpoint(
 def _load_without(
     left_out: set[str], module_class: type[Module], checkpoint: dict[str, Any], path: Any, kwargs: dict[str, Any]
 ) -> Module:
-    """Load strictly, except for the omitted names."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="Found keys that are")
         module = cast("Module", load_state(module_class, checkpoint, strict=False, **kwargs))

@@ -360,7 +360,6 @@ class Pipeline:
         return split(batch, samples, self._number(samples))
 
     def _number(self, samples: int) -> int:
-        """Return the number of micro-batches of a batch."""
         number, size = self.config.pp.micro_batches, self.config.pp.micro_batch_size
         wanted = -(-samples // size) if size else number or 4 * self._ranks
         if wanted > samples and number:

@@ -157,7 +157,6 @@ class _Samplers:
         self._samplers = [s for s in samplers if hasattr(s, "set_epoch")]
 
     def set_epoch(self, epoch: int) -> None:
-        """Set the epoch of every sampler."""
         for sampler in self._samplers:
             sampler.set_epoch(epoch)
 

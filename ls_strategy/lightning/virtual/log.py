@@ -24,8 +24,6 @@ from ls_strategy.host.pytorch import extract_batch_size, pl
 
 
 class _LoggedName:
-    """One name that is logged in a step."""
-
     def __init__(self, options: dict[str, Any]) -> None:
         self.options = options
         self.values: dict[int, Any] = {}

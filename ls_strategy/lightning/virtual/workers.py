@@ -38,7 +38,6 @@ class WorkerSeeds:
     """The seeds of one loader of one virtual rank."""
 
     def __init__(self, loader: Any, rank: int) -> None:
-        """Seed the workers of ``loader`` for the virtual rank ``rank``."""
         self._loader, self._rank = loader, rank
         self._epoch = 0
         self._first = 0

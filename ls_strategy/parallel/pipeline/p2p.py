@@ -276,8 +276,6 @@ def make_links(comm: Comm) -> Links:
 
 @dataclass
 class _Receiving:
-    """A posted receive."""
-
     tensors: list[Tensor]
     works: list[Any]
     shapes: Shapes
@@ -285,8 +283,6 @@ class _Receiving:
 
 @dataclass
 class _Sending:
-    """A started send."""
-
     used_at: int
     works: list[Any]
     tensors: list[Tensor]

@@ -244,7 +244,6 @@ class _Greedy:
         return action in self.done and self.done[action] <= now
 
     def choose(self, rank: int, now: int) -> Action | None:
-        """Return the next action of a free rank."""
         stages = [s for s, r in enumerate(self.rank_of) if r == rank]
         for s in reversed(stages) if not self.forward_only else ():
             action = Action("I", s, self.next_I[s])

@@ -40,7 +40,6 @@ class _Global:
 
     @classmethod
     def of(cls, value: DTensor) -> _Global:
-        """Return the metadata of ``value``."""
         return cls(value.device_mesh, tuple(value.placements), tuple(value.shape), tuple(value.stride()))
 
     def wrap(self, local: Tensor) -> DTensor:
@@ -228,7 +227,6 @@ def _part_of(name: str, value: DTensor, axis: Axis) -> TensorPart | None:
 
 
 def _ranks(axis: Axis) -> list[int]:
-    """Return the global ranks of ``axis``."""
     if axis.comm.group is not None:
         return dist.get_process_group_ranks(axis.comm.group)
     return [dist.get_rank() if dist.is_initialized() else 0]

@@ -123,7 +123,6 @@ class _PolicyBlock:
         return ".".join(part for part in (self.name, name) if part)
 
     def styles(self, size: int) -> Found:
-        """Return the styles of the linear layers and of the attentions that own them."""
         found: Found = {}
         by_owner: defaultdict[str, list[str]] = defaultdict(list)
         for column in self.columns:

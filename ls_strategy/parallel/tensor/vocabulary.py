@@ -46,7 +46,6 @@ def output_heads(model: nn.Module) -> list[nn.Linear]:
 
 
 def _candidates(model: nn.Module, names: dict[int, str]) -> tuple[list[nn.Module], list[nn.Module]]:
-    """Return the token embeddings and the output heads."""
     embeddings: list[nn.Module] = []
     heads: list[nn.Module] = []
     known: set[int] = set()

@@ -14,7 +14,6 @@ from ls_strategy.extras.conformance.habit import habit
 
 
 def _fit(case: Case, kind: type[Net], **options: Any) -> None:
-    """Fit a network, and note its losses."""
     model = case.module(kind)
     case.fit(model, **options)
     case.note_losses(model)

@@ -13,7 +13,6 @@ from ls_strategy.extras.conformance.lightning import callbacks, pl
 
 
 def _fit(case: Case, kind: type[Net], **options: Any) -> None:
-    """Fit a network, and note its losses."""
     model = case.module(kind)
     trainer = case.fit(model, **options)
     case.note_losses(model)
