@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 import weakref
 from collections.abc import Callable
@@ -12,7 +13,7 @@ from typing import Any
 
 from typing_extensions import override
 
-__all__ = ["Method", "Transient"]
+__all__ = ["Forward", "Method", "Transient"]
 
 
 class Transient:
@@ -77,3 +78,33 @@ class Method(Transient):
             del vars(owner)[self._name]
         else:
             vars(owner)[self._name] = self._own
+
+
+class Forward(Transient):
+    """Replaces the forward of a module, whose copies and pickles have the original one. Subclasses are called."""
+
+    def __init__(self, module: Any) -> None:
+        self.__wrapped__ = module.forward  # where `inspect.signature` looks
+        self._module = module
+        self._own = vars(module).get("forward")
+        module.forward = self
+
+    @override
+    def plain(self) -> Any:
+        return self._own
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        return copy.deepcopy(self.__wrapped__, memo)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Pickle as the forward of the module's class."""
+        return getattr, (self._module, "forward")
+
+    def remove(self) -> None:
+        """Restore the original forward, unless other code has replaced this one, and calls it. Idempotent."""
+        if vars(self._module).get("forward") is not self:
+            return
+        if self._own is None:
+            del self._module.forward
+        else:
+            self._module.forward = self._own

@@ -14,7 +14,6 @@ a forward updates (running statistics) are updated once.
 
 from __future__ import annotations
 
-import copy
 from collections import Counter
 from collections.abc import Callable, Generator, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -37,7 +36,7 @@ from ls_strategy.activations.policy import SelectivePolicy
 from ls_strategy.blocks import container_children, instances, is_block
 from ls_strategy.config import RecomputeConfig
 from ls_strategy.errors import PlanError
-from ls_strategy.transient import Transient
+from ls_strategy.transient import Forward
 
 _CACHES = ("past_key_values", "past_key_value", "layer_past", "cache")
 """Arguments in which transformers models pass keys and values from one call to the next."""
@@ -118,38 +117,14 @@ def _chosen(model: nn.Module, classes: tuple[str, ...]) -> Iterator[tuple[int, n
     return ((id(uncompiled(module)), module) for _, module in found)
 
 
-class RecomputedForward(Transient):
-    """Replaces ``module.forward``. Copies and pickles of the module get the forward of its class instead."""
+class RecomputedForward(Forward):
+    """Runs ``module.forward`` again in backward."""
 
     def __init__(self, module: nn.Module, options: dict[str, Any], around_inputs: AroundInputs = nullcontext) -> None:
-        self.__wrapped__ = module.forward  # where `inspect.signature` looks
-        self._module = module
-        self._had_own = "forward" in vars(module)
+        super().__init__(module)
         self._options = options
         self._around_inputs = around_inputs
         self._buffers = [(m, name) for m in module.modules() for name, _ in m.named_buffers(recurse=False)]
-        module.forward = self
-
-    def plain(self) -> Any:
-        """Return the forward that was set on the module itself, or None."""
-        return self.__wrapped__ if self._had_own else None
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
-        if self._had_own:
-            return copy.deepcopy(self.__wrapped__, memo)
-        return _PlainForward(copy.deepcopy(self._module, memo))
-
-    def __reduce__(self) -> Any:
-        return (_PlainForward, (self._module,))
-
-    def remove(self) -> None:
-        """Restore the module's own forward."""
-        if vars(self._module).get("forward") is not self:
-            return  # other code replaced it in turn, and calls this one
-        if self._had_own:
-            self._module.forward = self.__wrapped__
-        else:
-            del self._module.forward
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the module's forward on the same arguments, with the same results."""
@@ -168,16 +143,6 @@ class RecomputedForward(Transient):
         call = _ForwardCall(forward, args, kwargs, self._buffers)
         with self._around_inputs():
             return checkpoint(call, *call.tensors, **self._options, **checkpoint_options())
-
-
-class _PlainForward:
-    """The forward of a module's class, as an attribute of the module."""
-
-    def __init__(self, module: nn.Module) -> None:
-        self._module = module
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return type(self._module).forward(self._module, *args, **kwargs)
 
 
 class _ForwardCall:

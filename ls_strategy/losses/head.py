@@ -6,7 +6,6 @@ after the product, and all hooks on the layer, stay as they are.
 
 from __future__ import annotations
 
-import inspect
 import weakref
 from collections.abc import Callable, Sequence
 from typing import Any, Literal
@@ -27,7 +26,7 @@ from ls_strategy.parallel.logits import ShardedLogits
 from ls_strategy.parallel.regions import untraced
 from ls_strategy.parallel.tensor.vocabulary import output_heads
 from ls_strategy.ranges import at_least, between
-from ls_strategy.transient import Transient
+from ls_strategy.transient import Forward
 
 
 class _Deferral(TorchFunctionMode):
@@ -50,29 +49,17 @@ class _Deferral(TorchFunctionMode):
         return logits
 
 
-class _HeadForward(Transient):
-    """The replacement of an output layer's forward. A copy of the layer has its own."""
+class _HeadForward(Forward):
+    """The replacement of an output layer's forward."""
 
     def __init__(self, head: nn.Module, chunk_bytes: int | None, found: Callable[[Tensor], object]) -> None:
-        self.before = vars(head).get("forward")
-        self._forward = head.forward
-        self._head = weakref.ref(head)
+        super().__init__(head)
         self._chunk_bytes, self._found = chunk_bytes, found
-        self.__signature__ = inspect.signature(head.forward)
 
     @untraced
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        head = self._head()
-        assert head is not None
-        with _Deferral(head.weight, self._chunk_bytes, self._found):  # type: ignore[arg-type]
-            return self._forward(*args, **kwargs)
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        # A deep copy of the layer has its class's forward.
-        return getattr, (self._head(), "forward")
-
-    def plain(self) -> Any:
-        return self.before
+        with _Deferral(self._module.weight, self._chunk_bytes, self._found):
+            return self.__wrapped__(*args, **kwargs)
 
 
 class ChunkedHeads:
@@ -90,11 +77,7 @@ class ChunkedHeads:
     def __init__(self, model: nn.Module, name: str | None = None, chunk_bytes: int | None = None) -> None:
         self.heads = _find(model, name)
         self._live: weakref.WeakSet[Tensor] = weakref.WeakSet()
-        self._attached: list[tuple[nn.Module, _HeadForward]] = []
-        for head in self.heads:
-            forward = _HeadForward(head, chunk_bytes, self._live.add)
-            head.forward = forward
-            self._attached.append((head, forward))
+        self._forwards = [_HeadForward(head, chunk_bytes, self._live.add) for head in self.heads]
         self._hook = register_optimizer_step_post_hook(self._expire)
         names = {id(m): n for n, m in model.named_modules()}
         self._names = [names[id(head)] for head in self.heads]
@@ -106,9 +89,9 @@ class ChunkedHeads:
     def remove(self) -> None:
         """Restore the layers' forwards. Idempotent."""
         self._hook.remove()
-        for head, forward in self._attached:
-            _restore(head, forward)
-        self._attached.clear()
+        for forward in self._forwards:
+            forward.remove()
+        self._forwards.clear()
 
     def _expire(self, *_: Any) -> None:
         for logits in self._live:
@@ -211,15 +194,7 @@ def _deferred_output(head: nn.Module, hidden: Tensor) -> Tensor:
     if isinstance(vars(head).get("forward"), _HeadForward):
         return head(hidden)  # type: ignore[no-any-return]
     forward = _HeadForward(head, None, lambda _: None)
-    head.forward = forward
     try:
         return head(hidden)  # type: ignore[no-any-return]
     finally:
-        _restore(head, forward)
-
-
-def _restore(head: nn.Module, forward: _HeadForward) -> None:
-    if vars(head).get("forward") is forward:
-        del head.forward
-        if forward.before is not None:
-            head.forward = forward.before
+        forward.remove()

@@ -14,7 +14,6 @@ only kept tokens.
 
 from __future__ import annotations
 
-import copy
 import inspect
 from typing import Any, Literal
 
@@ -35,6 +34,7 @@ from ls_strategy.parallel.context.tokens import Call, hidden_states, map_tensors
 from ls_strategy.parallel.hooks import change_output
 from ls_strategy.parallel.random import draw, hash64, set_state
 from ls_strategy.parallel.regions import untraced
+from ls_strategy.transient import Forward
 
 
 class RandomTokenDropping(ScheduledCallback):
@@ -172,35 +172,17 @@ def middle_blocks(model: nn.Module, classes: tuple[str, ...] = (), ends: int = 1
 # --- a block ---------------------------------------------------------------------------------------------------------
 
 
-class DroppingForward:
-    """Replaces ``module.forward``. Copies of the module have the original forward."""
+class DroppingForward(Forward):
+    """Runs ``module.forward`` on a part of the tokens."""
 
     def __init__(self, module: nn.Module, place: int = 0) -> None:
         """Replace the block's forward. ``place`` is mixed into the random numbers."""
         module = uncompiled(module)
         self.kept: int | None = None
         """Tokens to process; None: all."""
-        self.__wrapped__ = module.forward  # for `inspect.signature`
-        self._module = module
-        self._had_own = "forward" in vars(module)
         self._place = place
         self._takes_positions = "positions" in inspect.signature(module.forward).parameters
-        module.forward = self
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
-        return copy.deepcopy(self.__wrapped__, memo)
-
-    def __reduce__(self) -> Any:
-        return getattr, (self._module, "forward")
-
-    def remove(self) -> None:
-        """Restore the module's forward. Idempotent."""
-        if vars(self._module).get("forward") is not self:
-            return
-        if self._had_own:
-            self._module.forward = self.__wrapped__
-        else:
-            del self._module.forward
+        super().__init__(module)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the block on the kept tokens and return the others unchanged."""

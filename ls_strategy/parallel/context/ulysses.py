@@ -17,7 +17,6 @@ works inside: the first block's tokens are sliced here first, and every hidden s
 
 from __future__ import annotations
 
-import inspect
 import math
 from collections.abc import Generator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
@@ -39,6 +38,7 @@ from ls_strategy.parallel.logits import wrap_sequence
 from ls_strategy.parallel.random import draw, has_drawn, hash64, position, set_state
 from ls_strategy.parallel.regions import gather_from, scatter_to
 from ls_strategy.parallel.tensor.sequence import NAMES
+from ls_strategy.transient import Forward
 
 _CACHES = ("past_key_values", "past_key_value", "layer_past", "cache")
 _MARK = "_ls_strategy_tokens"
@@ -168,7 +168,6 @@ class SequenceParallel:
         return hidden
 
     def _wrap(self, head: nn.Module, _args: Any, output: Any) -> Any:
-        """Wrap the output of the head as sharded logits."""
         if not self._sharded or self._tokens is None or head is not self.head:
             return None
         share = self._tokens // self.axis.size
@@ -293,28 +292,13 @@ def _own_stream(axis: Axis, device: torch.device) -> Generator[None, None, None]
         set_state(generator, after if has_drawn(generator, own) else before)
 
 
-class _BlockForward:
-    """The replacement of a block's forward."""
-
+class _BlockForward(Forward):
     def __init__(self, owner: SequenceParallel, block: nn.Module) -> None:
-        self._owner, self._block = owner, block
-        self._before = vars(block).get("forward")
-        self._forward = block.forward
-        self.__signature__ = inspect.signature(block.forward)
-        block.forward = self
+        super().__init__(block)
+        self._owner = owner
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return self._owner.run(self._block, self._forward, args, kwargs)
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        # A deep copy of the block runs on all tokens.
-        return getattr, (self._block, "forward")
-
-    def remove(self) -> None:
-        if vars(self._block).get("forward") is self:
-            del self._block.forward
-            if self._before is not None:
-                self._block.forward = self._before
+        return self._owner.run(self._module, self.__wrapped__, args, kwargs)
 
 
 def _may_attend(module: nn.Module) -> bool:
