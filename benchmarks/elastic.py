@@ -27,6 +27,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks import record
+from benchmarks.contest import quartiles
 from ls_strategy.extras.snapshots import progress
 
 MINUTES = 20
@@ -141,20 +142,14 @@ def main() -> None:
         if outcome[key] != unbroken[key]:
             raise SystemExit(f"{key} differ from those of the unbroken run")
     results = {
-        "seconds": _quartiles(seconds),
-        "until_the_program_begins_s": _quartiles(started),
+        "seconds": quartiles(seconds),
+        "until_the_program_begins_s": quartiles(started),
         "repeated_steps": {"median": statistics.median(repeated), "most": max(repeated)},
         "equal_bits": True,
     }
     print(json.dumps(results))
     options = {k: v for k, v in vars(args).items() if k != "record"}
     record.write(args.record, {**record.header("elastic"), **options, "results": results})
-
-
-def _quartiles(values: list[float]) -> list[float]:
-    if len(values) == 1:
-        return [round(values[0], 3)] * 3
-    return [round(each, 3) for each in statistics.quantiles(values, n=4)]
 
 
 if __name__ == "__main__":
