@@ -10,7 +10,6 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn, optim
-from torch.optim import Optimizer
 
 from ls_strategy import ZeROStrategy
 from ls_strategy.config import LossScaleConfig, nested
@@ -27,6 +26,7 @@ from tests.dist.ranks import (
 )
 from tests.limits import wall
 from tests.marks import few_or_all, slow
+from tests.optimizers import EachTensor
 
 # --- options that are wrong by themselves: no ranks needed ------------------------------------------------------------
 
@@ -77,67 +77,34 @@ def test_questions_before_there_is_an_answer(name: str) -> None:
 # --- optimizers -------------------------------------------------------------------------------------------------------
 
 
-def run_closure(closure: Any) -> Any:
-    if closure is None:
-        return None
-    with torch.enable_grad():
-        return closure()
-
-
-class Muon(Optimizer):
+class Muon(EachTensor):
     """Orthogonalises the momentum of a matrix."""
 
-    def __init__(self, params: Any, lr: float = 0.02) -> None:
-        super().__init__(params, {"lr": lr})
-
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> Any:
-        loss = run_closure(closure)
-        for group in self.param_groups:
-            for p in group["params"]:
-                if p.grad is None:
-                    continue
-                u, _, v = torch.linalg.svd(p.grad.view(len(p), -1), full_matrices=False)
-                p.add_((u @ v).view_as(p), alpha=-group["lr"])
-        return loss
+    def change(self, p: Tensor, grad: Tensor, group: dict[str, Any]) -> None:
+        u, _, v = torch.linalg.svd(grad.view(len(p), -1), full_matrices=False)
+        p.add_((u @ v).view_as(p), alpha=-group["lr"])
 
 
-class Lamb(Optimizer):
+class Lamb(EachTensor):
     """Scales each parameter's step by the parameter's norm."""
 
-    def __init__(self, params: Any, lr: float = 0.02) -> None:
-        super().__init__(params, {"lr": lr})
-
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> Any:
-        loss = run_closure(closure)
-        for group in self.param_groups:
-            for p in group["params"]:
-                if p.grad is not None:
-                    p.add_(p.grad, alpha=-group["lr"] * float(p.norm() / p.grad.norm().clamp(min=1e-6)))
-        return loss
+    def change(self, p: Tensor, grad: Tensor, group: dict[str, Any]) -> None:
+        p.add_(grad, alpha=-group["lr"] * float(p.norm() / grad.norm().clamp(min=1e-6)))
 
 
-class Signed(Optimizer):
-    """Element-wise, written by a user, with state of its own."""
+class Signed(EachTensor):
+    """Element-wise, with state of its own."""
 
-    def __init__(self, params: Any, lr: float = 1e-3) -> None:
-        super().__init__(params, {"lr": lr})
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, 1e-3)
 
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> Any:
-        loss = run_closure(closure)
-        for group in self.param_groups:
-            for p in group["params"]:
-                if p.grad is None:
-                    continue
-                state = self.state[p]
-                if not state:
-                    state["average"], state["calls"] = torch.zeros_like(p), 0
-                state["calls"] += 1
-                state["average"].lerp_(p.grad, 0.1)
-                p.add_(torch.tanh(state["average"] * state["calls"]), alpha=-group["lr"])
-        return loss
+    def change(self, p: Tensor, grad: Tensor, group: dict[str, Any]) -> None:
+        state = self.state[p]
+        if not state:
+            state["average"], state["calls"] = torch.zeros_like(p), 0
+        state["calls"] += 1
+        state["average"].lerp_(grad, 0.1)
+        p.add_(torch.tanh(state["average"] * state["calls"]), alpha=-group["lr"])
 
 
 class WithOptimizer(Net):
@@ -154,7 +121,7 @@ class Together(Lamb):
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> Any:
-        loss = run_closure(closure)
+        loss = None if closure is None else torch.enable_grad()(closure)()
         params = [p for group in self.param_groups for p in group["params"] if p.grad is not None]
         norm = torch.stack([p.grad.norm() for p in params]).norm()
         for p in params:

@@ -11,13 +11,13 @@ import pytest
 import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import Tensor, nn
-from torch.optim import Optimizer
 from torch.utils.data import DataLoader, TensorDataset
 
 from ls_strategy import ZeROStrategy
 from ls_strategy.testing import spawn
 from tests.marks import few_or_all
 from tests.models import Curve, quiet
+from tests.optimizers import EachTensor
 from tests.trainers import bare_trainer
 
 pytestmark = pytest.mark.dist
@@ -25,26 +25,19 @@ pytestmark = pytest.mark.dist
 BLOCK = 16
 
 
-class EightBit(Optimizer):
+class EightBit(EachTensor):
     """SGD whose momentum is in codes of 8 bits with a scale per block, if a tensor has some blocks (bitsandbytes)."""
 
     def __init__(self, params: Any, lr: float = 0.1) -> None:
-        super().__init__(params, {"lr": lr})
+        super().__init__(params, lr)
 
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> Any:
-        loss = None if closure is None else torch.enable_grad()(closure)()
-        for group in self.param_groups:
-            for p in group["params"]:
-                if p.grad is None:
-                    continue
-                state = self.state[p]
-                in_codes = p.numel() >= 4 * BLOCK and p.numel() % BLOCK == 0
-                momentum = self._decoded(state, p) if in_codes else self._in_fp32(state, p)
-                p.sub_(momentum.mul_(0.9).add_(p.grad), alpha=group["lr"])
-                if in_codes:
-                    self._encode(state, momentum)
-        return loss
+    def change(self, p: Tensor, grad: Tensor, group: dict[str, Any]) -> None:
+        state = self.state[p]
+        in_codes = p.numel() >= 4 * BLOCK and p.numel() % BLOCK == 0
+        momentum = self._decoded(state, p) if in_codes else self._in_fp32(state, p)
+        p.sub_(momentum.mul_(0.9).add_(grad), alpha=group["lr"])
+        if in_codes:
+            self._encode(state, momentum)
 
     @staticmethod
     def _in_fp32(state: dict[str, Any], param: Tensor) -> Tensor:

@@ -22,6 +22,7 @@ from ls_strategy.lightning.strategy import ZeROStrategy
 from ls_strategy.tiers.file_io import NVMeError
 from tests.dist.ranks import Net, assert_equal, batches, fit, on_ranks, weights
 from tests.limits import wall
+from tests.optimizers import EachTensor
 
 
 class OnDrive(Net):
@@ -169,20 +170,12 @@ def _open_files(pid: int, folder: Path) -> list[str]:
     return found
 
 
-class OwnClass(torch.optim.Optimizer):
+class OwnClass(EachTensor):
     """Element-wise, and known to nobody."""
 
-    def __init__(self, params: Any, lr: float) -> None:
-        super().__init__(params, {"lr": lr})
-
-    def step(self, closure: Any = None) -> None:
-        with torch.no_grad():
-            for group in self.param_groups:
-                for p in group["params"]:
-                    if p.grad is not None:
-                        state = self.state[p]
-                        state.setdefault("mean", torch.zeros_like(p)).lerp_(p.grad, 0.1)
-                        p.sub_(group["lr"] * state["mean"])
+    def change(self, p: torch.Tensor, grad: torch.Tensor, group: dict[str, Any]) -> None:
+        mean = self.state[p].setdefault("mean", torch.zeros_like(p)).lerp_(grad, 0.1)
+        p.sub_(group["lr"] * mean)
 
 
 class WithOwnClass(Net):

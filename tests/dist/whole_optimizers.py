@@ -11,51 +11,39 @@ from torch.optim import Optimizer
 
 import ls_strategy
 from tests.dist.ranks import Net, global_batches
+from tests.optimizers import EachTensor
 
 STEPS = 20
 
 
-class Lamb(Optimizer):
-    """You et al., arXiv:1904.00962, as a user writes it: the engine knows nothing of it."""
+class Lamb(EachTensor):
+    """You et al., arXiv:1904.00962."""
 
     def __init__(self, params: Any, lr: float = 0.01, weight_decay: float = 0.01) -> None:
-        super().__init__(params, {"lr": lr, "betas": (0.9, 0.999), "eps": 1e-6, "weight_decay": weight_decay})
+        super().__init__(params, lr, betas=(0.9, 0.999), eps=1e-6, weight_decay=weight_decay)
 
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> Any:
-        loss = None if closure is None else torch.enable_grad()(closure)()
-        for group in self.param_groups:
-            for p in group["params"]:
-                if p.grad is None:
-                    continue
-                state = self.state[p]
-                if not state:
-                    state.update(step=0, exp_avg=torch.zeros_like(p), exp_avg_sq=torch.zeros_like(p))
-                state["step"] += 1
-                b1, b2 = group["betas"]
-                m = state["exp_avg"].lerp_(p.grad, 1 - b1)
-                v = state["exp_avg_sq"].mul_(b2).addcmul_(p.grad, p.grad, value=1 - b2)
-                m, v = m / (1 - b1 ** state["step"]), v / (1 - b2 ** state["step"])
-                update = m / (v.sqrt() + group["eps"]) + group["weight_decay"] * p
-                ratio = (p.norm() / update.norm()).item() if p.norm() > 0 else 1.0
-                p.sub_(update, alpha=group["lr"] * ratio)
-        return loss
+    def change(self, p: Tensor, grad: Tensor, group: dict[str, Any]) -> None:
+        state = self.state[p]
+        if not state:
+            state.update(step=0, exp_avg=torch.zeros_like(p), exp_avg_sq=torch.zeros_like(p))
+        state["step"] += 1
+        b1, b2 = group["betas"]
+        m = state["exp_avg"].lerp_(grad, 1 - b1)
+        v = state["exp_avg_sq"].mul_(b2).addcmul_(grad, grad, value=1 - b2)
+        m, v = m / (1 - b1 ** state["step"]), v / (1 - b2 ** state["step"])
+        update = m / (v.sqrt() + group["eps"]) + group["weight_decay"] * p
+        ratio = (p.norm() / update.norm()).item() if p.norm() > 0 else 1.0
+        p.sub_(update, alpha=group["lr"] * ratio)
 
 
-class Shampoo(Optimizer):
+class Shampoo(EachTensor):
     """Gupta et al., arXiv:1802.09568: two preconditioners per matrix, of other shapes than the matrix."""
 
     def __init__(self, params: Any, lr: float = 0.05) -> None:
-        super().__init__(params, {"lr": lr})
+        super().__init__(params, lr)
 
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> Any:
-        loss = None if closure is None else torch.enable_grad()(closure)()
-        for group in self.param_groups:
-            for p in group["params"]:
-                if p.grad is not None:
-                    p.sub_(self._direction(p.grad, self.state[p]), alpha=group["lr"])
-        return loss
+    def change(self, p: Tensor, grad: Tensor, group: dict[str, Any]) -> None:
+        p.sub_(self._direction(grad, self.state[p]), alpha=group["lr"])
 
     @staticmethod
     def _direction(grad: Tensor, state: dict[str, Any]) -> Tensor:

@@ -29,6 +29,7 @@ from ls_strategy.zero.step.owner.full_tensor_groups import (
 )
 from ls_strategy.zero.step.updater import StepArguments
 from ls_strategy.zero_stages import POLICIES
+from tests.optimizers import EachTensor
 
 SHAPES = ((5, 7), (3,), (), (16, 16), (0,), (1, 1), (2, 3, 4), (33,))
 LATE, NEVER = 3, 6
@@ -37,39 +38,26 @@ LATE, NEVER = 3, 6
 STEPS = 8
 
 
-class Lion(Optimizer):
-    """Chen et al., arXiv:2302.06675, algorithm 2; written as users write optimizers."""
-
-    def __init__(
-        self, params: Any, lr: float = 1e-3, betas: tuple[float, float] = (0.9, 0.99), decay: float = 0.1
-    ) -> None:
-        super().__init__(params, {"lr": lr, "betas": betas, "weight_decay": decay})
-
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> None:
-        for group in self.param_groups:
-            for p in group["params"]:
-                if p.grad is None:
-                    continue
-                if not self.state[p]:
-                    self.state[p]["exp_avg"] = torch.zeros_like(p)
-                average, (beta1, beta2) = self.state[p]["exp_avg"], group["betas"]
-                p.mul_(1 - group["lr"] * group["weight_decay"])
-                p.sub_(average.lerp(p.grad, 1 - beta1).sign(), alpha=group["lr"])
-                average.lerp_(p.grad, 1 - beta2)
-
-
-class Lamb(Optimizer):
-    """What LAMB and LARS have in common: a step scaled by the norms of a whole parameter."""
+class Lion(EachTensor):
+    """Chen et al., arXiv:2302.06675, algorithm 2."""
 
     def __init__(self, params: Any, lr: float = 1e-3) -> None:
-        super().__init__(params, {"lr": lr})
+        super().__init__(params, lr, betas=(0.9, 0.99), weight_decay=0.1)
 
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> None:
-        for group in self.param_groups:
-            for p in group["params"]:
-                p.sub_(p.grad * (p.norm() / p.grad.norm()), alpha=group["lr"])
+    def change(self, p: Tensor, grad: Tensor, group: dict[str, Any]) -> None:
+        if not self.state[p]:
+            self.state[p]["exp_avg"] = torch.zeros_like(p)
+        average, (beta1, beta2) = self.state[p]["exp_avg"], group["betas"]
+        p.mul_(1 - group["lr"] * group["weight_decay"])
+        p.sub_(average.lerp(grad, 1 - beta1).sign(), alpha=group["lr"])
+        average.lerp_(grad, 1 - beta2)
+
+
+class Lamb(EachTensor):
+    """What LAMB and LARS have in common: a step scaled by the norms of a whole parameter."""
+
+    def change(self, p: Tensor, grad: Tensor, group: dict[str, Any]) -> None:
+        p.sub_(grad * (p.norm() / grad.norm()), alpha=group["lr"])
 
 
 # Where torch has a fused kernel the sharded optimizer takes it, so the plain one is told to.

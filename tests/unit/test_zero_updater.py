@@ -16,23 +16,17 @@ from ls_strategy.zero.step import updater as seam
 from ls_strategy.zero.step.optimizer_state import OptimizerStates
 from ls_strategy.zero.step.runs import Run
 from ls_strategy.zero.step.updater import StepArguments, Updater
+from tests.optimizers import EachTensor
 from tests.unit.one_rank import engine_on, network, steps
 
 
-class Momentum(Optimizer):
+class Momentum(EachTensor):
     """``m = 0.5 m + g; p -= lr m`` in torch: what the updater of another package does on runs."""
 
-    def __init__(self, params: Any, lr: float = 0.1) -> None:
-        super().__init__(params, {"lr": lr})
-
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        for group in self.param_groups:
-            for p in group["params"]:
-                if p.grad is not None:
-                    state = self.state[p]
-                    state["m"] = 0.5 * state.get("m", torch.zeros_like(p)) + p.grad
-                    p -= group["lr"] * state["m"]
+    def change(self, p: Tensor, grad: Tensor, group: dict[str, Any]) -> None:
+        state = self.state[p]
+        state["m"] = 0.5 * state.get("m", torch.zeros_like(p)) + grad
+        p -= group["lr"] * state["m"]
 
 
 class MomentumUpdater(Updater):
@@ -97,7 +91,7 @@ OPTIMIZERS: dict[str, Callable[[nn.Module], Optimizer]] = {
     "fused": lambda model: torch.optim.AdamW(halves(model), lr=0.1),
     "torch": lambda model: torch.optim.RMSprop(halves(model), lr=0.1, momentum=0.5),
     "full tensors": lambda model: Muon(by_shape(model), lr=0.1),
-    "another": lambda model: Momentum(halves(model, elsewhere=True)),
+    "another": lambda model: Momentum(halves(model, elsewhere=True), lr=0.1),
     "another in place of the fused": lambda model: torch.optim.SGD(halves(model, elsewhere=True), lr=0.1, momentum=0.5),
 }
 
