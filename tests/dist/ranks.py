@@ -50,7 +50,10 @@ OPTIONS: dict[str, dict[str, Any]] = {
 def on_ranks(
     world_size: int, *, timeout_s: float = 60, init_process_group: bool = False
 ) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Make ``test(rank, world_size, **fixtures)`` a test whose body runs on every one of ``world_size`` ranks."""
+    """Make ``test(rank, world_size, **fixtures)`` a test whose body runs on every one of ``world_size`` ranks.
+
+    They have no process group unless it is asked for: a Trainer makes its own.
+    """
 
     def decorate(body: Callable[..., Any]) -> Callable[..., Any]:
         def test(**fixtures: Any) -> None:

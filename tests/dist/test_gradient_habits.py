@@ -18,7 +18,7 @@ from ls_strategy.lightning.precision import ZeROPrecision
 from ls_strategy.lightning.strategy import ZeROStrategy
 from ls_strategy.testing import spawn
 from tests.dist.parallel_runs import Module, Run, train
-from tests.dist.ranks import WIDTH, fit, global_batches, quiet
+from tests.dist.ranks import WIDTH, fit, global_batches, on_ranks, quiet
 from tests.dist.test_combinations import EXPERTS, LAYOUTS
 from tests.dist.test_habits import OPTIONS, STEPS, Habit, outcome, problems
 from tests.marks import few_or_all, in_turn
@@ -494,8 +494,10 @@ def test_norms_over_a_part_of_the_model_are_refused(name: str) -> None:
     spawn(refused, 2, LAYOUTS[name], init_process_group=False, timeout_s=60)
 
 
-def by_lambda(rank: int, world_size: int, names: Sequence[str]) -> list[float]:
-    quiet()
+@pytest.mark.parametrize("names", few_or_all(FEW, tuple(OPTIONS)))
+@on_ranks(2, timeout_s=100, init_process_group=True)
+def test_a_lambda_callback_is_user_code(rank: int, world_size: int, names: Sequence[str]) -> None:
+    """Though its class is Lightning's: it sees gradients without the loss scale."""
     seen: list[float] = []
 
     def look(trainer: Any, module: Any, optimizer: Any) -> None:
@@ -510,15 +512,8 @@ def by_lambda(rank: int, world_size: int, names: Sequence[str]) -> list[float]:
         callback = LambdaCallback(on_before_optimizer_step=look)
         data = global_batches(rank, world_size, 2)
         fit(strategy, Habit(), data, use_distributed_sampler=False, max_epochs=1, callbacks=[callback])
-    return seen
-
-
-@pytest.mark.parametrize("names", few_or_all(FEW, tuple(OPTIONS)))
-def test_a_lambda_callback_is_user_code(names: Sequence[str]) -> None:
-    """Though its class is Lightning's: it sees gradients without the loss scale."""
-    for seen in spawn(by_lambda, 2, names, timeout_s=100):
-        assert len(seen) == 2 * len(names)
-        assert max(map(abs, seen)) < 1e-6
+    assert len(seen) == 2 * len(names)
+    assert max(map(abs, seen)) < 1e-6
 
 
 class LooksOnOneRank(Habit):
@@ -543,8 +538,8 @@ class UsedOnOneRank(LooksOnOneRank):
         self.extra = torch.nn.Linear(WIDTH, 3)
 
 
-def one_rank(rank: int, world_size: int) -> list[str]:
-    quiet()
+@on_ranks(2, init_process_group=True)
+def test_one_rank_may_look_alone_where_all_have_them(rank: int, world_size: int) -> None:
     found = []
     for habit in (LooksOnOneRank, UsedOnOneRank):
         data = global_batches(rank, world_size, STEPS)
@@ -556,12 +551,7 @@ def one_rank(rank: int, world_size: int) -> list[str]:
         assert len(seen[0]) == (STEPS if rank == 0 else 0)
         if not torch.allclose(*seen, rtol=1e-6):
             found.append(f"{habit.__name__}: {seen}")
-    return found
-
-
-def test_one_rank_may_look_alone_where_all_have_them() -> None:
-    found = spawn(one_rank, 2, timeout_s=60)
-    assert not any(found), found[0]
+    assert not found, found
 
 
 # --- what it costs ----------------------------------------------------------------------------------------------------
@@ -597,8 +587,12 @@ class Counts(Habit):
             self.largest = max(self.largest, sum(s.full is not None for s in gradients._shown.values()))
 
 
-def count(rank: int, world_size: int, names: Sequence[str]) -> list[str]:
-    quiet()
+@pytest.mark.parametrize("names", few_or_all(FEW, tuple(OPTIONS)))
+@on_ranks(2, timeout_s=100, init_process_group=True)
+def test_torchs_clipping_sends_a_number_per_parameter_and_reading_takes_few_buffers(
+    rank: int, world_size: int, names: Sequence[str]
+) -> None:
+    """8 bytes of its norm, and the flags of what has a gradient; two buffers that stay and the one that is read."""
     found = []
     for name in names:
         options, module = OPTIONS[name], Counts()
@@ -607,14 +601,7 @@ def count(rank: int, world_size: int, names: Sequence[str]) -> list[str]:
         parameters = len(list(module.parameters()))
         found += [f"{name} sent {s}" for s in module.sent if set(s) - {"control"} or s["control"] > 30 * parameters]
         found += [f"{name}: {module.largest} gathered buffers"] * (module.largest > 3)
-    return found
-
-
-@pytest.mark.parametrize("names", few_or_all(FEW, tuple(OPTIONS)))
-def test_torchs_clipping_sends_a_number_per_parameter_and_reading_takes_few_buffers(names: Sequence[str]) -> None:
-    """8 bytes of its norm, and the flags of what has a gradient; two buffers that stay and the one that is read."""
-    found = spawn(count, 2, names, timeout_s=100)
-    assert not any(found), found[0]
+    assert not found, found
 
 
 # --- what is refused --------------------------------------------------------------------------------------------------
@@ -680,13 +667,10 @@ def test_what_cannot_be_had_is_an_error_with_the_cure(habit: type[Habit], option
     spawn(refuse, 2, habit, REFUSED[habit], options, timeout_s=100)
 
 
-def late_hooks(rank: int, world_size: int, names: Sequence[str]) -> list[str]:
+@pytest.mark.parametrize("names", few_or_all(FEW, tuple(OPTIONS)))
+@on_ranks(2, timeout_s=100, init_process_group=True)
+def test_hooks_that_come_too_late_are_refused_or_count(rank: int, world_size: int, names: Sequence[str]) -> None:
     """What is neither equal to DDP nor refused."""
     cure, options = "Register such hooks in __init__", {name: OPTIONS[name] for name in names}
-    return [problem for problem in problems(rank, world_size, HooksTooLate, options) if cure not in problem]
-
-
-@pytest.mark.parametrize("names", few_or_all(FEW, tuple(OPTIONS)))
-def test_hooks_that_come_too_late_are_refused_or_count(names: Sequence[str]) -> None:
-    found = spawn(late_hooks, 2, names, timeout_s=100)
-    assert not any(found), found[0]
+    found = [problem for problem in problems(rank, world_size, HooksTooLate, options) if cure not in problem]
+    assert not found, found

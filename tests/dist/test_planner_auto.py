@@ -28,6 +28,7 @@ from ls_strategy.extras.planner.speeds import Speeds
 from ls_strategy.lightning.strategy import ZeROStrategy
 from ls_strategy.spans import SpanRecorder
 from ls_strategy.testing import spawn
+from tests.dist.ranks import on_ranks
 from tests.models import Case, PrivateNet, loader, quiet
 from tests.trainers import bare_trainer
 
@@ -139,19 +140,15 @@ class Hungry(PrivateNet):
         return super().loss(batch, batch_idx)
 
 
-def starve(rank: int, world_size: int) -> str:
-    quiet()
+@on_ranks(2, timeout_s=120)
+def test_a_failed_allocation_names_what_takes_less(rank: int, world_size: int) -> None:
     with pytest.raises(OutOfMemory) as caught:
         trainer(ZeROStrategy(0, sharding={"min_unit_numel": 0}), world_size).fit(Hungry(CASE), loader(CASE, world_size))
-    return str(caught.value)
-
-
-def test_a_failed_allocation_names_what_takes_less() -> None:
-    for words in spawn(starve, 2, init_process_group=False, timeout_s=120):
-        assert words.startswith("out of memory: ")
-        assert "zero0 needs " in words
-        assert "ZeROStrategy(stage=" in words
-        assert "per rank, 2 ranks" in words
+    words = str(caught.value)
+    assert words.startswith("out of memory: ")
+    assert "zero0 needs " in words
+    assert "ZeROStrategy(stage=" in words
+    assert "per rank, 2 ranks" in words
 
 
 @pytest.mark.parametrize(

@@ -15,6 +15,7 @@ from ls_strategy.lightning.strategy import ZeROStrategy
 from ls_strategy.ops.quantized import rounded
 from ls_strategy.testing import spawn
 from tests.dist.everywhere import check_every_rank
+from tests.dist.ranks import on_ranks
 from tests.dist.test_shard_groups import BOTH, NORM, NVME, measure
 from tests.models import Case, Net, loader, placed, quiet, trainer_of
 
@@ -142,8 +143,8 @@ class Reads(Net):
         self.error = strategy.gather_error()
 
 
-def read(rank: int, world_size: int) -> list[tuple[Tensor, Tensor, Tensor, float]]:
-    quiet()
+@on_ranks(2)
+def test_user_code_reads_exact_weights_and_its_writes_touch_nothing_else(rank: int, world_size: int) -> None:
     found = []
     for options in ((), (("sharding.quantized_gathers", "int8"),)):
         case = Case(stage=3, steps=1, options=options)
@@ -153,7 +154,11 @@ def read(rank: int, world_size: int) -> list[tuple[Tensor, Tensor, Tensor, float
             module.on_train_start = lambda module=module: read_without(module)  # type: ignore[method-assign]
         trainer.fit(module, loader(case, world_size))
         found.append((module.before, module.after[0], module.after[1], module.error))  # type: ignore[arg-type]
-    return found
+    plain, ours = found
+    for a, b in zip(plain[:3], ours[:3], strict=True):
+        assert torch.equal(a, b)
+    assert plain[1][0, 0] == torch.tensor(0.123456)
+    assert 0.001 < ours[3] < 0.01
 
 
 def read_without(module: Reads) -> None:
@@ -168,14 +173,6 @@ def keep(module: Reads) -> None:
 
 
 Reads.on_train_batch_start = lambda self, *_: keep(self)  # type: ignore[method-assign]
-
-
-def test_user_code_reads_exact_weights_and_its_writes_touch_nothing_else() -> None:
-    for plain, ours in spawn(read, 2, init_process_group=False, timeout_s=60):
-        for a, b in zip(plain[:3], ours[:3], strict=True):
-            assert torch.equal(a, b)
-        assert plain[1][0, 0] == torch.tensor(0.123456)
-        assert 0.001 < ours[3] < 0.01
 
 
 @pytest.mark.parametrize(

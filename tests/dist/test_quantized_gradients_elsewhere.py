@@ -16,6 +16,7 @@ import torch
 from ls_strategy.testing import spawn
 from tests.dist import fabric_ranks
 from tests.dist.parallel_runs import Module, Outcome, Run, train_all
+from tests.dist.ranks import on_ranks
 from tests.dist.test_quantized_gradients import rounding
 from tests.dist.test_shard_groups import NORM, NVME, VALUE, on_nodes
 from tests.models import Case, Net, loader, placed, quiet, trainer_of
@@ -218,23 +219,20 @@ def test_hooks_read_and_change_what_is_averaged() -> None:
 # --- Fabric ----------------------------------------------------------------------------------------------------------
 
 
-def with_fabric(rank: int, world_size: int) -> list[dict[str, Any]]:
+@pytest.mark.wide
+@on_ranks(2)
+def test_with_fabric(rank: int, world_size: int) -> None:
     fabric_ranks.quiet()
     found = []
     for stage, more in ((3, {}), *((stage, {"quantized_gradients": "int8"}) for stage in (1, 2, 3))):
         fabric_ranks.OPTIONS["rounded"] = {"stage": stage, "sharding": {"min_unit_numel": 0, **more}}
         found.append(fabric_ranks.train(rank, world_size, "rounded", {"max_norm": 0.3, "optimizer": "sgd"}))
-    return found
-
-
-@pytest.mark.wide
-def test_with_fabric() -> None:
-    for exact, *rounded in spawn(with_fabric, 2, init_process_group=False, timeout_s=60):
-        for ours in rounded:
-            assert ours["losses"] == rounded[0]["losses"]
-            assert ours["norms"] == rounded[0]["norms"]
-            assert all(torch.equal(v, rounded[0]["weights"][k]) for k, v in ours["weights"].items())
-        assert exact["losses"][0] == rounded[0]["losses"][0]
-        assert exact["losses"][1:] != rounded[0]["losses"][1:]
-        assert rounded[0]["losses"] == pytest.approx(exact["losses"], rel=5e-3)
-        assert rounded[0]["norms"] == pytest.approx(exact["norms"], rel=2e-2)
+    exact, *rounded = found
+    for ours in rounded:
+        assert ours["losses"] == rounded[0]["losses"]
+        assert ours["norms"] == rounded[0]["norms"]
+        assert all(torch.equal(v, rounded[0]["weights"][k]) for k, v in ours["weights"].items())
+    assert exact["losses"][0] == rounded[0]["losses"][0]
+    assert exact["losses"][1:] != rounded[0]["losses"][1:]
+    assert rounded[0]["losses"] == pytest.approx(exact["losses"], rel=5e-3)
+    assert rounded[0]["norms"] == pytest.approx(exact["norms"], rel=2e-2)

@@ -16,6 +16,7 @@ from ls_strategy.distributed.wire_format import FORMATS
 from ls_strategy.layout import round_up
 from ls_strategy.ops.quantized import TILE, rounded
 from ls_strategy.testing import spawn
+from tests.dist.ranks import on_ranks
 
 SHARD = 2048
 """Elements, and of `shard_of` at least."""
@@ -143,7 +144,9 @@ def test_the_bits_in_other_layouts() -> None:
     compare(6, [(2, 6), (3, 6), (3, 3), (2, 2), (4, 6)])
 
 
-def not_finite(rank: int, world_size: int) -> list[tuple[Tensor, Tensor]]:
+@on_ranks(4, init_process_group=True)
+def test_what_is_not_finite_stays_visible_where_it_is(rank: int, world_size: int) -> None:
+    """In its block of 64 elements, and nowhere else."""
     world = make_comm()
     found = []
     for node, group in LAYOUTS[:3]:
@@ -158,15 +161,9 @@ def not_finite(rank: int, world_size: int) -> list[tuple[Tensor, Tensor]]:
                 out, accumulate=False
             )
             found.append((out, meter.take(out.device)))
-    return found
-
-
-def test_what_is_not_finite_stays_visible_where_it_is() -> None:
-    """In its block of 64 elements, and nowhere else."""
-    for results in spawn(not_finite, 4, timeout_s=60):
-        for out, sums in results:
-            blocks = out.view(-1, 64)
-            bad = ~blocks.isfinite().all(1)
-            assert bad.nonzero().flatten().tolist() == [10, 26]
-            assert torch.allclose(blocks[~bad], torch.ones(()), atol=1e-2)
-            assert sums.isfinite().all()
+    for out, sums in found:
+        blocks = out.view(-1, 64)
+        bad = ~blocks.isfinite().all(1)
+        assert bad.nonzero().flatten().tolist() == [10, 26]
+        assert torch.allclose(blocks[~bad], torch.ones(()), atol=1e-2)
+        assert sums.isfinite().all()

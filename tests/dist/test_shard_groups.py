@@ -12,6 +12,7 @@ import pytest
 
 from ls_strategy.extras.planner.traffic import traffic
 from ls_strategy.testing import spawn
+from tests.dist.ranks import on_ranks
 from tests.marks import few_or_all
 from tests.models import (
     Case,
@@ -172,7 +173,9 @@ def test_bytes_between_nodes_equal_the_formula(of: tuple[tuple[int, str], ...]) 
 # --- checkpoints -----------------------------------------------------------------------------------------------------
 
 
-def resume(rank: int, world_size: int, folder: Path) -> dict[str, bool]:
+@pytest.mark.wide
+@on_ranks(4, timeout_s=170)
+def test_checkpoints_do_not_know_the_groups(rank: int, world_size: int, tmp_path: Path) -> None:
     """A run of 6 steps against 3 steps saved in groups of one size and 3 more in groups of another."""
     found: dict[str, bool] = {}
     for stage, form in ((1, "file"), (3, "sharded")):
@@ -182,27 +185,19 @@ def resume(rank: int, world_size: int, folder: Path) -> dict[str, bool]:
             "all, then two": (case, grouped(case, 2)),
             "two, then one": (grouped(case, 2), grouped(case, 1)),
         }
-        found |= changed_in_between(rank, world_size, folder, case, changes)
-    return found
-
-
-@pytest.mark.wide
-def test_checkpoints_do_not_know_the_groups(tmp_path: Path) -> None:
-    for found in spawn(resume, 4, tmp_path, init_process_group=False, timeout_s=170):
-        assert len(found) == 6
-        assert all(found.values()), found
+        found |= changed_in_between(rank, world_size, tmp_path, case, changes)
+    assert len(found) == 6
+    assert all(found.values()), found
 
 
 # --- refused ---------------------------------------------------------------------------------------------------------
 
 
-def refusals(rank: int, world_size: int) -> list[str]:
-    quiet()
+@on_ranks(2)
+def test_sizes_that_do_not_divide_are_refused_on_all_ranks(rank: int, world_size: int) -> None:
     wrong = ({"sharding.shard_size": 3}, {"sharding.shard_size": 2, "parallel.tensor": 2})
-    return [refused(Case(stage=2, steps=2, options=tuple(options.items())), world_size) for options in wrong]
-
-
-def test_sizes_that_do_not_divide_are_refused_on_all_ranks() -> None:
-    for odd, with_tensor in spawn(refusals, 2, init_process_group=False, timeout_s=60):
-        assert "shard_size=3, but it must divide the 2 ranks" in odd
-        assert "shard_size=2, but it must divide the 1 ranks" in with_tensor
+    odd, with_tensor = [
+        refused(Case(stage=2, steps=2, options=tuple(options.items())), world_size) for options in wrong
+    ]
+    assert "shard_size=3, but it must divide the 2 ranks" in odd
+    assert "shard_size=2, but it must divide the 1 ranks" in with_tensor

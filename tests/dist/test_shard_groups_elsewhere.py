@@ -12,7 +12,7 @@ from ls_strategy import ZeROStrategy
 from ls_strategy.testing import spawn
 from tests.dist import fabric_ranks
 from tests.dist.parallel_runs import Outcome, Run, plain, train_all, unequal
-from tests.dist.ranks import Net, batches, quiet, trainer_of
+from tests.dist.ranks import Net, batches, on_ranks, quiet, trainer_of
 from tests.dist.test_virtual_ranks import check_equal
 from tests.dist.test_virtual_ranks import train as train_virtual
 from tests.native_ranks import on_native_device
@@ -48,7 +48,8 @@ def test_the_bits_with_other_kinds_of_parallelism() -> None:
 FABRIC = ({"stage": 3, "sharding": {"min_unit_numel": 0}}, {"stage": 2, "sharding": {"min_unit_numel": 0}})
 
 
-def with_fabric(rank: int, world_size: int) -> list[list[dict[str, Any]]]:
+@on_ranks(4, timeout_s=120)
+def test_the_bits_with_fabric(rank: int, world_size: int) -> None:
     fabric_ranks.quiet()
     found = []
     for options in FABRIC:
@@ -57,15 +58,10 @@ def with_fabric(rank: int, world_size: int) -> list[list[dict[str, Any]]]:
             fabric_ranks.OPTIONS["groups"] = {**options, "sharding": {**options["sharding"], **more}}
             both.append(fabric_ranks.train(rank, world_size, "groups", {"accumulate": 2, "max_norm": 0.1, "steps": 4}))
         found.append(both)
-    return found
-
-
-def test_the_bits_with_fabric() -> None:
-    for results in spawn(with_fabric, 4, init_process_group=False, timeout_s=120):
-        for flat, groups in [(each[0], other) for each in results for other in each[1:]]:
-            assert flat["losses"] == groups["losses"]
-            assert flat["norms"] == groups["norms"]
-            assert all(torch.equal(v, groups["weights"][k]) for k, v in flat["weights"].items())
+    for flat, groups in [(each[0], other) for each in found for other in each[1:]]:
+        assert flat["losses"] == groups["losses"]
+        assert flat["norms"] == groups["norms"]
+        assert all(torch.equal(v, groups["weights"][k]) for k, v in flat["weights"].items())
 
 
 def virtual(rank: int, world_size: int) -> list[dict[str, Any]]:

@@ -15,6 +15,7 @@ from ls_strategy.config import TierConfig
 from ls_strategy.lightning.strategy import ZeROStrategy
 from ls_strategy.testing import spawn
 from ls_strategy.zero.setup import weights as by_memory
+from tests.dist.ranks import on_ranks
 from tests.models import (
     Case,
     Net,
@@ -160,7 +161,8 @@ def test_bytes_per_rank_are_in_proportion() -> None:
 # --- checkpoints -----------------------------------------------------------------------------------------------------
 
 
-def resume(rank: int, world_size: int, folder: Path) -> dict[str, bool]:
+@on_ranks(2, timeout_s=120)
+def test_checkpoints_do_not_know_the_weights(rank: int, world_size: int, tmp_path: Path) -> None:
     """A run of 6 steps against 3 steps saved with one cut and 3 more with another."""
     found: dict[str, bool] = {}
     for stage in (1, 3):
@@ -170,21 +172,17 @@ def resume(rank: int, world_size: int, folder: Path) -> dict[str, bool]:
             "without, then with": (case, weighted(case, 1, 3)),
             "with, then otherwise": (weighted(case, 2, 1), weighted(case, 1, 5)),
         }
-        found |= changed_in_between(rank, world_size, folder, case, changes)
-    return found
-
-
-def test_checkpoints_do_not_know_the_weights(tmp_path: Path) -> None:
-    for found in spawn(resume, 2, tmp_path, init_process_group=False, timeout_s=120):
-        assert len(found) == 6
-        assert all(found.values()), found
+        found |= changed_in_between(rank, world_size, tmp_path, case, changes)
+    assert len(found) == 6
+    assert all(found.values()), found
 
 
 # --- moments in fewer bits -------------------------------------------------------------------------------------------
 
 
-def small_moments(rank: int, world_size: int) -> list[tuple[list[float], list[int]]]:
-    quiet()
+@on_ranks(2, timeout_s=120)
+def test_moments_in_fewer_bits(rank: int, world_size: int) -> None:
+    """Random bits of the rounding belong to places in the full buffer, so another cut rounds in the same way."""
     found = []
     for moments in ("bf16", "int8"):
         for weights in ((), (3, 1)):
@@ -195,15 +193,9 @@ def small_moments(rank: int, world_size: int) -> list[tuple[list[float], list[in
             trainer.fit(net, loader(case, world_size))
             flats = trainer.strategy.require_engine().flats
             found.append((net.result.losses, [cut % f.layout.align for f in flats for cut in f.layout.cuts]))
-    return found
-
-
-def test_moments_in_fewer_bits() -> None:
-    """Random bits of the rounding belong to places in the full buffer, so another cut rounds in the same way."""
-    for runs in spawn(small_moments, 2, init_process_group=False, timeout_s=120):
-        for (equal, _), (unequal, rests) in (runs[:2], runs[2:]):
-            assert set(rests) == {0}
-            assert equal == unequal
+    for (equal, _), (unequal, rests) in (found[:2], found[2:]):
+        assert set(rests) == {0}
+        assert equal == unequal
 
 
 # --- by memory, and what is refused ----------------------------------------------------------------------------------
@@ -228,16 +220,12 @@ def test_weights_by_memory() -> None:
     assert "weights" not in equal[1]
 
 
-def refusals(rank: int, world_size: int) -> list[str]:
-    quiet()
+@on_ranks(2)
+def test_weights_that_do_not_fit_are_refused_on_all_ranks(rank: int, world_size: int) -> None:
     wrong = ([1.0, 2.0, 3.0], [2.0, 1.0] if rank else [1.0, 2.0])
-    return [refused(weighted(Case(stage=2, steps=2), *mine), world_size) for mine in wrong]
-
-
-def test_weights_that_do_not_fit_are_refused_on_all_ranks() -> None:
-    for length, differ in spawn(refusals, 2, init_process_group=False, timeout_s=60):
-        assert "with 3 weights, but there are 2 ranks" in length
-        assert "the ranks were started with different options" in differ
+    length, differ = [refused(weighted(Case(stage=2, steps=2), *mine), world_size) for mine in wrong]
+    assert "with 3 weights, but there are 2 ranks" in length
+    assert "the ranks were started with different options" in differ
 
 
 def test_offload_config_and_weights_go_together() -> None:

@@ -544,7 +544,8 @@ def test_layer_equals_the_whole_one(name: str, layers: Any) -> None:
 # --- the rest of the surface -----------------------------------------------------------------------------------------
 
 
-def _meta(rank: int, size: int) -> tuple[float, Gradients, float, Gradients]:
+@on_ranks(4, timeout_s=120, init_process_group=True)
+def test_parameters_on_meta_are_cut_and_filled_later(rank: int, world_size: int) -> None:
     """Parameters on meta are cut without memory, filled by `parts`, and get their hooks when they have values."""
     axis = Axis("tensor", make_comm())
     shape = SHAPES["gqa"]
@@ -556,7 +557,7 @@ def _meta(rank: int, size: int) -> tuple[float, Gradients, float, Gradients]:
             model = model.to("meta")
             model.head.weight = model.embedding.weight
         before = dict(model.named_parameters())
-        tp = apply_tensor_parallel(model, plan(shape, size), axis, sequence=True, blocks=list(model.blocks))
+        tp = apply_tensor_parallel(model, plan(shape, world_size), axis, sequence=True, blocks=list(model.blocks))
         assert all(p is before[name] for name, p in model.named_parameters())
         for name, p in model.named_parameters():
             if meta:
@@ -570,15 +571,11 @@ def _meta(rank: int, size: int) -> tuple[float, Gradients, float, Gradients]:
         loss = loss_of(model)
         loss.backward()
         results += [loss.item(), gradients(model, tp)]
-    return tuple(results)
-
-
-def test_parameters_on_meta_are_cut_and_filled_later() -> None:
-    for loss, grads, meta_loss, meta_grads in spawn(_meta, 4):
-        assert loss == meta_loss
-        for name, (part, grad) in grads.items():
-            assert meta_grads[name][0] == part
-            assert torch.equal(meta_grads[name][1], grad), name
+    loss, grads, meta_loss, meta_grads = tuple(results)
+    assert loss == meta_loss
+    for name, (part, grad) in grads.items():
+        assert meta_grads[name][0] == part
+        assert torch.equal(meta_grads[name][1], grad), name
 
 
 @on_ranks(2, timeout_s=120, init_process_group=True)
