@@ -93,19 +93,23 @@ class Wide(nn.Module):
         return x + self.down(torch.tanh(self.up(self.norm(x))))
 
 
-PLANNED = [(3, "bf16-true"), (3, "bf16-mixed"), (2, "bf16-true"), (3, "32-true")]
+ROWS = {"recipe": "rowwise_with_gw_hp"}
+PLANNED: list[tuple[int, str, Any]] = [
+    (3, "bf16-true", "fp8"), (3, "bf16-mixed", "fp8"), (2, "bf16-true", "fp8"), (3, "32-true", "fp8"),
+    (3, "bf16-mixed", ROWS),
+]  # fmt: skip
 
 
 def measure(rank: int, world_size: int, indices: tuple[int, ...]) -> list[tuple[int, int]]:
     """Peak bytes of tensors, and bytes sent in the last step."""
     quiet()
     result = []
-    for stage, precision in (PLANNED[index] for index in indices):
+    for stage, precision, matmul in (PLANNED[index] for index in indices):
         data = global_batches(rank, world_size, 2)
         with LiveBytes(ignore=list(data.dataset.tensors)) as live:  # type: ignore[attr-defined]
             begin = Begin(live)
             options: dict[str, Any] = {"precision": precision, "callbacks": [begin], "max_epochs": 1}
-            given = nested({"stage": stage, "sharding.min_unit_numel": 0, "precision.matmul": "fp8"})
+            given = nested({"stage": stage, "sharding.min_unit_numel": 0, "precision.matmul": matmul})
             fit(ZeROStrategy(**given), Large(), data, use_distributed_sampler=False, **options)
         result.append((live.peak, begin.sent[-1] - begin.sent[-2]))
     return result
@@ -115,9 +119,9 @@ def measure(rank: int, world_size: int, indices: tuple[int, ...]) -> list[tuple[
 def test_the_planner_knows_the_bytes(indices: tuple[int, ...]) -> None:
     ranks = spawn(measure, 2, indices, init_process_group=False, timeout_s=120)
     for number, index in enumerate(indices):
-        stage, name = PLANNED[index]
+        stage, name, matmul = PLANNED[index]
         module = Large()
-        config = ZeROConfig.of(stage, sharding={"min_unit_numel": 0}, precision={"matmul": "fp8"})  # type: ignore[arg-type]
+        config = ZeROConfig.of(stage, sharding={"min_unit_numel": 0}, precision={"matmul": matmul})  # type: ignore[arg-type]
         asked = Question(
             module, [module.configure_optimizers()], resolve_precision(name), first_batch(global_batches(0, 2, 2)),
             Run(config=config, clips=True),
