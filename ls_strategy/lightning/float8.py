@@ -183,7 +183,7 @@ def multiply_in_fp8(
         log: say how many layers do.
 
     Raises:
-        PlanError: torchao is not installed, cannot multiply so here, or no layer can multiply in fp8.
+        PlanError: torchao is not installed, or no layer can multiply in fp8.
     """
     if options.float8 is None:
         return []
@@ -194,13 +194,6 @@ def multiply_in_fp8(
         )
     emulated = dev.compute_capability(device) < _FIRST_CAPABILITY
     recipe = options.float8.recipe
-    if recipe == "rowwise_with_gw_hp" and policy.autocast is not None and device.type == "cpu":
-        # torchao casts inputs to the dtype of autocast on GPUs alone; gradients of this recipe's weights meet both.
-        raise PlanError(
-            f"Got precision.matmul=Float8Config(recipe='{recipe}') with Trainer(precision={policy.name!r}) on a CPU, "
-            "where torchao does not cast the inputs of its layers. Set precision='bf16-true' on the Trainer, or "
-            "another recipe."
-        )
     converted = _convert(recipe, emulated=emulated)
     # Authors of models list more for fp16 than for bf16: what either needs in fp32 is not rounded to fp8.
     kept = kept_in_fp32(module, options.fp32_modules, torch.float16).params

@@ -192,7 +192,3 @@ def test_what_cannot_multiply_in_fp8_is_refused(rank: int, world_size: int) -> N
         trained(Net(), {"precision.matmul": "fp8"})
     with pytest.raises(PlanError, match="64-true"):
         trained(Plain(), {"precision.matmul": "fp8"}, precision="64-true")
-    with pytest.raises(
-        PlanError, match="on a CPU, where torchao does not cast"
-    ):  # torch's own error in backward without
-        trained(Plain(), {"precision.matmul": {"recipe": "rowwise_with_gw_hp"}}, precision="bf16-mixed")

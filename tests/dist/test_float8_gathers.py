@@ -40,6 +40,7 @@ pytestmark = pytest.mark.own_ranks  # torchao is imported, and replaces function
 
 WIDE = 64
 
+
 class Plain(Counts, Converted):
     """Counts the scales, too, and the layers that read bytes."""
 
