@@ -75,7 +75,7 @@ class WritesAfterSaves(pl.Callback):
         with torch.no_grad():
             pl_module.emb.weight.add_(0.01)
             pl_module.head.bias.data.mul_(0.9)
-            pl_module.blocks[1].up.weight.detach().numpy()[0] += 0.5
+            pl_module.blocks[1].up.weight.detach()[0] += 0.5
             pl_module.bn.running_mean.add_(1)
         if batch_idx == 2:
             trainer.optimizers[0].state.clear()
