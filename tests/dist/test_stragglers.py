@@ -20,25 +20,13 @@ from ls_strategy.config import nested
 from ls_strategy.extras.callbacks import stragglers
 from ls_strategy.extras.callbacks.stragglers import groups_with_same_work
 from ls_strategy.spans import recorder
+from tests.clocks import Clock
 from tests.dist.parallel_runs import Module as GPTModule
 from tests.dist.parallel_runs import Run
 from tests.dist.ranks import Net, batches, fit, on_ranks, trainer_of
 
 SLOW_FROM = 41
 """The first slow step."""
-
-
-class Clock:
-    """A clock that only the test moves."""
-
-    def __init__(self) -> None:
-        self.at = 0.0
-
-    def perf_counter(self) -> float:
-        return self.at
-
-    def wait(self, seconds: float) -> None:
-        self.at += seconds
 
 
 @contextmanager

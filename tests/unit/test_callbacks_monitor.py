@@ -24,21 +24,9 @@ from ls_strategy.extras.callbacks.step_trace import RankTrace
 from ls_strategy.lightning.strategy import ZeROStrategy
 from ls_strategy.spans import BACKWARD, DATA, FORWARD, SpanRecorder
 from ls_strategy.spans import recorder as recorder_file
+from tests.clocks import Clock
 
 MIB = 1 << 20
-
-
-class Clock:
-    """Time passes when the test says so."""
-
-    def __init__(self) -> None:
-        self.now = 100.0
-
-    def perf_counter(self) -> float:
-        return self.now
-
-    def wait(self, seconds: float) -> None:
-        self.now += seconds
 
 
 class Strategy(ZeROStrategy):
@@ -138,7 +126,7 @@ def fetches(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> Iterator[Clock]:
-    made = Clock()
+    made = Clock(100.0)
     monkeypatch.setattr(monitor_file, "time", made)
     monkeypatch.setattr(recorder_file, "time", made)
     yield made
@@ -396,7 +384,7 @@ def test_a_recording_begins_again_after_a_validation(clock: Clock) -> None:
     run.call("on_validation_end")
     recorder = run.monitor._recorder
     assert recorder is not None
-    assert recorder.window_start == clock.now
+    assert recorder.window_start == clock.at
     run.step()
     assert run.rows[1]["zero_time/step_ms"] == pytest.approx(1000)
 

@@ -14,24 +14,12 @@ from ls_strategy import spans
 from ls_strategy.spans import BACKWARD, COMMUNICATION, COPY, FORWARD, OTHER, VALIDATION, SpanRecorder
 from ls_strategy.spans import recorder as recorder_file
 from ls_strategy.spans.own_time import OwnTime
-
-
-class Clock:
-    """Time passes when the test says so."""
-
-    def __init__(self) -> None:
-        self.at = 100.0
-
-    def perf_counter(self) -> float:
-        return self.at
-
-    def wait(self, seconds: float) -> None:
-        self.at += seconds
+from tests.clocks import Clock
 
 
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> Iterator[Clock]:
-    made = Clock()
+    made = Clock(100.0)
     monkeypatch.setattr(recorder_file, "time", made)
     monkeypatch.setattr(spans, "time", made)
     yield made

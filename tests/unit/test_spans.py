@@ -34,21 +34,9 @@ from ls_strategy.spans import (
     SpanRecorder,
 )
 from ls_strategy.spans.record import intersection, length, union
+from tests.clocks import Clock
 
 MS = 1e-3
-
-
-class Clock:
-    """A clock that is moved by hand."""
-
-    def __init__(self) -> None:
-        self.time = 0.0
-
-    def perf_counter(self) -> float:
-        return self.time
-
-    def sleep(self, seconds: float) -> None:
-        self.time += seconds
 
 
 @pytest.fixture
@@ -86,15 +74,15 @@ class Work:
 def test_phases_are_exclusive_and_add_up(clock: Clock, recorder: SpanRecorder) -> None:
     recorder.take_phases()
     with spans.phase(DATA):
-        clock.sleep(1)
+        clock.wait(1)
     with spans.phase(OPTIMIZER):
-        clock.sleep(2)
+        clock.wait(2)
         with spans.phase(FORWARD):
-            clock.sleep(4)
+            clock.wait(4)
             with spans.phase(BACKWARD):  # as in manual optimization
-                clock.sleep(8)
-            clock.sleep(16)
-    clock.sleep(32)
+                clock.wait(8)
+            clock.wait(16)
+    clock.wait(32)
     seconds = recorder.take_phases()
     assert seconds == {DATA: 1, OPTIMIZER: 2, FORWARD: 20, BACKWARD: 8, OTHER: 32, VALIDATION: 0}
     assert sum(recorder.take_phases().values()) == 0
@@ -103,9 +91,9 @@ def test_phases_are_exclusive_and_add_up(clock: Clock, recorder: SpanRecorder) -
 def test_the_same_phase_twice_is_left_once(clock: Clock, recorder: SpanRecorder) -> None:
     spans.enter(BACKWARD)
     spans.enter(BACKWARD)  # a pipeline begins the pass that completes gradients twice
-    clock.sleep(1)
+    clock.wait(1)
     spans.leave(BACKWARD)
-    clock.sleep(2)
+    clock.wait(2)
     seconds = recorder.take_phases()
     assert (seconds[BACKWARD], seconds[OTHER]) == (1, 2)
 
@@ -118,13 +106,13 @@ def test_an_exception_ends_what_was_open_inside(clock: Clock, recorder: SpanReco
 
     with pytest.raises(KeyError):
         fail()
-    clock.sleep(1)
+    clock.wait(1)
     assert recorder.take_phases()[OTHER] == 1
 
 
 def test_validation_keeps_its_data_to_itself(clock: Clock, recorder: SpanRecorder) -> None:
     with spans.phase(VALIDATION), spans.phase(DATA):
-        clock.sleep(3)
+        clock.wait(3)
     seconds = recorder.take_phases()
     assert (seconds[VALIDATION], seconds[DATA]) == (3, 0)
     assert Interval(1, seconds, None).step_s == 0
@@ -133,8 +121,8 @@ def test_validation_keeps_its_data_to_itself(clock: Clock, recorder: SpanRecorde
 def test_many_changes_are_folded_without_loss(clock: Clock, recorder: SpanRecorder) -> None:
     for _ in range(5000):
         with spans.phase(FORWARD):
-            clock.sleep(0.25)
-        clock.sleep(0.5)
+            clock.wait(0.25)
+        clock.wait(0.5)
     seconds = recorder.take_phases()
     assert (seconds[FORWARD], seconds[OTHER]) == (1250, 2500)
 
@@ -426,10 +414,10 @@ class Event:
         self.clock = clock
 
     def record(self, stream: Any) -> None:
-        self.time = self.clock.time + (100 if stream == "side" else 0)  # the other stream lags behind
+        self.time = self.clock.at + (100 if stream == "side" else 0)  # the other stream lags behind
 
     def synchronize(self) -> None:
-        assert self.time <= self.clock.time
+        assert self.time <= self.clock.at
 
     def elapsed_time(self, later: Event) -> float:
         return (later.time - self.time) * 1e3
@@ -442,7 +430,7 @@ def device_recorder(clock: Clock, monkeypatch: pytest.MonkeyPatch) -> Iterator[S
     monkeypatch.setattr(torch, "Stream", lambda device: "side")
     monkeypatch.setattr(dev, "on", lambda stream: nullcontext())
     monkeypatch.setattr(torch.accelerator, "current_stream", lambda device: "current")
-    monkeypatch.setattr(torch.accelerator, "synchronize", lambda device: clock.sleep(1000))
+    monkeypatch.setattr(torch.accelerator, "synchronize", lambda device: clock.wait(1000))
     recorder = SpanRecorder(torch.device("cuda"))
     recorder.start()
     yield recorder
@@ -453,20 +441,20 @@ def test_events_become_seconds_of_the_hosts_clock(clock: Clock, device_recorder:
     recorder, work = device_recorder, Work()
     work.over.set()
     recorder.prepare_window()
-    clock.sleep(1)
+    clock.wait(1)
     recorder.begin_window()
     with spans.phase(FORWARD):
-        clock.sleep(2)
+        clock.wait(2)
         works = spans.followed((work,), "all_gather", 8)
         assert works == (work,)  # NCCL's own: the current stream waits for them itself
-        clock.sleep(4)
+        clock.wait(4)
         with spans.waiting(COMMUNICATION):
-            clock.sleep(8)
+            clock.wait(8)
         with spans.copying("drive read", 5):  # of the host, which has no stream
-            clock.sleep(16)
+            clock.wait(16)
         with spans.copying_on("side", "to host", 3):
-            clock.sleep(32)
-        clock.sleep(200)
+            clock.wait(32)
+        clock.wait(200)
     record = record_of(recorder)
     assert (record.start, record.end) == (1, 263)
     assert [(s.name, s.start, s.end) for s in record.phases] == [(FORWARD, 1, 263)]
