@@ -149,9 +149,10 @@ def without_compilers(found):
 
 
 @pytest.mark.usefixtures("commands")
-def test_without_compilers_all_runs_in_references(monkeypatch, capsys):
+def test_without_compilers_all_runs_in_references(monkeypatch, capsys, request):
     monkeypatch.setattr(_build, "_status", {})  # as in a process that has not asked yet
-    monkeypatch.setattr(native, "_known", {})
+    native.available.cache_clear()
+    request.addfinalizer(native.available.cache_clear)
     monkeypatch.setattr(routing_library, "_loaded", {})
     monkeypatch.delenv("CXX", raising=False)
     monkeypatch.delenv("LS_STRATEGY_OPS", raising=False)
