@@ -157,7 +157,7 @@ class Offload:
             LSError: the states do not fit, or an optimizer does not. An error of one rank is raised on all ranks.
         """
         link = Link(device)
-        leased = any(not TIERS[name].resident for name in config.offload.tiers)
+        leased = any(not kind.resident and name in config.offload.tiers for name, kind in TIERS.items())
         if leased:
             # A Trainer and its model are a circle, so files and threads of an earlier fit wait for the collector. What
             # tensors held in such circles is seen when they are gone.
