@@ -345,7 +345,7 @@ class Engine:
         """
         self.events.before_read("parameters", "gradients")
         if self.on_demand.state_dict_copies.fresh:
-            self.on_demand.state_dict_copies.take_early()
+            self.on_demand.take_copies_early()
         if self.gatherer.stepped:
             self.gatherer.fetch_root_again()
         if spans.SpanRecorder.active is not None:

@@ -18,7 +18,7 @@ it first (`ls_strategy.zero.flat.parameters`).
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from concurrent.futures import Future
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NoReturn, Protocol
@@ -29,7 +29,7 @@ from torch.autograd.graph import increment_version
 
 from ls_strategy import device as dev
 from ls_strategy import spans
-from ls_strategy._torch import refuse_views, set_versions, storage_key
+from ls_strategy._torch import current_backward_pass, refuse_views, set_versions, storage_key
 from ls_strategy.distributed.comm import PendingGather
 from ls_strategy.distributed.wire_format import FORMATS, WireFormat
 from ls_strategy.errors import StateError
@@ -59,8 +59,22 @@ RELEASED_VERSIONS = 1 << 16
 """What is added to the versions of parameters while they are released: more than a step writes to one."""
 
 
+class ReturnedCopies(Protocol):
+    """The copies that state dicts have returned."""
+
+    @property
+    def fresh(self) -> Collection[object]:
+        """Those that user code may write to, as if they were the parameters."""
+        ...
+
+
 class GathersOnDemand(Protocol):
     """Gathers buffers whose parameters are used while they are released."""
+
+    @property
+    def state_dict_copies(self) -> ReturnedCopies:
+        """The copies that state dicts of the model have returned."""
+        ...
 
     def touch(self, flat: FlatBuffer) -> None:
         """Gather the parameters, and keep them until `touched`. Collective."""
@@ -74,6 +88,9 @@ class GathersOnDemand(Protocol):
 
     def touched(self, flat: FlatBuffer) -> None:
         """Allow the buffer to be released again."""
+
+    def take_copies_early(self) -> None:
+        """Take writes to the copies of state dicts before something reads the parameters."""
 
     def is_collecting(self) -> bool:
         """Return whether a state dict is being collected, for which hooks fetch the values."""
@@ -240,7 +257,7 @@ class FlatBuffer(FlatStates):
         """Start gathering from the second copy. Return None if it is not current, or the gather is exact."""
         if not secondary.is_current or (self.wire is not None and self.wire.exact):
             return None
-        if secondary.is_written:
+        if secondary.is_written and current_backward_pass() >= 0:
             raise StateError(
                 f"a parameter in the buffer of {self.name!r} was written to through a state dict between a forward and "
                 "its backward, but backward gathers it from a copy inside the node (sharding.hpz). Write to the "

@@ -86,6 +86,7 @@ class OnDemandGather:
         """Gather a buffer, and keep it until `touched`. Collective."""
         self.refuse_other_threads(flat.name)
         flat.require_here("parameters")
+        self.take_copies_early()
         flat.users += 1
         if flat.resident:
             flat.wait_updated()
@@ -196,6 +197,7 @@ class OnDemandGather:
         Raises:
             StateError: on every rank, if any rank has written to them without ``modify``.
         """
+        self.take_copies_early()
         for flat in flats:
             self.begin(flat)
         for flat in flats:
@@ -238,11 +240,17 @@ class OnDemandGather:
 
         Not collective.
         """
+        self.take_parameter_writes()
         if self.state_dict_copies.fresh or self.state_dict_copies.old:
             self.state_dict_copies.take_writes()
-        self.take_parameter_writes()
         if self._releases:
             self.release_idle()
+
+    def take_copies_early(self) -> None:
+        """Take writes to the copies of state dicts before something reads the parameters. Not collective."""
+        if self.state_dict_copies.are_written():
+            self.take_parameter_writes()
+            self.state_dict_copies.take_early()
 
     def take_parameter_writes(self) -> None:
         """Copy writes to parameters into masters and shards. Not collective."""

@@ -72,8 +72,13 @@ class StateDictCopies:
                 alive.append(copy)
         self.fresh = alive
 
+    def are_written(self) -> bool:
+        """Return whether a copy of this hook was written to since writes to it were taken."""
+        alive = ((copy, copy.values()) for copy in self.fresh)
+        return any(values is not None and version_of(values) != copy.version for copy, values in alive)
+
     def take_early(self) -> None:
-        """Take writes to copies of this hook before a backward pass, which may use the parameters. Not collective."""
+        """Take writes to copies of this hook, as something is about to read the parameters. Not collective."""
         for copy in self.fresh:
             values = copy.values()
             if values is not None and version_of(values) != copy.version:
@@ -118,7 +123,7 @@ def _shard_of(flat: FlatBuffer, index: int, values: Tensor) -> Tensor:
 
 
 def _take(copy: _Copy, values: Tensor) -> None:
-    """Take writes to this rank's shard of a copy. Not collective: every rank has the full values."""
+    """Take writes to this rank's shard of a copy, after writes to parameters. Not collective: all have full values."""
     flat, now = copy.flat, _shard_of(copy.flat, copy.index, values)
     taken = take_elements(flat, flat.pieces[copy.index].start, now, copy.mine)
     if not taken and version_of(values) == copy.version:
