@@ -315,8 +315,9 @@ class SimulatedAccelerator(Accelerator):
     """The device, for a Trainer."""
 
     def setup_device(self, device: torch.device) -> None:
-        """Select the device, as Lightning does on CUDA."""
-        torch.accelerator.set_device_index(device.index)
+        """Select the device, as Lightning does on CUDA. A plain Trainer, which does not know this one, has the CPU."""
+        if device.type == NAME:
+            torch.accelerator.set_device_index(device.index)
 
     def teardown(self) -> None:
         """Do nothing."""

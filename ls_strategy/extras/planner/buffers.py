@@ -121,6 +121,7 @@ class SimulatedFlat:
 
     is_fetched: bool = False
     gathering: bool | None = None
+    on_demand: None = None
     reading: bool | None = None
     held: bool = False
     held_packed: bool = False
