@@ -42,7 +42,9 @@ class _ShortPathFinder(MetaPathFinder, Loader):
         spec = _spec(fullname)
         if spec is None:
             return None
-        return spec_from_loader(fullname, self, is_package=spec.submodule_search_locations is not None)
+        # With `python -m`, the origin is what a program has as `sys.argv[0]`.
+        is_package = spec.submodule_search_locations is not None
+        return spec_from_loader(fullname, self, origin=spec.origin, is_package=is_package)
 
     def exec_module(self, module: ModuleType) -> None:
         full = full_path(module.__name__)

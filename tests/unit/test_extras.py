@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from importlib.util import find_spec
 from pathlib import Path
 from shutil import copytree, ignore_patterns, rmtree
 
@@ -225,3 +226,6 @@ def test_a_program_has_a_short_path() -> None:
     command = [sys.executable, "-m", "ls_strategy.cli", "--help"]
     printed = output_of(command, cwd=PACKAGE.parent)
     assert "usage: ls-strategy" in printed
+    found = find_spec("ls_strategy.cli.__main__")  # its origin is `sys.argv[0]`, which Lightning reads beside an srun
+    assert found is not None
+    assert found.origin == str(PACKAGE / "extras" / "cli" / "__main__.py")
