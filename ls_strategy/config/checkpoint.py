@@ -22,7 +22,7 @@ class CheckpointConfig(Group):
     have at most 2 GiB together, a folder beyond, and with pipelines and ``frozen=False``."""
 
     background: bool = False
-    """Write while training continues. States are copied beside the next forward and backward; an update waits for
+    """Write while training continues. States are copied during the next forward and backward; an update waits for
     what is not copied by then. The next save, or the end of the run, raises an error of the write."""
 
     frozen: bool = True

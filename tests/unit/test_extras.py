@@ -226,6 +226,7 @@ def test_a_program_has_a_short_path() -> None:
     command = [sys.executable, "-m", "ls_strategy.cli", "--help"]
     printed = output_of(command, cwd=PACKAGE.parent)
     assert "usage: ls-strategy" in printed
-    found = find_spec("ls_strategy.cli.__main__")  # its origin is `sys.argv[0]`, which Lightning reads beside an srun
+    # The origin of a program is its `sys.argv[0]`, which Lightning joins where srun is installed.
+    found = find_spec("ls_strategy.cli.__main__")
     assert found is not None
     assert found.origin == str(PACKAGE / "extras" / "cli" / "__main__.py")
