@@ -8,6 +8,7 @@ after_user_code     user code has run: before a step, after its forward, before 
 on_step_begin       a step begins, before its units are gathered                   frozen parameters
 on_backward_begin   a backward pass begins, before its first gradient              frozen parameters, gradients that
                                                                                    no optimizer uses
+before_publish      an optimizer has written new weights, before they are sent     digests of the check for corruption
 on_stepped          an optimizer has stepped, or skipped its step after an         routers that balance experts
                     overflow
 before_read         states of some kinds are about to be used; gets their names,   states that are offloaded between
@@ -47,5 +48,6 @@ class StepEvents:
         self.after_user_code = Event()
         self.on_step_begin = Event()
         self.on_backward_begin = Event()
+        self.before_publish = Event()
         self.on_stepped = Event()
         self.before_read = Event()

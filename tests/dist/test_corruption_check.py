@@ -144,6 +144,25 @@ def test_a_flipped_bit_leaves_no_trace_and_its_rank_is_named(tmp_path: Path) -> 
     spawn(flipped, 2, tmp_path, 8, 7, init_process_group=False, timeout_s=60)
 
 
+def arrived(rank: int, world_size: int, stage: int, tmp_path: Path) -> None:
+    """One bit flips in the weights that have come from the other rank, or that this one has sent, on each rank."""
+    quiet()
+    expected = train(stage, data(rank), tmp_path)
+    for number in range(8):
+        bad, check = number % 2, CorruptionCheck(every=1)
+        injected = Flip("gathered", bad, 2 + number // 2, seed=number)
+        assert_same(train(stage, data(rank), tmp_path, check, injected), expected, f"flip {number} on rank {bad}")
+        assert rank != bad or injected.done
+        assert (check.found, check.failures) == (1, {bad: 1}), number
+
+
+@pytest.mark.parametrize("stage", [1, 2])
+def test_a_bit_flipped_in_weights_that_arrive_is_counted_against_the_rank_that_has_it(
+    stage: int, tmp_path: Path
+) -> None:
+    spawn(arrived, 2, stage, tmp_path, init_process_group=False, timeout_s=60)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", range(11, 15))
 @pytest.mark.parametrize("world", [2, 4])

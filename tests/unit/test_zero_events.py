@@ -85,7 +85,7 @@ def test_the_events_of_a_step(stage: int) -> None:
     optimizer = engine.optimizers[0].sharded.optimizer
     engine.finish(0)
     engine.step(0, optimizer.step)
-    assert seen == [("after_user_code",), ("on_stepped",)]
+    assert seen == [("after_user_code",), ("before_publish",), ("on_stepped",)]
     seen.clear()
     engine.wait()
     engine.check_complete()

@@ -90,7 +90,8 @@ class CorruptionCheck(DuringFit):
         self._stored_at = -1
         self._new: dict[int, Tensor] = {}
         """Digests of what this rank has written in the last step."""
-        self._sending: Method | None = None
+        self._sending: Callable[[], None] | None = None
+        """Ends the subscription to new weights."""
         self._buffers = 0
         self._early = False
         """What the engine's ``early_step`` was."""
@@ -157,10 +158,10 @@ class CorruptionCheck(DuringFit):
     def release(self) -> None:
         """Leave the fit loop as it was."""
         self._end_step()
-        for part in (self._undo, self._sending):
-            if part is not None:
-                part.remove()
-        self._undo = self._sending = self.on_failure = None
+        if self._undo is not None:
+            self._undo.remove()
+        self._end_sending()
+        self._undo = self.on_failure = None
         if self._replay is not None:
             self._replay.end()
             self._replay = None
@@ -171,6 +172,11 @@ class CorruptionCheck(DuringFit):
         """Return what was found."""
         whose = ", ".join(f"{count} times rank {rank}" for rank, count in sorted(self.failures.items()))
         return f"{self.found} checks have found wrong values ({whose or 'no rank is known'})" if self.found else ""
+
+    def _end_sending(self) -> None:
+        if self._sending is not None:
+            self._sending()
+            self._sending = None
 
     def _end_step(self) -> None:
         if self._watch is not None:
@@ -266,23 +272,18 @@ class CorruptionCheck(DuringFit):
             self._drop_stored()
         self._end_step()
         if (trainer.global_step + 2) % self.every == 0:
-            self._sending = Method(
-                engine.schedule, "publish", lambda *args, **kwargs: self._send(engine, *args, **kwargs)
-            )
+            self._sending = engine.events.before_publish.subscribe(partial(self._note_written, engine))
 
-    def _send(self, engine: Engine, method: Method, *args: Any, **kwargs: Any) -> Any:
+    def _note_written(self, engine: Engine) -> None:
         """Take digests of new weights before they are sent."""
         self._new = when_written(engine)
-        return method.original(*args, **kwargs)
 
     @override
     def on_train_batch_end(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         """Take the weights after the step. Collective if the next one is checked."""
-        if self._sending is not None:
-            self._sending.remove()
-            self._sending = None
+        self._end_sending()
         if self._replay is not None:
             if self._passed:
                 self._replay.note_check()

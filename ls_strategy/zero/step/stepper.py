@@ -557,6 +557,7 @@ class Stepper:
 
     def _publish(self, index: int) -> None:
         """Publish the new weights of an optimizer's parameters. A unit that needs an update in flight waits for it."""
+        self._events.before_publish()
         flats = [flat for flat in self.optimizers[index].flats if not flat.is_frozen]
         if self.schedule.applies:
             self.schedule.publish(index, flats)
