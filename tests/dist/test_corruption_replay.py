@@ -93,6 +93,19 @@ def test_replicas_that_differ_since_a_step_between_two_checks_are_right_again(
         assert check.found == 1, step
 
 
+@pytest.mark.parametrize("stage", [0, 2])
+@on_ranks(2)
+def test_an_optimizer_state_that_flips_before_a_checked_step_is_right_again(
+    rank: int, world_size: int, stage: int, tmp_path: Path
+) -> None:
+    """No copy of it is made for the check: all ranks go back to the one of the check before."""
+    random.seed(5)
+    expected, check = train(stage, augmented(rank), tmp_path), CorruptionCheck(every=EVERY)
+    random.seed(5)
+    assert_same(train(stage, augmented(rank), tmp_path, check, *flips("states", 7)), expected, f"stage {stage}")
+    assert (check.found, check.failures) == (1, {1: 1})
+
+
 @on_ranks(2)
 def test_a_rank_that_is_wrong_in_the_repetition_too_ends_the_run(rank: int, world_size: int, tmp_path: Path) -> None:
     class Again(Flip):

@@ -20,7 +20,7 @@ from ls_strategy.extras.callbacks.corruption_examine import Examination, Finding
 from ls_strategy.extras.callbacks.corruption_repeat import RecordedStep
 from ls_strategy.extras.callbacks.corruption_replay import Replay, StepsAgainError
 from ls_strategy.extras.callbacks.during_fit import DuringFit
-from ls_strategy.extras.callbacks.rewind import refuse_own_states
+from ls_strategy.extras.callbacks.rewind import HostCopies, refuse_own_states
 from ls_strategy.extras.callbacks.sharded import zero_strategy
 from ls_strategy.extras.callbacks.spike_guard import SpikeGuard
 from ls_strategy.host.pytorch import Callback, is_overridden, pl, rank_zero_warn
@@ -51,11 +51,12 @@ class CorruptionCheck(DuringFit):
     `ElasticTraining` and virtual ranks, the run goes on without its node.
 
     What is found, if it happens in a step that is checked: flipped bits and wrong results in forward and backward, in
-    gradients, in their exchange and in averages, and in weights. Optimizer states are not compared. With ``every=1``
-    such a run ends with the bits of an undisturbed one. So does one with ``every=N``, if what has happened in the steps
-    between still shows at the next check, as in replicas of weights that differ, or in a rank that keeps computing
-    wrong values. All ranks then go back to a copy in host memory from after the check before, and run the steps since
-    again with the same batches, now checking each. The last step of an epoch, and of ``max_steps``, is checked, too.
+    gradients, in their exchange and in averages, in weights, and in optimizer states that are in memory. With
+    ``every=1`` such a run ends with the bits of an undisturbed one. So does one with ``every=N``, if what has happened
+    in the steps between still shows at the next check, as in replicas of weights that differ, or in a rank that keeps
+    computing wrong values. All ranks then go back to a copy in host memory from after the check before, and run the
+    steps since again with the same batches, now checking each. The last step of an epoch, and of ``max_steps``, is
+    checked, too.
 
     Batches must be the same when they are used again, and operations must repeat their bits. Those that do not are
     reported once, with the parameters in whose gradients they show, which are then left out.
@@ -66,8 +67,9 @@ class CorruptionCheck(DuringFit):
         """Set the option.
 
         Args:
-            every: optimizer steps from one check to the next. A check costs a step's forward and backward. With more
-                than 1, the batches of so many steps, and one copy of what the rank trains, are in host memory.
+            every: optimizer steps from one check to the next. A check costs a step's forward and backward. In host
+                memory is a copy of the rank's optimizer states; with more than 1, of all that the rank trains, and the
+                batches of so many steps.
 
         Raises:
             ConfigError: the value is out of its range.
@@ -88,6 +90,8 @@ class CorruptionCheck(DuringFit):
         self._watch: GradientWatch | None = None
         self._stored: StoredWeights | None = None
         self._stored_at = -1
+        self._copies: HostCopies | None = None
+        """Of optimizer states. Later ones take their memory."""
         self._new: dict[int, Tensor] = {}
         """Digests of what this rank has written in the last step."""
         self._sending: Callable[[], None] | None = None
@@ -166,6 +170,7 @@ class CorruptionCheck(DuringFit):
             self._replay.end()
             self._replay = None
         self._drop_stored()
+        self._copies = None
 
     @override
     def verdict(self, trainer: pl.Trainer) -> str:
@@ -210,9 +215,12 @@ class CorruptionCheck(DuringFit):
     def _store(self, trainer: pl.Trainer) -> None:
         """Take the weights after a step if the next one is checked. Collective."""
         if self._due(trainer, running=False) and self._stored_at != trainer.global_step:
-            new = self._new
+            new, before, engine = self._new, self._copies, zero_strategy(trainer, self).require_engine()
             self._drop_stored()
-            self._stored = StoredWeights(zero_strategy(trainer, self).require_engine(), new)
+            # With a replay, its copy has the states, too.
+            earlier = () if before is None else before.tensors
+            self._copies = None if self._replay is not None else HostCopies(engine.device, earlier)
+            self._stored = StoredWeights(engine, new, self._copies)
             self._stored_at = trainer.global_step
         self._new = {}
 
@@ -328,7 +336,8 @@ class CorruptionCheck(DuringFit):
             StateError: with the rank.
             StepsAgainError: the steps since the last check run again.
         """
-        names = [*(flat.name for flat in engine.flats), "the module's buffers"]
+        names = [*(f"the buffer of {flat.name}" for flat in engine.flats), "the module's buffers"]
+        names += [f"the states of {type(each.sharded.optimizer).__name__}" for each in engine.optimizers]
         step = trainer.global_step
         if finding.not_repeatable:
             _warn_of_repetition(step, _listed(finding.not_repeatable, names))
@@ -337,20 +346,21 @@ class CorruptionCheck(DuringFit):
             return
         whose = {rank: f"rank {rank} on {host}" for rank, host in enumerate(finding.hosts)}
         texts = [
-            f"{whose[rank]} had wrong {what} in the buffers of {_listed(buffers, names)}"
-            for what, found in (("weights", finding.weights), ("gradients", finding.gradients))
+            f"{whose[rank]} had wrong {what} in {_listed(buffers, names)}"
+            for what, found in (("values", finding.weights), ("gradients", finding.gradients))
             for rank, buffers in sorted(found.items())
         ]
         goes_back = self._replay is not None and self._replay.can_go_back()
         if finding.unknown:
             who = " or ".join(whose[rank] for rank in sorted(finding.unknown))
-            unknown = f"{who} has wrong values in the buffers of {_listed(finding.unknown_buffers, names)}"
+            unknown = f"{who} has wrong values in {_listed(finding.unknown_buffers, names)}"
             if not goes_back:
                 raise StateError(
                     f"CorruptionCheck: before step {step}, {unknown}, and no good copy is known. Start the run "
                     "again without it, from a checkpoint of before the last check that found nothing."
                 )
-            texts.append(unknown)
+            if not finding.unknown.issubset(finding.culprits):
+                texts.append(unknown)
         leaves = self.on_failure is not None and self.on_failure()
         again = [rank for rank in finding.culprits if self.failures[rank] >= MOST_FAILURES]
         if again and not leaves:
@@ -386,7 +396,7 @@ class CorruptionCheck(DuringFit):
 def _warn_of_repetition(step: int, buffers: str) -> None:
     rank_zero_warn(
         f"CorruptionCheck: forward and backward do not repeat their bits before step {step}, on several ranks at once "
-        f"or in three runs of one rank, for gradients in the buffers of {buffers}. These are left out of later checks. "
+        f"or in three runs of one rank, for gradients in {buffers}. These are left out of later checks. "
         "An operation in or behind them adds in another order each time: torch.use_deterministic_algorithms(True, "
         "warn_only=True) names it. Or training_step uses an iterator, or an object of user code that counts: then this "
         "step's values are others than without CorruptionCheck, so leave it out."

@@ -5,7 +5,7 @@
     backward            gradients of a buffer are sent           `GradientWatch`: digest of what this rank sends
                         its average arrives                      digest of the shard
     before the step     the optimizer would read the averages    digest of all this rank holds
-    after a step        weights are new                          `StoredWeights.take`: digests, and copies of shards
+    after a step        weights and states are new               `StoredWeights`: digests, and copies of shards
     before the next     they have not changed since              `StoredWeights.changed`, `repair`
 
 A digest is the sum of the bits, read as 64-bit integers: one pass at the speed of the memory, and any flipped bit
@@ -16,14 +16,17 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 from typing_extensions import override
 
+from ls_strategy._torch import storage_key
 from ls_strategy.engine import Engine
 from ls_strategy.extras.callbacks.corruption_verdict import elect_replica
+from ls_strategy.extras.callbacks.rewind import HostCopies
 from ls_strategy.transient import Method
 from ls_strategy.zero.flat.flat_buffer import FlatBuffer
 from ls_strategy.zero.passes.reduce import InTree, ReductionKind
@@ -188,8 +191,8 @@ class WeightReport:
     """Digests of every shard of the buffers that all ranks hold in full; of the full buffer where it has one."""
     when_new: dict[int, tuple[int, int]] = field(default_factory=dict)
     """Which of them this rank has written after the last step, and its digest then."""
-    changed: list[int] = field(default_factory=list)
-    """Places in `StoredWeights.own` of tensors that only this rank has, and that have changed."""
+    changed: dict[int, int] = field(default_factory=dict)
+    """Tensors that only this rank has, and that have changed: `_Own.buffer` by place in its own `StoredWeights.own`."""
     restorable: bool = True
     """Whether there are good copies of these."""
 
@@ -199,26 +202,30 @@ class _Own:
     """A tensor that only this rank has, as it was after the last step."""
 
     buffer: int
+    """Index of the flat buffer; from one above those and the module's buffers on, of the optimizer."""
     tensor: Callable[[], Tensor | None]
     digest: int
-    copy: Tensor
+    copy: Tensor | None
 
 
 class StoredWeights:
-    """The weights of one engine after a step, to be compared before the next one."""
+    """The weights and optimizer states of one engine after a step, to be compared before the next one."""
 
-    def __init__(self, engine: Engine, new: Mapping[int, Tensor]) -> None:
+    def __init__(self, engine: Engine, new: Mapping[int, Tensor], host: HostCopies | None) -> None:
         """Take digests of what this rank has written, and copies of what only this rank has. Collective.
 
         Args:
             engine: of the fit.
             new: digests that `when_written` has taken in the step. Empty: no step has run.
+            host: copies the optimizer's states. None: they have digests alone.
         """
         self.engine = engine
         engine.wait()
         self.written: list[int] = []
         """Buffers that user code has written to since, in order."""
-        self._undo = [_noting_writes(flat, i, self.written) for i, flat in enumerate(engine.flats)]
+        self._states_written: list[int] = []
+        """Optimizers whose states were written to since, as `_Own.buffer` has them."""
+        self._undo = [_noting(flat, "write_master", i, self.written) for i, flat in enumerate(engine.flats)]
         self._shared = [i for i, flat in enumerate(engine.flats) if flat.resident and not flat.offloaded]
         mine = {i: bits_of(_own_slice(engine.flats[i])) for i in self._shared if i not in new} | dict(new)
         self._when_new = numbers([mine[i] for i in self._shared])
@@ -231,6 +238,19 @@ class StoredWeights:
         copies = [(i, source, value.detach().clone()) for i, source in tensors if (value := source()) is not None]
         digests = numbers([bits_of(copy) for *_, copy in copies])
         self.own = [_Own(i, source, d, copy) for (i, source, copy), d in zip(copies, digests, strict=True)]
+        if engine.mesh.world.world_size > 1:
+            self._add_states(host)
+
+    def _add_states(self, host: HostCopies | None) -> None:
+        first = len(self.engine.flats) + 1
+        for k, each in enumerate(self.engine.optimizers):
+            for store in each.sharded.states.store:
+                self._undo += [_noting(store, name, first + k, self._states_written) for name in ("write", "store")]
+        found = _states(self.engine)
+        copies = [None if host is None else host.of(tensor) for _, tensor in found]
+        digests = numbers([bits_of(tensor) for _, tensor in found])
+        for (k, tensor), copy, digest in zip(found, copies, digests, strict=True):
+            self.own.append(_Own(first + k, partial(_itself, tensor), digest, copy))
 
     def end(self) -> None:
         """Stop noting what user code writes."""
@@ -244,27 +264,34 @@ class StoredWeights:
 
     def changed(self) -> list[int]:
         """Return the places in `own` of what has changed, and nobody has written to."""
-        values = [(n, each.tensor()) for n, each in enumerate(self.own) if each.buffer not in self.written]
-        kept = [(n, value) for n, value in values if value is not None]
+        written, optimizers = {*self.written, *self._states_written}, len(self.engine.flats)
+        states = {id(tensor) for _, tensor in _states(self.engine)}  # a save may have moved some
+        values = [(n, each, each.tensor()) for n, each in enumerate(self.own) if each.buffer not in written]
+        kept = [
+            (n, value)
+            for n, each, value in values
+            if value is not None and (each.buffer < optimizers or id(value) in states)
+        ]
         found = numbers([bits_of(value) for _, value in kept])
         return [n for (n, _), digest in zip(kept, found, strict=True) if digest != self.own[n].digest]
 
     def report(self) -> WeightReport:
         """Return the details, which ranks exchange when something is wrong."""
-        flats, found = self.engine.flats, WeightReport(changed=self.changed())
+        flats, found = self.engine.flats, WeightReport(changed={n: self.own[n].buffer for n in self.changed()})
         for i, new in zip(self._shared, self._when_new, strict=True):
             flat = flats[i]
             found.replicas[i] = numbers([bits_of(flat.full[lo:hi]) for lo, hi in ranges_of(flat)])
             found.when_new[i] = own_range(flat), new
-        copies = [self.own[n] for n in found.changed]
-        found.restorable = numbers([bits_of(each.copy) for each in copies]) == [each.digest for each in copies]
+        changed = [self.own[n] for n in found.changed]
+        copies = [each.copy for each in changed if each.copy is not None]
+        found.restorable = numbers([bits_of(copy) for copy in copies]) == [each.digest for each in changed]
         return found
 
     def repair(self, reports: Mapping[int, WeightReport]) -> tuple[dict[int, set[int]], dict[int, set[int]]]:
         """Restore weights that are damaged on some ranks. Collective; equal on all ranks.
 
         Returns:
-            Buffers that were restored, by rank, and buffers of which a good copy is not known.
+            Buffers that were wrong, by rank, where that is known, and buffers of which a good copy is not.
         """
         wrong: dict[int, set[int]] = {}
         lost: dict[int, set[int]] = {}
@@ -293,14 +320,16 @@ class StoredWeights:
         if len(damaged) == len(reports):
             return
         for rank, report in damaged.items():
-            buffers = {self.own[n].buffer for n in report.changed}  # the same tensors in the same order on all ranks
-            (wrong if report.restorable else lost).setdefault(rank, set()).update(buffers)
+            wrong.setdefault(rank, set()).update(report.changed.values())
+            if not report.restorable:
+                lost.setdefault(rank, set()).update(report.changed.values())
             if rank == self.engine.mesh.world.rank and report.restorable:
+                for flat in self.engine.flats:
+                    flat.before_change()
                 for n in report.changed:
-                    value = self.own[n].tensor()
-                    if value is not None:
-                        self.engine.flats[self.own[n].buffer].before_change()
-                        value.detach().copy_(self.own[n].copy)
+                    value, copy = self.own[n].tensor(), self.own[n].copy
+                    if value is not None and copy is not None:
+                        value.detach().copy_(copy)
         if damaged and self.engine.policy.parameters:
             self.engine.gatherer.release_all(stepped=True)  # they were gathered from what was wrong
 
@@ -354,9 +383,33 @@ def _own_tensors(flat: FlatBuffer) -> list[Callable[[], Tensor | None]]:
     return found
 
 
-def _noting_writes(flat: FlatBuffer, index: int, written: list[int]) -> Method:
+def _states(engine: Engine) -> list[tuple[int, Tensor]]:
+    """Return the optimizers' states in memory, with the optimizer's index.
+
+    Those that are offloaded between two steps, and those of other libraries' classes, are not read. What an updater has
+    as a view of the store's is there once.
+    """
+    if any(flat.offloaded for flat in engine.flats):
+        return []
+    found: list[tuple[int, Tensor]] = []
+    for k, each in enumerate(engine.optimizers):
+        stored = [tensor for store in each.sharded.states.store for tensor in store.tensors()]
+        kept, storages = set(map(id, stored)), {storage_key(tensor) for tensor in stored}
+        found += [
+            (k, tensor)
+            for tensor in each.sharded.state_tensors()
+            if type(tensor) is Tensor and (id(tensor) in kept or storage_key(tensor) not in storages)
+        ]
+    return found
+
+
+def _itself(tensor: Tensor) -> Tensor:
+    return tensor
+
+
+def _noting(owner: Any, name: str, index: int, written: list[int]) -> Method:
     def write(method: Method, *args: Any, **kwargs: Any) -> Any:
         written.append(index)
         return method.original(*args, **kwargs)
 
-    return Method(flat, "write_master", write)
+    return Method(owner, name, write)

@@ -43,7 +43,7 @@ class Finding:
     """What a check has found: buffers, by rank."""
 
     weights: dict[int, set[int]] = field(default_factory=dict)
-    """Weights that were wrong, and are restored."""
+    """Weights that were wrong; as `_Own.buffer` has them, optimizers whose states were. Restored, unless `unknown`."""
     gradients: dict[int, set[int]] = field(default_factory=dict)
     """Gradients, or averages, that were wrong in one run."""
     unknown: set[int] = field(default_factory=set)
