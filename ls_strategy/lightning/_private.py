@@ -24,6 +24,9 @@ from ls_strategy._torch import tree_unflatten
 from ls_strategy.distributed.lockstep import REQUEUE, STOP
 from ls_strategy.errors import ConfigError
 
+AFTER_SAVE = "Trainer.save_checkpoint"
+"""Name of the barrier at the end of this method."""
+
 
 def unwrap_optimizer(optimizer: Any) -> Any:
     """Return the user's optimizer inside a LightningOptimizer; any other optimizer is returned as it is."""

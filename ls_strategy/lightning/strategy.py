@@ -373,6 +373,12 @@ class ZeROStrategy(BuiltStrategy):  # its many public members are Lightning's ho
         self.saves.save(checkpoint, os.fspath(filepath), storage_options)
 
     @override
+    def barrier(self, name: str | None = None, *args: Any, **kwargs: Any) -> None:
+        """Wait for all ranks, except after a save that goes on in the background."""
+        if self.saves.is_awaited(name):
+            super().barrier(name, *args, **kwargs)
+
+    @override
     def remove_checkpoint(self, filepath: str | Path) -> None:
         """Remove a folder or a file, on rank 0, when the checkpoint that replaces it is committed.
 

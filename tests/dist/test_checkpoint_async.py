@@ -28,6 +28,7 @@ from ls_strategy.checkpoint import commit
 from ls_strategy.checkpoint.background import BackgroundSaver, _Held
 from ls_strategy.checkpoint.files import RankFile
 from ls_strategy.checkpoint.manifest import is_committed, read_manifest
+from ls_strategy.distributed.comm import Comm
 from ls_strategy.errors import CheckpointError
 from ls_strategy.testing import free_port, spawn, torchrun_env
 from tests.dist.ranks import Net, fit, folders, on_ranks, saved
@@ -285,6 +286,29 @@ def test_copies_wait_for_nobody(rank: int, world_size: int, tmp_path: Path, monk
         default_root_dir=tmp_path,
     )
     assert returned[0]
+
+
+class CountsWaits(Net):
+    """Saves after every step, and notes where the training thread waited for other ranks in the third call."""
+
+    def on_train_batch_end(self, *_: Any) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
+        strategy: Any = self.trainer.strategy
+        strategy.wait_for_saves()  # of the call before
+        plain, waits = Comm.blocking, list[str]()
+        with mock.patch.object(
+            Comm, "blocking", lambda self, kind, *a, **k: (waits.append(kind), plain(self, kind, *a, **k))[1]
+        ):
+            self.trainer.save_checkpoint(Path(self.trainer.default_root_dir) / f"{self.global_step}.ckpt")
+        if self.global_step == 3:
+            self.waits = waits
+
+
+@on_ranks(2)
+def test_a_call_waits_for_the_other_ranks_once(rank: int, world_size: int, tmp_path: Path) -> None:
+    """The threads have the cores afterwards: a rank that met the others at the end would wait for theirs."""
+    module = CountsWaits()
+    fit(folders(3, background=True), module, default_root_dir=tmp_path)
+    assert module.waits == ["all_reduce"]
 
 
 LOST = """

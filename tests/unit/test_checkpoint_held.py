@@ -58,8 +58,8 @@ def write(engine: Engine) -> None:
 
 
 def give_away(engine: Engine) -> None:
+    """Until the save has ended."""
     offload_states(engine, KINDS)
-    engine.state_offload.reload()
 
 
 def swap(engine: Engine) -> None:
@@ -122,6 +122,7 @@ def test_a_save_that_is_overtaken_is_that_of_its_call(
         change(engine)
         opened.set()
         saver.wait()
+        engine.state_offload.reload()
         before, found = read_full(at_call), read_full(behind)
         differ += [f"{name}: {key}" for key in before if not same(before[key], found[key])]
         save.run(job(engine, at_call), 0, lambda report: [report])

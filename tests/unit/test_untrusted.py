@@ -319,10 +319,8 @@ def test_a_tag_that_leads_out_of_the_folder_is_not_followed(tmp_path: Path) -> N
 
 
 @pytest.fixture
-def store(monkeypatch: pytest.MonkeyPatch) -> TCPStore:
-    made = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    monkeypatch.setattr(background, "default_store", lambda: made)
-    return made
+def store() -> TCPStore:
+    return TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
 
 
 @pytest.mark.parametrize("words", ["pickle", "not a report", "not JSON"])
@@ -332,7 +330,7 @@ def test_a_background_save_unpickles_nothing_from_the_store(tmp_path: Path, stor
     said = {"pickle": pickle.dumps(Runs(marker)), "not a report": b'{"error": 1}', "not JSON": b"\xff"}[words]
     stranger = TCPStore("127.0.0.1", store.port, is_master=False)
     stranger.set("p/0/1", said)
-    exchange = background.StoreExchange("p", 0, 2, threading.Event())
+    exchange = background.StoreExchange(store, "p", 0, 2, threading.Event())
     job = save.Save(str(tmp_path / "x.ckpt"), [], {}, Manifest(0, 0, {}, {}), lambda path: None)
     with pytest.raises(CheckpointError, match="cannot be read"):
         save.run(job, 0, exchange)
@@ -345,7 +343,7 @@ def test_reports_come_back_from_the_store_as_they_were(tmp_path: Path, store: TC
 
     def rank(number: int) -> None:
         entries = [save.CheckpointEntry(("model", "a.b"), torch.arange(6.0).view(2, 3), None)] if number == 0 else []
-        exchange = background.StoreExchange("q", number, 2, threading.Event())
+        exchange = background.StoreExchange(store.clone(), "q", number, 2, threading.Event())
         job = save.Save(
             str(tmp_path / "é\udcff.ckpt"), entries, {"n": number}, Manifest(3, 1, {}, {}), lambda p: torch.save({}, p)
         )

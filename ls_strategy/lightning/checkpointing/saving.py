@@ -27,7 +27,7 @@ from ls_strategy.checkpoint.source import versions_of, with_versions
 from ls_strategy.checkpoint.target import check_replaceable
 from ls_strategy.errors import CheckpointError
 from ls_strategy.host.pytorch import TrainerFn, TrainerStatus, rank_zero_info, rank_zero_warn
-from ls_strategy.lightning._private import dump_again, dump_for_resume, unwrap_optimizer
+from ls_strategy.lightning._private import AFTER_SAVE, dump_again, dump_for_resume, unwrap_optimizer
 from ls_strategy.lightning.checkpointing import before_batch, contents, data_position
 from ls_strategy.lightning.checkpointing.contents import Background, Collection, FileCollection
 from ls_strategy.lightning.checkpointing.data_resume import DATA
@@ -67,6 +67,8 @@ class Saves:
         """Whether files go where the ranks cannot write them together, or code of the user's gets their contents."""
         self._shared = {""}
         """Folders in which the ranks can."""
+        self._just_begun = False
+        """Whether the last save has only begun."""
 
     @contextmanager
     def collecting(self) -> Generator[bool, None, None]:
@@ -187,11 +189,12 @@ class Saves:
         comm = strategy._comm
         # A save after the fit is complete when the call returns.
         fitting = module is not None and comm is not None and module.trainer.training
+        saver = self._background() if config.background and fitting else None
+        refused = True
         with self.tolerating():
-            self.wait()
+            refused = self._wait(refused=saver is not None and strategy.is_global_zero and not _is_replaceable(path))
         with self.tolerating():
-            saver = self._background() if config.background and fitting else None
-            if saver is not None:  # a wrong path is an error now, not at the next save
+            if saver is not None and refused:  # a wrong path is an error now, not at the next save
                 strategy.on_all_ranks(partial(check_replaceable, path) if strategy.is_global_zero else lambda: None)
             background = None if saver is None else Background(saver)
             to = (checkpoint, path, checkpoint_io, storage_options)
@@ -201,6 +204,16 @@ class Saves:
                 contents.write_together(collection, checkpoint, path, background, self._random())
             else:
                 contents.write(collection, *to, background, self._random())
+            self._just_begun = saver is not None
+
+    def is_awaited(self, barrier: Any = None) -> bool:
+        """Return whether ranks have a reason to meet in this barrier, which Lightning may have named.
+
+        They have none at the end of a save that has only begun. They have agreed to begin it, and its threads take the
+        cores already: a rank whose partner has to wait for one would wait as long.
+        """
+        just_begun, self._just_begun = self._just_begun, False
+        return not (just_begun and barrier == AFTER_SAVE)
 
     def _can_share(
         self, collection: FileCollection, checkpoint: dict[str, Any], path: str, storage_options: Any
@@ -327,12 +340,17 @@ class Saves:
         Raises:
             CheckpointError: one could not be written.
         """
-        if self._saver is not None:
-            self._wait_for_all_ranks(self._saver)
-            self._saver.wait()
+        self._wait(refused=False)
 
-    def _wait_for_all_ranks(self, saver: BackgroundSaver) -> None:
-        """Return when no rank writes any more. Collective.
+    def _wait(self, *, refused: bool) -> bool:
+        """Do `wait`, and return whether ``refused`` is true on any rank, which takes no collective call of its own."""
+        if self._saver is not None:
+            refused = self._wait_for_all_ranks(self._saver, refused=refused)
+            self._saver.wait()
+        return refused
+
+    def _wait_for_all_ranks(self, saver: BackgroundSaver, *, refused: bool) -> bool:
+        """Return when no rank writes any more, and whether ``refused`` is true on any rank. Collective.
 
         The thread of a save waits for the reports of all ranks, however long writing takes. It cannot tell a slow rank
         from one that was lost, but a collective call can: it fails at once.
@@ -340,7 +358,10 @@ class Saves:
         comm = self._strategy._comm
         assert comm is not None
         pause = _FIRST_PAUSE_S
-        while comm.agree(torch.tensor([saver.in_flight], dtype=torch.uint8)).item():
+        while True:
+            in_flight, anywhere = comm.agree(torch.tensor([saver.in_flight, refused], dtype=torch.uint8)).tolist()
+            if not in_flight:
+                return bool(anywhere)
             saver.ended_within(pause)
             pause = min(2 * pause, _LONGEST_PAUSE_S)
 
@@ -375,7 +396,8 @@ class Saves:
                 self._after_save(partial(link_checkpoint, path, name))
 
         try:
-            link() if self._strategy._alone else self._strategy.on_all_ranks(link)
+            # In the background there is no error yet on which ranks would have to agree.
+            link() if self._strategy._alone or self._saver is not None else self._strategy.on_all_ranks(link)
         except CheckpointError as error:
             self._raise_or_log(error)
 
