@@ -18,14 +18,15 @@ has saved is removed first, outside of the times.
                      an update follows at once
 
 *Call* is the time until the call has returned. *Stall* is that and what the next update waits until it may change the
-states, after a forward and backward of as many layers with 64 samples per rank. It has not what the save takes from the
-cores while these compute.
+states, after a forward and backward through as many layers, of one weight, with 64 samples per rank. It has not what
+the save takes from the cores while these compute.
 
 Memory is the growth of anonymous memory of a rank during the save, sampled every 2 ms.
 """
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import tempfile
@@ -33,6 +34,7 @@ import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import Future
+from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
@@ -120,13 +122,13 @@ class Peak:
 
 
 def gradients(width: int, layers: int) -> Callable[[], None]:
-    """Return what computes gradients of layers of its own."""
-    blocks = nn.ModuleList([nn.Linear(width, width) for _ in range(layers)])
+    """Return what computes gradients of layers of its own, which share one weight: memory is for what is saved."""
+    layer = nn.Linear(width, width)
     batch = torch.randn(SAMPLES, width)
 
     def compute() -> None:
         h = batch
-        for layer in blocks:
+        for _ in range(layers):
             h = torch.tanh(layer(h))
         h.square().mean().backward()
 
@@ -134,88 +136,115 @@ def gradients(width: int, layers: int) -> Callable[[], None]:
     return compute
 
 
-def save(trainer: pl.Trainer, path: Path, compute: Callable[[], None]) -> Callable[[], Callable[[], float]]:
-    """Return what saves, and returns what follows: gradients, and what an update does before it changes states.
+class Saves:
+    """What saves, by the names of the contenders. Each is made when it is asked for: all need memory."""
 
-    That returns the seconds for which the update waits.
-    """
+    def __init__(self, rank: int, ranks: int, width: int, layers: int, root: Path) -> None:
+        """Train nothing yet."""
+        self.rank, self.ranks, self.width, self.layers, self.root = rank, ranks, width, layers, root
+        self.trainers: dict[str, pl.Trainer] = {}
+        """That save in the background, by where their states are, and one that writes files."""
+        self.named: dict[str, Callable[[], Callable[[], Any]]] = {
+            "torch.save": self.torch_save,
+            "one file": partial(self.folder, _nothing, background=False, **{"checkpoint.format": "file"}),
+            "dcp": self.dcp_save,
+            "dcp, thread": partial(self.dcp_async, AsyncCheckpointerType.THREAD),
+            "dcp, process": partial(self.dcp_async, AsyncCheckpointerType.PROCESS),
+            "folder": partial(self.folder, _nothing, background=False),
+            "folder, async": partial(self.folder, gradients(width, layers)),
+            "folder, async, update at once": partial(self.folder, _nothing),
+            "folder, async, states in host memory": partial(
+                self.folder, gradients(width, layers), **{"offload.optimizer": "cpu"}
+            ),
+            "copy alone": self.copy_alone,
+        }
 
-    def update() -> float:
-        compute()
-        begin = time.perf_counter()
-        for flat in cast("ZeROStrategy", trainer.strategy).require_engine().flats:
-            flat.before_change()
-        return time.perf_counter() - begin
+    @functools.cached_property
+    def shards(self) -> dict[str, DTensor]:
+        """As many bytes as a trainer saves."""
+        mesh = init_device_mesh("cpu", (self.ranks,))
+        local = (self.width // self.ranks, self.width)
+        return {
+            f"{n}.{k}": DTensor.from_local(torch.randn(local), mesh, [Shard(0)], run_check=False)
+            for n in range(self.layers)
+            for k in ("weight", "exp_avg", "exp_avg_sq")
+        }
 
-    def saves() -> Callable[[], float]:
-        trainer.save_checkpoint(path)
-        return update
+    def torch_save(self) -> Callable[[], Any]:
+        """Rank 0 saves full tensors."""
+        sizes = (self.width, self.width)
+        full = {f"{n}.{k}": torch.randn(sizes) for n in range(self.layers) for k in range(3)} if self.rank == 0 else {}
 
-    return saves
+        def save() -> None:
+            if self.rank == 0:
+                with (self.root / "saved").open("wb") as file:
+                    torch.save(full, file)
+                    file.flush()
+                    os.fsync(file.fileno())
+
+        return save
+
+    def dcp_save(self) -> Callable[[], Any]:
+        """DCP, which the caller waits for."""
+        return lambda: dcp.save(self.shards, checkpoint_id=self.root / "saved")
+
+    def dcp_async(self, kind: AsyncCheckpointerType) -> Callable[[], Any]:
+        """DCP in the background."""
+        return lambda: dcp.async_save(self.shards, checkpoint_id=self.root / "saved", async_checkpointer_type=kind)
+
+    def copy_alone(self) -> Callable[[], Any]:
+        """No save: a copy of every shard."""
+        local = [shard.to_local() for shard in self.shards.values()]
+        copies = [torch.zeros_like(shard) for shard in local]
+
+        def copy() -> None:
+            for target, shard in zip(copies, local, strict=True):
+                target.copy_(shard)
+
+        return copy
+
+    def folder(
+        self, compute: Callable[[], None], *, background: bool = True, **options: Any
+    ) -> Callable[[], Callable[[], float]]:
+        """This package. What it returns saves, and returns what follows: gradients, and what an update does first.
+
+        That returns the seconds for which the update waits before it may change states.
+        """
+        options = {"checkpoint.background": True, **options}
+        key = str(options)
+        if key not in self.trainers:
+            self.trainers[key] = trained(self.width, self.layers, self.ranks, self.root, **options)
+        trainer = self.trainers[key]
+
+        def update() -> float:
+            compute()
+            begin = time.perf_counter()
+            for flat in cast("ZeROStrategy", trainer.strategy).require_engine().flats:
+                flat.before_change()
+            return time.perf_counter() - begin
+
+        def save() -> Callable[[], float]:
+            trainer.training = background  # after a fit, saves are not left to the background
+            trainer.save_checkpoint(self.root / "saved")
+            return update
+
+        return save
+
+    def wait(self) -> None:
+        """Wait for what this package writes in the background."""
+        for trainer in self.trainers.values():
+            cast("ZeROStrategy", trainer.strategy).wait_for_saves()
 
 
 def _nothing() -> None:
     """Compute nothing."""
 
 
-def contenders(
-    rank: int, ranks: int, width: int, layers: int, root: Path
-) -> tuple[dict[str, Callable[[], Any]], list[Any]]:
-    """What saves, by name, and the strategies that save in the background."""
-    plain = trained(width, layers, ranks, root)
-    background = trained(width, layers, ranks, root, **{"checkpoint.background": True})
-    offloaded = trained(width, layers, ranks, root, **{"checkpoint.background": True}, **{"offload.optimizer": "cpu"})
-    single = trained(width, layers, ranks, root, **{"checkpoint.format": "file"})
-    mesh = init_device_mesh("cpu", (ranks,))
-    shards = {
-        f"{n}.{k}": DTensor.from_local(torch.randn(width // ranks, width), mesh, [Shard(0)], run_check=False)
-        for n in range(layers)
-        for k in ("weight", "exp_avg", "exp_avg_sq")
-    }
-    full = {f"{n}.{k}": torch.randn(width, width) for n in range(layers) for k in range(3)} if rank == 0 else {}
-
-    def torch_save() -> None:
-        if rank == 0:
-            with (root / "saved").open("wb") as file:
-                torch.save(full, file)
-                file.flush()
-                os.fsync(file.fileno())
-
-    def dcp_save() -> None:
-        dcp.save(shards, checkpoint_id=root / "saved")
-
-    def dcp_async(kind: AsyncCheckpointerType) -> Callable[[], Any]:
-        return lambda: dcp.async_save(shards, checkpoint_id=root / "saved", async_checkpointer_type=kind)
-
-    step = gradients(width, layers)
-    local = [shard.to_local() for shard in shards.values()]
-    copies = [torch.zeros_like(shard) for shard in local]
-
-    def copy_alone() -> None:
-        for copy, shard in zip(copies, local, strict=True):
-            copy.copy_(shard)
-
-    saves: dict[str, Callable[[], Any]] = {
-        "torch.save": torch_save,
-        "one file": save(single, root / "saved", _nothing),
-        "dcp": dcp_save,
-        "dcp, thread": dcp_async(AsyncCheckpointerType.THREAD),
-        "dcp, process": dcp_async(AsyncCheckpointerType.PROCESS),
-        "folder": save(plain, root / "saved", _nothing),
-        "folder, async": save(background, root / "saved", step),
-        "folder, async, update at once": save(background, root / "saved", _nothing),
-        "folder, async, states in host memory": save(offloaded, root / "saved", step),
-        "copy alone": copy_alone,
-    }
-    for trainer in (background, offloaded):
-        trainer.training = True  # after a fit, saves are not left to the background
-    return saves, [background.strategy, offloaded.strategy]
-
-
-def bench(rank: int, ranks: int, width: int, layers: int, rounds: int, folder: str) -> dict[str, Any]:
+def bench(rank: int, ranks: int, width: int, layers: int, rounds: int, folder: str, only: list[str]) -> dict[str, Any]:
     """Seconds, stall and memory per contender and round, on one rank."""
     root = Path(folder)
-    saves, strategies = contenders(rank, ranks, width, layers, root)
+    made = Saves(rank, ranks, width, layers, root)
+    saves = {name: make() for name, make in made.named.items() if name in only or not only}
     result: dict[str, Any] = {name: {kind: [] for kind in KINDS} for name in saves}
     for counts, name in turns(list(saves), rounds, uncounted=1):
         if rank == 0:
@@ -230,8 +259,7 @@ def bench(rank: int, ranks: int, width: int, layers: int, rounds: int, folder: s
             stall = call + waited
             if isinstance(pending, Future):
                 pending.result()
-            for strategy in strategies:
-                strategy.wait_for_saves()
+            made.wait()
         dist.barrier()
         if not counts:  # the first round makes files and staging memory, which later ones use again
             result[name]["first"].append(peak.bytes)
@@ -258,7 +286,7 @@ def summarise(by_rank: list[dict[str, Any]], nbytes: int, unit_bytes: int) -> di
             "memory_over_unit": round(max(measured["memory"]) / unit_bytes, 2),
             "first_memory_over_unit": round(max(measured["first"]) / unit_bytes, 2),
         }
-        for peer in ("torch.save", "dcp", "dcp, process"):
+        for peer in (name for name in ("torch.save", "dcp", "dcp, process") if name in slowest):
             row[f"times_faster_than_{peer}"] = quartiles(ratios(slowest[peer]["seconds"], measured["seconds"]))
         for each in ("call", "stall"):
             row[f"{each}_over_folder"] = quartiles(ratios(measured[each], slowest["folder"]["seconds"]))
@@ -272,11 +300,20 @@ def main() -> None:
     parser.add_argument("--width", type=int, default=2048)
     parser.add_argument("--layers", type=int, default=12)
     parser.add_argument("--ranks", type=int, default=2)
+    parser.add_argument("--only", nargs="+", default=[], help="contenders; none: all")
     parser.add_argument("--directory", type=Path, default=None, help="folder on the disk to write to")
     args = parser.parse_args()
     with tempfile.TemporaryDirectory(dir=args.directory) as folder:
         by_rank = spawn(
-            bench, args.ranks, args.width, args.layers, args.rounds, folder, init_process_group=False, timeout_s=3600
+            bench,
+            args.ranks,
+            args.width,
+            args.layers,
+            args.rounds,
+            folder,
+            args.only,
+            init_process_group=False,
+            timeout_s=3600,
         )
     parameters = args.layers * args.width * (args.width + 1)
     results = summarise(by_rank, 12 * parameters, 12 * args.width * (args.width + 1) // args.ranks)
