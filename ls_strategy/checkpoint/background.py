@@ -103,10 +103,8 @@ class BackgroundSaver:
         exchange = StoreExchange(self._store, prefix, self._rank, self._world_size, self._abandoned)
         before, self._exchange = self._exchange, exchange
         holds: list[Hold] = []
-        if isinstance(save, FileSave):
-            save = replace(save, value=copy.deepcopy(save.value) if self._rank == 0 else {})
-        else:
-            save = _with_own_values(save, self._rank)
+        save = _with_own_values(save, self._rank)
+        if not isinstance(save, FileSave):
             holds = self._keep(save)  # last: an error would leave holds that nobody ends
         begun = dev.record(self._device) if dev.is_accelerator(self._device) else None
         if failed is None:
@@ -256,17 +254,35 @@ def _copied(value: Any) -> Any:
     return value.detach().clone() if isinstance(value, Tensor) else copy.deepcopy(value)
 
 
-def _with_own_values(save: Save | SharedFileSave, rank: int) -> Save | SharedFileSave:
-    """Return the save with copies of its small values."""
-    if isinstance(save, Save):
-        return replace(save, write_meta=_deep_copied(save.write_meta))
-    stand_ins = {id(entry.value): entry.value for entry in save.entries}  # kept: they are known by their ids
-    return replace(save, value=copy.deepcopy(save.value, stand_ins) if rank == 0 else {})
+def _with_own_values(save: Save | SharedFileSave | FileSave, rank: int) -> Save | SharedFileSave | FileSave:
+    """Return the save with copies of its small values on rank 0, which writes them: callbacks keep changing theirs."""
+    if isinstance(save, Save):  # the second argument of a `functools.partial`
+        write: Any = save.write_meta
+        if rank == 0:
+            write = type(write)(write.func, write.args[0], _own(write.args[1], {}), *write.args[2:])
+        return replace(save, write_meta=write)
+    # The stand-ins are kept: they are known by their ids.
+    kept = {} if isinstance(save, FileSave) else {id(entry.value): entry.value for entry in save.entries}
+    return replace(save, value=_own(save.value, kept) if rank == 0 else {})
 
 
-def _deep_copied(write: Any) -> Any:
-    """Copy the arguments of a ``functools.partial``: callbacks keep changing the objects that they passed."""
-    return type(write)(write.func, write.args[0], copy.deepcopy(write.args[1]), *write.args[2:])
+def _own(value: Any, kept: dict[int, Any]) -> Any:
+    """Copy all but what is kept. What cannot be copied is an error of the save, on all ranks, and not of this rank."""
+    try:
+        return copy.deepcopy(value, kept)
+    except Exception as error:  # of whatever a callback or a hook has put there
+        return _Uncopied(error)
+
+
+class _Uncopied:
+    """Stands for values that could not be copied: whoever writes them raises the reason."""
+
+    def __init__(self, error: Exception) -> None:
+        self._error = error
+
+    @override
+    def __reduce__(self) -> str:
+        raise self._error
 
 
 class _Held(Source):

@@ -181,6 +181,14 @@ def test_a_state_that_cannot_be_copied_fails_the_save_and_not_the_step(
         saver.wait()
 
 
+def test_values_that_cannot_be_copied_fail_the_save_and_not_the_call(tmp_path: Path, saver: BackgroundSaver) -> None:
+    """As of a callback on rank 0: the other ranks have to know."""
+    saver.submit(job(tmp_path / "x.ckpt", first_rank(), {"lock": threading.Lock()}, guarded=True), nothing)
+    with pytest.raises(CheckpointError, match=r"rank 0: TypeError: .*lock"):
+        saver.wait()
+    assert not (tmp_path / "x.ckpt").exists()
+
+
 def test_tied_values_are_copied_once(tmp_path: Path, saver: BackgroundSaver, gate: Any) -> None:
     """Of two copies only one would be written, and on NVMe a step would wait for the other one to the end."""
     flat = first_rank()
