@@ -186,11 +186,11 @@ class Saves:
 
     def dcp_save(self) -> Callable[[], Any]:
         """DCP, which the caller waits for."""
-        return lambda: dcp.save(self.shards, checkpoint_id=self.root / "saved")
+        return partial(dcp.save, self.shards, checkpoint_id=self.root / "saved")
 
     def dcp_async(self, kind: AsyncCheckpointerType) -> Callable[[], Any]:
         """DCP in the background."""
-        return lambda: dcp.async_save(self.shards, checkpoint_id=self.root / "saved", async_checkpointer_type=kind)
+        return partial(dcp.async_save, self.shards, checkpoint_id=self.root / "saved", async_checkpointer_type=kind)
 
     def copy_alone(self) -> Callable[[], Any]:
         """No save: a copy of every shard."""
