@@ -9,6 +9,7 @@ import importlib.util
 import json
 import os
 import platform
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -53,7 +54,7 @@ def header(benchmark: str, *, private: tuple[Path | str, ...] = ()) -> dict[str,
     )
     return {
         "benchmark": benchmark,
-        "command": " ".join([f"python -m benchmarks.{benchmark}", *arguments]),
+        "command": " ".join([f"python -m benchmarks.{benchmark}", *map(shlex.quote, arguments)]),
         "commit": commit.stdout.strip(),
         **environment(),
         "spread": bench.spread,
