@@ -1,6 +1,7 @@
 """On one GPU, whole Trainers: throughput with and without offload, the largest GPT, and CIFAR-10 to 94 %.
 
 ``python -m benchmarks gpu --record``                          everything; about two hours on one H200
+``python -m benchmarks.gpu --minutes 10 --record PATH``        what says most, within ten minutes
 ``python -m benchmarks.gpu --parts throughput --sizes 1.3B --contenders zero2 zero2_offload fsdp2 --rounds 1``
 ``python -m benchmarks.gpu --parts cifar --cifar-data DIR``
 
@@ -11,26 +12,29 @@ weights, with the norm of all gradients clipped to 1. What does not fit or is no
 ``fsdp2``, ``fsdp2_offload``                  torch's ``fully_shard``, also with its ``CPUOffloadPolicy``
 ``deepspeed2``, ``deepspeed2_offload``        DeepSpeed's ZeRO-2 through Lightning, where it is installed
 
-``throughput``  tokens per second, model FLOP utilization (FLOPs of the model, recomputation not counted, over the
-                device's peak) and peak memory, for several numbers of tokens per optimizer step. What counts is the
-                ratio of offload to none in the same run.
+``throughput``  tokens per second, model FLOP utilization and peak memory, for several numbers of tokens per optimizer
+                step. What counts are ratios in the same run: offload to none, this package to its peers; and the
+                published figures of `benchmarks.bars`, where this is the GPU that they were measured on.
 ``largest``     the deepest GPT of width 8192 that trains with parameters and states in host memory, and on a drive
 ``cifar``       seconds of training until the residual network of the recipe reaches 94 % of the test images
+
+MFU is (6 N + 12 L W T) * tokens per second / peak: N the weights that are multiplied (the head is, the embedding table
+is not), L layers of width W, T tokens per sequence, recomputation not counted, and the peak that `benchmarks.bars`
+lists for dense products in bf16.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-import subprocess
-import sys
 import tempfile
-from dataclasses import asdict, dataclass, replace
+import time
+from dataclasses import replace
 from typing import Any
 
-from benchmarks import record
-from benchmarks.contest import spread, turns
-from benchmarks.record import ROOT
+from benchmarks import bars, record
+from benchmarks.contest import turns
+from benchmarks.gpu_trainers import CONTENDERS, MARK, SIZES, Case, Shape, in_process, line_of, ratios, summary
 
 MINUTES = 120
 SPREAD = "quartiles over rounds; the largest model and CIFAR-10: unknown, one run"
@@ -41,82 +45,9 @@ QUICK = (
 )  # fmt: skip
 
 PARTS = ("throughput", "largest", "cifar")
-CONTENDERS = ("zero2", "zero2_offload", "fsdp2", "fsdp2_offload", "deepspeed2", "deepspeed2_offload")
 TIERS = ("zero3_offload", "zero3_nvme")
-GOALS = {
-    "zero2_offload/zero2 at 16384 tokens, on one H200": 0.85,
-    "zero2_offload/zero2 at 65536 tokens, on one H200": 0.95,
-    "seconds until 94 % of CIFAR-10, on one H200": 5.0,
-}
-MARK = "RESULT "
-"""Begins the line in which a case says what it found."""
-
-
-@dataclass(frozen=True)
-class Shape:
-    """A GPT, and how its batches are cut."""
-
-    layers: int
-    width: int
-    heads: int
-    micro_batch: int
-    block: int = 1024
-    mlp: str = "gelu"
-    positions: str = "learned"
-    recompute: bool = False
-
-
-SIZES = {
-    "tiny": Shape(2, 32, 2, micro_batch=2, block=16),
-    "124M": Shape(12, 768, 12, micro_batch=8),
-    "1.3B": Shape(24, 2048, 16, micro_batch=8, recompute=True),
-    "7B": Shape(32, 4096, 32, micro_batch=8, mlp="swiglu", positions="rotary", recompute=True),
-}
-"""GPT-2 small, and sizes of GPT-3 (Brown et al. 2020, table 2.1) without biases."""
-
-VOCABULARY = 50304
-"""GPT-2's 50257, rounded up to a multiple of 64."""
-
-
-@dataclass(frozen=True)
-class Case:
-    """One Trainer."""
-
-    contender: str
-    shape: Shape
-    tokens: int
-    """Per optimizer step: a multiple of a micro-batch."""
-
-    steps: int
-    device: str
-    nvme_path: str
-
-    @property
-    def accumulate(self) -> int:
-        """Micro-batches per step.
-
-        Raises:
-            ValueError: the step is not a whole number of them.
-        """
-        one = self.shape.micro_batch * self.shape.block
-        if self.tokens % one:
-            raise ValueError(f"Got {self.tokens} tokens per step, but a micro-batch has {one}: give a multiple of it.")
-        return self.tokens // one
-
-
-def in_process(case: Case, limit_s: float) -> dict[str, Any]:
-    """Run a case in a process of its own, which the system ends first if memory is short; return what it found."""
-    command = [sys.executable, "-m", "benchmarks.gpu", "--case", json.dumps(asdict(case))]
-    try:
-        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False, timeout=limit_s)
-    except subprocess.TimeoutExpired:
-        return {"failed": f"not over after {limit_s:.0f} s"}
-    for line in done.stdout.splitlines():
-        if line.startswith(MARK):
-            found: dict[str, Any] = json.loads(line.removeprefix(MARK))
-            return found
-    last = (done.stderr.strip().splitlines() or ["no message"])[-1]
-    return {"failed": "killed, as by a lack of memory" if done.returncode < 0 else last[:300]}
+GOALS = {"seconds until 94 % of CIFAR-10, on one H200": 5.0}
+"""Besides `benchmarks.bars`."""
 
 
 def throughput(args: argparse.Namespace) -> dict[str, Any]:
@@ -129,42 +60,16 @@ def throughput(args: argparse.Namespace) -> dict[str, Any]:
             for _, name in turns(args.contenders, args.rounds):
                 if not any("failed" in each for each in found[name]):  # what has failed once will do so again
                     found[name].append(in_process(replace(case, contender=name), args.limit_s))
-            row = {name: _summary(each) for name, each in found.items() if each}
-            results.setdefault(size, {})[str(tokens)] = {"contenders": row, "ratios": _ratios(row)}
+            row = {name: summary(each) for name, each in found.items() if each}
+            results.setdefault(size, {})[str(tokens)] = {"contenders": row, "ratios": ratios(row)}
             _print(size, tokens, results[size][str(tokens)])
     return results
-
-
-def _summary(found: list[dict[str, Any]]) -> dict[str, Any]:
-    failed = next((each for each in found if "failed" in each), None)
-    if failed is not None:
-        return failed
-    return {**found[-1], "tokens_per_s": spread([each["tokens_per_s"] for each in found])}
-
-
-def _ratios(row: dict[str, dict[str, Any]]) -> dict[str, float]:
-    """Tokens per second with offload over those without, for each that has both; and ours over each peer's."""
-    speed = {name: each["tokens_per_s"]["median"] for name, each in row.items() if "failed" not in each}
-    ratios = {f"{n}/{n[:-8]}": speed[n] / speed[n[:-8]] for n in speed if n.endswith("_offload") and n[:-8] in speed}
-    for ending in ("", "_offload"):
-        ours = speed.get(f"zero2{ending}")
-        for peer in (f"fsdp2{ending}", f"deepspeed2{ending}"):
-            if ours is not None and peer in speed:
-                ratios[f"zero2{ending}/{peer}"] = ours / speed[peer]
-    return ratios
 
 
 def _print(size: str, tokens: int, found: dict[str, Any]) -> None:
     print(f"\n{size}, {tokens} tokens per step")
     for name, each in found["contenders"].items():
-        if "failed" in each:
-            print(f"  {name:20} {each['failed']}")
-            continue
-        speed = each["tokens_per_s"]
-        mfu = "" if each["mfu"] is None else f"MFU {each['mfu']:.3f}  "
-        memory = f"peak {each['peak_device_gib']:.1f} GiB, host {each['peak_host_gib']:.1f} GiB"
-        between = f"[{speed['q1']:.0f}, {speed['q3']:.0f}]"
-        print(f"  {name:20} {speed['median']:12.0f} tokens/s {between}  {mfu}{memory}  loss {each['loss']:.6f}")
+        print(line_of(name, each))
     for name, ratio in found["ratios"].items():
         print(f"  {name:40} x {ratio:.3f}")
 
@@ -217,7 +122,7 @@ def options() -> argparse.ArgumentParser:
     parser = record.parser(__doc__, rounds=3, rounds_help="Trainers per contender")
     parser.add_argument("--parts", nargs="+", default=list(PARTS), choices=PARTS)
     parser.add_argument("--device", default="cuda", choices=["cuda", "cpu"], help="cpu: to see that it runs")
-    parser.add_argument("--sizes", nargs="+", default=["124M", "1.3B", "7B"], choices=list(SIZES))
+    parser.add_argument("--sizes", nargs="+", default=["124M", "1.3B", "7B", "7B-4k"], choices=list(SIZES))
     parser.add_argument("--tokens", nargs="+", type=int, default=[8192, 16384, 32768, 65536], help="per optimizer step")
     parser.add_argument("--contenders", nargs="+", default=list(CONTENDERS), choices=[*CONTENDERS, *TIERS])
     parser.add_argument(
@@ -230,6 +135,9 @@ def options() -> argparse.ArgumentParser:
     parser.add_argument("--nvme-path", default=tempfile.gettempdir(), help="folder on a local drive")
     parser.add_argument("--cifar-data", default=None, help="folder with cifar-10-batches-py")
     parser.add_argument("--accuracy", type=float, default=0.94, help="of the test images, where CIFAR-10 ends")
+    parser.add_argument(
+        "--minutes", type=float, default=None, help="in place of all parts, what says most within these"
+    )
     parser.add_argument("--limit-s", type=float, default=1200, help="seconds after which a Trainer has failed")
     parser.add_argument("--case", default=None, help=argparse.SUPPRESS)
     return parser
@@ -237,7 +145,11 @@ def options() -> argparse.ArgumentParser:
 
 def main() -> None:
     """Parse, measure, print, write the record."""
-    args = options().parse_args()
+    began = time.monotonic()
+    parser = options()
+    args = parser.parse_args()
+    if args.minutes is not None and args.minutes <= 0:
+        parser.error(f"--minutes {args.minutes:g} leaves no time: give a positive number.")
     if args.case is not None:
         from benchmarks.gpu_case import run
 
@@ -245,11 +157,20 @@ def main() -> None:
         print(MARK + json.dumps(run(Case(**{**given, "shape": Shape(**given["shape"])}))), flush=True)
         return
     head = record.header("gpu", private=tuple(each for each in (args.nvme_path, args.cifar_data) if each))
+    if args.minutes is not None:
+        from benchmarks import gpu_minutes
+
+        gpu_minutes.Program(args, head, began + 60 * args.minutes).run()
+        return
     parts = {"throughput": throughput, "largest": largest, "cifar": cifar}
     results: dict[str, Any] = {}
     for name in args.parts:
         results[name] = parts[name](args)
-        print(json.dumps({name: results[name]}) if name != "throughput" else "", flush=True)
+        if name == "throughput":
+            results["bars"] = bars.compared(results[name], str(head.get("gpus", "")))
+            print("\n" + "\n".join(bars.lines(results["bars"])), flush=True)
+        else:
+            print(json.dumps({name: results[name]}), flush=True)
         record.write(
             args.record, {**head, "rounds": args.rounds, "steps": args.steps, "goals": GOALS, "results": results}
         )

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ctypes
+import signal
 import tempfile
 import time
 from pathlib import Path
@@ -9,7 +11,6 @@ from typing import TYPE_CHECKING, Any
 
 import lightning.pytorch as pl
 import torch
-from lightning.fabric.utilities.throughput import get_available_flops
 from lightning.pytorch.strategies import ModelParallelStrategy
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (  # torch's own way for its peers
@@ -17,6 +18,7 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (  # tor
 )
 from torch.utils.data import DataLoader, TensorDataset
 
+from benchmarks.bars import peak_flops
 from ls_strategy import device as dev
 from ls_strategy.autoload import ALIASES
 from ls_strategy.lightning.strategy import ZeROStrategy
@@ -25,7 +27,7 @@ from recipes.gpt.network import Block, GPTConfig
 from tests.trainers import quiet
 
 if TYPE_CHECKING:
-    from benchmarks.gpu import Case
+    from benchmarks.gpu_trainers import Case
 
 UNCOUNTED = 4
 """Steps that allocate, build kernels and measure where to step."""
@@ -99,20 +101,24 @@ def strategy_of(case: Case) -> tuple[Any, str]:
         }
     if case.shape.recompute:
         options["activations"] = "full"
+    if case.shape.split_masters:
+        options["precision"] = {"master_weights": "split"}
     return ZeROStrategy(**options), "bf16-true"
+
+
+def config_of(case: Case) -> GPTConfig:
+    """The network of a case. On a CPU, which only sees that it runs, the vocabulary is small."""
+    shape = case.shape
+    return GPTConfig(
+        vocab_size=shape.vocabulary if case.device == "cuda" else 256, block_size=shape.block,
+        num_layers=shape.layers, num_heads=shape.heads, num_kv_heads=shape.kv_heads, width=shape.width,
+        mlp=shape.mlp, positions=shape.positions, tied_embeddings=shape.tied,  # type: ignore[arg-type]
+    )  # fmt: skip
 
 
 def module_of(case: Case) -> GPTModule:
     """The recipe's module, or a peer's."""
-    from benchmarks.gpu import VOCABULARY
-
-    shape = case.shape
-    vocabulary = VOCABULARY if case.device == "cuda" else 256
-    config = GPTConfig(
-        vocab_size=vocabulary, block_size=shape.block, num_layers=shape.layers, num_heads=shape.heads,
-        width=shape.width, mlp=shape.mlp, positions=shape.positions,  # type: ignore[arg-type]
-    )  # fmt: skip
-    parts = (config, OptimConfig(lr=1e-4, warmup_steps=2), SampleConfig(max_new_tokens=0))
+    parts = (config_of(case), OptimConfig(lr=1e-4, warmup_steps=2), SampleConfig(max_new_tokens=0))
     if case.contender.startswith("zero"):
         return GPTModule(*parts)
     return PeerGPT(case, *parts)
@@ -168,19 +174,21 @@ def run(case: Case) -> dict[str, Any]:
     except torch.OutOfMemoryError:
         return {"failed": "out of the device's memory"}
     per_s = (case.steps - uncounted) * case.tokens / timer.seconds
-    peak = get_available_flops(device, torch.bfloat16) if case.device == "cuda" else None
+    peak = peak_flops(dev.name(device))
     return {
         "parameters": sum(p.numel() for p in module.parameters()),
         "tokens_per_s": per_s,
         "mfu": None if peak is None else per_s * module.flops_per_token() / peak,
         "peak_device_gib": dev.peak_bytes(device) / 2**30 if case.device == "cuda" else 0.0,
         "peak_host_gib": _resident_bytes() / 2**30,
+        "threads": torch.get_num_threads(),
         "loss": timer.loss,
     }
 
 
 def _be_killed_first() -> None:
-    """Let the system end this process, and not its parent, if memory is short."""
+    """Let the system end this process, and not its parent, if memory is short; and end it with its parent."""
+    ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
     Path("/proc/self/oom_score_adj").write_text("1000")
 
 
