@@ -1,9 +1,10 @@
-"""``.ci/run`` with tools that only say that they were called: which parts run, when, and what is said of them."""
+"""``.ci/run`` and ``.ci/gpu`` with tools that only say that they were called: what runs, when, what is said of it."""
 
 from __future__ import annotations
 
 import shutil
 import subprocess
+import time
 from pathlib import Path
 
 import pytest
@@ -169,3 +170,56 @@ def test_the_commit_chooses_one_of_ten_parts(checkout: Checkout) -> None:
         git.chmod(0o755)
         checkout.run("wide")
         assert checkout.calls()[-1].endswith(f"--part {part}"), commit
+
+
+# the first quarter of an hour on a GPU -------------------------------------------------------------------------------
+
+ON_GPU = """#!/usr/bin/env bash
+echo "$(($(date +%s) - BEGAN)) ${OMP_NUM_THREADS:-all} $*" >>"$CALLS"
+case "$*" in
+    *"-m pytest"*)
+        echo "tests/gpu/test_kernels.py::test_one ${OUTCOME}"
+        trap 'exit 2' INT
+        for ((i = 0; i < 10 * TAKES; i++)); do sleep 0.1; done
+        exit "${STATUS}"
+        ;;
+    *benchmarks.gpu*) exec sleep "${BENCH:-0}" ;;
+esac
+"""
+
+
+@pytest.mark.parametrize(
+    ("outcome", "takes", "tests", "status"),
+    [("PASSED", 0, 0, 0), ("FAILED", 0, 1, 1), ("PASSED", 60, 0, 0), ("FAILED", 60, 0, 1)],
+)
+def test_on_a_gpu_tests_leave_most_of_the_time_to_the_benchmark(
+    outcome: str, takes: int, tests: int, status: int, tmp_path: Path
+) -> None:
+    """Tests that were not reached are no failure, those that failed before are one."""
+    (tmp_path / "python").write_text(ON_GPU)
+    (tmp_path / "python").chmod(0o755)
+    folder, calls = tmp_path / "out", tmp_path / "calls"
+    environment = {
+        "PATH": f"{tmp_path}:/usr/bin:/bin", "CALLS": str(calls), "OUTCOME": outcome, "TAKES": str(takes),
+        "STATUS": str(tests), "BEGAN": str(int(time.time())), "OMP_NUM_THREADS": "1",
+    }  # fmt: skip
+    done = subprocess.run(
+        ["bash", str(ROOT / ".ci" / "gpu"), str(folder), "0.25"], env=environment, timeout=60, check=False,
+        stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+    )  # fmt: skip
+    assert done.returncode == status, done.stdout
+    doctor, pytest_, bench = [call.split(maxsplit=2) for call in calls.read_text().splitlines()]
+    assert doctor[2].startswith("-m ls_strategy.extras.cli doctor")
+    assert pytest_[2].startswith("-m pytest -m gpu")
+    assert [each[1] for each in (doctor, pytest_, bench)] == ["all"] * 3
+    minutes = float(bench[2].split("--minutes ")[1].split()[0])
+    assert 60 * minutes + float(bench[0]) <= 15
+    assert minutes > 0
+    assert bench[2].endswith(f"--device cuda --record {folder}/gpu.json")
+    assert (folder / "tests.txt").read_text().startswith(f"tests/gpu/test_kernels.py::test_one {outcome}")
+    assert ("the time for tests is over" in done.stdout) == bool(takes)
+
+
+def test_on_a_gpu_all_files_of_tests_are_run() -> None:
+    names = (ROOT / ".ci" / "gpu").read_text().split("for name in ")[1].split(";")[0].split()
+    assert sorted(names) == sorted(path.stem.removeprefix("test_") for path in (ROOT / "tests/gpu").glob("test_*.py"))
