@@ -9,8 +9,9 @@ Outside this file, ``torch.cuda`` stands only where something exists for CUDA al
 from __future__ import annotations
 
 import os
-from collections.abc import Generator
+from collections.abc import Callable, Generator
 from contextlib import AbstractContextManager, contextmanager, suppress
+from functools import partial
 from typing import Any, cast
 
 import torch
@@ -45,6 +46,15 @@ def select(device: torch.device) -> None:
         torch.accelerator.set_device_index(device)
 
 
+def selecting() -> Callable[[], None]:
+    """Return what a new thread has to call first, also one that only writes files: it selects the caller's device.
+
+    Python's collector runs in any thread. If it destroys an event of another accelerator there, torch goes back to the
+    thread's own one afterwards, which is the first one unless another was selected, and takes memory of it.
+    """
+    return partial(select, current() if is_in_use() else torch.device("cpu"))
+
+
 @contextmanager
 def selected(device: torch.device) -> Generator[None, None, None]:
     """Make ``device`` the accelerator of this thread inside the context, whichever one the thread uses otherwise."""
@@ -57,9 +67,10 @@ def selected(device: torch.device) -> Generator[None, None, None]:
 
 def is_in_use() -> bool:
     """Return whether this process has begun to use an accelerator."""
-    if not torch.accelerator.is_available():
+    kind = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+    if kind is None:
         return False
-    begun = getattr(_module(current()), "is_initialized", None)
+    begun = getattr(_module(kind), "is_initialized", None)  # not `current()`: to ask for its index is to begin
     return begun is None or bool(begun())
 
 

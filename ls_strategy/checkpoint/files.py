@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 from torch.distributed.checkpoint.metadata import MetadataIndex, TensorStorageMetadata
 
+from ls_strategy import device as dev
 from ls_strategy._torch import without_crc32
 from ls_strategy.checkpoint.manifest import FileRecord, Manifest, check
 from ls_strategy.checkpoint.metadata import Item, Path, key_of, read_metadata
@@ -45,7 +46,7 @@ class RankFile:
         self._descriptor = self._file.fileno() if place.local else None
         self._syncing = 0
         """Bytes that the disk has begun to write."""
-        self._checksums = ThreadPoolExecutor(1)
+        self._checksums = ThreadPoolExecutor(1, initializer=dev.selecting())
         self._frames: dict[tuple[torch.dtype, torch.Size], tuple[bytes, bytes]] = {}
         self._error: OSError | None = None
         self._position = 0

@@ -24,6 +24,7 @@ from typing import Any
 
 from torch import Tensor
 
+from ls_strategy import device as dev
 from ls_strategy.checkpoint.files import LARGE, as_bytes
 from ls_strategy.checkpoint.place import begin_to_sync
 from ls_strategy.checkpoint.torch_file import ALIGNMENT, AbsentStorage, TorchPickler, aligned_record, parts_of_storage
@@ -122,7 +123,7 @@ class SharedFile:
     def __init__(self, path: str) -> None:
         """Open the file that rank 0 has created."""
         self._descriptor = os.open(path, os.O_WRONLY | os.O_CLOEXEC)
-        self._checksums = ThreadPoolExecutor(1)
+        self._checksums = ThreadPoolExecutor(1, initializer=dev.selecting())
         self._pieces: dict[int, list[Piece]] = {}
 
     def write(self, number: int, place: int, first: int, values: Tensor) -> None:

@@ -8,6 +8,8 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from ls_strategy import device as dev
+
 OWN_THREADS = "ls_strategy"
 """Prefix of the names of this package's background threads."""
 
@@ -53,6 +55,7 @@ class Stamper:
 
     def __init__(self) -> None:
         self._queue: queue.SimpleQueue[Followed | None] = queue.SimpleQueue()
+        self._select_device = dev.selecting()
         self._thread = threading.Thread(target=self._run, name=f"{OWN_THREADS}-stamps", daemon=True)
         self._thread.start()
 
@@ -68,5 +71,6 @@ class Stamper:
         self._thread.join(timeout=0.2)  # after a failure its wait may end only when connections break
 
     def _run(self) -> None:
+        self._select_device()
         while (followed := self._queue.get()) is not None:
             followed.finish()

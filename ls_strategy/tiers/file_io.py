@@ -23,6 +23,7 @@ from collections import deque
 from collections.abc import Callable
 from typing import Literal, NamedTuple
 
+from ls_strategy import device as dev
 from ls_strategy import spans
 from ls_strategy.config import NVMeIOConfig
 from ls_strategy.errors import LSError, StateError
@@ -218,6 +219,7 @@ class IOEngine:
         self._active_since = 0.0
         self._moved_at = 0.0
         self._closing = False
+        self._select_device = dev.selecting()
         self._lock = threading.Lock()
         self._work = threading.Condition(self._lock)
         self._room = threading.Condition(self._lock)
@@ -310,6 +312,7 @@ class IOEngine:
             self._work.notify()
 
     def _run(self) -> None:
+        self._select_device()
         while True:
             with self._lock:
                 while not self._queue and not self._closing:

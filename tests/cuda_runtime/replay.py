@@ -102,6 +102,13 @@ def other_device() -> dict[str, Any]:
     }
 
 
+def not_in_use() -> dict[str, bool]:
+    """Ask whether the device is in use, before it is and afterwards."""
+    found = {"before": dev.is_in_use(), "begun": torch.cuda.is_initialized()}
+    torch.cuda.init()
+    return {**found, "after": dev.is_in_use()}
+
+
 def second_device() -> dict[str, list[bool]]:
     """Use the second GPU, from this thread and from new ones. Return which GPUs have a context after each use."""
     device, found = torch.device("cuda", 1), dict[str, list[bool]]()
@@ -156,5 +163,6 @@ if __name__ == "__main__":
         "out of memory": out_of_memory,
         "other device": other_device,
         "second device": second_device,
+        "not in use": not_in_use,
     }[given.pop("program")]
     print(json.dumps(program(**given)))

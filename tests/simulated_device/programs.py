@@ -274,14 +274,27 @@ class Generates(Stack):
         return super().training_step(batch, batch_idx)
 
 
-def crossed(device: torch.device, name: str) -> int:
-    """Train as `CROSSED` says, where all threads run that there are. Return the bytes used on the other device."""
+def crossed(device: torch.device, name: str) -> tuple[int, dict[str, int]]:
+    """Train as `CROSSED` says, where all threads run that there are.
+
+    Returns:
+        The bytes used on the other device, and which device each thread had at its end, by name.
+    """
     options, trainer = CROSSED[name]
-    with tempfile.TemporaryDirectory(prefix="ls_strategy_") as folder:
-        options = {**options, "checkpoint": {"background": True, "format": "sharded"}}
+    options = {**options, "checkpoint": {"background": True, "format": "sharded"}}
+    devices: dict[str, int] = {}
+    run = threading.Thread.run
+
+    def noting(thread: threading.Thread) -> None:
+        run(thread)
+        devices[thread.name] = torch.accelerator.current_device_index()
+
+    running = mock.patch.object(threading.Thread, "run", noting)
+    with tempfile.TemporaryDirectory(prefix="ls_strategy_") as folder, running:
         for resume in (None, f"{folder}/3"):
             fit(device, options, {**trainer, "callbacks": [Saves(folder)]}, resume=resume, module=Generates())
-    return torch.accelerator.max_memory_allocated(0)
+            gc.collect()  # ends the threads of what refers to each other
+    return torch.accelerator.max_memory_allocated(0), devices
 
 
 def streamed(device: torch.device, tier: str) -> Tensor:

@@ -276,6 +276,7 @@ class _Watch:
                 self._parted = True
 
     def _run(self, done: threading.Event) -> None:
+        dev.select(self._device)
         begun = False
         while not done.wait(self._look_every_s) and world_group() is self._world():
             try:

@@ -11,6 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from ls_strategy import device as dev
 from ls_strategy.errors import ConfigError, StateError
 from ls_strategy.extras.islands.link import HubLostError, HubSilentError, Link
 from ls_strategy.extras.islands.messages import PROTOCOL
@@ -96,6 +97,7 @@ class HubClient:
                     ) from None
             time.sleep(_PAUSE_S)
         self._leaving = threading.Event()
+        self._select_device = dev.selecting()
         threading.Thread(target=self._live, args=(self._leaving,), name="ls_strategy_island_alive", daemon=True).start()
 
     def _open(self, end: float) -> None:
@@ -114,6 +116,7 @@ class HubClient:
 
     def _live(self, leaving: threading.Event) -> None:
         """Send a line every few seconds while nothing is asked: the hub takes a rank that is silent for lost."""
+        self._select_device()
         line = request_line(self._secret, {"what": "alive", "length": 0})
         while not leaving.wait(ALIVE_S):
             if self._busy.acquire(blocking=False):

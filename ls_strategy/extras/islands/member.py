@@ -20,6 +20,7 @@ from typing import Any, Literal
 
 from torch import Tensor
 
+from ls_strategy import device as dev
 from ls_strategy.errors import StateError
 from ls_strategy.extras.islands import buffers, wire
 from ls_strategy.extras.islands.client import HubClient
@@ -83,7 +84,7 @@ class Member:
         """Their mean in the last round that had any."""
         self.present: set[int] = set()
         """The islands in the last round."""
-        self._thread = ThreadPoolExecutor(1, thread_name_prefix="ls_strategy_islands")
+        self._thread = ThreadPoolExecutor(1, "ls_strategy_islands", dev.selecting())
         self._pending: Future[Result] | None = None
 
     def join(self, own_buffers: Tensor, *, again: bool = False) -> bool:

@@ -13,12 +13,13 @@ import os
 import shutil
 import socket
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import IO, Any
 
 from typing_extensions import override
 
+from ls_strategy import device as dev
 from ls_strategy.errors import CheckpointError
 from ls_strategy.extras.requests import (
     RequestHandler,
@@ -47,10 +48,11 @@ class Server:
         """Listen on a free port of the address ``host``; of all addresses if it is empty."""
 
         class Handler(_Handler):
-            served, key = memory, secret
+            served, key, select_device = memory, secret, staticmethod(dev.selecting())
 
         self._server = RequestServer((host, 0), Handler)
-        self._thread = threading.Thread(target=self._server.serve_forever, args=(0.1,), daemon=True)
+        select = Handler.select_device
+        self._thread = threading.Thread(target=lambda: (select(), self._server.serve_forever(0.1)), daemon=True)
         self._thread.name = "ls_strategy_snapshots"
         self._thread.start()
 
@@ -68,7 +70,13 @@ class Server:
 
 class _Handler(RequestHandler):
     served: Memory
+    select_device: Callable[[], None]
     timeout = _TIMEOUT_S
+
+    @override
+    def setup(self) -> None:
+        self.select_device()  # this thread has only this connection
+        super().setup()
 
     @override
     def answer(self, request: dict[str, Any]) -> None:

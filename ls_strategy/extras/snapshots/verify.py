@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from ls_strategy import device as dev
 from ls_strategy.checkpoint.manifest import FileRecord, Manifest
 from ls_strategy.checkpoint.target import MANIFEST
 from ls_strategy.errors import CheckpointError
@@ -139,7 +140,7 @@ def _damaged(name: str, nodes: Nodes, text: str, *, is_source: bool) -> list[str
     except ValueError:  # since it was listed
         return [MANIFEST] if is_source else []
     here = [file for file in nodes.memory.files(name) if file in records]
-    with ThreadPoolExecutor(_THREADS) as pool:
+    with ThreadPoolExecutor(_THREADS, initializer=dev.selecting()) as pool:
         whole = pool.map(lambda file: _is_whole(nodes.memory.path(name, file), records[file]), here)
         return sorted(file for file, is_whole in zip(here, whole, strict=True) if not is_whole)
 
