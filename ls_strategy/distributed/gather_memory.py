@@ -25,6 +25,10 @@ the same as without the pool. Other allocations take idle blocks of the pool bef
 gather that finds no memory in the pool is allocated like any other tensor. Torch does not lend idle blocks of
 expandable segments, so with these there is no pool.
 
+Pools are not registered with NCCL (``ProcessGroupNCCL.register_mem_pool``). NCCL leaves undefined what a collective
+does if some ranks pass registered memory and others do not, and each rank decides alone whether a gather fits into its
+pool. Torch would also register what a pool takes later inside of the allocation, where an error would stop one rank.
+
 It has to be asked for, because no GPU has run this yet. Tests run fits on a simulated device, and repeat what these
 allocate in torch's own allocator.
 """

@@ -135,6 +135,7 @@ class Connection(_DDPStrategy):
             rendezvous.check_agent(environment.main_address, environment.main_port)
         super().setup_environment()
         self._watch.starting = False
+        self._watch.select_device = dev.selecting()
         expected = self.num_nodes * self.num_processes
         if dist.get_world_size() != expected and not self._takes_any_size:
             raise PlanError(

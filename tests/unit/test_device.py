@@ -196,6 +196,19 @@ def test_without_an_accelerator_the_device_is_the_host(monkeypatch: pytest.Monke
     assert dev.is_host(dev.current())
 
 
+def test_every_thread_of_a_rank_selects_its_device() -> None:
+    """Also one that never uses it, see `ls_strategy.device.selecting`."""
+    package = Path(dev.__file__).parent
+    starts = ("threading.Thread(", "ThreadPoolExecutor(")
+    selects = ("selecting()", "select_device", "dev.select", "on_start", "bind_thread")
+    others = {"testing.py", "extras/conformance/ranks.py"}  # processes of tests, from before they have a device
+    found = {str(path.relative_to(package)): path.read_text() for path in package.rglob("*.py")}
+    threaded = {name: text for name, text in found.items() if any(word in text for word in starts)}
+    assert len(threaded) > 10
+    assert others <= threaded.keys()
+    assert [n for n, text in threaded.items() if n not in others and not any(word in text for word in selects)] == []
+
+
 def test_only_the_seam_knows_cuda() -> None:
     """Elsewhere a line with ``torch.cuda`` says what exists for CUDA alone."""
     package = Path(dev.__file__).parent

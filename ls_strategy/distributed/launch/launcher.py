@@ -47,6 +47,8 @@ class LauncherWatch:
         """Watch nothing yet; the object can be pickled for a spawned rank."""
         self.starting = True
         """Whether this rank has yet to meet the others."""
+        self.select_device: Callable[[], None] | None = None
+        """See `ls_strategy.device.selecting`; the thread begins before this rank has a device."""
         self._thread: threading.Thread | None = None
         self._done: threading.Event | None = None
 
@@ -76,6 +78,8 @@ class LauncherWatch:
         while is_there():
             if done.wait(_LOOK_EVERY_S):
                 return
+            if self.select_device is not None:
+                self.select_device()
         if not done.wait(_GRACE_WHILE_STARTING_S if self.starting else _GRACE_S):
             sys.stderr.write(
                 f"ls_strategy: the process {launcher} that started this rank has ended, so it ends, too.\n"
