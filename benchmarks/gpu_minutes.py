@@ -25,7 +25,9 @@ INIT_PER_S = 1e8
 SHARE = 0.4
 """Assumed share of the device's peak, until cases have been measured."""
 
-CPU_FLOPS = 1e10
+CPU_FLOPS, OTHER_FLOPS = 1e10, 100e12
+"""Assumed peak of the host, and of a GPU that `benchmarks.bars` does not list."""
+
 WRITE_S = 1.0
 """Left for the record when a case has to be ended."""
 
@@ -92,7 +94,7 @@ class Program:
         self._args = args
         self._head = {**head, "spread": "unknown: one run of each case", "rounds": 1}
         self._gpu = "" if args.device == "cpu" else str(head.get("gpus", [""])[0])
-        self._peak = CPU_FLOPS if args.device == "cpu" else bars.peak_flops(self._gpu) or 100e12
+        self._peak = CPU_FLOPS if args.device == "cpu" else bars.peak_flops(self._gpu) or OTHER_FLOPS
         self._paces: list[float] = []
         self._throughput: dict[str, Any] = {}
         self._seconds: dict[str, dict[str, float]] = {}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import nullcontext
 from typing import Any
 from unittest import mock
 
@@ -15,6 +16,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from ls_strategy._torch import flash_attention, flash_attention_backward
 from ls_strategy.errors import PlanError
 from ls_strategy.parallel.context import attention, ring
+from tests.live_bytes import LiveBytes
 from tests.unit.thread_ranks import ThreadAxis, on_ranks
 
 ORIGINAL = functional.scaled_dot_product_attention
@@ -205,6 +207,30 @@ def test_flash_attention_in_rings(options, key_heads, size, members, dtype):
     options = {**options, "enable_gqa": key_heads < HEADS}
     with mock.patch.object(ring, "can_flash", return_value=True):
         assert_no_less_precise_than_alone(inputs(key_heads, dtype), size, members, options)
+
+
+def peak_bytes(tokens: int, size: int, members: int) -> int:
+    """Return the most bytes of tensors that forward and backward of the last rank have, which reads all keys."""
+
+    def body(axis: ThreadAxis) -> int:
+        leaves = [torch.ones(1, 2, tokens // size, 8, dtype=torch.bfloat16, requires_grad=True) for _ in range(3)]
+        live = LiveBytes()
+        with live if axis.rank == size - 1 else nullcontext(), attention.attention_over(axis, members):
+            functional.scaled_dot_product_attention(*leaves, is_causal=True).sum().backward()
+        return live.peak
+
+    return max(on_ranks(size, body))
+
+
+@pytest.mark.parametrize(("size", "members"), [(2, 2), (4, 2)])
+def test_memory_of_flash_attention_in_rings_grows_with_tokens_and_not_with_their_pairs(size, members):
+    """Alone, and with exchanged heads. What computes scores needs a multiple of that for four times the tokens."""
+    growth = {}
+    for flash in (True, False):
+        with mock.patch.object(ring, "can_flash", return_value=flash):
+            growth[flash] = peak_bytes(4096, size, members) / peak_bytes(1024, size, members)
+    assert growth[True] < 6
+    assert growth[False] > 8
 
 
 @pytest.mark.gpu
