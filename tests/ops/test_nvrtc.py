@@ -20,7 +20,7 @@ from ls_strategy.ops.cuda.program import Program
 from ls_strategy.ops.cuda.update import NORM, UPDATES
 from tests.ops.emulation import PROGRAMS
 
-GPUS = (75, 80, 89, 90, 100, 120)
+GPUS = (75, 80, 86, 89, 90, 100, 120)
 """From a T4 to an RTX 5090."""
 
 
