@@ -12,12 +12,12 @@ from itertools import islice
 
 import torch
 
-from ls_strategy.config import FrozenFormat, MomentFormat, TierName
+from ls_strategy.config import FrozenFormat, MomentFormat, SplitFormat, TierName
 from ls_strategy.layout import FlatLayout
 from ls_strategy.ops.moments import BLOCK as MOMENT_BLOCK
 from ls_strategy.ops.quantized import packed_bytes
 from ls_strategy.ops.split_master import BYTES as SPLIT_BYTES
-from ls_strategy.ops.split_master import PER_BYTE
+from ls_strategy.ops.split_master import LOW, PER_BYTE
 from ls_strategy.tiers import TIERS
 from ls_strategy.zero_stages import REPLICATED, StagePolicy
 
@@ -85,19 +85,21 @@ class FlatPlan:
     node: int = 0
     """Ranks that share a second copy of the parameters, from which backward gathers; 0 without one."""
 
-    split_masters: bool = False
-    """Whether of the masters only the bits are stored that the parameters lack, see `ls_strategy.ops.split_master`."""
+    split_masters: SplitFormat | None = None
+    """Format in which of the masters only the bits are stored that the parameters lack, see
+    `ls_strategy.ops.split_master`. None: masters are stored as they are."""
 
     @property
     def master_bytes(self) -> float:
         """Return the bytes that one master weight takes where it is stored."""
-        return SPLIT_BYTES if self.split_masters else self.master_dtype.itemsize
+        return self.master_dtype.itemsize if self.split_masters is None else SPLIT_BYTES[self.split_masters]
 
     def master_states(self, numel: int) -> dict[str, tuple[int, torch.dtype]]:
         """Return elements and dtype of what is stored of ``numel`` master weights, by the states' names."""
-        if self.split_masters:
-            return {"master.low": (numel, torch.int16), "master.ties": (-(-numel // PER_BYTE), torch.uint8)}
-        return {"master": (numel, self.master_dtype)}
+        if self.split_masters is None:
+            return {"master": (numel, self.master_dtype)}
+        low = {"master.low": (numel, LOW[self.split_masters])}
+        return low if self.split_masters == "24" else low | {"master.ties": (-(-numel // PER_BYTE), torch.uint8)}
 
     @property
     def owners(self) -> tuple[int, ...]:
@@ -178,6 +180,8 @@ class FlatPlan:
         Only at stage 3, and only if the masters cannot replace it. Resident masters on the same tier can,
         since gathers cast them. From NVMe, fp32 masters would be read with twice the bytes of a 16-bit shard.
         """
+        if self.split_masters is not None:  # it completes them
+            return self.policy(policy).parameters
         same_place = self.param_tier == self.optimizer_tier
         cast_is_free = TIERS[self.param_tier].resident or self.dtype == self.master_dtype
         return self.policy(policy).parameters and not (same_place and cast_is_free)
@@ -397,6 +401,8 @@ class Plan:
                         read += each.masters  # updated while backward ran; read again to update the parameters
                 if not TIERS[flat.param_tier].resident:
                     read += gathers * flat.shard_bytes
+                    if flat.trainable and flat.split_masters is not None:
+                        read += each.own_shard  # the update completes its masters by it
                     written += each.own_shard if flat.trainable else 0
                 leased = flat.trainable and not TIERS[flat.gradient_tier].resident
                 if leased and (gradients_stored or rounds > 1):

@@ -68,10 +68,10 @@ def resolve_precision(
     Raises:
         ConfigError: ``name`` is not one of the six, or there are no masters to split.
     """
-    if master_weights == "split" and name != "bf16-true":
+    if isinstance(master_weights, str) and name != "bf16-true":
         raise ConfigError(
-            f"Got precision.master_weights='split' with Trainer(precision={name!r}), but it splits fp32 masters of "
-            "bf16 weights. Set precision='bf16-true' on the Trainer, or leave master_weights out."
+            f"Got precision.master_weights={master_weights!r} with Trainer(precision={name!r}), but it splits masters "
+            "of bf16 weights. Set precision='bf16-true' on the Trainer, or leave master_weights out."
         )
     low = {"bf16": torch.bfloat16, "16": torch.float16}
     kind, _, mode = name.partition("-")

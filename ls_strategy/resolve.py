@@ -207,11 +207,11 @@ class _PlanSetting:
             shared_by=members[0].shared_by,
             replicated=what.replicated,
             quantized=what.quantized,
-            split_masters=not own and self.config.precision.master_weights == "split",
+            split_masters=None if own else self.config.precision.split_masters,
         )
         if not members[0].frozen:
             return flat
-        return replace(flat, master_dtype=what.dtype, unfrozen=flat, split_masters=False)
+        return replace(flat, master_dtype=what.dtype, unfrozen=flat, split_masters=None)
 
     @property
     def _rounds_by_buffer(self) -> bool:

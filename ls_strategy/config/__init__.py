@@ -23,6 +23,7 @@ from ls_strategy.config.precision import (
     MomentFormat,
     PrecisionConfig,
     ReduceDtype,
+    SplitFormat,
 )
 from ls_strategy.config.sharding import ShardingConfig
 from ls_strategy.config.zero import ZeROConfig, ZeroStage
@@ -47,6 +48,7 @@ __all__ = [
     "ReduceDtype",
     "Schedule",
     "ShardingConfig",
+    "SplitFormat",
     "StepDevice",
     "TensorConfig",
     "TierConfig",

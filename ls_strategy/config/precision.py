@@ -12,7 +12,8 @@ from ls_strategy.errors import ConfigError
 ReduceDtype = Literal["fp32", "compute"]
 MomentFormat = Literal["fp32", "bf16", "int8"]
 FrozenFormat = Literal["nf4", "int4", "int8"]
-MasterWeights = bool | Literal["split"]
+SplitFormat = Literal["split", "24"]
+MasterWeights = bool | SplitFormat | Literal[24]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -71,9 +72,9 @@ class PrecisionConfig(Group):
     """Master weights, sums, moments and the loss scale. ``Trainer(precision=...)`` sets the computation's precision."""
 
     master_weights: MasterWeights = True
-    """Keep fp32 master weights with ``bf16-true`` and ``16-true``. ``split``, with ``bf16-true`` at stages 0 to 2: the
-    same weights, storing only the bits that bf16 weights lack, in 2.125 bytes instead of 4. False halves their memory,
-    and the optimizer works in 16 bit."""
+    """Keep fp32 master weights with ``bf16-true`` and ``16-true``. ``split``, with ``bf16-true``: the same weights,
+    storing only the bits that bf16 weights lack, in 2.125 bytes instead of 4. ``24``: masters of 24 bits, of which 1
+    byte is stored. False halves their memory, and the optimizer works in 16 bit."""
 
     reduce_dtype: ReduceDtype = "fp32"
     """NCCL: sum gradients over ranks in ``fp32``, or with ``compute`` in the dtype of their computation, half the bytes
@@ -112,6 +113,11 @@ class PrecisionConfig(Group):
     anything (``"vision_tower"``, ``"layers.0.*.down_proj"``)."""
 
     @property
+    def split_masters(self) -> SplitFormat | None:
+        """In which format masters are stored that bf16 weights are a part of; None: in one of their own."""
+        return None if isinstance(self.master_weights, (bool, int)) else self.master_weights
+
+    @property
     def float8(self) -> Float8Config | None:
         """How linear layers multiply in fp8; None: they do not."""
         assert not isinstance(self.matmul, str)
@@ -120,6 +126,8 @@ class PrecisionConfig(Group):
     def __post_init__(self) -> None:
         """Refuse invalid values."""
         check_fields(self, group="precision")
+        if type(self.master_weights) is int:  # YAML reads it without quotes
+            self._set("master_weights", "24")
         if isinstance(self.matmul, str):
             self._set("matmul", Float8Config())
         if self.matmul is not None and self.frozen is not None:

@@ -115,21 +115,17 @@ def _check_fp8(config: ZeROConfig) -> None:
 
 
 def _check_split_masters(config: ZeROConfig) -> None:
-    if config.precision.master_weights != "split":
+    form = config.precision.split_masters
+    if form is None:
         return
-    if config.stage == 3:
-        raise ConfigError(
-            "Got precision.master_weights='split' with stage=3 (or 'auto', which may choose it), but stage 3 stores no "
-            "bf16 weights that masters could be completed by. Set stage 1 or 2, or leave master_weights out."
-        )
     if config.offload.delay_after is not None:
         raise ConfigError(
-            f"Got precision.master_weights='split' with offload.delay_after={config.offload.delay_after}, but late "
+            f"Got precision.master_weights={form!r} with offload.delay_after={config.offload.delay_after}, but late "
             "updates would change the weights that the next step computes with. Leave one of them out."
         )
-    if config.offload.step_on == "cpu":
+    if config.offload.step_on == "cpu" and config.offload.parameters is None:
         raise ConfigError(
-            "Got precision.master_weights='split' with offload.step_on='cpu', but the upper parts of the masters are "
+            f"Got precision.master_weights={form!r} with offload.step_on='cpu', but the upper parts of the masters are "
             "the weights on the device, where the update runs. Leave step_on out."
         )
 

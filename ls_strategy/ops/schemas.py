@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 
 SCHEMAS = (
-    # Updates: see update.py. `low` and `ties`, on CPUs: param is the upper part of split masters.
+    # Updates: see update.py. `low`, on CPUs: param is the upper part of split masters, of 24 bits without `ties`.
     "adamw_(Tensor(a!) param, Tensor(b!) exp_avg, Tensor(c!)? exp_avg_scales, Tensor(d!) exp_avg_sq, "
     "Tensor(e!)? exp_avg_sq_scales, Tensor grad, Tensor(f!)? out, Tensor? clip, float unscale, float decay, float l2, "
     "float weight1, float rest1, float beta2, float weight2, float root2, float eps, float rate, int seed, "

@@ -1,4 +1,4 @@
-"""Split master weights: the bits of a run with fp32 masters, in checkpoints of it, and what is refused."""
+"""Split master weights: the bits of fp32 masters, or with 24 bits the same ones everywhere, and what is refused."""
 
 from __future__ import annotations
 
@@ -17,19 +17,23 @@ from ls_strategy.checkpoint.manifest import read_manifest
 from ls_strategy.config import OffloadConfig, PrecisionConfig, nested
 from ls_strategy.errors import ConfigError, PlanError, StateError
 from ls_strategy.lightning.strategy import ZeROStrategy
+from ls_strategy.ops.split_master import split
 from ls_strategy.precision import resolve_precision
 from ls_strategy.testing import spawn
 from tests.dist.test_checkpoint_async import slow_writes
 from tests.marks import wide
-from tests.models import Case, Net, assert_same_bits, changed_in_between, loader, placed, quiet, trainer_of
+from tests.models import Case, Net, SaveOnce, assert_same_bits, changed_in_between, loader, placed, quiet, trainer_of
 from tests.unit.one_rank import adamw, close_engines, engine_on, network, steps
 
 pytestmark = pytest.mark.dist
 
 DOCS = Path(__file__).parents[2] / "docs" / "memory.md"
 SPLIT = ("precision.master_weights", "split")
+IN_24_BITS = ("precision.master_weights", "24")
 ON_CPU = (("offload.optimizer", "cpu"),)
 ON_NVME = (("offload.optimizer", "nvme"), ("offload.nvme_allow_ram", True))
+ALL_ON_CPU = (*ON_CPU, ("offload.parameters", "cpu"))
+ALL_ON_NVME = (*ON_NVME, ("offload.parameters", "nvme"))
 SHORT = Case(precision="bf16-true", steps=12, blocks=2, clip="norm", clip_at=0.5, fused=None)
 
 
@@ -39,7 +43,13 @@ def pair(case: Case) -> tuple[Case, Case]:
 
 
 PLACES = [SHORT.at(0), SHORT.at(1), *(replace(SHORT, stage=2, options=options) for options in ((), ON_CPU, ON_NVME))]
-LONG = [replace(case, steps=200) for case in PLACES]
+SHARDED = [
+    replace(SHORT, stage=3, options=options)
+    for options in (
+        (), ON_CPU, ALL_ON_CPU, ON_NVME, ALL_ON_NVME, (*ON_CPU, *ALL_ON_NVME[1:]), (("offload.parameters", "cpu"),),
+    )
+]  # fmt: skip
+LONG = [replace(case, steps=200) for case in (*PLACES, *SHARDED)]
 CROSSED = [
     replace(SHORT.at(2), accumulate=3, clip="value", clip_at=0.01, traits=("frozen", "tied", "uneven")),
     replace(SHORT.at(1), traits=("unused", "unused_here", "buffers"), options=ON_CPU),
@@ -51,25 +61,114 @@ CROSSED = [
     replace(SHORT.at(2), options=(("parallel.virtual_ranks", 4),)),
     replace(SHORT.at(2), options=(("sharding.shard_size", 1),)),
     replace(SHORT.at(2), options=(("precision.fp32_modules", ["LayerNorm"]), ("sharding.overlap_step", False))),
+    replace(SHORT.at(3), clip=None, traits=("private", "frozen", "tied", "uneven"), options=ALL_ON_CPU),
+    replace(SHORT.at(3), accumulate=2, traits=("unused", "buffers"), options=(("precision.moments", "int8"),)),
+    replace(SHORT.at(3), clip=None, traits=("private",), options=ALL_ON_NVME),
+    replace(SHORT.at(3), options=(("sharding.quantized_gathers", "int8"), ("precision.fp32_modules", ["LayerNorm"]))),
+    replace(SHORT.at(3), options=(("parallel.virtual_ranks", 4),)),
+    replace(SHORT.at(3), options=(("sharding.shard_size", 1), *ON_CPU)),
 ]
 
 
 @pytest.mark.parametrize(
     ("world_size", "cases"),
-    [(2, PLACES[2:]), (2, CROSSED[:2]), wide(2, CROSSED), wide(1, CROSSED), wide(3, PLACES), wide(2, LONG)],
+    [
+        (2, PLACES[2:]),
+        (2, SHARDED[:5]),
+        (2, CROSSED[:2]),
+        (2, CROSSED[10:12]),
+        wide(2, CROSSED),
+        wide(1, CROSSED),
+        wide(3, [*PLACES, *SHARDED]),
+        wide(2, LONG),
+    ],
 )
 def test_split_masters_make_the_bits_of_fp32_masters(world_size: int, cases: list[Case], tmp_path: Path) -> None:
     assert_same_bits(world_size, map(pair, cases), tmp_path)
+
+
+def in_24_bits(*cases: Case) -> list[Case]:
+    return [replace(case, options=(*case.options, IN_24_BITS)) for case in cases]
+
+
+INT8 = (("precision.moments", "int8"),)
+
+
+@pytest.mark.parametrize(
+    ("world_size", "groups"),
+    [
+        (2, [in_24_bits(*PLACES, *SHARDED[:3], SHARDED[4])]),
+        wide(2, [in_24_bits(*LONG)]),
+        wide(3, [in_24_bits(*PLACES, *SHARDED)]),
+        wide(1, [in_24_bits(*PLACES, *SHARDED)]),
+        wide(2, [[*in_24_bits(case), *in_24_bits(replace(case, stage=1, options=()))] for case in CROSSED[:4]]),
+        wide(2, [in_24_bits(*(replace(case, options=(*case.options, *INT8)) for case in (PLACES[3], *SHARDED[:4])))]),
+    ],
+)
+def test_masters_of_24_bits_have_the_same_bits_everywhere(
+    world_size: int, groups: list[list[Case]], tmp_path: Path
+) -> None:
+    assert_same_bits(world_size, groups, tmp_path)
+
+
+def test_a_checkpoint_of_24_bits_goes_on_in_24_bits_elsewhere(tmp_path: Path) -> None:
+    case = replace(SHORT, steps=8)
+    full, on_cpu, on_drive = in_24_bits(case.at(2), replace(case, stage=3, options=ALL_ON_CPU),
+                                        placed(replace(case, stage=3, options=ALL_ON_NVME), tmp_path))  # fmt: skip
+    folder = replace(on_cpu, options=(*on_cpu.options, ("checkpoint", "sharded")))
+    changes = {
+        "to stage 3": (full, on_cpu),
+        "from a drive to stage 2": (on_drive, full),
+        "from a folder to a drive": (folder, on_drive),
+    }
+    for found in spawn(changed_in_between, 2, tmp_path, full, changes, init_process_group=False, timeout_s=300):
+        assert all(found.values()), found
+
+
+class Resumed(Net):
+    """Keeps the masters with which it goes on."""
+
+    def on_train_start(self) -> None:
+        strategy: Any = self.trainer.strategy
+        self.masters = {name: value.clone() for name, value in strategy.full_weights(dtype=torch.float32)}
+
+
+def masters_after_loading(rank: int, world_size: int, path: str, saves: Case, loads: list[Case]) -> list[Any]:
+    """Save with one case, and return the masters that each of the others loads. Collective."""
+    quiet()
+    trainer_of(saves, world_size, callbacks=[SaveOnce(path)]).fit(Net(saves), loader(saves, world_size))
+    found: list[Any] = []
+    for case in loads:
+        net = Resumed(case)
+        trainer_of(case, world_size).fit(net, loader(case, world_size), ckpt_path=path)
+        found.append(net.masters)
+    return found
+
+
+def test_masters_are_loaded_by_any_format_and_rounded_to_24_bits_only_by_that_one(tmp_path: Path) -> None:
+    fp32, divided = pair(replace(SHORT.at(2), steps=4))
+    short, sharded = in_24_bits(fp32, replace(fp32, stage=3, options=ALL_ON_CPU))
+    path = str(tmp_path / "fp32.ckpt")
+    for full, halves, *rounded in spawn(
+        masters_after_loading, 2, path, fp32, [fp32, divided, short, sharded], init_process_group=False, timeout_s=200
+    ):
+        for name, value in full.items():
+            assert torch.equal(halves[name], value)
+            for found in rounded:
+                assert torch.equal(found[name].view(-1), split(value.view(-1), "24").join())
+        assert any(not torch.equal(rounded[0][name], value) for name, value in full.items())
 
 
 def test_a_checkpoint_goes_from_split_masters_to_fp32_ones_and_back(tmp_path: Path) -> None:
     case = replace(SHORT, steps=8)
     full, divided = pair(case.at(2))
     drive = placed(replace(divided, options=(*divided.options, *ON_NVME)), tmp_path)
+    split3 = replace(divided, stage=3)
     changes = {
         "split, then not": (divided, full),
         "fp32, then split": (case.at(1), divided),
         "fp32 at stage 3, then on a drive": (case.at(3), drive),
+        "split at stage 3, then not": (split3, full),
         "from a drive to a folder": (replace(drive, options=(*drive.options, ("checkpoint", "sharded"))), full),
     }
     for found in spawn(changed_in_between, 2, tmp_path, full, changes, init_process_group=False, timeout_s=300):
@@ -237,14 +336,21 @@ def test_a_background_save_has_the_weights_of_before_a_write(options: Any, tmp_p
 @pytest.mark.parametrize(
     ("options", "rule"),
     [
-        ({"stage": 3}, "stage 3 stores no bf16 weights"),
+        ({"stage": 3, "offload.optimizer": "cpu", "offload.step_on": "cpu"}, "Leave step_on out"),
         ({"stage": 2, "offload.optimizer": "cpu", "offload.delay_after": 5}, "late updates would change"),
         ({"stage": 2, "offload.optimizer": "cpu", "offload.step_on": "cpu"}, "Leave step_on out"),
     ],
 )
 def test_options_without_a_weight_to_complete_are_refused(options: dict[str, Any], rule: str) -> None:
-    with pytest.raises(ConfigError, match=rule):
-        ZeROStrategy(**nested({**options, "precision.master_weights": "split"}))
+    for form in ("split", "24"):
+        with pytest.raises(ConfigError, match=f"'{form}'.*{rule}"):
+            ZeROStrategy(**nested({**options, "precision.master_weights": form}))
+
+
+def test_24_is_read_as_yaml_writes_it_and_a_near_name_is_suggested() -> None:
+    assert PrecisionConfig(master_weights=24).split_masters == "24"
+    with pytest.raises(ConfigError, match=r"must be .* 'split' or '24' or 24\. Set precision.master_weights='split'"):
+        PrecisionConfig(master_weights="spilt")  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("precision", ["32-true", "bf16-mixed", "16-true"])
@@ -253,14 +359,15 @@ def test_precisions_without_bf16_weights_are_refused(precision: str) -> None:
         resolve_precision(precision, master_weights="split")
 
 
-BYTES = re.findall(r"\| `(True|split)` \| `(\w+)` \| (\S+) \| (\S+) \| (\S+) \| (\S+) \|", DOCS.read_text())
+BYTES = re.findall(r"\| `(True|split|24)` \| `(\w+)` \| (\S+) \| (\S+) \| (\S+) \| (\S+) \|", DOCS.read_text())
 
 
 @pytest.mark.parametrize("row", BYTES, ids=" ".join)
 def test_bytes_per_parameter_are_those_of_the_documents(row: tuple[str, ...]) -> None:
     master_weights, moments, *documented = row
     model = network(256)
-    precision = PrecisionConfig(master_weights=master_weights == "True" or "split", moments=moments)  # type: ignore[arg-type]
+    given: Any = {"master_weights": True if master_weights == "True" else master_weights, "moments": moments}
+    precision = PrecisionConfig(**given)
     engine = engine_on(model, [adamw(model.parameters())], stage=2, trainer_precision="bf16-true", precision=precision)
     steps(engine, 1)
     live, numel = engine.memory_bytes(), sum(flat.stepped_numel for flat in engine.flats)
@@ -270,18 +377,18 @@ def test_bytes_per_parameter_are_those_of_the_documents(row: tuple[str, ...]) ->
 
 
 def test_every_format_is_in_the_documents() -> None:
-    assert len(BYTES) == 6
+    assert len(BYTES) == 9
 
 
-@pytest.mark.parametrize("tier", [None, "cpu"])
-def test_memory_is_what_the_plan_says(tier: Any) -> None:
+@pytest.mark.parametrize(("stage", "tier"), [(2, None), (2, "cpu"), (3, None), (3, "cpu")])
+def test_memory_is_what_the_plan_says(stage: Any, tier: Any) -> None:
     found = {}
-    for master_weights in (True, "split"):
+    for master_weights in (True, "split", "24"):
         model = network()
         engine = engine_on(
             model,
             [adamw(model.parameters())],
-            stage=2,
+            stage=stage,
             trainer_precision="bf16-true",
             precision=PrecisionConfig(master_weights=master_weights),
             offload=OffloadConfig(optimizer=tier),
@@ -292,7 +399,7 @@ def test_memory_is_what_the_plan_says(tier: Any) -> None:
         assert live == planned
         found[master_weights] = live / numel
         close_engines()
-    assert found == {True: 4.0, "split": 2.125}
+    assert found == {True: 4.0, "split": 2.125, "24": 1.0}
 
 
 class Elsewhere(Net):

@@ -90,6 +90,13 @@ STEPS = (
         ("tests/ops/test_split_master.py::test_every_number_is_restored_and_the_upper_part_is_nearest_even",),
     ),
     Mutation(
+        "rounding masters to 24 bits goes up to a middle that a byte does not have",
+        "ls_strategy/ops/split_master.py",
+        ".clamp_(max=127)",
+        ".clamp_(max=128)",
+        ("tests/ops/test_split_master.py::test_numbers_of_24_bits_are_restored_but_for_the_middle_above_an_even_one",),
+    ),
+    Mutation(
         "a rank keeps the state of a parameter that it never steps",
         "ls_strategy/zero/step/optimizer_state.py",
         "        if not piece.numel and not self._loads_others(number):\n            return  # this",

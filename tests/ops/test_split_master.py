@@ -1,4 +1,4 @@
-"""Split master weights: every fp32 number is restored, and the upper part is torch's bf16 number."""
+"""Split master weights: every number is restored, and the upper part is the nearest bf16 number."""
 
 from collections.abc import Iterator
 
@@ -45,8 +45,44 @@ def test_sixteen_bits_cannot_complete_an_even_number() -> None:
     assert int(own.sum()) == 65_537
     assert parts.low[own].unique().numel() == 65_536
     bits = torch.arange(8, dtype=torch.uint8)
+    assert parts.ties is not None
     tied = (parts.ties[:, None] >> bits & 1).view(-1)[own]
     assert torch.stack([parts.low[own].long(), tied.long()]).unique(dim=1).shape[1] == 65_537
+
+
+def test_numbers_of_24_bits_are_restored_but_for_the_middle_above_an_even_one() -> None:
+    bits = torch.arange(1 << 24) << 8
+    values = numbers(bits)
+    parts, is_nan = split(values, "24"), values.isnan()
+    found, left_out = parts.join().view(torch.int32), (bits & 0x1FFFF) == 0x8000
+    assert torch.equal(parts.join().isnan(), is_nan)
+    kept = ~is_nan & ~left_out
+    assert torch.equal(found[kept], values.view(torch.int32)[kept])
+    assert torch.equal(found[left_out & ~is_nan], values.view(torch.int32)[left_out & ~is_nan] - 0x100)
+    rounded = values.to(torch.bfloat16)
+    assert torch.equal(parts.high.view(torch.int16)[~is_nan], rounded.view(torch.int16)[~is_nan])
+
+
+def test_others_are_rounded_to_the_nearest_number_of_24_bits_and_cast_as_before() -> None:
+    lower = [0, 1, 0x7F, 0x80, 0x81, 0x17F, 0x180, 0x181, 0x7F7F, 0x7F80, 0x7FFF, 0x8000, 0x8001, 0x8080, 0x8081]
+    values = numbers(UPPER[:, None] | torch.tensor([*lower, 0xFF7F, 0xFF80, 0xFFFF]))
+    parts, bits = split(values, "24"), values.view(torch.int32)
+    found, is_nan = parts.join(), values.isnan()
+    assert torch.equal(found.isnan(), is_nan)
+    assert torch.equal(found.to(torch.bfloat16)[~is_nan], values.to(torch.bfloat16)[~is_nan])
+    below = (bits & ~0xFF).view(torch.float32).double()
+    above = ((bits & ~0xFF) + 0x100).view(torch.float32).double()
+    to_below, to_above = (values.double() - below).abs(), (above - values.double()).abs()
+    even = torch.where((bits >> 8 & 1) == 0, below, above)
+    expected = torch.where(to_below == to_above, even, torch.where(to_below < to_above, below, above))
+    beside = ((bits & 0xFFFF) - 0x8000).abs() <= 0x80  # the middle, and what is nearest to it
+    usual = values.isfinite() & above.isfinite() & ~beside
+    assert torch.equal(found.double()[usual], expected[usual])
+    assert torch.equal(found[values.isinf()], values[values.isinf()])
+    assert ((found.view(torch.int32) - bits).abs()[values.isfinite()] <= 0x100).all()
+    again = split(found, "24")
+    assert torch.equal(again.join().view(torch.int32)[~is_nan], found.view(torch.int32)[~is_nan])
+    assert torch.equal(again.low, parts.low)
 
 
 @pytest.fixture(params=["plain torch", 0, 1, 2])
@@ -79,6 +115,29 @@ def test_an_update_is_that_of_fp32_masters(name: str, moment_format: str) -> Non
         assert torch.equal(parts.high.view(torch.int16), expected.out.view(torch.int16))
         for found, moment in zip(ours.moments, expected.moments, strict=True):
             assert torch.equal(found.codes, moment.codes)
+
+
+@pytest.mark.usefixtures("implementation")
+@pytest.mark.parametrize("moment_format", ["fp32", "int8"])
+@pytest.mark.parametrize("name", CASES)
+def test_an_update_of_24_bits_is_that_of_fp32_masters_rounded(name: str, moment_format: str) -> None:
+    case = CASES[name]
+    for n, grad_dtype in ((1, torch.bfloat16), (17, torch.float32), (2309, torch.bfloat16), (70_001, torch.float32)):
+        before = make(case, n, moment_format, grad_dtype, None)
+        special = torch.tensor([float("inf"), 0.0, -0.0, 1e-40, float("nan"), -3.4e38, 1.00390625])[: n // 7]
+        before.param[: len(special)] = special
+        expected, ours = before.clone(), before.clone()
+        parts = split(before.param, "24")
+        expected.param, ours.param = parts.join(), parts  # type: ignore[assignment]
+        run(case, expected, offset=3 * BLOCK)
+        run(case, ours, offset=3 * BLOCK)
+        rounded = split(expected.param, "24")
+        number = ~expected.param.isnan()
+        assert torch.equal(parts.high.isnan(), ~number)
+        assert torch.equal(parts.high.view(torch.int16)[number], rounded.high.view(torch.int16)[number])
+        assert torch.equal(parts.low, rounded.low)
+        for found, moment in zip(ours.moments, expected.moments, strict=True):
+            assert torch.equal(found.codes.view(torch.uint8), moment.codes.view(torch.uint8))
 
 
 def test_a_part_that_begins_inside_of_a_byte_is_refused() -> None:

@@ -516,6 +516,46 @@ FITS: dict[str, tuple[Any, ...]] = {
         {"stage": 2, "offload": {"optimizer": "nvme"}, "precision": {"master_weights": "split", "moments": "int8"}},
         {"precision": "bf16-true"},
     ),
+    "stage 2, masters of 24 bits": (
+        {
+            "stage": 2,
+            "precision": {"master_weights": "24", "moments": "int8"},
+            "sharding": {"overlap_step": "backward"},
+        },
+        {"precision": "bf16-true"},
+    ),
+    "stage 2, masters of 24 bits on cpu": (
+        {"stage": 2, "offload": {"optimizer": "cpu"}, "precision": {"master_weights": "24"}},
+        {"precision": "bf16-true"},
+    ),
+    "stage 3, masters of 24 bits": (
+        {"stage": 3, "precision": {"master_weights": "24"}},
+        {"precision": "bf16-true"},
+    ),
+    "stage 3, split masters on cpu": (
+        {"stage": 3, "offload": {"optimizer": "cpu"}, "precision": {"master_weights": "split"}},
+        {"precision": "bf16-true"},
+    ),
+    "stage 3, masters of 24 bits, all on cpu, step on device": (
+        {
+            "stage": 3,
+            "offload": {"optimizer": "cpu", "parameters": "cpu", "step_on": "device"},
+            "precision": {"master_weights": "24", "moments": "int8"},
+        },
+        {"precision": "bf16-true"},
+    ),
+    "stage 3, masters of 24 bits, all on nvme": (
+        {
+            "stage": 3,
+            "offload": {"optimizer": "nvme", "parameters": "nvme", "step_on": "device"},
+            "precision": {"master_weights": "24"},
+        },
+        {"precision": "bf16-true"},
+    ),
+    "stage 3, split masters, parameters on cpu": (
+        {"stage": 3, "offload": {"parameters": "cpu"}, "precision": {"master_weights": "split"}},
+        {"precision": "bf16-true", "gradient_clip_val": 0.1},
+    ),
     "stage 1, frozen in nf4": ({"stage": 1, "precision": {"frozen": "nf4"}}, {}, "frozen matrices"),
     "stage 3, frozen in nf4 on cpu, bf16": (
         {

@@ -136,6 +136,18 @@ def test_bytes_of_a_drive_per_step() -> None:
     assert plan_of(1, offload=OffloadConfig(optimizer="cpu")).drive_bytes_per_step(gradients_stored=True) == (0, 0)
 
 
+def test_an_update_of_masters_of_24_bits_also_reads_the_parameters_that_they_complete() -> None:
+    units = [("0", False, [fact("a", dtype=torch.bfloat16)])]
+
+    def moved(masters: Any) -> tuple[int, int]:
+        offload, precision = OffloadConfig(optimizer="nvme", parameters="nvme"), PrecisionConfig(master_weights=masters)
+        plan = plan_of(3, units=units, offload=offload, compute_dtype=torch.bfloat16, precision=precision)
+        return plan.drive_bytes_per_step(gradients_stored=True)
+
+    (read, written), (less_read, less_written) = moved(True), moved("24")
+    assert (read - less_read, written - less_written) == ((4 - 1 - 2) * NUMEL // 4, (4 - 1) * NUMEL // 4)
+
+
 def test_the_table_joins_equal_blocks() -> None:
     lines = plan_of(3).describe().splitlines()
     assert lines[0] == "4,096 parameters in 4 units over 4 ranks; sharded: optimizer, gradients, parameters"

@@ -454,7 +454,7 @@ def base_config(options: dict[str, Any]) -> Any:
 
     given = {name: options[name] for name in ("sharding", "precision") if options.get(name) is not None}
     # A stage at which all of them may be given; candidates leave out what theirs does not know.
-    config = ZeROConfig.of(2 if dict(options.get("precision") or {}).get("master_weights") == "split" else 3, **given)
+    config = ZeROConfig.of(3, **given)
     return replace(config, sharding=replace(config.sharding, rank_weights=None))
 
 

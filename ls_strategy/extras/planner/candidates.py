@@ -78,12 +78,10 @@ class Candidate:
         )
         if self.by_node is not None:
             sharding = replace(sharding, **{"shard_size": None, "hpz": None, self.by_node: "node"})
-        split = base.precision.master_weights == "split"
         return replace(
             base,
             stage=self.stage,
             sharding=sharding,
-            precision=replace(base.precision, master_weights=True) if split and self.stage == 3 else base.precision,
             offload=replace(
                 base.offload, optimizer=self.optimizer, parameters=self.parameters, gradients=None, delay_after=None
             ),

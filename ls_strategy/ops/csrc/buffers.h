@@ -48,7 +48,7 @@ struct Buffers {
   Format moment_format, grad_format, out_format;
   void* high;  // on CPUs, masters as bf16 and what completes it, see split_master.py; null otherwise, as the next two
   void* low;
-  uint8_t* ties;
+  uint8_t* ties;  // null with masters of 24 bits
 };
 
 // Order of additions of sum_of_squares: see norm.py.

@@ -33,10 +33,11 @@ LS_INLINE void store_bits(uint8_t* to, int64_t i, uint32_t mask) {
   if (kLanes == 16) to[i / 8 + 1] = mask >> 8;
 }
 
-// Master weights, in fp32 or split.
+// Master weights, in fp32 or split; those of 24 bits have no bits for ties, and a signed byte.
 LS_INLINE F load_master(const Buffers& b, int64_t i) {
   if (!b.high) return load_as<F>(b.param + i);
   const U high = widen(load_as<U16>(static_cast<const uint16_t*>(b.high) + i));
+  if (!b.ties) return join_master<F>(high, widen(load_as<U8>(static_cast<const uint8_t*>(b.low) + i)) << 8, splat(1u));
   const U low = widen(load_as<U16>(static_cast<const uint16_t*>(b.low) + i));
   const uint32_t mask = load_bits(b.ties, i);
   return join_master<F>(high, low, mask ? splat(mask) >> iota() & 1u : U{});
@@ -44,7 +45,14 @@ LS_INLINE F load_master(const Buffers& b, int64_t i) {
 LS_INLINE void store_master(const Buffers& b, int64_t i, F p) {
   if (!b.high) return store_as(b.param + i, p);
   const U x = bits(p);
-  store_as(static_cast<uint16_t*>(b.high) + i, to_bf16(p));
+  const U16 high = to_bf16(p);
+  store_as(static_cast<uint16_t*>(b.high) + i, high);
+  if (!b.ties) {
+    const U y = p != p ? splat(kNaNBits) : x, upper = widen(high);
+    U distance = ((y + 0x7Fu + (y >> 8 & 1u)) >> 8) - (upper << 8) + 128u;  // 0 to 256; an odd number has no 0, none has 256
+    distance = distance - (distance >> 8) + ((U)(distance == 0u) & upper & 1u);
+    return store_as(static_cast<uint8_t*>(b.low) + i, narrow8(distance ^ 0x80u));
+  }
   store_as(static_cast<uint16_t*>(b.low) + i, narrow16(x & 0xFFFFu));
   store_bits(b.ties, i, mask_of((U)((x & 0x1FFFFu) == 0x18000u)));
 }
@@ -72,7 +80,7 @@ LS_INLINE void prefetch(const void* from, int64_t i, int64_t bytes) {
 LS_INLINE void prefetch_all(const Buffers& b, int64_t moment_bytes, int64_t i) {
   if (!b.high) prefetch(b.param, i, 4);
   if (b.high) prefetch(b.high, i, 2);
-  if (b.high) prefetch(b.low, i, 2);
+  if (b.high) prefetch(b.low, i, b.ties ? 2 : 1);
   prefetch(b.grad, i, bytes_of(b.grad_format));
   if (b.first) prefetch(b.first, i, moment_bytes);
   if (b.second) prefetch(b.second, i, moment_bytes);
@@ -225,7 +233,7 @@ void update_tail(const typename Rule::Numbers& numbers, const Buffers& b, int64_
   alignas(64) char high[2 * kScaleBlock] = {}, low[2 * kScaleBlock] = {};
   uint8_t ties[kScaleBlock / 8] = {};
   const int64_t n = b.n - begin, moment_bytes = bytes_of(kFormat);
-  const int64_t grad_bytes = bytes_of(b.grad_format), out_bytes = bytes_of(b.out_format);
+  const int64_t grad_bytes = bytes_of(b.grad_format), out_bytes = bytes_of(b.out_format), low_bytes = b.ties ? 2 : 1;
   char *const from_first = static_cast<char*>(b.first) + begin * moment_bytes;
   char *const from_second = static_cast<char*>(b.second) + begin * moment_bytes;
   Buffers tail = b;
@@ -241,10 +249,10 @@ void update_tail(const typename Rule::Numbers& numbers, const Buffers& b, int64_
   if (b.high) {
     tail.high = high;
     tail.low = low;
-    tail.ties = ties;
+    if (b.ties) tail.ties = ties;
     __builtin_memcpy(high, static_cast<char*>(b.high) + begin * 2, n * 2);
-    __builtin_memcpy(low, static_cast<char*>(b.low) + begin * 2, n * 2);
-    __builtin_memcpy(ties, b.ties + begin / 8, (n + 7) / 8);
+    __builtin_memcpy(low, static_cast<char*>(b.low) + begin * low_bytes, n * low_bytes);
+    if (b.ties) __builtin_memcpy(ties, b.ties + begin / 8, (n + 7) / 8);
   } else {
     __builtin_memcpy(param, b.param + begin, n * 4);
   }
@@ -254,8 +262,8 @@ void update_tail(const typename Rule::Numbers& numbers, const Buffers& b, int64_
   update_whole<Rule, kFormat>(numbers, tail, 0, tail.n);
   if (b.high) {
     __builtin_memcpy(static_cast<char*>(b.high) + begin * 2, high, n * 2);
-    __builtin_memcpy(static_cast<char*>(b.low) + begin * 2, low, n * 2);
-    __builtin_memcpy(b.ties + begin / 8, ties, (n + 7) / 8);
+    __builtin_memcpy(static_cast<char*>(b.low) + begin * low_bytes, low, n * low_bytes);
+    if (b.ties) __builtin_memcpy(b.ties + begin / 8, ties, (n + 7) / 8);
   } else {
     __builtin_memcpy(b.param + begin, param, n * 4);
   }

@@ -61,16 +61,19 @@ Buffers buffers(Tensor& param, const Tensor& grad, const MaybeTensor& out, const
   b.n = param.numel();
   check(param, b.n, param, "param");
   check(grad, b.n, param, "grad");
-  STD_TORCH_CHECK(low.has_value() == ties.has_value(), "ls_strategy: low and ties go together");
+  STD_TORCH_CHECK(low.has_value() || !ties, "ls_strategy: ties go with low");
   if (low) {
     STD_TORCH_CHECK(format_of(param) == kBF16 && !out, "ls_strategy: with low, param must be bf16, and is what out would be");
-    STD_TORCH_CHECK(low->scalar_type() == ScalarType::Short, "ls_strategy: low must be int16");
-    STD_TORCH_CHECK(ties->scalar_type() == ScalarType::Byte, "ls_strategy: ties must be uint8");
+    STD_TORCH_CHECK(low->scalar_type() == (ties ? ScalarType::Short : ScalarType::Char),
+                    "ls_strategy: low must be int16 with ties, int8 without");
     check(*low, b.n, param, "low");
-    check(*ties, (b.n + 7) / 8, param, "ties");
     b.high = param.mutable_data_ptr();
     b.low = const_cast<Tensor&>(*low).mutable_data_ptr();
-    b.ties = static_cast<uint8_t*>(const_cast<Tensor&>(*ties).mutable_data_ptr());
+    if (ties) {
+      STD_TORCH_CHECK(ties->scalar_type() == ScalarType::Byte, "ls_strategy: ties must be uint8");
+      check(*ties, (b.n + 7) / 8, param, "ties");
+      b.ties = static_cast<uint8_t*>(const_cast<Tensor&>(*ties).mutable_data_ptr());
+    }
   } else {
     STD_TORCH_CHECK(format_of(param) == kFP32, "ls_strategy: param must be fp32");
     b.param = static_cast<float*>(param.mutable_data_ptr());

@@ -1,13 +1,15 @@
-"""A flat buffer whose fp32 masters are stored as the parameters and the bits that complete them (stages 0 to 2).
+"""A flat buffer whose masters are stored as the parameters and the bits that complete them.
 
 ::
 
     full          | a | b | c      |....|     bf16, read by the forward; this rank's range completes its masters
-    master.low        | b | c  |              16 bits per element, on the tier of masters
-    master.ties       | b | c  |              one bit per element (`ls_strategy.ops.split_master`)
+    param             | b | c  |              stage 3: this rank's shard does, on the tier of parameters
+    master.low        | b | c  |              16 or 8 bits per element, on the tier of masters
+    master.ties       | b | c  |              with 16 bits, another bit (`ls_strategy.ops.split_master`)
 
 To all others the masters are fp32 numbers: checkpoints, `read_master`, a new engine. A write to the masters changes the
-parameters in this rank's range at once, as in fp32, where the masters are a slice of ``full``.
+parameters in this rank's range, or its shard of them, at once; below stage 3 as in fp32, where the masters are a slice
+of ``full``.
 """
 
 from __future__ import annotations
@@ -37,22 +39,37 @@ class SplitFlat(FlatBuffer):
 
     @override
     def place(self, mine: Tensor) -> None:
-        if not self.plan.split_masters:
+        form = self.plan.split_masters
+        if form is None:
             super().place(mine)
             return
-        parts = split(mine)
-        self.store.create("master.low", self.optimizer_tier, parts.low, torch.int16)
-        self.store.create("master.ties", self.optimizer_tier, parts.ties, torch.uint8)
+        parts = split(mine, form)
+        if self.has_own_shard:
+            self.store.create("param", self.param_tier, parts.high, self.dtype)
+            self.shard = self.store.in_memory("param")
+        self.store.create("master.low", self.optimizer_tier, parts.low, parts.low.dtype)
+        if parts.ties is not None:
+            self.store.create("master.ties", self.optimizer_tier, parts.ties, torch.uint8)
         self.master = placeholder_of(self.stepped_numel, self.master_dtype).to(mine.device)
+
+    @override
+    def refresh(self) -> None:
+        if self.plan.split_masters is None:
+            super().refresh()
+
+    @property
+    def _is_split_in_full(self) -> bool:
+        """Whether the masters are split, and the parameters that they complete are a slice of ``full``."""
+        return self.plan.split_masters is not None and not self.policy.parameters
 
     @property
     @override
     def master_is_slice(self) -> bool:
-        return self.plan.split_masters or super().master_is_slice
+        return self._is_split_in_full or super().master_is_slice
 
     @override
     def masters_in_memory(self) -> list[Tensor]:
-        if not self.plan.split_masters:
+        if self.plan.split_masters is None:
             return super().masters_in_memory()
         parts = (self.store.in_memory(name) for name in self.plan.master_states(0))
         return [part for part in parts if part is not None]
@@ -63,7 +80,7 @@ class SplitFlat(FlatBuffer):
     @contextmanager
     def writing(self) -> Iterator[None]:
         """Keep the parameters of before: elements that are not written to keep their masters."""
-        if not self.plan.split_masters or self._announced:
+        if not self._is_split_in_full or self._announced:
             yield
             return
         self._announced = True
@@ -75,7 +92,7 @@ class SplitFlat(FlatBuffer):
 
     @override
     def watch(self) -> None:
-        if not self.plan.split_masters or self._before is not None or self.hidden or self.gathering is not None:
+        if not self._is_split_in_full or self._before is not None or self.hidden or self.gathering is not None:
             return
         if self.updating is None and not self.offloaded:
             self.before_change()  # a save in flight would complete what is written to by what was there before
@@ -89,7 +106,7 @@ class SplitFlat(FlatBuffer):
     @override
     def start_gather(self) -> None:
         super().start_gather()
-        if self.plan.split_masters and (self._announced or self.writes.may_be_written):
+        if self._is_split_in_full and (self._announced or self.writes.may_be_written):
             self.writes.note_access()
 
     @override
@@ -100,14 +117,14 @@ class SplitFlat(FlatBuffer):
 
     @override
     def take_in_place(self, *, detected: bool) -> bool:
-        if not self.plan.split_masters:
+        if not self._is_split_in_full:
             return super().take_in_place(detected=detected)
         if self._before is None:
             if not detected:
                 return False
             raise StateError(
-                f"a parameter in the buffer of {self.name!r} was written to, but with precision.master_weights='split' "
-                "its masters cannot tell which elements have changed. Write to it inside "
+                f"a parameter in the buffer of {self.name!r} was written to, but with precision.master_weights="
+                f"{self.plan.split_masters!r} its masters cannot tell which elements have changed. Write to it inside "
                 "strategy.gathered_parameters(modify=True), or set master_weights=True on the strategy."
             )
         changed = take_elements(self, 0, self._own_range(), self._before)
@@ -122,19 +139,22 @@ class SplitFlat(FlatBuffer):
 
     @override
     def masters_of(self, start: int, stop: int, held: Mapping[str, Tensor]) -> Tensor | SplitMaster:
-        if not self.plan.split_masters:
+        if self.plan.split_masters is None:
             return super().masters_of(start, stop, held)
-        high = self._own_range()[start:stop]
-        low, ties = (held.get(name) for name in self.plan.master_states(0))
-        if low is None or ties is None:
-            low = self.store.view("master.low", start, stop)
-            ties = self.store.view("master.ties", start // PER_BYTE, -(-stop // PER_BYTE))
-        return SplitMaster(high, low, ties)
+        parts = {name: held[name] for name in ("param", *self.plan.master_states(0)) if name in held}
+        if "param" not in parts:
+            own = self.has_own_shard
+            parts["param"] = self.store.view("param", start, stop) if own else self._own_range()[start:stop]
+        for name in self.plan.master_states(0):
+            if name not in parts:
+                each = PER_BYTE if name == "master.ties" else 1
+                parts[name] = self.store.view(name, start // each, -(-stop // each))
+        return SplitMaster(parts["param"], parts["master.low"], parts.get("master.ties"))
 
     def _parts_around(self, start: int, stop: int) -> tuple[SplitMaster, int]:
         """Return the parts of elements ``[start, stop)`` and those that share a byte with them, and where they begin.
 
-        On NVMe, the parts but for the parameters are copies.
+        On NVMe, the parts are copies, but for parameters in ``full``.
         """
         self.require_here("masters")
         self.require_here("parameters")
@@ -145,21 +165,21 @@ class SplitFlat(FlatBuffer):
 
     @override
     def read_master(self) -> Tensor:
-        if not self.plan.split_masters:
+        if self.plan.split_masters is None:
             return super().read_master()
         self.wait_updated()
         return self.master_range(0, self.stepped_numel)
 
     @override
     def master_range(self, start: int, stop: int) -> Tensor:
-        if not self.plan.split_masters:
+        if self.plan.split_masters is None:
             return super().master_range(start, stop)
         masters, first = self._parts_around(start, stop)
         return masters.join()[start - first : stop - first]
 
     @override
     def write_master(self, start: int, values: Tensor) -> None:
-        if not self.plan.split_masters:
+        if self.plan.split_masters is None:
             super().write_master(start, values)
             return
         self.wait_updated()
@@ -174,5 +194,8 @@ class SplitFlat(FlatBuffer):
         if before is not None:
             before[first : first + masters.numel()].copy_(masters.high)
             self._before = before
+        if self.has_own_shard:
+            self.store.write("param", first, masters.high)
         self.store.write("master.low", first, masters.low)
-        self.store.write("master.ties", first // PER_BYTE, masters.ties)
+        if masters.ties is not None:
+            self.store.write("master.ties", first // PER_BYTE, masters.ties)

@@ -124,14 +124,14 @@ class Draft:
         sets = {tuple(i for i, _ in owners) for owners in self._owners.values() if len(owners) > 1}
         self._shared = {each: count + n for n, each in enumerate(sorted(sets))}
         config = self.config
-        split = config.precision.master_weights == "split"
+        split = config.precision.split_masters
         fp32 = config.precision.moments == "fp32"
-        if not sets or (single and config.offload.optimizer is None and fp32 and not split):
+        if not sets or (single and config.offload.optimizer is None and fp32 and split is None):
             return
         what = (
             "tensor, expert or pipeline parallelism"
             if not single
-            else "precision.master_weights='split'" if split
+            else f"precision.master_weights={split!r}" if split is not None
             else f"precision.moments={config.precision.moments!r}"
         )  # fmt: skip
         offloaded = config.offload.tier_of("optimizer")
@@ -178,7 +178,9 @@ class Draft:
     def resolve(self, mesh: Mesh, held: dict[int, FlatBuffer], weights: Sequence[Fraction] = (), rank: int = 0) -> Plan:
         """Lay out the buffers. ``held`` is as in `setup.shard`, ``weights`` and ``rank`` as in `resolve_plan`."""
         adapters = adapter_params(self.model)
-        casts = casts_of(self.model, self.precision.autocast) if self.config.precision.gather == "compute" else {}
+        given = self.config.precision
+        gathers_casts = given.gather == "compute" and given.split_masters is None  # else bf16 shards are gathered
+        casts = casts_of(self.model, self.precision.autocast) if gathers_casts else {}
 
         def facts(name: str, p: nn.Parameter) -> ParamFacts:
             dtype = held[id(p)].master_dtype if id(p) in held else p.dtype

@@ -52,9 +52,10 @@ class DeviceStep:
         return host.to(self._link.device, non_blocking=True)
 
     def send_master(self, master: Tensor | SplitMaster) -> Tensor | SplitMaster:
-        """Do what `send` does with masters; the upper parts of split ones are on the device."""
+        """Do what `send` does with masters; the upper parts of split ones may be on the device."""
         if isinstance(master, SplitMaster):
-            return SplitMaster(master.high, self.send(master.low), self.send(master.ties))
+            ties = None if master.ties is None else self.send(master.ties)
+            return SplitMaster(self.send(master.high), self.send(master.low), ties)
         return self.send(master)
 
     def send_moment(self, moment: Moment) -> Moment:
@@ -77,8 +78,11 @@ class DeviceStep:
     def bring_master(self, host: Tensor | SplitMaster, result: Tensor | SplitMaster) -> None:
         """Do what `bring` does with masters."""
         if isinstance(host, SplitMaster) and isinstance(result, SplitMaster):
+            if host.high is not result.high:
+                self.bring(host.high, result.high)
             self.bring(host.low, result.low)
-            self.bring(host.ties, result.ties)
+            if host.ties is not None and result.ties is not None:
+                self.bring(host.ties, result.ties)
         elif isinstance(host, Tensor) and isinstance(result, Tensor):
             self.bring(host, result)
 

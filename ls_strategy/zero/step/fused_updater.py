@@ -153,7 +153,9 @@ class FusedUpdater(Updater):
         """
         if not (flat.steps_in_background and flat.averages.folds_factors):  # else it does not step all of the buffer
             return None
-        if flat.plan.split_masters:  # it would change the parameters while backward reads them
+        if (
+            flat.plan.split_masters and not flat.policy.parameters
+        ):  # it would change the parameters while backward reads
             return None
         n = self._flats.index(flat)
         parts = [self._part_of(c, self._states.steps_taken + 1) for c in self._runs if c.run.flat_number == n]

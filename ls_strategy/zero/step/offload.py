@@ -79,7 +79,7 @@ def _moments(
     fp32, offloaded = stepped.master_dtype == torch.float32, flat.trainable and flat.optimizer_tier != "device"
     if kernel is None and stepped.split_masters:
         name = type(optimizer).__name__
-        raise _without_kernel("precision.master_weights='split'", name, "leave master_weights out")
+        raise _without_kernel(f"precision.master_weights={stepped.split_masters!r}", name, "leave master_weights out")
     if kernel is None and not TIERS[tier].resident and any(full_tensor_groups(optimizer)):
         _refuse_without_kernel(optimizer, "cpu", config, fp32=True)  # other states are in host memory
         return moment_sizes(number, numel, _streamed(optimizer), "fp32") if fp32 and offloaded else {}
@@ -193,7 +193,7 @@ class Offload:
         """Choose where offloaded states are updated; ``auto`` measures. The result is bitwise equal either way."""
         if self.config.offload.optimizer is None or not dev.is_accelerator(device):
             return
-        if self.config.precision.master_weights == "split":
+        if self.config.precision.split_masters is not None and self.config.offload.parameters is None:
             self.streamed, self.reason = True, "where the upper parts of split master weights are"
             return
         self.streamed = self.config.offload.step_on == "device"

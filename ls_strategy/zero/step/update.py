@@ -81,6 +81,12 @@ class Update:
     streamed: bool = False
     """Copy states in host memory to the device, update them there and copy them back."""
 
+    @property
+    def completes_stored(self) -> bool:
+        """Whether the masters are completed by parameters on a tier that is not in memory."""
+        flat = self.flat
+        return flat.plan.split_masters is not None and flat.has_own_shard and flat.shard is None
+
     def seed(self, part: UpdatePart) -> int:
         """Return the seed of the stochastic rounding, unique per buffer and step, and equal after a resume.
 
@@ -95,7 +101,7 @@ class Update:
     def jobs(self) -> list[Job]:
         """Return the update's jobs, in order."""
         numel = self.flat.stepped_numel
-        if self.states.resident and self.grads is not None and not self.streamed:
+        if self.states.resident and self.grads is not None and not (self.streamed or self.completes_stored):
             return [_ChunkUpdate(self, 0, numel)]
         step = DeviceStep(self.flat.store.link, self.after) if self.streamed else None
         needed = (self._needed(lo, hi) for lo, hi in chunks(0, numel))
@@ -175,6 +181,8 @@ class _ChunkUpdate:
 
     def _leased_names(self) -> Iterator[str]:
         update = self._update
+        if update.completes_stored:
+            yield "param"
         if not update.states.resident:
             yield from update.flat.plan.master_states(0)
             for name in dict.fromkeys(n for part in update.parts for n in part.names):
@@ -188,7 +196,7 @@ class _ChunkUpdate:
         """Start loading every state that is not resident, or sending resident ones to the device."""
         update, store = self._update, self._update.flat.store
         update.flat.before_change()
-        if update.grads is None or not update.states.resident:
+        if update.grads is None or not update.states.resident or update.completes_stored:
             self._leases = {n: store.get(n, *self._range(n)) for n in self._leased_names()}
         if self._device_step is not None and not self._leases:
             self._send(self._device_step, self._host_states({}))
