@@ -33,9 +33,10 @@ POLICIES: dict[ZeroStage, StagePolicy] = {
 def policy_of(config: ZeROConfig, ranks: int) -> StagePolicy:
     """Return what ``ranks`` data-parallel ranks shard with these options.
 
-    One rank shards nothing, so it runs as stage 0, unless the stage decides what offload leaves on the device. With
-    virtual ranks every gradient is sent, so that its additions can be in one order, and stages 0 and 1 run as stage 2.
+    One rank shards nothing, so it runs as stage 0, unless the stage decides what offload leaves on the device, or what
+    updates in backward free. With virtual ranks every gradient is sent, so that its additions can be in one order, and
+    stages 0 and 1 run as stage 2.
     """
     if config.parallel.virtual_ranks is not None:
         return POLICIES[3 if POLICIES[config.stage].parameters else 2]
-    return POLICIES[config.stage if ranks > 1 or config.offload.any_state else 0]
+    return POLICIES[config.stage if ranks > 1 or config.offload.any_state or config.updates_in_backward else 0]

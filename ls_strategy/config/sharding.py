@@ -27,9 +27,10 @@ class ShardingConfig(Group):
     prefetch_units: int = 1
     """Stage 3: units gathered ahead of the one that computes."""
 
-    overlap_step: bool = True
+    overlap_step: bool | Literal["backward"] = True
     """Overlap gathering new parameters (stages 1 and 2) and updating offloaded states with backward or the next
-    forward. Same numbers."""
+    forward. ``backward`` also updates states on the device during backward, unit by unit, which frees the gradients
+    unless they are clipped or read. Same numbers."""
 
     rank_weights: tuple[float, ...] | Literal["auto"] | None = None
     """For unequal memory: ``[2, 1]`` stores two thirds of what the stage shards on rank 0; ``auto`` weights ranks by

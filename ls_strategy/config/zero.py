@@ -36,6 +36,13 @@ class ZeROConfig(Group):
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     compile: CompileConfig = field(default_factory=CompileConfig)
 
+    @property
+    def updates_in_backward(self) -> bool:
+        """Whether an update may begin before backward is over, if nothing reads its gradients."""
+        overlap = self.sharding.overlap_step
+        possible = overlap == "backward" or (bool(overlap) and self.offload.optimizer is not None)
+        return possible and self.offload.delay_after is None
+
     @classmethod
     def of(cls, stage: Literal[0, 1, 2, 3, "auto"], **groups: Any) -> ZeROConfig:
         """Return the configuration for groups in any form that `ZeROStrategy` accepts; ``auto`` counts as stage 3.
@@ -69,6 +76,11 @@ def check_together(config: ZeROConfig) -> None:
     """
     _check_weights(config)
     _check_shard_groups(config)
+    if config.sharding.overlap_step == "backward" and config.stage == 0:
+        raise ConfigError(
+            "Got sharding.overlap_step='backward' with stage=0, where every rank keeps all gradients until the step. "
+            "Set stage=2, which frees them, or leave overlap_step out."
+        )
     _check_offload(config)
     _check_virtual_ranks(config)
     _check_compile(config)

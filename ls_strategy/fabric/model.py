@@ -90,7 +90,7 @@ class Model:
         if engine.policy.parameters:
             self._state_dict_hooks = StateDictHooks(module, engine.units, engine.mesh)
             engine.on_detach.append(self._state_dict_hooks.remove)
-        engine.gatherer.overlap = config.sharding.overlap_step
+        engine.gatherer.overlap = bool(config.sharding.overlap_step)
         engine.private_gradients = False  # the user's loop may read and change gradients at any time
         guards.watch_zero_grad(module, engine)
         offload = config.offload

@@ -202,7 +202,7 @@ class EngineSetup:
         for switch in self._switches:
             switch.on = True
         overlap = strategy.config.sharding.overlap_step
-        engine.gatherer.overlap = fitting and overlap
+        engine.gatherer.overlap = fitting and bool(overlap)
         automatic = fitting and not guards.steps_by_itself(trainer, module, engine)
         # A read of `p.grad` is noticed; a read of the gradients of model-parallel pieces is not.
         engine.private_gradients = automatic and not (
@@ -211,7 +211,7 @@ class EngineSetup:
         engine.early_step = (
             engine.private_gradients
             and not guards.has_hooks_before_step(trainer, module)
-            and overlap
+            and bool(overlap)
             and not trainer.gradient_clip_val
             and strategy.loop.updates_early
         )

@@ -22,7 +22,18 @@ from ls_strategy.precision import resolve_precision
 from ls_strategy.testing import spawn
 from tests.dist.test_checkpoint_async import slow_writes
 from tests.marks import wide
-from tests.models import Case, Net, SaveOnce, assert_same_bits, changed_in_between, loader, placed, quiet, trainer_of
+from tests.models import (
+    Case,
+    Net,
+    PrivateNet,
+    SaveOnce,
+    assert_same_bits,
+    changed_in_between,
+    loader,
+    placed,
+    quiet,
+    trainer_of,
+)
 from tests.unit.one_rank import adamw, close_engines, engine_on, network, steps
 
 pytestmark = pytest.mark.dist
@@ -109,6 +120,46 @@ def test_masters_of_24_bits_have_the_same_bits_everywhere(
     world_size: int, groups: list[list[Case]], tmp_path: Path
 ) -> None:
     assert_same_bits(world_size, groups, tmp_path)
+
+
+BEGIN_IN_BACKWARD = replace(SHORT, clip=None, traits=("private", "uneven"))
+
+
+@pytest.mark.parametrize("masters", [IN_24_BITS, wide(SPLIT), wide(("precision.master_weights", True))])
+def test_updates_in_backward_have_the_bits_of_those_after_it(masters: tuple[str, Any], tmp_path: Path) -> None:
+    late, early = ("sharding.overlap_step", False), ("sharding.overlap_step", "backward")
+    groups = [
+        [replace(BEGIN_IN_BACKWARD, stage=stage, options=(*options, *INT8, masters, when)) for when in (late, early)]
+        for stage, options in ((1, ()), (2, ()), (2, ON_CPU), (3, ()), (3, ALL_ON_CPU))
+    ]
+    assert_same_bits(2, groups, tmp_path)
+
+
+class Weighed(PrivateNet):
+    """Notes the bytes of gradients after each step."""
+
+    def on_train_batch_end(self, *_: Any) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
+        strategy: Any = self.trainer.strategy
+        self.held = strategy.memory_bytes()["gradients"]
+
+
+def gradients_held(rank: int, world_size: int, cases: list[Case]) -> list[int]:
+    """Return the bytes of gradients that are left after the last step of each case. Collective."""
+    quiet()
+    found = []
+    for case in cases:
+        net = Weighed(case)
+        trainer_of(case, world_size).fit(net, loader(case, world_size))
+        found.append(net.held)
+    return found
+
+
+def test_updates_in_backward_leave_no_gradients_unless_they_are_clipped() -> None:
+    case = replace(BEGIN_IN_BACKWARD.at(2), steps=3, options=(IN_24_BITS, ("sharding.overlap_step", "backward")))
+    cases = [case, replace(case, clip="norm", clip_at=0.5), replace(case, options=(IN_24_BITS,)), case.at(3)]
+    for freed, clipped, late, sharded in spawn(gradients_held, 2, cases, init_process_group=False, timeout_s=200):
+        assert freed == sharded == 0
+        assert clipped == late > 0
 
 
 def test_a_checkpoint_of_24_bits_goes_on_in_24_bits_elsewhere(tmp_path: Path) -> None:

@@ -97,6 +97,20 @@ STEPS = (
         ("tests/ops/test_split_master.py::test_numbers_of_24_bits_are_restored_but_for_the_middle_above_an_even_one",),
     ),
     Mutation(
+        "an update in backward changes parameters that something still refers to",
+        "ls_strategy/zero/flat/flat_buffer.py",
+        "return not self.writes.has_memory_views",
+        "return True",
+        ("tests/unit/test_zero_early.py::test_what_is_still_referred_to_is_updated_after_backward",),
+    ),
+    Mutation(
+        "a parameter that backward has updated is read again in the same backward pass",
+        "ls_strategy/zero/flat/flat_buffer.py",
+        "if self.hidden and self.update is UpdateState.UPDATED_EARLY:",
+        "if False:",
+        ("tests/unit/test_zero_early.py::test_what_reads_an_updated_weight_in_the_same_backward_is_an_error",),
+    ),
+    Mutation(
         "a rank keeps the state of a parameter that it never steps",
         "ls_strategy/zero/step/optimizer_state.py",
         "        if not piece.numel and not self._loads_others(number):\n            return  # this",
@@ -211,8 +225,8 @@ STEPS = (
     Mutation(
         "a fused update begins in backward for a buffer that another updater steps too",
         "ls_strategy/zero/step/fused_updater.py",
-        "if not (flat.steps_in_background and flat.averages.folds_factors):",
-        "if not (flat.steps_in_background and self.steps_flat[self._flats.index(flat)]):",
+        "if not flat.averages.folds_factors:",
+        "if not self.steps_flat[self._flats.index(flat)]:",
         ("tests/unit/test_zero_updater.py::test_every_updater_steps_as_torch_does",),
     ),
     Mutation(

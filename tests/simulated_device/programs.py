@@ -516,7 +516,7 @@ FITS: dict[str, tuple[Any, ...]] = {
         {"stage": 2, "offload": {"optimizer": "nvme"}, "precision": {"master_weights": "split", "moments": "int8"}},
         {"precision": "bf16-true"},
     ),
-    "stage 2, masters of 24 bits": (
+    "stage 2, masters of 24 bits, updated in backward": (
         {
             "stage": 2,
             "precision": {"master_weights": "24", "moments": "int8"},
@@ -528,8 +528,8 @@ FITS: dict[str, tuple[Any, ...]] = {
         {"stage": 2, "offload": {"optimizer": "cpu"}, "precision": {"master_weights": "24"}},
         {"precision": "bf16-true"},
     ),
-    "stage 3, masters of 24 bits": (
-        {"stage": 3, "precision": {"master_weights": "24"}},
+    "stage 3, masters of 24 bits, updated in backward": (
+        {"stage": 3, "precision": {"master_weights": "24"}, "sharding": {"overlap_step": "backward"}},
         {"precision": "bf16-true"},
     ),
     "stage 3, split masters on cpu": (

@@ -172,12 +172,11 @@ class Forecaster:
         """Return what a replay depends on."""
         scales = self._states.precision.loss_scaling
         single = len(self._states.optimizers) == 1
-        offloads = config.offload.optimizer is not None
         return Setting(
             optimizer_bytes=self._optimizer_bytes,
             micro_batches=self._run.micro_batches,
             prefetch_units=config.sharding.prefetch_units,
-            early_step=offloads and config.sharding.overlap_step and single and not self._run.clips and not scales,
+            early_step=config.updates_in_backward and single and not self._run.clips and not scales,
             native=device == "cuda",
             wire_fp32=self._states.precision.reduce_in_fp32,
             cuda=device == "cuda",

@@ -155,8 +155,7 @@ class PartitionedModel:
         """Return what a replay depends on."""
         run, precision = self.question.run, self.question.precision
         single = len(self._states.optimizers) == 1
-        early = config.offload.optimizer is not None and config.sharding.overlap_step and single
-        early = early and not run.clips and not precision.loss_scaling
+        early = config.updates_in_backward and single and not run.clips and not precision.loss_scaling
         # Of sharded layers, the engine does not notice reads of gradients: any hook after backward delays its updates.
         parallel = job.parallel
         early = early and parallel.tensor == parallel.expert == parallel.pipeline == 1

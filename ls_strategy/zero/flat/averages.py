@@ -49,11 +49,12 @@ class Averages:
         self.folds_factors = False
         """Whether a fused update steps this buffer: it applies loss scale and clip factor, and reads 16 bit."""
 
-        self.recorded_sums: list[Sequence[float]] | None = None
+        self.recorded_sums: list[Sequence[float] | Tensor] | None = None
         """`sum_of_squares` of averages no longer in memory, of all together or by chunks.
 
         Numbers and not tensors: small tensors that outlive the buffers around them kept the C library from returning
-        the memory of those, 1.4 MB per block of a million parameters.
+        the memory of those, 1.4 MB per block of a million parameters. Of an update on a device they are tensors there:
+        a number would let the host wait for it.
         """
 
         self.gone = False
@@ -412,7 +413,7 @@ class Averages:
             return []
         if self.recorded_sums is not None and (self.gone or self.on_nvme):
             self.wait()
-            return self.recorded_sums
+            return [s.tolist() if isinstance(s, Tensor) else s for s in self.recorded_sums]
         if self.gone:
             self.require_here()
         return None
@@ -441,7 +442,7 @@ class Averages:
         """Forget the copy in flight, which has failed."""
         self.landing = None
 
-    def record_sums(self) -> list[Sequence[float]]:
+    def record_sums(self) -> list[Sequence[float] | Tensor]:
         """Return the list in which an update that takes the averages records their sums, see `recorded_sums`."""
         self.recorded_sums = sums = []
         return sums
@@ -466,7 +467,8 @@ class Averages:
         """Give the averages to an update in flight; backward fills new ones."""
         self.gone = True
         if self.values is not None:
-            self._flat.lend(self.values)
+            if self._flat.gradient_tier != "device":
+                self._flat.lend(self.values)
             self.values = None
 
 

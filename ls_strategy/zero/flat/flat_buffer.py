@@ -336,11 +336,41 @@ class FlatBuffer(FlatStates):
 
     # updates in flight -----------------------------------------------------------------------------------------------
 
-    def begin_early_update(self, updating: Ticket) -> None:
-        """Record an update that has taken the complete averages while backward still runs."""
+    def allows_early_update(self) -> bool:
+        """Return whether an update may begin although backward still runs. Not collective: ranks may differ.
+
+        Below stage 3, split masters are completed by the parameters, so their update changes what backward reads. By
+        then the backward of the unit is over, and has freed what autograd had saved; so whatever still refers to the
+        memory (another use of a weight, a graph that is kept, a view of user code) may read it, and the update waits.
+        Other masters that are parameters are referred to at all times.
+        """
+        if self.policy.parameters or not self.master_is_slice:
+            return True
+        if self.plan.split_masters is None or len(self._switched) < len(self.params):  # of other libraries' classes
+            return False
+        self.take_writes()
+        return not self.writes.has_memory_views
+
+    def begin_early_update(self, updating: Ticket | None) -> None:
+        """Record an update that has taken the complete averages while backward still runs.
+
+        If it changes parameters that backward could read, any use of one until the step is an error.
+        """
         self.begin_update(updating)
         self._move_update(UpdateState.UPDATED_EARLY)
         self.averages.hand_to_update()
+        if not self.policy.parameters and self.master_is_slice:
+            self.hide()
+            with unnoticed():
+                for p in self.params:
+                    increment_version(p)  # autograd refuses what it has saved without another reference
+            self.writes.record()
+
+    def _read_again(self) -> StateError:
+        return StateError(
+            f"a parameter in the buffer of {self.name!r} is read again in the backward pass that has already "
+            "updated it. Set sharding.overlap_step=False on the strategy."
+        )
 
     def begin_delayed_update(self, updating: Ticket) -> None:
         """Record an update that runs while the next step computes with the old parameters."""
@@ -505,10 +535,7 @@ class FlatBuffer(FlatStates):
     def _gather_shards(self) -> None:
         """Start gathering sharded parameters, from where they are nearest (stage 3). Collective."""
         if self.update is UpdateState.UPDATED_EARLY:
-            raise StateError(
-                f"a parameter in the buffer of {self.name!r} is read again in the backward pass that has already "
-                "updated it. Set sharding.overlap_step=False on the strategy."
-            )
+            raise self._read_again()
         if torch.jit.is_tracing():
             self.refuse_tracing()
         self.writes.begin_gather()
@@ -577,6 +604,8 @@ class FlatBuffer(FlatStates):
         """Wait until the parameters can be read. ``on_demand``: they were gathered for `touch`."""
         if self.offloaded:
             self.require_here("parameters")
+        if self.hidden and self.update is UpdateState.UPDATED_EARLY:
+            raise self._read_again()
         if self.gathering is not None:
             self.gathering.wait()
             self.gathering = None

@@ -367,8 +367,8 @@ class FlatStates:
 
     # what is in flight -----------------------------------------------------------------------------------------------
 
-    def begin_update(self, updating: Ticket) -> None:
-        """Record an update of these states that runs in the background."""
+    def begin_update(self, updating: Ticket | None) -> None:
+        """Record an update of these states that runs in the background; None: it runs on this thread."""
         self.updating = updating
 
     def begin_arrival(self, arriving: Arrival) -> None:

@@ -147,20 +147,16 @@ class FusedUpdater(Updater):
         return [self._update_of(n, parts, clip) for n, parts in by_flat.items()]
 
     def early_update(self, flat: FlatBuffer) -> Update | None:
-        """Return the update of one offloaded buffer before the others' gradients are known; None if it has to wait.
+        """Return the update of one buffer before the others' gradients are known; None if it has to wait.
 
         The runs have to be those of the coming step.
         """
-        if not (flat.steps_in_background and flat.averages.folds_factors):  # else it does not step all of the buffer
-            return None
-        if (
-            flat.plan.split_masters and not flat.policy.parameters
-        ):  # it would change the parameters while backward reads
+        if not flat.averages.folds_factors:  # else it does not step all of the buffer
             return None
         n = self._flats.index(flat)
         parts = [self._part_of(c, self._states.steps_taken + 1) for c in self._runs if c.run.flat_number == n]
         update = self._update_of(n, parts, None)
-        sums: list[Sequence[float]] | None = None
+        sums: list[Sequence[float] | Tensor] | None = None
         if update.grads is not None:
             sums = flat.averages.record_sums()
         return replace(update, publish=flat.policy.parameters, sums=sums)

@@ -178,7 +178,7 @@ class Offload:
         result = cls(
             config,
             link,
-            Stream(threaded=config.sharding.overlap_step, on_start=link.bind_thread),
+            Stream(threaded=bool(config.sharding.overlap_step), on_start=link.bind_thread),
             tiers,
             gradient_buffers(device),
             worker,

@@ -391,7 +391,7 @@ class ShardedOptimizer:
         return f"{name}: stepped by the fused update ({path}), moments in {moments}"
 
     def early_update(self, flat: FlatBuffer) -> Update | None:
-        """Return the update of one offloaded buffer before the others' gradients are known; None if it has to wait.
+        """Return the update of one buffer before the others' gradients are known; None if it has to wait.
 
         It has to wait in the first step, and if the set of parameters with gradients differs from the previous step:
         then the runs differ too.

@@ -4,6 +4,7 @@
 states                         update                                      new parameters
 =============================  ==========================================  ===================================
 on the device                  in the optimizer's step                     sent at once (stages 1, 2)
+on the device, ``early``       while backward runs, unit by unit           sent at once (stages 1, 2)
 offloaded                      on the stream, in the next forward's order  sent when the forward needs the unit
 offloaded, ``early``           begun while backward runs, unit by unit     sent when the forward needs the unit
 offloaded, ``delayed``         on the stream, during the whole next step   sent at the end of the next step
@@ -46,8 +47,9 @@ class UpdateSchedule:
         self._optimizers = optimizers
         self._gatherer = gatherer
         self._offload = offload
-        self.applies = offload.config.offload.any_state
-        """Whether any states are offloaded. If not, the step itself runs its updates, and publishes."""
+        self._steps_on_device_early = offload.config.sharding.overlap_step == "backward"
+        self.applies = offload.config.offload.any_state or self._steps_on_device_early
+        """Whether states are offloaded, or updated in backward. If not, the step runs its updates, and publishes."""
 
         self.offloads = offload.config.offload.optimizer is not None
         """Whether the optimizer's are, so that their updates are submitted."""
@@ -66,24 +68,37 @@ class UpdateSchedule:
     def allows_early(self) -> bool:
         """Return whether options and optimizers allow a unit's update before backward is over.
 
-        States on the device are updated all at once: waiting for single gradients would only delay backward.
+        States on the device are updated all at once, unless ``sharding.overlap_step`` is ``backward``: waiting for
+        single gradients frees memory, but delays backward.
         """
-        return self.offloads and len(self._optimizers) == 1 and self._offload.config.offload.delay_after is None
+        return self._offload.config.updates_in_backward and len(self._optimizers) == 1
 
     def begin_early(self, flat: FlatBuffer) -> None:
         """Begin the update of a buffer with complete averages while backward still runs. Not collective."""
-        update = self._optimizers[0].early_update(flat)
+        update = self._early_update(flat)
         if update is None:
             self._optimizers[0].owner.begin_early(flat, self._offload.stream)
             self.postpone(flat)
             return
+        if not flat.steps_in_background:
+            update.run()
+            flat.begin_early_update(None)
+            return
         if self._offload.streamed:
             update = replace(update, after=self._offload.link.mark(), streamed=True)
-        # Below stage 3, parameters do not change until backward is over: something might still read them.
+        # Below stage 3, parameters do not change until backward is over: something might still read them. Those that
+        # complete their masters do, see `FlatBuffer.allows_early_update`.
         flat.begin_early_update(self._offload.stream.submit(update.jobs()))
         self._early.append(flat)
         while len(self._early) > _EARLY_UPDATES:
             self._early.popleft().wait_updated()
+
+    def _early_update(self, flat: FlatBuffer) -> Update | None:
+        # Gradients in host memory are freed by the end of an update in the background.
+        on_device = self._steps_on_device_early and flat.gradient_tier == "device"
+        if not (flat.steps_in_background or on_device) or not flat.allows_early_update():
+            return None
+        return self._optimizers[0].early_update(flat)
 
     @staticmethod
     def postpone(flat: FlatBuffer) -> None:
@@ -175,7 +190,11 @@ class UpdateSchedule:
         early = [
             f
             for f in flats
-            if f.optimizer_index == index and f.update is UpdateState.UPDATED_EARLY and not f.policy.parameters
+            if f.optimizer_index == index
+            and f.update is UpdateState.UPDATED_EARLY
+            and f.steps_in_background
+            and not f.policy.parameters
+            and f.plan.split_masters is None
         ]
         if early:
             after = self._offload.link.mark()

@@ -69,7 +69,7 @@ class Update:
     publish: bool
     """Write the new parameters, in compute dtype, to this rank's stored shard."""
 
-    sums: list[Sequence[float]] | None = None
+    sums: list[Sequence[float] | Tensor] | None = None
     """The update appends ``(2,)`` of each chunk: its sum of squares and number of non-finite elements."""
 
     after: Any = None
@@ -214,7 +214,8 @@ class _ChunkUpdate:
             self._on_device(self._device_step, grads, held)
             return
         if update.sums is not None:
-            update.sums.append(sum_of_squares(grads, unscale=update.unscale).tolist())
+            sums = sum_of_squares(grads, unscale=update.unscale)
+            update.sums.append(sums.tolist() if dev.is_host(sums.device) else sums)
         for states in self._host_states(held):
             self._run(states, states.param, states.moments, grads, update.clip, self._out)
 
