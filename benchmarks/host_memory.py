@@ -47,8 +47,14 @@ SPREAD = "unknown: one process of each case"
 SEEDS = "none set: memory does not depend on the values"
 QUICK = ("--blocks", "4", "--width", "128", "--drive-width", "128", "--moments", "fp32")
 
-LIMITS = {"fp32": 14.5, "bf16": 10.5, "int8": 8.5}
-"""Bytes per parameter: masters 4, moments 8, 4 or 2.03, gradients 2, and 0.5 for what is gathered and on its way."""
+LIMITS: dict[tuple[Any, str], float] = {
+    (True, "fp32"): 14.5,
+    (True, "bf16"): 10.5,
+    (True, "int8"): 8.5,
+    ("24", "int8"): 7.5,
+}
+"""Bytes per parameter, by ``precision.master_weights`` and ``precision.moments``: masters 4, or of 24 bits with the
+weights 3, moments 8, 4 or 2.03, gradients 2, and 0.5 for what is gathered and on its way."""
 
 CGROUPS = Path("/sys/fs/cgroup/memory")
 
@@ -63,6 +69,7 @@ class Case:
     blocks: int = 96
     width: int = 1024
     steps: int = 6
+    master_weights: Any = True
     nvme_path: str = ""
     """Folder of the NVMe tier, for a strategy that has one."""
 
@@ -136,6 +143,7 @@ class Scale(pl.Callback):
 def fit(case: Case, blocks: int, width: int, steps: int) -> tuple[Scale, Plan]:
     """One Trainer; what it weighed, and the engine's plan."""
     options: dict[str, Any] = {**ALIASES[case.strategy], "precision.moments": case.moments}
+    options["precision.master_weights"] = case.master_weights
     if case.nvme_path:
         options["offload.nvme_path"] = case.nvme_path
     scale = Scale()
@@ -244,7 +252,7 @@ def main() -> None:
     parser = record.parser(__doc__)
     parser.add_argument("--blocks", type=int, default=96, help="equal units")
     parser.add_argument("--width", type=int, default=1024, help="a block has about 4 width**2 parameters")
-    parser.add_argument("--moments", nargs="+", default=["fp32", "bf16", "int8"], choices=sorted(LIMITS))
+    parser.add_argument("--moments", nargs="+", default=["fp32", "bf16", "int8"], choices=["fp32", "bf16", "int8"])
     parser.add_argument("--drive-width", type=int, default=768, help="width in the runs on a drive")
     parser.add_argument("--allowed-mib", type=int, default=256, help="of the runs on a drive")
     parser.add_argument("--one", default=None, help=argparse.SUPPRESS)
@@ -253,14 +261,14 @@ def main() -> None:
         print(json.dumps(weigh(Case(**json.loads(args.one)))))
         return
     results = []
-    print(f"{'moments':8}{'clip':>6}{'resident':>10}{'peak':>8}{'limit':>8}   bytes per parameter")
-    for moments in args.moments:
-        for clip in (False, True):
-            result = measure(Case(moments, clip, blocks=args.blocks, width=args.width))
-            results.append({**result, "limit": LIMITS[moments]})
+    print(f"{'masters':8}{'moments':8}{'clip':>6}{'resident':>10}{'peak':>8}{'limit':>8}   bytes per parameter")
+    for (masters, moments), limit in LIMITS.items():
+        for clip in (False, True) if moments in args.moments else ():
+            result = measure(Case(moments, clip, blocks=args.blocks, width=args.width, master_weights=masters))
+            results.append({**result, "limit": limit})
             print(
-                f"{moments:8}{clip!s:>6}{result['resident_per_parameter']:>10.2f}{result['peak_per_parameter']:>8.2f}"
-                f"{LIMITS[moments]:>8}   {result['engine_per_parameter']}",
+                f"{masters!s:8}{moments:8}{clip!s:>6}{result['resident_per_parameter']:>10.2f}"
+                f"{result['peak_per_parameter']:>8.2f}{limit:>8}   {result['engine_per_parameter']}",
                 flush=True,
             )
     on_drive = []

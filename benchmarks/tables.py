@@ -79,13 +79,13 @@ def _adam(record: dict[str, Any]) -> list[list[str]]:
 
 
 def _host_memory(record: dict[str, Any]) -> list[list[str]]:
-    """Bytes per parameter by format of the moments: between two steps, and the most at any time."""
-    by_case = {(c["moments"], c["clip"]): c for c in record["results"]}
-    rows = [["moments", "no clipping", "no clipping, peak", "clipping", "clipping, peak"]]
-    for moments in dict.fromkeys(c["moments"] for c in record["results"]):
-        cases = (by_case[moments, False], by_case[moments, True])
+    """Bytes per parameter by format of masters and moments: between two steps, and the most at any time."""
+    by_case = {(c.get("master_weights", True), c["moments"], c["clip"]): c for c in record["results"]}
+    rows = [["master weights", "moments", "no clipping", "no clipping, peak", "clipping", "clipping, peak"]]
+    for masters, moments in dict.fromkeys((masters, moments) for masters, moments, _ in by_case):
+        cases = (by_case[masters, moments, False], by_case[masters, moments, True])
         numbers = [case[f"{kind}_per_parameter"] for case in cases for kind in ("resident", "peak")]
-        rows.append([f"`{moments}`", *(f"{n:.1f}" for n in numbers)])
+        rows.append([f"`{masters}`", f"`{moments}`", *(f"{n:.1f}" for n in numbers)])
     return rows
 
 
