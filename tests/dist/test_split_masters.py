@@ -250,9 +250,13 @@ def averaged(rank: int, world_size: int, cases: list[Case]) -> list[Any]:
     return found
 
 
-@pytest.mark.parametrize("options", [ON_CPU, wide(()), wide(ON_NVME)])
-def test_unfrozen_and_averaged_weights_are_those_of_fp32_masters(options: Any, tmp_path: Path) -> None:
-    cases = [placed(case, tmp_path) for case in pair(replace(SHORT, stage=2, options=options))]
+@pytest.mark.parametrize(
+    "case",
+    [replace(SHORT.at(2), options=ON_CPU), SHARDED[0], *map(wide, (PLACES[2], PLACES[4], *SHARDED[1:]))],
+    ids=lambda case: f"{case.stage} {dict(case.options)}",
+)
+def test_unfrozen_and_averaged_weights_are_those_of_fp32_masters(case: Case, tmp_path: Path) -> None:
+    cases = [placed(case, tmp_path) for case in pair(case)]
     for expected, found in spawn(averaged, 2, cases, init_process_group=False, timeout_s=200):
         assert found == expected
 
@@ -294,6 +298,15 @@ def test_announced_writes_change_only_what_they_write_and_others_are_refused(tmp
         assert found[2] == found[3]
     for (error,) in spawn(written, 2, cases[1:2], False, init_process_group=False, timeout_s=200):
         assert "cannot tell which elements have changed. Write to it inside" in error
+
+
+@pytest.mark.parametrize("announced", [False, wide(True)])
+def test_at_stage_3_all_writes_are_those_to_fp32_masters(announced: bool, tmp_path: Path) -> None:
+    cases = [placed(each, tmp_path) for case in (SHARDED[0], SHARDED[2], SHARDED[4]) for each in pair(case)]
+    for found in spawn(written, 2, cases, announced, init_process_group=False, timeout_s=200):
+        for expected, ours in zip(found[::2], found[1::2], strict=True):
+            assert isinstance(expected, list)
+            assert ours == expected
 
 
 class Through(Net):
@@ -368,11 +381,11 @@ class Saving(Net):
             self.head.weight.mul_(0.37)
 
 
-@pytest.mark.parametrize("options", [ON_CPU, wide(ON_NVME)])
-def test_a_background_save_has_the_weights_of_before_a_write(options: Any, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("stage", "options"), [(2, ON_CPU), wide(2, ON_NVME), (3, ALL_ON_CPU), wide(3, ALL_ON_NVME)])
+def test_a_background_save_has_the_weights_of_before_a_write(stage: int, options: Any, tmp_path: Path) -> None:
     options = (*options, ("checkpoint.background", True), ("checkpoint.format", "sharded"))
     saved: list[dict[str, Any]] = []
-    for case in pair(replace(SHORT.at(2), steps=6, options=options)):
+    for case in pair(replace(SHORT.at(stage), steps=6, options=options)):
         net = Saving(case)
         net.folder = str(tmp_path / f"{len(saved)}.ckpt")
         with slow_writes(0.02):

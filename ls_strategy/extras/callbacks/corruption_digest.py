@@ -373,11 +373,12 @@ def own_range(flat: FlatBuffer) -> int:
 def _own_tensors(flat: FlatBuffer) -> list[Callable[[], Tensor | None]]:
     """Return what no other rank has, and what is in memory: masters that are not a slice of the parameters, and shards.
 
-    States on the NVMe tier are not read.
+    Of split masters it is what the parameters lack. States on the NVMe tier are not read.
     """
     found: list[Callable[[], Tensor | None]] = []
-    if flat.states_in_memory and not flat.offloaded and not flat.master_is_slice:
-        found.append(lambda: None if flat.offloaded else flat.master)
+    if flat.states_in_memory and not flat.offloaded and (flat.plan.split_masters or not flat.master_is_slice):
+        count = len(flat.masters_in_memory())
+        found += [lambda n=n: None if flat.offloaded else flat.masters_in_memory()[n] for n in range(count)]
     if flat.shard is not None:
         found.append(lambda: flat.shard)
     return found
