@@ -1,0 +1,50 @@
+"""Loss of the GPT recipe on real text in bf16-true with masters in fp32, in 24 bits and without any, several seeds.
+
+``python -m benchmarks.masters --record benchmarks/records/masters.json``
+
+As `moments` does it: a seed decides initial weights and order of the text, the same for every format, so losses are
+compared in pairs; what a difference is worth is judged by the spread of the fp32 runs over seeds. Split masters are not
+among them: they have the bits of fp32.
+"""
+
+from __future__ import annotations
+
+import functools
+from pathlib import Path
+from typing import Any
+
+from benchmarks import record
+from benchmarks.moments import NETWORK, compare, measure, show, train
+from ls_strategy.lightning.strategy import ZeROStrategy
+
+MINUTES = 4
+SPREAD = "over seeds"
+SEEDS = "1 to --seeds, for weights and the order of the text"
+QUICK = ("--seeds", "1", "--steps", "2")
+
+FORMATS: dict[str, Any] = {"fp32": True, "24": "24", "none": False}
+
+
+def with_masters(steps: int, name: str, seed: int, cache: Path) -> dict[str, float]:
+    """One run with masters of this format."""
+    strategy = ZeROStrategy(1, precision={"master_weights": FORMATS[name]})
+    return train(strategy, seed, steps, cache, precision="bf16-true")
+
+
+def main() -> None:
+    """Parse, measure, print a table, write the record."""
+    parser = record.parser(__doc__)
+    parser.add_argument("--seeds", type=int, default=3, help="runs of each format")
+    parser.add_argument("--steps", type=int, default=300, help="optimizer steps")
+    args = parser.parse_args()
+    runs = measure(tuple(FORMATS), functools.partial(with_masters, args.steps), args.seeds)
+    table = compare(runs)
+    show(table)
+    found = {
+        **record.header("masters"), "network": NETWORK, "steps": args.steps, "results": table, "runs": runs,
+    }  # fmt: skip
+    record.write(args.record, found)
+
+
+if __name__ == "__main__":
+    main()
