@@ -271,6 +271,14 @@ def test_the_bubble_is_that_of_the_schedule(schedule, ranks, micro_batches):
     assert bubble_of(schedule, 1, micro_batches) == 0
 
 
+def test_blocks_whose_shards_are_too_small_for_units_are_traced_in_full():
+    """On one rank, but not on 4 tensor-parallel ranks, a block has enough elements for a unit of its own."""
+    asked = replace(question(4), run=Run(config=ZeROConfig(sharding={"min_unit_numel": 300_000})))
+    hardware = Hardware(ranks=4, ranks_per_node=4, tflops=300, link_gbs=100)
+    with mock.patch.object(search_module, "layer_shardings", return_value=[Parallelism(tensor=4)]):
+        assert search(asked, hardware, seconds=20).options
+
+
 def test_a_picture_of_the_front(tmp_path):
     pytest.importorskip("matplotlib")
     image = pytest.importorskip("PIL.Image")

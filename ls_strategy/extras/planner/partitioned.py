@@ -19,7 +19,7 @@ from torch.optim import Optimizer
 from ls_strategy._torch import copy_of_optimizer
 from ls_strategy.config import RecomputeConfig, ZeROConfig
 from ls_strategy.extras.planner.batch import batch_bytes, resized
-from ls_strategy.extras.planner.block_steps import METERS, BlockSteps, Known, can_recompute
+from ls_strategy.extras.planner.block_steps import METERS, BlockSteps, Known, NotUniform, can_recompute
 from ls_strategy.extras.planner.buffers import Setting
 from ls_strategy.extras.planner.candidates import Candidate
 from ls_strategy.extras.planner.choice import Question
@@ -48,6 +48,7 @@ from ls_strategy.extras.planner.traffic import StepTraffic, traffic
 from ls_strategy.parallel.pipeline.schedules import Table
 from ls_strategy.plan import Plan
 from ls_strategy.zero.setup.kept import kept_in_fp32
+from ls_strategy.zero.setup.partition import UnitSpec
 
 _CPU = torch.device("cpu")
 
@@ -68,6 +69,8 @@ class PartitionedModel:
         self._names = [[name for name, _ in spec.params] for spec in specs]
         self._trained = {name for name, p in self._module.named_parameters() if p.requires_grad}
         self._stack = stack_of(self._module) if stack is not None else None
+        if short and not _are_units(specs, self._stack):  # shards of a block may be too small for a unit
+            raise NotUniform
         self.blocks = len(stack.blocks) if stack is not None else 0
         """Blocks of the full model."""
         self.plans = StagePlans(self._module, self._states, self._stack, blocks=self.blocks, short=short)
@@ -360,11 +363,12 @@ def partitioned(
 
     Raises:
         PlanError: the model does not support this.
+        NotUniform: blocks of the shortened model have no units of their own.
     """
     module = question.module
     stack = stack_of(module)
     alike = stack is not None and is_uniform(stack) and _round_alike(question, stack)
-    if stack is None or len(stack.blocks) <= short or not alike or not _are_units(question):
+    if stack is None or len(stack.blocks) <= short or not alike:
         short = 0
     with ExitStack() as exit:
         if short:
@@ -389,11 +393,8 @@ def _round_alike(question: Question, stack: Stack) -> bool:
     return len({tuple(id(p) in kept for p in block.parameters()) for block in stack.blocks}) == 1
 
 
-def _are_units(question: Question) -> bool:
+def _are_units(specs: Sequence[UnitSpec], stack: Stack | None) -> bool:
     """Return whether every block has units of its own, which can be repeated."""
-    states = ModelStates(question.module, question.optimizers, question.precision)
-    specs = states.draft(Candidate(0).config(question.run.config), 1).specs
-    stack = stack_of(question.module)
     assert stack is not None
     roots = [name for spec in specs if spec.is_root for name, _ in spec.params]
     return not any(name.startswith(f"{stack.name}.") for name in roots)
