@@ -18,7 +18,7 @@ from ls_strategy.extras.planner.hardware import Hardware
 from ls_strategy.extras.planner.offloaded import saved_bytes, with_activations
 from ls_strategy.extras.planner.replay import Peak, replay
 from ls_strategy.extras.planner.simulated import Simulated
-from ls_strategy.extras.planner.sizes import show_bytes
+from ls_strategy.extras.planner.sizes import aligned, show_bytes
 from ls_strategy.extras.planner.states import ModelStates, matrix_flops
 from ls_strategy.extras.planner.trace import Step, Trace, Tracer
 from ls_strategy.extras.planner.traffic import StepTraffic, traffic
@@ -370,13 +370,7 @@ def table(
         sent = (f.traffic.sent, f.traffic.between_nodes) if has_nodes else (f.traffic.sent,)
         cells = [show_bytes(n) if n else "-" for n in (*sizes, *sent)]
         rows.append([f.candidate.name, *cells, *seconds, verdict])
-    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]) - 1)]
-    lines = []
-    for row in rows:
-        cells = [
-            cell.ljust(w) if i == 0 else cell.rjust(w) for i, (cell, w) in enumerate(zip(row, widths, strict=False))
-        ]
-        lines.append("  ".join([*cells, row[-1]]).rstrip())
+    lines = (f"{line}  {row[-1]}" for line, row in zip(aligned([row[:-1] for row in rows]), rows, strict=True))
     return "\n".join([f"per rank, {hardware.describe()}:", *lines])
 
 

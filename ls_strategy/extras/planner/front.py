@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from ls_strategy.extras.planner.hardware import Hardware
 from ls_strategy.extras.planner.search import Found
-from ls_strategy.extras.planner.sizes import show_bytes
+from ls_strategy.extras.planner.sizes import aligned, show_bytes
 
 
 def front_table(found: Found) -> str:
@@ -15,15 +15,8 @@ def front_table(found: Found) -> str:
         bubble = f"{option.costs.bubble:.1%}" if option.costs.bubble else "-"
         sent = [show_bytes(n) if n else "-" for n in (option.costs.total_in_node, option.costs.total_between_nodes)]
         rows.append([option.name, show_bytes(option.peak.device), f"{low:.3g} to {high:.3g}", *sent, bubble])
-    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
-    lines = [
-        "  ".join(
-            cell.ljust(w) if i == 0 else cell.rjust(w) for i, (cell, w) in enumerate(zip(row, widths, strict=True))
-        )
-        for row in rows
-    ]
     head = f"memory against time, with a global batch of {found.global_batch:,} samples:"
-    return "\n".join([head, *(line.rstrip() for line in lines)])
+    return "\n".join([head, *aligned(rows)])
 
 
 def explanation(found: Found, hardware: Hardware) -> list[str]:

@@ -18,7 +18,7 @@ from ls_strategy.extras.planner.batch import length_of, of_length, resized, rows
 from ls_strategy.extras.planner.candidates import Candidate
 from ls_strategy.extras.planner.forecast import Forecaster, lacks_of
 from ls_strategy.extras.planner.hardware import Hardware
-from ls_strategy.extras.planner.sizes import show_bytes
+from ls_strategy.extras.planner.sizes import aligned, show_bytes
 from ls_strategy.extras.planner.trace import Trace
 
 What = Literal["tokens", "samples"]
@@ -195,12 +195,11 @@ def reach_lines(reaches: Sequence[Reach], length: int, samples: int) -> list[str
     rows = [["", "longest samples", "largest micro-batch", "per added token"]] + [
         [r.candidate.name, f"{r.tokens:,} tokens", f"{r.samples:,} samples", show_bytes(r.token_bytes)] for r in reaches
     ]
-    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
     far = max(reaches, key=lambda r: r.tokens)
     wide = max(reaches, key=lambda r: r.samples)
     return [
         f"what fits: longer samples, with {samples:,} in a batch, or more samples, of {length:,} tokens:",
-        *("  ".join([row[0].ljust(widths[0]), *map(str.rjust, row[1:], widths[1:])]).rstrip() for row in rows),
+        *aligned(rows),
         f"{far.candidate.name}: the longest samples, {far.tokens:,} tokens in each of {samples:,}. One more token in "
         f"the batch takes {show_bytes(far.token_bytes)}.",
         f"{wide.candidate.name}: the largest micro-batch, {wide.samples:,} samples of {length:,} tokens.",

@@ -9,7 +9,7 @@ from ls_strategy.config import ZeroStage
 from ls_strategy.extras.planner.candidates import Candidate
 from ls_strategy.extras.planner.forecast import Forecaster
 from ls_strategy.extras.planner.hardware import Hardware
-from ls_strategy.extras.planner.sizes import show_bytes
+from ls_strategy.extras.planner.sizes import aligned, show_bytes
 
 RANKS = (8, 64, 512, 4096)
 STAGES: tuple[ZeroStage, ...] = (0, 1, 2, 3)
@@ -43,9 +43,9 @@ def scale(forecaster: Forecaster, hardware: Hardware, ranks: Sequence[int] = RAN
 def scaling_table(rows: Sequence[Scaled]) -> str:
     """Return one line per stage, with one column per number of ranks."""
     ranks = sorted({row.ranks for row in rows})
-    lines = ["per rank: model states, sent per step", f"{'':8}" + "".join(f"{n:>24,} ranks" for n in ranks)]
+    lines = [["", *(f"{n:,} ranks" for n in ranks)]]
     for stage in sorted({row.stage for row in rows}):
         by_ranks = {row.ranks: row for row in rows if row.stage == stage}
         cells = (f"{show_bytes(by_ranks[n].state_bytes)}, {show_bytes(by_ranks[n].sent_bytes)}" for n in ranks)
-        lines.append(f"zero{stage:<4}" + "".join(f"{cell:>30}" for cell in cells))
-    return "\n".join(lines)
+        lines.append([f"zero{stage}", *cells])
+    return "\n".join(["per rank: model states, sent per step", *aligned(lines)])

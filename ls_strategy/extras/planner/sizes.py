@@ -1,8 +1,9 @@
-"""Sizes and bandwidths as text. Plain Python, so that commands refuse a wrong one before torch is imported."""
+"""Sizes and bandwidths as text, and tables. Plain Python: commands refuse a wrong one before torch is imported."""
 
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 
 from ls_strategy.errors import ConfigError
 
@@ -53,3 +54,9 @@ def show_bytes(nbytes: float) -> str:
             return f"{nbytes:.3g} {unit}"
         nbytes /= 1000
     return f"{nbytes:.3g} TB"
+
+
+def aligned(rows: Sequence[Sequence[str]]) -> list[str]:
+    """Return the lines of a table: the first column from the left, the others from the right."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return ["  ".join([row[0].ljust(widths[0]), *map(str.rjust, row[1:], widths[1:])]).rstrip() for row in rows]
