@@ -206,28 +206,37 @@ class Gan(Manual):
         self.generator = nn.Sequential(Block(), Block(), nn.Linear(WIDTH, WIDTH))
         self.critic = nn.Sequential(Block(), nn.Linear(WIDTH, 1))
 
+    def play(self, opt: Any, loss: Tensor, *, noted: bool = True, **clip: Any) -> None:
+        """One player's turn."""
+        if noted:
+            self.losses.append(loss.item())
+        opt.zero_grad()
+        self.manual_backward(loss)
+        if clip:
+            self.clip_gradients(opt, **clip)
+        opt.step()
+
+    def fooled(self, fake: Tensor) -> Tensor:
+        """The generator's loss."""
+        return functional.softplus(-self.critic(fake)).mean()
+
+    def told_apart(self, fake: Tensor, real: Tensor) -> Tensor:
+        """The critic's loss."""
+        return functional.softplus(self.critic(fake.detach())).mean() + functional.softplus(-self.critic(real)).mean()
+
     def training_step(self, batch: Any, i: int) -> None:
         x, real = batch
         opt_g, opt_c = self.optimizers()
         self.toggle_optimizer(opt_g)
         assert all(p.requires_grad for p in self.generator.parameters())
         assert not any(p.requires_grad for p in self.critic.parameters())
-        loss = functional.softplus(-self.critic(self.generator(self.shared(x)))).mean()
-        self.losses.append(loss.item())
-        opt_g.zero_grad()
-        self.manual_backward(loss)
-        opt_g.step()
+        self.play(opt_g, self.fooled(self.generator(self.shared(x))))
         self.untoggle_optimizer(opt_g)
         assert all(p.requires_grad for p in self.critic.parameters())
         assert not any(p.requires_grad for p in self.shared.parameters())
         self.toggle_optimizer(opt_c)
-        fake = self.generator(self.shared(x)).detach()
-        loss = functional.softplus(self.critic(fake)).mean() + functional.softplus(-self.critic(real)).mean()
-        self.losses.append(loss.item())
-        opt_c.zero_grad()
-        self.manual_backward(loss)
-        self.clip_gradients(opt_c, gradient_clip_val=0.1, gradient_clip_algorithm="norm")
-        opt_c.step()
+        loss = self.told_apart(self.generator(self.shared(x)), real)
+        self.play(opt_c, loss, gradient_clip_val=0.1, gradient_clip_algorithm="norm")
         self.untoggle_optimizer(opt_c)
 
     def configure_optimizers(self) -> Any:
@@ -244,15 +253,8 @@ class GanUntoggled(Gan):
         x, real = batch
         opt_g, opt_c = self.optimizers()
         fake = self.generator(self.shared(x))
-        opt_g.zero_grad()
-        loss = functional.softplus(-self.critic(fake)).mean()
-        self.losses.append(loss.item())
-        self.manual_backward(loss)
-        opt_g.step()
-        opt_c.zero_grad()
-        loss = functional.softplus(self.critic(fake.detach())).mean() + functional.softplus(-self.critic(real)).mean()
-        self.manual_backward(loss)
-        opt_c.step()
+        self.play(opt_g, self.fooled(fake))
+        self.play(opt_c, self.told_apart(fake, real), noted=False)
 
 
 class OneFake(Gan):
@@ -266,16 +268,8 @@ class OneFake(Gan):
         x, real = batch
         opt_g, opt_c = self.optimizers()
         fake = self.tail(self.generator(self.shared(x)))
-        loss = functional.softplus(self.critic(fake.detach())).mean() + functional.softplus(-self.critic(real)).mean()
-        self.losses.append(loss.item())
-        opt_c.zero_grad()
-        self.manual_backward(loss)
-        opt_c.step()
-        loss = functional.softplus(-self.critic(fake)).mean()
-        self.losses.append(loss.item())
-        opt_g.zero_grad()
-        self.manual_backward(loss)
-        opt_g.step()
+        self.play(opt_c, self.told_apart(fake, real))
+        self.play(opt_g, self.fooled(fake))
 
     def configure_optimizers(self) -> Any:
         generator, critic = super().configure_optimizers()
@@ -290,14 +284,8 @@ class OldScore(Gan):
         x, real = batch
         opt_g, opt_c = self.optimizers()
         score = self.critic(self.generator(self.shared(x)))
-        opt_c.zero_grad()
-        self.manual_backward(functional.softplus(-self.critic(real)).mean())
-        opt_c.step()
-        loss = functional.softplus(-score).mean()
-        self.losses.append(loss.item())
-        opt_g.zero_grad()
-        self.manual_backward(loss)
-        opt_g.step()
+        self.play(opt_c, functional.softplus(-self.critic(real)).mean(), noted=False)
+        self.play(opt_g, functional.softplus(-score).mean())
 
     def configure_optimizers(self) -> Any:
         generator, _ = super().configure_optimizers()
