@@ -144,6 +144,13 @@ class Case:
         """Keep whether something holds; if not, the verdict is "silently other"."""
         self.made.claims.append((what, bool(holds)))
 
+    def train(self, kind: type[Net], *args: Any, **options: Any) -> Any:
+        """Fit a new network of a class, note its losses, and return the Trainer; see `fit` for the arguments."""
+        model = self.module(kind)
+        trainer = self.fit(model, *args, **options)
+        self.note_losses(model)
+        return trainer
+
     def note_losses(self, model: Net, prefix: str = "") -> None:
         """Note the losses that a network has kept, each the mean over the ranks, and forget them."""
         for name, loss in model.losses.items():

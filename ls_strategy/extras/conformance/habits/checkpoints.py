@@ -45,9 +45,7 @@ def _resume(case: Case, name: str, first: str, loader: Any = None) -> None:
 
 
 def _interrupted(case: Case, loader: Any = None, **when: int) -> None:
-    model = case.module(AdamNet)
-    case.fit(model, loader or case.loader(_EPOCH), callbacks=[_every(case, **when)], **_OPTIONS)
-    case.note_losses(model)
+    case.train(AdamNet, loader or case.loader(_EPOCH), callbacks=[_every(case, **when)], **_OPTIONS)
 
 
 @habit(right=_RESUMED, trusted_phases="first")
@@ -281,9 +279,7 @@ _LOOK_S = 0.3
 )
 def killed_in_save(case: Case) -> None:
     """Saves to one path after every epoch; rank 0 is killed (SIGKILL) in the second save; resumes from that path."""
-    model = case.module(_Large)
-    case.fit(model, case.loader(2), callbacks=[_Saves(case)], max_epochs=4)
-    case.note_losses(model)
+    case.train(_Large, case.loader(2), callbacks=[_Saves(case)], max_epochs=4)
 
 
 @killed_in_save.then(loses_data=True)

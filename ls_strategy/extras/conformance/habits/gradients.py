@@ -51,9 +51,7 @@ class _Changes(Net):
 @habit()
 def changes_gradients(case: Case) -> None:
     """Scales and clamps p.grad in place in on_before_optimizer_step."""
-    model = case.module(_Changes)
-    case.fit(model, max_epochs=2)
-    case.note_losses(model)
+    case.train(_Changes, max_epochs=2)
 
 
 class _AfterBackward(Net):
@@ -66,9 +64,7 @@ class _AfterBackward(Net):
 @habit()
 def replaces_gradients(case: Case) -> None:
     """Replaces p.grad by another tensor in on_after_backward."""
-    model = case.module(_AfterBackward)
-    case.fit(model, max_epochs=2)
-    case.note_losses(model)
+    case.train(_AfterBackward, max_epochs=2)
 
 
 class _Clips(AdamNet):
@@ -79,9 +75,7 @@ class _Clips(AdamNet):
 @habit()
 def clips_by_itself(case: Case) -> None:
     """Clips with torch.nn.utils.clip_grad_norm_ in configure_gradient_clipping."""
-    model = case.module(_Clips)
-    case.fit(model, max_epochs=2)
-    case.note_losses(model)
+    case.train(_Clips, max_epochs=2)
 
 
 class _LogsNorms(Net):
@@ -92,11 +86,9 @@ class _LogsNorms(Net):
 @habit(right="the norms of one process, and its losses")
 def logs_gradient_norms(case: Case) -> None:
     """Logs the gradient norms of Lightning's grad_norm."""
-    model = case.module(_LogsNorms)
-    trainer = case.fit(model)
+    trainer = case.train(_LogsNorms)
     for name, value in trainer.logged_metrics.items():
         case.note(name, value)
-    case.note_losses(model)
 
 
 class _Hooked(Net):
@@ -109,6 +101,4 @@ class _Hooked(Net):
 @habit()
 def gradient_hooks(case: Case) -> None:
     """Scales gradients by a hook of a parameter, and by a full backward hook of a module."""
-    model = case.module(_Hooked)
-    case.fit(model, max_epochs=2)
-    case.note_losses(model)
+    case.train(_Hooked, max_epochs=2)

@@ -22,9 +22,7 @@ class _Scheduled(AdamNet):
 @habit()
 def one_cycle(case: Case) -> None:
     """Steps OneCycleLR after every batch, which changes rate and momentum."""
-    model = case.module(_Scheduled)
-    trainer = case.fit(model, max_epochs=2)
-    case.note_losses(model)
+    trainer = case.train(_Scheduled, max_epochs=2)
     case.note("learning rate", float(trainer.optimizers[0].param_groups[0]["lr"]))
 
 
@@ -38,9 +36,7 @@ class _Plateau(Net):
 @habit()
 def reduce_on_plateau(case: Case) -> None:
     """Reduces the learning rate by ReduceLROnPlateau on a validation loss."""
-    model = case.module(_Plateau)
-    trainer = case.fit(model, max_epochs=4, limit_val_batches=2)
-    case.note_losses(model)
+    trainer = case.train(_Plateau, max_epochs=4, limit_val_batches=2)
     case.note("learning rate", float(trainer.optimizers[0].param_groups[0]["lr"]))
 
 
@@ -89,11 +85,9 @@ class _Logs(Net):
 @habit(right="the metrics of one process, on every rank")
 def synced_metrics(case: Case) -> None:
     """Logs with sync_dist=True: a mean, a sum and a maximum."""
-    model = case.module(_Logs)
-    trainer = case.fit(model)
+    trainer = case.train(_Logs)
     for name, value in trainer.callback_metrics.items():
         case.note(name, value)
-    case.note_losses(model)
 
 
 class _Gathers(Net):
@@ -130,15 +124,11 @@ def save_top_k(case: Case) -> None:
 @habit(right="one process: the losses, and the metrics of the last validation")
 def validates_in_epoch(case: Case) -> None:
     """Validates before the fit and after every second batch."""
-    model = case.module(Net)
-    trainer = case.fit(model, max_epochs=2, limit_val_batches=2, num_sanity_val_steps=2, val_check_interval=2)
+    trainer = case.train(Net, max_epochs=2, limit_val_batches=2, num_sanity_val_steps=2, val_check_interval=2)
     case.note("val_loss", trainer.callback_metrics["val_loss"])
-    case.note_losses(model)
 
 
 @habit()
 def accumulation_schedule(case: Case) -> None:
     """Changes the number of accumulated batches with the epoch (GradientAccumulationScheduler)."""
-    model = case.module(Net)
-    case.fit(model, max_epochs=3, callbacks=[callbacks.GradientAccumulationScheduler({0: 1, 1: 3, 2: 2})])
-    case.note_losses(model)
+    case.train(Net, max_epochs=3, callbacks=[callbacks.GradientAccumulationScheduler({0: 1, 1: 3, 2: 2})])

@@ -13,22 +13,16 @@ from ls_strategy.extras.conformance.case import ROWS, WIDTH, AdamNet, Block, Cas
 from ls_strategy.extras.conformance.habit import habit
 
 
-def _fit(case: Case, kind: type[Net], **options: Any) -> None:
-    model = case.module(kind)
-    case.fit(model, **options)
-    case.note_losses(model)
-
-
 @habit()
 def plain_sgd(case: Case) -> None:
     """Trains with SGD and nothing else."""
-    _fit(case, Net)
+    case.train(Net)
 
 
 @habit()
 def plain_adamw(case: Case) -> None:
     """Trains with AdamW."""
-    _fit(case, AdamNet, max_epochs=2)
+    case.train(AdamNet, max_epochs=2)
 
 
 class _TwoGroups(AdamNet):
@@ -42,20 +36,20 @@ class _TwoGroups(AdamNet):
 @habit()
 def parameter_groups(case: Case) -> None:
     """Decays weights, not biases, in two parameter groups chosen by the number of dimensions."""
-    _fit(case, _TwoGroups)
+    case.train(_TwoGroups)
 
 
 @habit()
 def accumulate_clip_norm(case: Case) -> None:
     """Accumulates three batches and clips by norm; the last window of an epoch is incomplete."""
-    _fit(case, Net, loader=case.loader(8), max_epochs=2, accumulate_grad_batches=3, gradient_clip_val=0.05)
+    case.train(Net, loader=case.loader(8), max_epochs=2, accumulate_grad_batches=3, gradient_clip_val=0.05)
 
 
 @habit()
 def accumulate_clip_value(case: Case) -> None:
     """Accumulates two batches and clips by value."""
     options = {"gradient_clip_val": 0.005, "gradient_clip_algorithm": "value", "accumulate_grad_batches": 2}
-    _fit(case, Net, max_epochs=2, **options)
+    case.train(Net, max_epochs=2, **options)
 
 
 class _Manual(Net):
@@ -77,7 +71,7 @@ class _Manual(Net):
 @habit()
 def manual_optimization(case: Case) -> None:
     """Optimizes by hand: accumulates two batches, clips with clip_gradients, steps."""
-    _fit(case, _Manual)
+    case.train(_Manual)
 
 
 _GENERATOR = "generator's batch"
@@ -128,13 +122,13 @@ class _ToggledGan(_Gan):
 @habit()
 def gan(case: Case) -> None:
     """Trains a GAN by hand with two optimizers; the generator's loss leaves gradients in the critic."""
-    _fit(case, _Gan)
+    case.train(_Gan)
 
 
 @habit()
 def gan_toggled(case: Case) -> None:
     """Trains a GAN by hand, and toggles the optimizers as Lightning's documentation does."""
-    _fit(case, _ToggledGan)
+    case.train(_ToggledGan)
 
 
 class _Lbfgs(Net):
@@ -148,7 +142,7 @@ class _Lbfgs(Net):
 @habit()
 def lbfgs(case: Case) -> None:
     """Trains with LBFGS, which evaluates the loss of a batch several times."""
-    _fit(case, _Lbfgs)
+    case.train(_Lbfgs)
 
 
 class _Checkpointed(AdamNet):
@@ -161,7 +155,7 @@ class _Checkpointed(AdamNet):
 @habit()
 def checkpointed_blocks(case: Case) -> None:
     """Recomputes blocks in backward with torch.utils.checkpoint."""
-    _fit(case, _Checkpointed)
+    case.train(_Checkpointed)
 
 
 class _Compiled(AdamNet):
@@ -174,7 +168,7 @@ class _Compiled(AdamNet):
 @habit()
 def compiled_blocks(case: Case) -> None:
     """Compiles blocks with torch.compile (backend aot_eager)."""
-    _fit(case, _Compiled)
+    case.train(_Compiled)
 
 
 class _OwnStep(AdamNet):
@@ -189,7 +183,7 @@ class _OwnStep(AdamNet):
 @habit()
 def warm_up_by_hand(case: Case) -> None:
     """Overrides optimizer_step, and sets the learning rate there after each step."""
-    _fit(case, _OwnStep, max_epochs=2)
+    case.train(_OwnStep, max_epochs=2)
 
 
 class _Penalty(_Manual):
@@ -209,7 +203,7 @@ class _Penalty(_Manual):
 @habit()
 def gradient_penalty(case: Case) -> None:
     """Penalizes the gradient of the outputs by the inputs, with torch.autograd.grad(create_graph=True)."""
-    _fit(case, _Penalty)
+    case.train(_Penalty)
 
 
 class _Functional(AdamNet):
@@ -221,7 +215,7 @@ class _Functional(AdamNet):
 @habit()
 def functional_call(case: Case) -> None:
     """Calls blocks with other weights, computed from their own, by torch.func.functional_call."""
-    _fit(case, _Functional)
+    case.train(_Functional)
 
 
 class _Parametrized(AdamNet):
@@ -233,7 +227,7 @@ class _Parametrized(AdamNet):
 @habit()
 def weight_norm(case: Case) -> None:
     """Has a layer with torch.nn.utils.parametrizations.weight_norm."""
-    _fit(case, _Parametrized)
+    case.train(_Parametrized)
 
 
 # --- data -------------------------------------------------------------------------------------------------------------
@@ -304,7 +298,7 @@ class _Unused(AdamNet):
 @habit()
 def unused_layer(case: Case) -> None:
     """Has a layer that is never used."""
-    _fit(case, _Unused)
+    case.train(_Unused)
 
 
 class _Sometimes(AdamNet):

@@ -12,14 +12,6 @@ from ls_strategy.extras.conformance.habit import habit
 from ls_strategy.extras.conformance.lightning import callbacks, pl
 
 
-def _fit(case: Case, kind: type[Net], **options: Any) -> None:
-    model = case.module(kind)
-    trainer = case.fit(model, **options)
-    case.note_losses(model)
-    if "limit_val_batches" in options:
-        case.note("val_loss", trainer.callback_metrics["val_loss"])
-
-
 class _Tied(AdamNet):
     def build(self) -> None:
         super().build()
@@ -33,7 +25,7 @@ class _Tied(AdamNet):
 @habit()
 def tied_weights(case: Case) -> None:
     """Ties the weight of the first layer to that of the last."""
-    _fit(case, _Tied)
+    case.train(_Tied)
 
 
 class _Scaled(AdamNet):
@@ -49,7 +41,7 @@ class _Scaled(AdamNet):
 @habit()
 def own_parameter(case: Case) -> None:
     """Uses a parameter of the LightningModule itself in training_step."""
-    _fit(case, _Scaled)
+    case.train(_Scaled)
 
 
 class _Outside(AdamNet):
@@ -63,7 +55,7 @@ class _Outside(AdamNet):
 @habit()
 def weights_outside_forward(case: Case) -> None:
     """Uses weights of layers outside of their forward: a penalty, and a product by hand."""
-    _fit(case, _Outside)
+    case.train(_Outside)
 
 
 class _Frozen(AdamNet):
@@ -78,7 +70,7 @@ class _Frozen(AdamNet):
 @habit()
 def frozen_block(case: Case) -> None:
     """Freezes a block before the fit."""
-    _fit(case, _Frozen)
+    case.train(_Frozen)
 
 
 class _Unfreezes(callbacks.BaseFinetuning):
@@ -98,7 +90,7 @@ class _Finetuned(Net):
 @habit()
 def unfreezing(case: Case) -> None:
     """Unfreezes the blocks after an epoch with BaseFinetuning."""
-    _fit(case, _Finetuned, max_epochs=3, callbacks=[_Unfreezes()])
+    case.train(_Finetuned, max_epochs=3, callbacks=[_Unfreezes()])
 
 
 class _Clamps(Net):
@@ -112,7 +104,7 @@ class _Clamps(Net):
 @habit()
 def writes_weights(case: Case) -> None:
     """Clamps weights in place after every batch, and writes through .data."""
-    _fit(case, _Clamps, max_epochs=2)
+    case.train(_Clamps, max_epochs=2)
 
 
 class _Loads(Net):
@@ -124,7 +116,7 @@ class _Loads(Net):
 @habit()
 def loads_at_start(case: Case) -> None:
     """Loads weights into a block in on_fit_start, after the strategy has taken the model."""
-    _fit(case, _Loads)
+    case.train(_Loads)
 
 
 class _Initializes(Net):
@@ -136,7 +128,7 @@ class _Initializes(Net):
 @habit()
 def initializes_at_start(case: Case) -> None:
     """Initializes a weight at random in on_fit_start, from the same seed on all ranks."""
-    _fit(case, _Initializes)
+    case.train(_Initializes)
 
 
 class _AverageByHand(callbacks.Callback):
@@ -169,14 +161,16 @@ class _AverageByHand(callbacks.Callback):
 @habit(right="the losses of one process, in training and validation")
 def average_by_hand(case: Case) -> None:
     """Averages weights in a callback of its own, and validates the averages."""
-    _fit(case, Net, max_epochs=2, limit_val_batches=2, callbacks=[_AverageByHand()])
+    trainer = case.train(Net, max_epochs=2, limit_val_batches=2, callbacks=[_AverageByHand()])
+    case.note("val_loss", trainer.callback_metrics["val_loss"])
 
 
 @habit(right="the losses of one process, in training and validation")
 def ema_weight_averaging(case: Case) -> None:
     """Averages weights with Lightning's EMAWeightAveraging."""
     averaging = callbacks.EMAWeightAveraging(decay=0.7)
-    _fit(case, Net, max_epochs=2, limit_val_batches=2, callbacks=[averaging])
+    trainer = case.train(Net, max_epochs=2, limit_val_batches=2, callbacks=[averaging])
+    case.note("val_loss", trainer.callback_metrics["val_loss"])
 
 
 @habit()
@@ -228,4 +222,4 @@ class _Late(AdamNet):
 @habit()
 def made_in_configure_model(case: Case) -> None:
     """Makes its blocks in configure_model."""
-    _fit(case, _Late)
+    case.train(_Late)
