@@ -159,6 +159,19 @@ class MovedRanks(VirtualRanks):
         return self.others
 
 
+def random_mark(strategy: ZeROStrategy) -> Callable[[], None]:
+    """Return a function that puts back the random states of now."""
+    states, virtual = RandomStream(), strategy.virtual
+    of_ranks = None if virtual is None else virtual.random.mark()
+
+    def put_back() -> None:
+        states.put()
+        if of_ranks is not None:
+            of_ranks()
+
+    return put_back
+
+
 class RecordedStep:
     """The micro-batches of one optimizer step, which can run again."""
 
@@ -240,7 +253,7 @@ class RecordedStep:
                 metric_snapshot(self._module),
                 Attributes(self._module),
                 BeforeStep(self._strategy, self._module),
-                self._random(),
+                random_mark(self._strategy),
             )
         trainer, strategy, own = self._module.trainer, self._strategy, self._strategy.virtual
         optimizer, loop = trainer.optimizers[0], trainer.fit_loop.epoch_loop
@@ -263,18 +276,6 @@ class RecordedStep:
         finally:
             strategy.virtual, progress.ready = own, batches
         self.engine.finish(index)
-
-    def _random(self) -> Callable[[], None]:
-        """Return a function that puts back the random states of now."""
-        states, virtual = RandomStream(), self._strategy.virtual
-        of_ranks = None if virtual is None else virtual.random.mark()
-
-        def put_back() -> None:
-            states.put()
-            if of_ranks is not None:
-                of_ranks()
-
-        return put_back
 
     def _clear_gaps(self) -> None:
         """Zero what lies between the gradients in resident buffers: it is sent, and a flipped bit would stay there."""

@@ -20,8 +20,8 @@ import torch
 from lightning_utilities import apply_to_collection
 from torch import Tensor
 
-from ls_strategy.checkpoint.random import RandomStream
 from ls_strategy.extras._lightning import accumulates, around_batches, before_batches
+from ls_strategy.extras.callbacks.corruption_repeat import random_mark
 from ls_strategy.extras.callbacks.rewind import Copy, report_copy
 from ls_strategy.host.pytorch import Callback, pl, rank_zero_warn
 from ls_strategy.lightning._private import training_loaders
@@ -98,7 +98,7 @@ class Replay:
     def note_start(self) -> None:
         """Take the random states with which a step begins, if a run that resumes has restored them after the fetch."""
         if self._resumes and self._batches:
-            self._batches[-1].random = _random(self._strategy)
+            self._batches[-1].random = random_mark(self._strategy)
         self._resumes = False
 
     def note_check(self) -> None:
@@ -157,7 +157,7 @@ class Replay:
         if self._copy is None or self._bytes > MOST_BYTES:
             return value
         others = [loader.waiting[0] if loader.waiting else None for loader in self._virtual_loaders()]
-        kept = _Fetched(_copied(value), _copied(others), _random(self._strategy), bool(fetcher.done))
+        kept = _Fetched(_copied(value), _copied(others), random_mark(self._strategy), bool(fetcher.done))
         self._bytes += _nbytes((kept.value, kept.others))
         self._batches.append(kept)
         if self._bytes > MOST_BYTES:
@@ -197,16 +197,3 @@ def _nbytes(value: Any) -> int:
     sizes: list[int] = []
     apply_to_collection(value, Tensor, lambda tensor: sizes.append(tensor.nbytes))
     return sum(sizes)
-
-
-def _random(strategy: ZeROStrategy) -> Callable[[], None]:
-    """Return a function that puts back the random states of now."""
-    own, virtual = RandomStream(), strategy.virtual
-    of_ranks = None if virtual is None else virtual.random.mark()
-
-    def put_back() -> None:
-        own.put()
-        if of_ranks is not None:
-            of_ranks()
-
-    return put_back
