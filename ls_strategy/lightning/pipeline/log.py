@@ -18,6 +18,26 @@ from ls_strategy.parallel.pipeline.placeholder import placeholder
 _METRIC_CALLS = ("forward", "update", "compute")
 
 
+@contextmanager
+def logging_to(module: Any, record: Callable[[str, Any, dict[str, Any]], None]) -> Generator[None, None, None]:
+    """Call ``record(name, value, options)`` for what ``self.log`` and ``self.log_dict`` of a module get inside."""
+
+    def log(name: str, value: Any, *args: Any, **options: Any) -> None:
+        options |= zip(list(signature(pl.LightningModule.log).parameters)[3:], args, strict=False)
+        record(name, value, options)
+
+    def log_dict(dictionary: Any, *args: Any, **options: Any) -> None:
+        options |= zip(list(signature(pl.LightningModule.log_dict).parameters)[2:], args, strict=False)
+        for name, value in dictionary.items():
+            log(name, value, **options)
+
+    module.log, module.log_dict = log, log_dict
+    try:
+        yield
+    finally:
+        del module.log, module.log_dict
+
+
 class Logged:
     """Records what a module logs in every micro-batch, to log it once per batch."""
 
@@ -30,22 +50,12 @@ class Logged:
     @contextmanager
     def recording(self) -> Generator[None, None, None]:
         """Make ``self.log`` and ``self.log_dict`` of the module record their arguments inside."""
-        module: Any = self._module
 
-        def log(name: str, value: Any, *args: Any, **options: Any) -> None:
-            options |= zip(list(signature(pl.LightningModule.log).parameters)[3:], args, strict=False)
+        def log(name: str, value: Any, options: dict[str, Any]) -> None:
             self._values.setdefault(name, ([], options))[0].append(value)
 
-        def log_dict(dictionary: Any, *args: Any, **options: Any) -> None:
-            options |= zip(list(signature(pl.LightningModule.log_dict).parameters)[2:], args, strict=False)
-            for name, value in dictionary.items():
-                log(name, value, **options)
-
-        module.log, module.log_dict = log, log_dict
-        try:
+        with logging_to(self._module, log):
             yield
-        finally:
-            del module.log, module.log_dict
 
     @property
     def values(self) -> dict[str, list[Any]]:

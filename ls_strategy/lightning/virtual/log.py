@@ -10,7 +10,6 @@ from __future__ import annotations
 import zlib
 from collections.abc import Generator, Sequence
 from contextlib import contextmanager
-from inspect import signature
 from typing import Any
 
 import torch
@@ -21,6 +20,7 @@ from ls_strategy.distributed.comm import Comm
 from ls_strategy.distributed.tree_sum import tree_sum
 from ls_strategy.errors import StateError
 from ls_strategy.host.pytorch import extract_batch_size, pl
+from ls_strategy.lightning.pipeline.log import logging_to
 
 
 class _LoggedName:
@@ -52,8 +52,7 @@ class VirtualLog:
     def recording(self, rank: int | None, batch: Any) -> Generator[None, None, None]:
         """Record inside. ``rank``: the virtual rank; None: what is logged does not count. ``batch``: its batch."""
 
-        def log(name: str, value: Any, *args: Any, **options: Any) -> None:
-            options |= zip(list(signature(pl.LightningModule.log).parameters)[3:], args, strict=False)
+        def log(name: str, value: Any, options: dict[str, Any]) -> None:
             if rank is None:
                 return
             if options.get("on_epoch") is None:
@@ -64,17 +63,8 @@ class VirtualLog:
                 size = options.get("batch_size")
                 call.sizes[rank] = size if isinstance(size, int) else _size_of(batch)
 
-        def log_dict(dictionary: Any, *args: Any, **options: Any) -> None:
-            options |= zip(list(signature(pl.LightningModule.log_dict).parameters)[2:], args, strict=False)
-            for name, value in dictionary.items():
-                log(name, value, **options)
-
-        module = self._module
-        module.log, module.log_dict = log, log_dict
-        try:
+        with logging_to(self._module, log):
             yield
-        finally:
-            del module.log, module.log_dict
 
     def replay(self, comm: Comm, ranks: Sequence[int], count: int) -> None:
         """Log what was recorded, once. Collective if any of it has ``sync_dist``.
