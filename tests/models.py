@@ -249,6 +249,15 @@ class Curve(pl.LightningModule):
         return [torch.stack(self.losses), *(value.detach().clone() for value in self.state_dict().values())]
 
 
+def assert_as_ddp(ranks: Sequence[Sequence[tuple[str, list[Tensor], list[Tensor]]]]) -> None:
+    """Every run of every rank, by name, has the results of DDP up to the last bits of fp64, on batches that differ."""
+    assert len(ranks) == 1 or not torch.equal(ranks[0][0][2][0], ranks[1][0][2][0])
+    for rank in ranks:
+        for where, found, expected in rank:
+            for ours, theirs in zip(found, expected, strict=True):
+                torch.testing.assert_close(ours, theirs, rtol=1e-10, atol=1e-14, msg=lambda m, w=where: f"{w}: {m}")
+
+
 class PrivateNet(Net):
     """As `Net`, but without a hook between backward and step: what is allowed only then takes place."""
 

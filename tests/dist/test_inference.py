@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import importlib.util
-import logging
 from typing import Any
 
 import pytest
@@ -13,13 +12,13 @@ from torch import Tensor, nn
 
 import ls_strategy
 from ls_strategy.testing import spawn
+from tests.transformer_models import built
 
 pytestmark = pytest.mark.wide
 
 needs_transformers = pytest.mark.skipif(importlib.util.find_spec("transformers") is None, reason="needs transformers")
 
 SIZES = {"vocab_size": 97, "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
-IDS = {"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0}
 T5 = {"vocab_size": 97, "d_model": 64, "d_kv": 16, "d_ff": 128, "num_layers": 2, "num_heads": 4}
 
 MODELS: dict[str, tuple[str, str, dict[str, Any]]] = {
@@ -72,17 +71,7 @@ POLICIES: dict[str, Any] = {
 
 
 def build(name: str) -> nn.Module:
-    """The same on every rank, with logits that are far apart: no token is chosen by the last bit."""
-    import transformers
-
-    logging.getLogger("transformers").setLevel(logging.ERROR)
-    model_class, config_class, options = MODELS[name]
-    torch.manual_seed(0)
-    model: nn.Module = getattr(transformers, model_class)(getattr(transformers, config_class)(**IDS, **options))
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.add_(torch.randn_like(parameter), alpha=0.2)
-    return model.eval()
+    return built(*MODELS[name], spread=0.2).eval()
 
 
 def batch() -> dict[str, Tensor]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib.util
-import logging
 from typing import Any
 
 import pytest
@@ -13,6 +12,7 @@ from torch import Tensor, nn
 import ls_strategy
 from ls_strategy import PlanError
 from ls_strategy.testing import spawn
+from tests.transformer_models import built
 
 pytestmark = [
     pytest.mark.wide,
@@ -167,19 +167,8 @@ REFUSED: dict[str, tuple[str, str, dict[str, Any], str]] = {
 
 
 def build(name: str) -> nn.Module:
-    """The same on every rank, with logits that are far apart: no token is chosen by the last bit."""
-    import transformers
-
-    logging.getLogger("transformers").setLevel(logging.ERROR)
     family, head, options = MODELS[name]
-    ids = {"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0}
-    torch.manual_seed(0)
-    config = getattr(transformers, f"{family}Config")(**{**ids, **options})
-    model: nn.Module = getattr(transformers, f"{family}{head}")(config)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.add_(torch.randn_like(parameter), alpha=0.1)
-    return model.eval()
+    return built(f"{family}{head}", f"{family}Config", options).eval()
 
 
 def batch() -> dict[str, Tensor]:

@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.utils.data import DataLoader, TensorDataset
 
+from ls_strategy.errors import CheckpointError
 from ls_strategy.lightning.strategy import ZeROStrategy
 from ls_strategy.zero_stages import POLICIES
 from tests.dist.ranks import Net, assert_equal, fit, on_ranks, weights
@@ -328,19 +329,38 @@ class Peak(Pretrained):
         return torch.optim.SGD(self.parameters(), lr=0.01)
 
 
+def second_rank_cannot_read(patch: pytest.MonkeyPatch, rank: int) -> None:
+    """Let the fourth read of rank 1 fail."""
+    from ls_strategy.pretrained import safetensors as files
+
+    plain, calls = files.read_into, []
+
+    def read_into(path: Path, first: int, target: memoryview, what: str) -> None:
+        calls.append(what)
+        if rank == 1 and len(calls) == 4:
+            raise CheckpointError(f"{path} cannot be read: Input/output error.")
+        plain(path, first, target, what)
+
+    patch.setattr(files, "read_into", read_into)
+
+
 def resident(what: str) -> int:
     line = next(line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith(what))
     return int(line.split()[1]) * 1024
 
 
 @on_ranks(2, timeout_s=120)
-def _memory(rank: int, world_size: int, folder: str, options: dict[str, Any]) -> None:
+def of_a_shard_and_a_tensor(
+    rank: int, world_size: int, folder: str, options: dict[str, Any], strategy: dict[str, Any]
+) -> None:
+    """Loading and a step take the memory of this rank's shard and of the largest tensor; all is read once."""
     place = Path(folder)
     with pytest.MonkeyPatch.context() as patch:
         reads = Reads(patch)
         module = Peak(place, **options)
-        fit(ZeROStrategy(3), module, tokens(4), max_steps=1)
+        fit(ZeROStrategy(**strategy), module, tokens(4), max_steps=1)
         total = reads.total()
+    assert module.was_on_meta
     model = bytes_of(place)
     largest = max(p.numel() for p in module.parameters()) * 4
     allowed = model / world_size + largest + CONSTANT
@@ -348,11 +368,16 @@ def _memory(rank: int, world_size: int, folder: str, options: dict[str, Any]) ->
     assert total <= 1.01 * model
 
 
+def save_wide(folder: Path, name: str, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
+    """Save a model whose tensors are larger than what loading takes anyway, and return the folder and options."""
+    model, config, sizes = MODELS[name]
+    monkeypatch.setitem(MODELS, name, (model, config, {**sizes, **WIDE[name]}))
+    return {"folder": str(save(folder, name)), "options": CASES.get(name, {})}
+
+
 @pytest.mark.wide
 @pytest.mark.parametrize("name", ["llama", *(slow(name) for name in WIDE if name != "llama")])
 def test_no_rank_needs_more_memory_than_its_shard_and_a_tensor(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    model, config, sizes = MODELS[name]
-    monkeypatch.setitem(MODELS, name, (model, config, {**sizes, **WIDE[name]}))
-    _memory(folder=str(save(tmp_path, name)), options=CASES.get(name, {}))
+    of_a_shard_and_a_tensor(**save_wide(tmp_path, name, monkeypatch), strategy={"stage": 3})

@@ -15,11 +15,20 @@ from torch import Tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.utils.data import DataLoader
 
-from ls_strategy.errors import CheckpointError
 from ls_strategy.lightning.strategy import ZeROStrategy
 from recipes.gpt.network import GPT, GPTConfig
 from tests.dist.ranks import assert_equal, fit, on_ranks, trainer_of, weights
-from tests.dist.test_pretrained import LLAMA, MODELS, VOCABULARY, Pretrained, Reads, bytes_of, save, tokens
+from tests.dist.test_pretrained import (
+    LLAMA,
+    MODELS,
+    VOCABULARY,
+    Pretrained,
+    Reads,
+    bytes_of,
+    save,
+    second_rank_cannot_read,
+    tokens,
+)
 
 safetensors = pytest.importorskip("safetensors.torch", reason="needs safetensors")
 pytestmark = [
@@ -342,19 +351,9 @@ def test_examples_of_the_guide(tmp_path: Path) -> None:
 
 @on_ranks(2)
 def _fails_on_one(rank: int, world_size: int, folder: str) -> None:
-    from ls_strategy.pretrained import safetensors as files
-
-    plain, calls = files.read_into, []
-
-    def read_into(path: Path, first: int, target: memoryview, what: str) -> None:
-        calls.append(what)
-        if rank == 1 and len(calls) == 4:
-            raise CheckpointError(f"{path} cannot be read: Input/output error.")
-        plain(path, first, target, what)
-
     strategy, module = ZeROStrategy(3, sharding={"min_unit_numel": 0}), WithHead(Path(folder) / "llama", "AutoModel")
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(files, "read_into", read_into)
+        second_rank_cannot_read(patch, rank)
         with pytest.raises(Exception) as error:  # noqa: PT011  (its class differs)
             fit(strategy, module, tokens())
     assert "Input/output error" in str(error.value)

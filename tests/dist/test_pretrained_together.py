@@ -22,16 +22,17 @@ from ls_strategy.pretrained.together import BLOCK_BYTES
 from tests.dist.fabric_ranks import make_fabric
 from tests.dist.ranks import assert_equal, fit, on_ranks, trainer_of, weights
 from tests.dist.test_pretrained import (
-    CASES,
     CONSTANT,
-    MODELS,
     WIDE,
     Peak,
     Pretrained,
     Reads,
     bytes_of,
+    of_a_shard_and_a_tensor,
     resident,
     save,
+    save_wide,
+    second_rank_cannot_read,
     tokens,
 )
 from tests.marks import slow
@@ -122,18 +123,8 @@ def test_programs_in_which_ranks_differ_neither_hang_nor_mix_weights(tmp_path: P
 
 @on_ranks(2)
 def _fails(rank: int, world_size: int, folder: str) -> None:
-    from ls_strategy.pretrained import safetensors as files
-
-    plain, calls = files.read_into, []
-
-    def read_into(path: Path, first: int, target: memoryview, what: str) -> None:
-        calls.append(what)
-        if rank == 1 and len(calls) == 4:
-            raise CheckpointError(f"{path} cannot be read: Input/output error.")
-        plain(path, first, target, what)
-
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(files, "read_into", read_into)
+        second_rank_cannot_read(patch, rank)
         with pytest.raises(CheckpointError, match=r"Input/output error" if rank else r"rank 1: .* Input/output error"):
             fit(1, Pretrained(Path(folder) / "llama"), tokens())
     fit(1, ours := Pretrained(Path(folder) / "llama"), tokens(), max_steps=1)
@@ -215,9 +206,7 @@ def _memory(rank: int, world_size: int, folder: str, options: dict[str, Any]) ->
 @pytest.mark.wide
 @pytest.mark.parametrize("name", ["llama", *(slow(name) for name in WIDE if name != "llama")])
 def test_memory_is_that_of_the_model(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    model, config, sizes = MODELS[name]
-    monkeypatch.setitem(MODELS, name, (model, config, {**sizes, **WIDE[name]}))
-    _memory(folder=str(save(tmp_path, name)), options=CASES.get(name, {}))
+    _memory(**save_wide(tmp_path, name, monkeypatch))
 
 
 class Adapted(Pretrained):
@@ -279,23 +268,7 @@ def test_other_ways_to_load(tmp_path: Path) -> None:
     _other_ways(folder=str(tmp_path))
 
 
-@on_ranks(2, timeout_s=120)
-def _memory_in_parts(rank: int, world_size: int, folder: str) -> None:
-    place = Path(folder)
-    with pytest.MonkeyPatch.context() as patch:
-        reads = Reads(patch)
-        strategy = ZeROStrategy(2, parallel={"tensor": world_size})
-        fit(strategy, module := Peak(place), tokens(4), max_steps=1)
-        total = reads.total()
-    model, largest = bytes_of(place), max(p.numel() for p in module.parameters()) * 4
-    assert module.was_on_meta
-    allowed = model / world_size + largest + CONSTANT
-    assert module.peak <= allowed, f"{module.peak / 2**20:.0f} of {model / 2**20:.0f} MiB"
-    assert total <= 1.01 * model
-
-
 @pytest.mark.wide
 def test_memory_is_that_of_a_part_with_tensor_parallelism(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    model, config, sizes = MODELS["llama"]
-    monkeypatch.setitem(MODELS, "llama", (model, config, {**sizes, **WIDE["llama"]}))
-    _memory_in_parts(folder=str(save(tmp_path, "llama")))
+    strategy = {"stage": 2, "parallel": {"tensor": 2}}
+    of_a_shard_and_a_tensor(**save_wide(tmp_path, "llama", monkeypatch), strategy=strategy)

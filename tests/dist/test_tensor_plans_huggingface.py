@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib.util
-import logging
 from typing import Any
 
 import pytest
@@ -16,6 +15,7 @@ from ls_strategy.parallel.tensor.plans import resolve_tensor_plan
 from ls_strategy.parallel.tensor.shard import apply_tensor_parallel
 from ls_strategy.testing import spawn
 from ls_strategy.zero.parts import full_of
+from tests.transformer_models import built
 
 pytestmark = [
     pytest.mark.wide,
@@ -109,20 +109,10 @@ def limit(name: str) -> float:
 
 
 def build(name: str, attention: str) -> nn.Module:
-    """A random model in training mode and fp64, the same on every rank."""
-    import transformers
-
-    logging.getLogger("transformers").setLevel(logging.ERROR)
-    model_class, config_class, options = MODELS[name]
-    ids = {"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0}  # all in the small vocabulary
-    config = getattr(transformers, config_class)(**ids, **options)
-    config._attn_implementation = "eager" if name == "gpt" else attention  # the only one that GPT has
-    config._experts_implementation = "eager"  # torch's grouped product has no fp64
-    torch.manual_seed(0)
-    model: nn.Module = getattr(transformers, model_class)(config)
-    with torch.no_grad():  # biases and norms that are not zeros and ones
-        for parameter in model.parameters():
-            parameter.add_(torch.randn_like(parameter), alpha=0.1)
+    """In training mode and fp64."""
+    attention = "eager" if name == "gpt" else attention  # the only one that GPT has
+    # Torch's grouped product has no fp64.
+    model = built(*MODELS[name], _attn_implementation=attention, _experts_implementation="eager")
     return model.train().double()
 
 

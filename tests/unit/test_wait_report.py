@@ -8,6 +8,7 @@ import pytest
 
 from ls_strategy.distributed.watchdog import wait_report
 from ls_strategy.distributed.watchdog.wait_report import Whereabouts
+from tests.unit.test_failures import Store
 
 
 def ranks(count: int = 2) -> list[Whereabouts]:
@@ -67,19 +68,6 @@ def test_a_wait_ends_with_an_exception_too() -> None:
     with pytest.raises(RuntimeError), where.journal("world", [0, 1]).enter("barrier"):
         raise RuntimeError("closed")
     assert where.waiting is None
-
-
-class Store(dict[str, bytes]):
-    """What is used of torch's store."""
-
-    def check(self, keys: list[str]) -> bool:
-        return all(key in self for key in keys)
-
-    def get(self, key: str) -> bytes:  # type: ignore[override]
-        return self[key]
-
-    def set(self, key: str, value: str) -> None:
-        self[key] = value.encode()
 
 
 @pytest.fixture
