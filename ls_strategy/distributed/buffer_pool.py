@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import threading
 from collections import defaultdict, deque
-from collections.abc import Callable, Iterable
-from typing import Protocol
+from collections.abc import Callable, Iterable, Sequence
+from typing import Protocol, TypeAlias
 
 import torch
 from torch import Tensor
 
 from ls_strategy._torch import allow_views
 from ls_strategy.distributed.gather_memory import GatherMemory
+
+Places: TypeAlias = Sequence[tuple[Sequence[int], Sequence[int], int]]
+"""Shape, stride and offset of each view of a buffer."""
 
 LATE_BYTES = 64 << 20
 """Bytes of a pool that copies to the host may still read. With more, `BufferPool.take` waits for the oldest copy."""
@@ -49,6 +52,8 @@ class BufferPool:
         self._make = make
         self._kept = kept
         self._free: defaultdict[tuple[int, torch.dtype, torch.device], list[Tensor]] = defaultdict(list)
+        self._cuts: dict[int, tuple[Places, list[Tensor]]] = {}
+        """By ``id`` of a free buffer: places and views, see `give`."""
         self._late: deque[tuple[Copy, Tensor]] = deque()
         self._late_bytes = 0
         self._lock = threading.Lock()
@@ -59,7 +64,7 @@ class BufferPool:
     def allocate(self, buffer: Tensor) -> None:
         """Give a gathered buffer memory, if it has none."""
         storage = buffer.untyped_storage()
-        if storage.size() == 0:
+        if storage.nbytes() == 0:
             allow_views(storage._cdata)
             if buffer.is_cpu:
                 storage.resize_(buffer.nbytes)
@@ -68,20 +73,35 @@ class BufferPool:
 
     def take(self, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
         """Return a buffer of exactly this size, with arbitrary contents."""
+        return self.take_cut(numel, dtype, device, ())[0]
+
+    def take_cut(
+        self, numel: int, dtype: torch.dtype, device: torch.device, places: Places
+    ) -> tuple[Tensor, list[Tensor]]:
+        """Return a buffer as `take` does, and a view for each of ``places``."""
         free = self._free[(numel, dtype, device)]
         if self._late:
             self._take_back(0 if free else numel * dtype.itemsize)
         if free:
-            return free.pop()
-        buffer = self._make(numel, dtype, device)
-        self.bytes += buffer.numel() * buffer.element_size()
-        return buffer
+            buffer = free.pop()
+            known = self._cuts.pop(id(buffer), None)
+            if known is not None and known[0] == places:
+                return buffer, known[1]
+        else:
+            buffer = self._make(numel, dtype, device)
+            self.bytes += buffer.numel() * buffer.element_size()
+        return buffer, [buffer.as_strided(*place) for place in places]
 
-    def give(self, buffers: Iterable[Tensor]) -> None:
-        """Take back buffers that are no longer read or written."""
+    def give(self, buffers: Iterable[Tensor], cut: tuple[Places, list[Tensor]] | None = None) -> None:
+        """Take back buffers that are no longer read or written.
+
+        ``cut``: views of the one buffer that is given, which nobody else has, so that the next `take_cut` makes none.
+        """
         for buffer in buffers:
             free = self._free[(buffer.numel(), buffer.dtype, buffer.device)]
             if self._kept is None or len(free) < self._kept:
+                if cut is not None:
+                    self._cuts[id(buffer)] = cut
                 free.append(buffer)
 
     def give_late(self, buffer: Tensor, copy: Copy) -> None:
@@ -100,6 +120,7 @@ class BufferPool:
         for free in self._free.values():
             self.bytes -= sum(buffer.nbytes for buffer in free)
             free.clear()
+        self._cuts.clear()
         self.gathers.clear()
 
     def _take_back(self, nbytes: int) -> None:

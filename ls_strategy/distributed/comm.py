@@ -107,7 +107,14 @@ class PendingReduce:
         """Raise a RuntimeError: there is one round, which `finish` ends."""
         raise RuntimeError("a reduction of one round has nothing to collect")
 
-    def __init__(self, works: Sequence[Any], parts: Sequence[Tensor], borrowed: Sequence[Tensor], comm: Comm) -> None:
+    def __init__(
+        self,
+        works: Sequence[Any],
+        parts: Sequence[Tensor],
+        borrowed: Sequence[Tensor],
+        comm: Comm,
+        sent: Tensor | None = None,
+    ) -> None:
         """Keep what `finish` needs.
 
         Args:
@@ -115,12 +122,14 @@ class PendingReduce:
             parts: the terms of the sum, in rank order; NCCL delivers one part, already summed.
             borrowed: buffers to return to the pool.
             comm: the group.
+            sent: what the operations read, which stays allocated until they are done.
         """
         self.works: Sequence[Any] = works
         """The operations that nobody has waited for."""
         self.parts: Sequence[Tensor] = parts
         self._borrowed = borrowed
         self._comm = comm
+        self._sent = sent
 
     def terms(self) -> Sequence[Tensor]:
         """Wait for the terms of the sum and return them; `release` must follow."""
@@ -252,6 +261,7 @@ class Comm:
         me, size = self.where.rank, node_size or sys.maxsize
         self.far = tuple(r // size != me // size for r in self.journal.ranks)
         """For every rank of the group, whether it is on another node than this one."""
+        self._far_ranks = sum(self.far)
         self.nodes = ranks_by_node(self.journal.ranks, node_size)
         """The ranks of the group, as `ranks_by_node` groups them."""
 
@@ -313,13 +323,18 @@ class Comm:
         if not works:
             return
         entry = works[0].entry if isinstance(works[0], Started) else None
-        with entry or _NOTHING, _NOTHING if spans.SpanRecorder.active is None else spans.waiting(spans.COMMUNICATION):
-            try:  # `naming_failures` itself would double the time of this call, which a stage-3 unit makes three times
+        recorded = spans.SpanRecorder.active is not None
+        try:  # `naming_failures` itself would double the time of this call, which a stage-3 unit makes three times
+            if entry is None and not recorded:  # nor is a context entered that does nothing
                 for work in works:
                     work.wait()
-            except RuntimeError as error:
-                self._name_failure(error)
-                raise
+                return
+            with entry or _NOTHING, spans.waiting(spans.COMMUNICATION) if recorded else _NOTHING:
+                for work in works:
+                    work.wait()
+        except RuntimeError as error:
+            self._name_failure(error)
+            raise
 
     @contextmanager
     def blocking(
@@ -384,7 +399,9 @@ class Comm:
             works = spans.followed(works, f"{kind} {of}", numel * itemsize)
         return [Started(works, entry, self.group)]
 
-    def all_gather(self, full: Tensor, of: str = "", sizes: Sequence[int] | None = None) -> PendingGather:
+    def all_gather(
+        self, full: Tensor, of: str = "", sizes: Sequence[int] | None = None, mine: Tensor | None = None
+    ) -> PendingGather:
         """Complete ``full``, ``(world_size * shard,)``, in which this rank has filled its own shard.
 
         Args:
@@ -392,6 +409,7 @@ class Comm:
             of: its name, for traces.
             sizes: elements of every rank's shard, at least 1 each. None: equal shards. With sizes, NCCL broadcasts from
                 every rank in one group of calls.
+            mine: this rank's shard, a view of ``full``, if there is one.
 
         Traffic:
             ``(world_size - 1) * shard`` elements sent per rank.
@@ -399,9 +417,11 @@ class Comm:
         if self.world_size == 1 or full.numel() == 0:
             return PendingGather((), self)
         if self.native:
-            mine = self._own(full, sizes)
+            mine = self._own(full, sizes) if mine is None else mine
             self.journal.enter("all_gather", of)
-            self.traffic.count("all_gather", mine, self.world_size - 1, far=sum(self.far))
+            numel = mine.numel()
+            sent, far = numel * (self.world_size - 1), numel * self._far_ranks
+            self.traffic.count_elements("all_gather", sent, mine.element_size(), far)
             if sizes is None:
                 work = all_gather_single(full, mine, group=self.group, async_op=True)
             else:
@@ -436,12 +456,13 @@ class Comm:
         if self.world_size == 1 or full.numel() == 0:
             return PendingReduce((), [self._own(full, sizes)], (), self)
         if self.native:
-            mine = self._own(full, sizes)
+            numel = full.numel()
+            shard = numel // self.world_size if sizes is None else sizes[self.rank]
             self.journal.enter("reduce_scatter", of)
             wire = full if dtype is None else full.to(dtype)
-            out = self.pool.take(mine.numel(), wire.dtype, wire.device)
-            far = sum(self.far) * wire.numel() // self.world_size  # of equal shards
-            self.traffic.count_elements("reduce_scatter", wire.numel() - mine.numel(), wire.element_size(), far)
+            out = self.pool.take(shard, wire.dtype, wire.device)
+            far = self._far_ranks * numel // self.world_size  # of equal shards
+            self.traffic.count_elements("reduce_scatter", numel - shard, wire.element_size(), far)
             if sizes is None:
                 work = reduce_scatter_single(out, wire, group=self.group, async_op=True)
             else:
@@ -449,7 +470,7 @@ class Comm:
             works: Sequence[Any] = (work,)
             if spans.SpanRecorder.active is not None:
                 works = spans.followed(works, f"reduce_scatter {of}", wire.nbytes - out.nbytes)
-            return PendingReduce((*works, _KeepAlive(wire)), [out], [out], self)
+            return PendingReduce(works, [out], [out], self, sent=wire)
         shards = cut(full, self.world_size, sizes)
         mine = shards[self.rank]
         parts = [
@@ -529,16 +550,6 @@ def cut(full: Tensor, ranks: int, sizes: Sequence[int] | None) -> Sequence[Tenso
     if full.numel() == 0:
         return [full] * ranks
     return full.chunk(ranks) if sizes is None else full.split(list(sizes))
-
-
-class _KeepAlive:
-    """Keeps a tensor alive until the collective that reads it is done."""
-
-    def __init__(self, tensor: Tensor) -> None:
-        self.tensor = tensor
-
-    def wait(self) -> None:
-        """Return at once: the collective itself is waited for elsewhere."""
 
 
 def make_comm(before: set[tuple[int, int]] | None = None, timeout: timedelta | None = None) -> Comm:

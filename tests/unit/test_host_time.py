@@ -23,11 +23,11 @@ from ls_strategy.zero.flat.parameters import ShardedParameter
 
 PACKAGE = str(Path(ls_strategy.__file__).parent)
 
-LINES = {0: 1025, 1: 930, 2: 770, 3: 1180}
+LINES = {0: 1025, 1: 930, 2: 770, 3: 1175}
 """At most so many per unit and step, by stage: some more than there are, since versions of Python count differently."""
 
 FILES = {0: 19, 1: 20, 2: 19, 3: 20}
-FUNCTIONS = {0: 136, 1: 146, 2: 137, 3: 160}
+FUNCTIONS = {0: 136, 1: 144, 2: 136, 3: 158}
 """A plain step may enter so many, by stage. They only ever fall: a feature that is off is not entered."""
 
 CALLS_OF_A_GATHER = 6

@@ -38,6 +38,21 @@ def test_the_views_of_a_buffer_have_the_shapes_of_the_parameters() -> None:
     assert [view.shape for view in buffer.local.views] == [p.shape for p in buffer.params]
 
 
+def test_a_step_makes_no_new_views_unless_user_code_has_moved_one() -> None:
+    local = flat(2).local
+    local.allocate(torch.float32)
+    first = local.views
+    local.free()
+    local.allocate(torch.float32)
+    assert all(again is view for again, view in zip(local.views, first, strict=True))
+    shown = local.shown_view(0)
+    shown.data = torch.ones_like(shown)
+    local.free()
+    local.allocate(torch.float32)
+    assert local.buffer is not None
+    assert local.views[0].data_ptr() == local.buffer.data_ptr()
+
+
 def test_added_gradients_are_summed_and_leave_p_grad() -> None:
     buffer = flat(2)
     first, second = (random_like(buffer.params[0]) for _ in range(2))

@@ -18,7 +18,7 @@ it first (`ls_strategy.zero.flat.parameters`).
 from __future__ import annotations
 
 import logging
-from collections.abc import Collection, Sequence
+from collections.abc import Collection
 from concurrent.futures import Future
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NoReturn, Protocol
@@ -147,7 +147,7 @@ class FlatBuffer(FlatStates):
     encodes = True
     """Whether shards are encoded before they are sent, and not stored in the format in which they are."""
 
-    _versions_away: Sequence[int] = ()
+    _versions_away: list[int]
     """Versions of the parameters when they were released; meanwhile they have others."""
 
     _rounding_warned = False
@@ -290,7 +290,8 @@ class FlatBuffer(FlatStates):
             device=device,
             average_dtype=self.average_dtype,
         )
-        self.views = self.split(self.full)
+        self._cut()
+        self._versions_away = []
         self._switched = [p for p in self.params if bind_home(p, self)]
         self._index = {id(p): i for i, p in enumerate(self.params)}
         self.writes = UserWrites(self)
@@ -309,6 +310,11 @@ class FlatBuffer(FlatStates):
         self.writes.count_references(bound=True)
         if not self.resident:
             self.release()
+
+    def _cut(self) -> None:
+        """Make the views of ``full``, which last as long as it does."""
+        self.views = self.split(self.full)
+        self._own_slice = self.full[slice(*self.stepped)]
 
     @property
     def _wire_format(self) -> WireFormat | None:
@@ -483,12 +489,15 @@ class FlatBuffer(FlatStates):
         with unnoticed():
             for p, view in zip(self.params, self.views, strict=True):
                 point(p, view)
-            if self._versions_away:
-                set_versions(tuple(self.params), tuple(self._versions_away))
-                self._versions_away = []
+            versions, self._versions_away = self._versions_away, []
+            if versions:
+                set_versions(tuple(self.params), tuple(versions))
         self._switch(ShardedParameter if on_demand else ResidentParameter)
         self._move(ParameterState.ON_DEMAND if on_demand else ParameterState.GATHERED)
-        self.writes.record()
+        if versions:
+            self.writes.record_bound(versions)
+        else:
+            self.writes.record()
 
     @property
     def is_in_use(self) -> bool:
@@ -528,9 +537,9 @@ class FlatBuffer(FlatStates):
             self._gather_shards()
             return
         if not self.steps_in_background and not self.master_is_slice:
-            self.full[slice(*self.stepped)].copy_(self.master)
+            self._own_slice.copy_(self.master)
         if self.policy.optimizer:
-            self.gathering = self.comm.all_gather(self.full, self.name, self._sizes)
+            self.gathering = self.comm.all_gather(self.full, self.name, self._sizes, self._own_slice)
 
     def _gather_shards(self) -> None:
         """Start gathering sharded parameters, from where they are nearest (stage 3). Collective."""
@@ -548,8 +557,8 @@ class FlatBuffer(FlatStates):
         wire = self.wire
         if wire is None or wire.exact:
             self.comm.pool.allocate(self.full)
-            self._load_shard(self.full[slice(*self.stepped)])
-            self.gathering = self.comm.all_gather(self.full, self.name, self._sizes)
+            self._load_shard(self._own_slice)
+            self.gathering = self.comm.all_gather(self.full, self.name, self._sizes, self._own_slice)
         else:
             self._load_shard(wire.own_part())
             wire.encode_own_part()
@@ -588,7 +597,7 @@ class FlatBuffer(FlatStates):
         if wire is not None:
             return wire.own_part()
         self.comm.pool.allocate(self.full)
-        return self.full[slice(*self.stepped)]
+        return self._own_slice
 
     def _load_shard(self, out: Tensor) -> None:
         """Copy this rank's shard of the parameters into ``out`` (stage 3)."""
@@ -664,7 +673,7 @@ class FlatBuffer(FlatStates):
             if not self._versions_away and self.params:
                 # Autograd refuses what it has saved of them: their memory may be that of a gather in flight.
                 self._versions_away = [p._version for p in self.params]
-                set_versions(tuple(self.params), tuple(v + RELEASED_VERSIONS for v in self._versions_away))
+                set_versions(tuple(self.params), tuple([v + RELEASED_VERSIONS for v in self._versions_away]))
         self._switch(ShardedParameter)
         self._move(to)
         if not keeps_memory:
@@ -687,15 +696,16 @@ class FlatBuffer(FlatStates):
 
     def _free(self) -> None:
         """Free the memory of ``full``. A NumPy array made of it fixes its size; then ``full`` gets a new storage."""
-        if not self.full.untyped_storage().resizable():
+        storage = self.full.untyped_storage()
+        if not storage.resizable():
             self.full = torch.empty_like(self.full)
-            self.views = self.split(self.full)
+            self._cut()
             self.writes.count_references(bound=False)
             self._full_key = storage_key(self.full)
             if self.on_demand is not None:
                 self.on_demand.note_memory(self)
-        storage = self.full.untyped_storage()
-        if storage.size():
+            storage = self.full.untyped_storage()
+        if storage.nbytes():
             storage.resize_(0)
             refuse_views(self._full_key, self._refusal)
         if self.steps_in_background:  # who keeps the states there wants the memory

@@ -61,6 +61,8 @@ class LocalGradients:
         """The gradients, ``(numel,)``."""
         self.views: list[Tensor] = []
         """One view of the buffer per parameter."""
+        self._views_are_shown = False
+        """Stages 2 and 3: whether user code has got one of them."""
         self._addresses: list[int] = []
         """Stages 0 and 1: where each view is, unless user code moves it."""
         self.reducing: Reduction | None = None
@@ -160,11 +162,9 @@ class LocalGradients:
             return
         numel = self._layout.numel
         if self._policy.gradients:
-            self.buffer = self._pool.take(numel, dtype, self._device)
+            self.buffer, self.views = self._pool.take_cut(numel, dtype, self._device, self._places)
             for lo, hi in self._gaps:
                 self.buffer[lo:hi].zero_()
-            # One operation per slot, since this is done for every unit and backward: `slot_views` takes two.
-            self.views = [self.buffer.as_strided(*place) for place in self._places]
         else:
             resident = torch.zeros(numel, dtype=dtype, device=self._device)
             self._use(resident, slot_views(self._layout, resident))
@@ -218,8 +218,7 @@ class LocalGradients:
         """Let the buffer hold what is sent, of all parameters: also late gradients, and zeros for those without one."""
         self.dirty = False
         if not self._policy.gradients:
-            self.take_all_replaced()
-            self.sent_mask = [grad_of(p) is not None for p in self._params]
+            self.sent_mask = self.take_all_replaced()
             return
         for i, (param, view) in enumerate(zip(self._params, self.views, strict=True)):
             late = grad_of(param)
@@ -271,7 +270,8 @@ class LocalGradients:
     def add(self, index: int, grad: Tensor, dtype: torch.dtype) -> None:
         """Move a gradient from ``p.grad`` to the buffer, of ``dtype`` if it is new."""
         self.mask[index] = self.dirty = True
-        self.allocate(dtype)
+        if self.buffer is None:
+            self.allocate(dtype)
         view = self.views[index]
         if self.filled[index]:
             view.add_(grad)
@@ -283,26 +283,37 @@ class LocalGradients:
     def free(self) -> None:
         """Return the buffer to the pool."""
         assert self.buffer is not None
-        self._pool.give([self.buffer])
+        self._pool.give([self.buffer], None if self._views_are_shown else (self._places, self.views))
         self.buffer = None
         self.views = []
+        self._views_are_shown = False
+
+    def shown_view(self, index: int) -> Tensor:
+        """Return a gradient in the buffer, which user code may keep, and move to other memory."""
+        self._views_are_shown = True
+        return self.views[index]
 
     # resident buffer, stages 0 and 1 ---------------------------------------------------------------------------------
 
     def collect(self, index: int, grad: Tensor, dtype: torch.dtype) -> None:
         """Copy ``p.grad`` to the buffer, of ``dtype`` if it is new, and make it a view of the slot."""
         self.mask[index] = self.dirty = True
-        self.allocate(dtype)
+        if self.buffer is None:
+            self.allocate(dtype)
         view = self.views[index]
         if grad is not view and not (self._adopted and self._has_adopted(index, grad)):
             view.copy_(grad)
             self.show(index)
 
-    def take_all_replaced(self) -> None:
-        """Copy every ``p.grad``, which user code may have changed, into its slot."""
+    def take_all_replaced(self) -> list[bool]:
+        """Copy every ``p.grad``, which user code may have changed, into its slot. Return which parameters have one."""
+        have = []
         for i, view in enumerate(self.views):
-            if self.take_replaced(i):
+            missing = self.take_replaced(i)
+            if missing:
                 view.zero_()
+            have.append(not missing)
+        return have
 
     def show_sent(self) -> None:
         """Put the gradients back into ``p.grad``, and add those that came while they were in flight."""

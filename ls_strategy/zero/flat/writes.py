@@ -32,8 +32,12 @@ class UserWrites:
         """Whether user code has accessed the parameters' memory since `record`, so that versions may miss writes."""
         self.detected = False
         """Whether a write to a parameter was detected by version or address since the last step."""
-        self._versions: list[tuple[int, int]] = []
-        """Version and address of every parameter at the last `record`."""
+        self._versions: list[int] = []
+        """Version of every parameter at the last `record`."""
+        self._addresses: list[int] = []
+        """Address of every parameter then."""
+        self._start = 0
+        """Address of ``full`` for which `_addresses` holds."""
         self._data_views: dict[int, list[weakref.ref[Tensor]]] = {}
         """Tensors that ``param.data`` returned, by parameter: views of its slot."""
         self._views: list[weakref.ref[Tensor]] = []
@@ -64,7 +68,18 @@ class UserWrites:
     def record(self) -> None:
         """Record versions and addresses, from which `take` detects later writes."""
         with unnoticed():
-            self._versions = [(p._version, p.data_ptr()) for p in self._flat.params]
+            self._versions = [p._version for p in self._flat.params]
+            self._addresses = [p.data_ptr() for p in self._flat.params]
+        self._start = self._flat.full.data_ptr()
+        self.possible = self._is_outdated = False
+
+    def record_bound(self, versions: list[int]) -> None:
+        """Record them where the parameters have just got these versions, and point at their slots again."""
+        start = self._flat.full.data_ptr()
+        shift = start - self._start
+        if shift:  # those without elements stay at 0
+            self._start, self._addresses = start, [address and address + shift for address in self._addresses]
+        self._versions = versions
         self.possible = self._is_outdated = False
 
     # views -----------------------------------------------------------------------------------------------------------
@@ -198,10 +213,10 @@ class UserWrites:
         if not flat.is_gathered or flat.hidden or flat.gathering is not None:
             return False
         with unnoticed():
-            now = [(p._version, p.data_ptr()) for p in flat.params]
+            versions, addresses = [p._version for p in flat.params], [p.data_ptr() for p in flat.params]
             # By an optimizer of the user's own: the updates of torch's fused ones do not count in ``_version``.
             by_hand = not flat.has_optimizer and any(p.requires_grad for p in flat.params)
-        detected = now != self._versions
+        detected = versions != self._versions or addresses != self._addresses
         if not (detected or self.possible or by_hand):
             return False
         if flat.update in (UpdateState.UPDATED_EARLY, UpdateState.DELAYED) or flat.updating is not None:
@@ -210,8 +225,9 @@ class UserWrites:
                 raise self._too_late()
             return False
         self.detected |= detected
-        written = [i for i, found in enumerate(now) if found != self._versions[i]]
-        for i in [i for i in written if now[i][1] != self._versions[i][1]]:
+        moved = [i for i, address in enumerate(addresses) if address != self._addresses[i]]
+        written = [i for i, version in enumerate(versions) if version != self._versions[i] or i in moved]
+        for i in moved:
             self._restore(i)
         viewed = self.may_be_written
         changed = flat.take_in_place(detected=detected) if flat.master_is_slice else self._take_shard()

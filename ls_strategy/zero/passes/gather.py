@@ -64,10 +64,8 @@ class Gatherer:
                     self._seen.append(unit)
                 neighbours = self._neighbours(unit, -1 if backward else 1, self.prefetch_units + 1)
                 for neighbour in neighbours[: self.prefetch_units]:
-                    if not any(
-                        flat.update is UpdateState.UPDATED_EARLY for flat in neighbour.flats
-                    ):  # else its backward is over
-                        self.start(neighbour)
+                    if all([flat.update is not UpdateState.UPDATED_EARLY for flat in neighbour.flats]):
+                        self.start(neighbour)  # else its backward is over
                 for neighbour in neighbours if self._reads_ahead else ():
                     self._read(neighbour)
         elif not self.sharded:
@@ -94,7 +92,7 @@ class Gatherer:
         It sends nothing if user code holds the unit (`Engine.gathered`), or if the unit is replicated. Then nothing is
         prefetched either, because ranks may run such a forward a different number of times.
         """
-        return all(flat.resident or (flat.is_fetched and flat.users) for flat in unit.flats)
+        return all([flat.resident or (flat.is_fetched and flat.users) for flat in unit.flats])
 
     @contextmanager
     def keeping(self, flats: list[FlatBuffer]) -> Iterator[None]:

@@ -27,6 +27,7 @@ from ls_strategy._torch import (
     current_backward_pass,
     current_transform,
     is_compiled_in_place,
+    on_gradient,
     outside_transforms,
     route_calls,
     tree_iter,
@@ -279,7 +280,7 @@ class UnitHooks:
         if unit.open_backwards:
             return  # recomputed inside backward, which still needs the unit
         results = _tensors(output)
-        if any(getattr(t, "uses_weights_later", False) for t in results):
+        if any([type(t) is not Tensor and getattr(t, "uses_weights_later", False) for t in results]):
             unit.pin()  # logits that a loss computes later: see `losses.deferred`
             return
         if not torch.is_grad_enabled():
@@ -323,6 +324,6 @@ class UnitHooks:
                 self.gatherer.release(unit)
 
         for tensor in outputs:
-            tensor.register_hook(begins)
+            on_gradient(tensor, begins)
         for tensor in sources:
-            tensor.register_hook(ends)
+            on_gradient(tensor, ends)

@@ -187,7 +187,7 @@ class Reducer:
         ):  # else each look at a released parameter would pass through `ShardedParameter.__torch_function__`
             for unit in self.order:
                 unit.launched = False
-                unit.waiting_for = sum(p.requires_grad for f in unit.trainable_flats for p in f.nonempty_params)
+                unit.waiting_for = sum([p.requires_grad for f in unit.trainable_flats for p in f.nonempty_params])
 
     def begin_backward(self, *, eager: bool, loss_scale: float = 1.0, counts: bool = True) -> None:
         """Begin a backward pass with a loss scale.
@@ -312,7 +312,8 @@ class Reducer:
         if self.round is not None and self.round.expect(flat):
             return
         # Ranks that have no gradients send as many bytes as those that have some.
-        local.allocate(flat.average_dtype if self.holds or not self.policy.optimizer else flat.gradient_dtype)
+        if local.buffer is None:
+            local.allocate(flat.average_dtype if self.holds or not self.policy.optimizer else flat.gradient_dtype)
         assert local.buffer is not None
         local.complete()
         if flat.averages.in_place:

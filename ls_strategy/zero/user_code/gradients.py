@@ -331,7 +331,7 @@ def _local_gradient(flat: FlatBuffer, index: int) -> Tensor | None:
         return found
     local = flat.local
     if flat.policy.gradients and local.filled[index] and local.reducing is None and local.buffer is not None:
-        return local.views[index]
+        return local.shown_view(index)
     if local.mask[index]:
         raise StateError(
             f"{flat.layout.slots[index].name}.grad was read inside backward after it had been sent to the other ranks "
