@@ -21,6 +21,7 @@ from ls_strategy.distributed.launch import interface, rendezvous, slurm_check
 from ls_strategy.distributed.launch.launcher import VARIABLE as LAUNCHER
 from ls_strategy.distributed.launch.launcher import LauncherWatch
 from ls_strategy.errors import CheckpointError, ConfigError, PlanError
+from ls_strategy.host.pytorch import Callback, pl
 from ls_strategy.lightning._private import (
     accept_any_size,
     before_launch,
@@ -39,6 +40,17 @@ else:
     _DDPStrategy = object
 
 T = TypeVar("T")
+
+
+class ConnectedCallback(Callback):
+    """A callback that acts before the ranks of a strategy meet."""
+
+    def connecting(self, trainer: pl.Trainer) -> None:
+        """Act before the process group is made. Not collective.
+
+        Raises:
+            ConfigError: on every rank.
+        """
 
 
 class Connection(_DDPStrategy):

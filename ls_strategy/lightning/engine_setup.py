@@ -19,11 +19,15 @@ from ls_strategy.lightning import guards, module_state
 from ls_strategy.lightning._private import is_mock_optimizer, unwrap_optimizer
 from ls_strategy.lightning.compiled import compile_parts
 from ls_strategy.lightning.float8 import multiply_in_fp8
-from ls_strategy.lightning.loop.plain import LoopedStrategy
+from ls_strategy.lightning.loop.plain import StepLoop
 from ls_strategy.lightning.planning import NVME_PATH
+from ls_strategy.lightning.readings import EngineStrategy
+from ls_strategy.lightning.uneven import UnevenData
 
 if TYPE_CHECKING:
     import lightning.pytorch as pl
+
+    from ls_strategy.lightning.checkpointing.resume import Resume
 
 _NO_GRADIENTS = (
     "ZeROStrategy: after the fit p.grad is None, since no rank keeps full gradients. Until on_train_end it is that of "
@@ -50,20 +54,14 @@ class Switch(Protocol):
         ...
 
 
-class BuiltStrategy(LoopedStrategy):
-    """A strategy as what runs and saves its steps sees it: with an engine that follows the user's optimizers."""
-
-    engine_setup: EngineSetup
-    """Builds the engine."""
-
-
 class EngineSetup:
     """Builds and rebuilds the engine of a strategy."""
 
-    def __init__(self, strategy: LoopedStrategy) -> None:
+    def __init__(self, strategy: EngineStrategy, loop: StepLoop, uneven: UnevenData, resume: Resume) -> None:
+        """Build nothing yet. ``loop`` will run the steps, ``uneven`` and ``resume`` prepare the data."""
         self.state_dict_hooks: StateDictHooks | None = None
         """Make ``module.state_dict()`` return full tensors; None where every rank has them anyway."""
-        self._strategy = strategy
+        self._strategy, self._loop, self._uneven, self._resume = strategy, loop, uneven, resume
         self._switches: list[Switch] = []
         """What the module computes in another way while a Trainer runs, until another engine adopts it."""
 
@@ -90,8 +88,8 @@ class EngineSetup:
         strategy = self._strategy
         kinds = "" if strategy.parallel.mesh is None else strategy.parallel.mesh.shape.kinds
         guards.check_trainer(trainer, strategy.zero_precision(), kinds)
-        strategy.uneven.prepare(trainer)
-        strategy.loop.check(trainer, module)
+        self._uneven.prepare(trainer)
+        self._loop.check(trainer, module)
 
     def place(self, module: pl.LightningModule) -> None:
         """Convert and move what the module holds besides parameters, in the order of DDPStrategy. Not collective."""
@@ -139,7 +137,7 @@ class EngineSetup:
         engine.on_detach += [switch.remove for switch in self._switches]
         rank_zero_info(f"ZeROStrategy(stage={strategy.config.stage}): {engine.describe()}")
         plugin.attach(engine)
-        strategy.resume.weights_for(engine)
+        self._resume.weights_for(engine)
 
     def detach(self) -> None:
         """Give a module with full parameters back; if some are sharded or quantized, the engine stays attached.
@@ -153,7 +151,7 @@ class EngineSetup:
         if engine is not None and trainer is not None and fitted and not trainer.interrupted:
             engine.state_offload.reload()
             complete = _complete_gradients(engine)
-        self._strategy.loop.end_run()
+        self._loop.end_run()
         for switch in self._switches:
             switch.on = False
         if engine is None:
@@ -213,7 +211,7 @@ class EngineSetup:
             and not guards.has_hooks_before_step(trainer, module)
             and bool(overlap)
             and not trainer.gradient_clip_val
-            and strategy.loop.updates_early
+            and self._loop.updates_early
         )
         guards.watch_generate(module, engine)
         if not fitting:

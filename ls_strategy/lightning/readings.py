@@ -1,15 +1,17 @@
-"""Values that users read from a run: norms, bytes, sizes, and full parameters."""
+"""The strategy as its helpers, callbacks and modules see it: the state of a run, and the values that users read off it.
+
+It has no hook of Lightning: those are in `ls_strategy.lightning.strategy`.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Generator, Iterable, Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, TypeAlias
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
-from typing_extensions import override
 
 from ls_strategy.access.gather_error import gather_error
 from ls_strategy.access.gradient_error import gradient_error
@@ -17,10 +19,14 @@ from ls_strategy.access.gradients import full_gradients, grad_norms
 from ls_strategy.access.offload import offload_states
 from ls_strategy.access.weights import full_weights
 from ls_strategy.distributed.comm import Traffic
+from ls_strategy.distributed.lockstep import Lockstep
+from ls_strategy.engine import Engine
 from ls_strategy.errors import StateError
+from ls_strategy.host.pytorch import DDPStrategy
 from ls_strategy.lightning._private import unwrap_optimizer
 from ls_strategy.lightning.activation_memory import ActivationMemory
-from ls_strategy.lightning.ranks import RankStrategy
+from ls_strategy.lightning.connection import Connection
+from ls_strategy.lightning.ranks import PATIENCE_S
 from ls_strategy.lightning.virtual.ranks import VirtualRanks
 from ls_strategy.precision import PrecisionPolicy
 from ls_strategy.zero.state_offload import KINDS, StateKind
@@ -55,8 +61,25 @@ def _ids(part: Part | None) -> set[int] | None:
     return None if part is None else {id(p) for p in parameters_of(part)}
 
 
-class EngineStrategy(RankStrategy):
+class EngineStrategy(Connection, DDPStrategy):
     """A strategy with an engine, as callbacks and modules see it through ``trainer.strategy``."""
+
+    engine: Engine | None = None
+    """Made in `setup`, for one module on one process group."""
+
+    runs_filler: bool = False
+    """Whether this rank runs a batch that does not count, because others have more (``uneven="join"``)."""
+
+    islands: tuple[int, int] = (0, 1)
+    """Number of this group of ranks, and of all that train the same model on other data (`DiLoCo`)."""
+
+    _lockstep: Lockstep | None = None
+
+    _contribution: float | None = None
+    """During a step of ranks of which some have no batch: this rank's weight in averages over ranks."""
+
+    _stops_alone = False
+    """Whether a signal ended an evaluation on this rank only."""
 
     virtual: VirtualRanks | None
     """The virtual ranks of this process."""
@@ -67,8 +90,43 @@ class EngineStrategy(RankStrategy):
     auto: bool
     """Whether `setup` still has to choose; until then this is stage 3, which builds on the meta device."""
 
-    collection: Collection | None
+    collection: Collection | None = None
     """The contents of a checkpoint folder while ``trainer.save_checkpoint`` collects them."""
+
+    def require_engine(self) -> Engine:
+        """Return the engine of the current module.
+
+        Raises:
+            StateError: the module is not set up yet.
+        """
+        if self.engine is None:
+            raise StateError("the model is not set up yet: this works from on_fit_start (or on_validation_start) on.")
+        return self.engine
+
+    def wait_for_saves(self) -> None:
+        """Return when every checkpoint that was saved is committed. Collective.
+
+        Raises:
+            CheckpointError: one could not be written.
+        """
+        raise NotImplementedError
+
+    def all_interrupted(self) -> bool:
+        """Return whether an exception ended the same step on every rank, so that all can save together.
+
+        Waits a few seconds for the other ranks.
+        """
+        complete = self._comm is None or not self._comm.failures.stopped  # else another rank failed alone and has left
+        try:
+            if self.engine is not None:
+                self.engine.check_complete()
+        except StateError:
+            complete = False  # the others need no message: they do not wait long for this rank
+        if self._comm is None or self._comm.world_size == 1:
+            return complete
+        everyone = complete and self._comm.failures.announce(RuntimeError("interrupted"), patience_s=PATIENCE_S)
+        self._alone = not everyone
+        return everyone
 
     def grad_norm(self, norm_type: float = 2.0, *, optimizer: Optimizer | None = None) -> Tensor:
         """Return the global norm of the averaged gradients of one optimizer, or of all, ``()`` fp32. Collective.
@@ -195,23 +253,6 @@ class EngineStrategy(RankStrategy):
     def data_parallel_size(self) -> int:
         """The number of model replicas, or of virtual ranks; each trains on its own batches."""
         return self.parallel.data_rank[1] if self.virtual is None else self.virtual.count
-
-    @property
-    @override
-    def distributed_sampler_kwargs(self) -> dict[str, Any]:
-        """Give every replica of the model, or every virtual rank, its own part of the data.
-
-        Training data is split over all islands, other data inside each of them.
-        """
-        kwargs = super().distributed_sampler_kwargs
-        if self.virtual is not None and self.virtual.applies:
-            kwargs = {"num_replicas": self.virtual.count, "rank": self.virtual.ranks[0]}
-        module: Any = self.lightning_module
-        if module is None or not module.trainer.training:
-            return kwargs
-        island, islands = self.islands
-        ranks = kwargs["num_replicas"]
-        return {"num_replicas": islands * ranks, "rank": island * ranks + kwargs["rank"]}
 
     @property
     def data_parallel_rank(self) -> int:

@@ -17,16 +17,19 @@ from ls_strategy.zero_stages import POLICIES
 if TYPE_CHECKING:
     import lightning.pytorch as pl
 
-    from ls_strategy.lightning.engine_setup import BuiltStrategy
+    from ls_strategy.lightning.engine_setup import EngineSetup
+    from ls_strategy.lightning.loop.plain import LoopParts, StepLoop
 
 
 class Steps:
     """Runs the steps of a strategy's module."""
 
-    def __init__(self, strategy: BuiltStrategy) -> None:
+    def __init__(self, parts: LoopParts, loop: StepLoop, engine_setup: EngineSetup) -> None:
+        """Run nothing yet. ``engine_setup`` follows changes of the optimizers before a step."""
         self.accumulating = False
         """Whether the next backward leaves gradients to a later one (``accumulate_grad_batches``)."""
-        self._strategy = strategy
+        self._strategy, self._parts = parts.strategy, parts
+        self._loop, self._engine_setup = loop, engine_setup
         self._meets_in_evaluation = False
 
     @property
@@ -44,7 +47,7 @@ class Steps:
     def begin_run(self, trainer: pl.Trainer) -> None:
         """Compare the batches of all ranks, and handle signals on all ranks at the same batch. Collective."""
         strategy, lockstep, parallel = self._strategy, self._lockstep, self._strategy.parallel
-        lockstep.reset(turns=strategy.uneven.joins)
+        lockstep.reset(turns=self._parts.uneven.joins)
         strategy._stops_alone = False
         if POLICIES[strategy.config.stage].parameters:
             # A gathered inference tensor could not take part in autograd later.
@@ -56,7 +59,7 @@ class Steps:
             or parallel.config.expert > 1
             or (parallel.shards and strategy.data_parallel_size == 1)
         )
-        loop = strategy.loop
+        loop = self._loop
         loop.begin_run(trainer, together=self._meets_in_evaluation)
 
         def end() -> None:
@@ -74,13 +77,13 @@ class Steps:
         comm = strategy.require_engine().comm
         with self._lockstep.step(), comm.naming_failures():
             try:
-                strategy.resume.restore_random_states()
-                engine = strategy.engine_setup.follow_optimizers()
+                self._parts.resume.restore_random_states()
+                engine = self._engine_setup.follow_optimizers()
                 accumulates = self.accumulating
                 call = StepCall(engine, step, args, kwargs, synchronises=synchronises, accumulates=accumulates)
-                return strategy.loop.train(call)
+                return self._loop.train(call)
             except Exception as error:
-                strategy.planning.explain_memory(error)
+                self._parts.planning.explain_memory(error)
                 raise
 
     def evaluate(self, step: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
@@ -88,7 +91,7 @@ class Steps:
         engine, lockstep, together = self._strategy.require_engine(), self._lockstep, self._meets_in_evaluation
         self._stop_if_asked(self._module.trainer, lockstep)
         with lockstep.step() if together else nullcontext(), engine.comm.naming_failures():
-            return self._strategy.loop.evaluate(StepCall(engine, step, args, kwargs, together=together))
+            return self._loop.evaluate(StepCall(engine, step, args, kwargs, together=together))
 
     def _stop_if_asked(self, trainer: pl.Trainer, lockstep: Lockstep) -> None:
         """End an evaluation after SIGTERM, on all ranks together if they wait for each other."""
@@ -107,7 +110,7 @@ class Steps:
     def around_backward(self, module: pl.LightningModule) -> AbstractContextManager[bool]:
         """Surround the backward that `Strategy.backward` runs between its hooks; yield whether it is still to run."""
         options = {"synchronises": self._synchronises(module), "accumulates": self.accumulating}
-        return self._strategy.loop.around_backward(self._strategy.require_engine(), **options)
+        return self._loop.around_backward(self._strategy.require_engine(), **options)
 
     def _synchronises(self, module: pl.LightningModule) -> bool:
         return module.automatic_optimization and not self.accumulating

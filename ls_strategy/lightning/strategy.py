@@ -3,13 +3,14 @@
 ===========================  =======================================================================================
 Lightning                    here
 ===========================  =======================================================================================
-``setup_environment``        `RankStrategy`: process groups, collectives, errors that reach every rank
+``setup_environment``        `Connection`: process groups and monitored collectives, as under a Fabric
 ``setup``                    `EngineSetup`: ``configure_optimizers``, then `Engine` takes parameters and optimizers over
 ``training_step``            `Steps`, then the strategy's `StepLoop`: `Engine.begin_step`, step, `Engine.end_forward`
 ``backward``                 `ZeROPrecision.backward`: `Engine.begin_backward`, the user's, `Engine.end_backward`
 ``optimizer_step``           `ZeROPrecision.optimizer_step`: closure, `Engine.finish`, hooks, clipping, `Engine.step`
 saving                       `Saves`: collects and writes checkpoints, removes and links them
 loading                      `Resume`: weights, optimizer states, random numbers, position in the data
+``on_exception``             `ends_alone`: the error reaches every rank, or the connections they wait on are closed
 ``teardown``                 waits and detaches; shards stay, so that saving, testing and a second fit work
 ===========================  =======================================================================================
 """
@@ -26,11 +27,11 @@ from typing import Any, Literal, cast
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from ls_strategy import spans
+from ls_strategy import host, spans
 from ls_strategy.checked import at_least, checked
 from ls_strategy.config import (
     ActivationsConfig,
@@ -43,21 +44,38 @@ from ls_strategy.config import (
     ZeROConfig,
 )
 from ls_strategy.config.option_names import takes_groups
+from ls_strategy.distributed.comm import Comm
+from ls_strategy.distributed.launch import rendezvous, slurm_job
+from ls_strategy.distributed.launch.launcher import end_processes
+from ls_strategy.distributed.launch.ray_worker import in_train_function
+from ls_strategy.distributed.lockstep import Lockstep
 from ls_strategy.engine import Engine
+from ls_strategy.errors import PlanError, RankFailedError
 from ls_strategy.host.fabric import CheckpointIO, ClusterEnvironment
-from ls_strategy.host.pytorch import STEP_OUTPUT, Accelerator, DDPStrategy, Precision, TrainerFn, pl
-from ls_strategy.lightning import activation_memory, guards
-from ls_strategy.lightning._private import around_dumps, replace_links
+from ls_strategy.host.pytorch import (
+    STEP_OUTPUT,
+    Accelerator,
+    DDPStrategy,
+    Precision,
+    SIGTERMException,
+    TrainerFn,
+    pl,
+)
+from ls_strategy.lightning import activation_memory, guards, ranks
+from ls_strategy.lightning._private import around_dumps, name_logs_by_job, replace_links, show_as_text
 from ls_strategy.lightning.checkpointing.resume import Resume
 from ls_strategy.lightning.checkpointing.saving import Saves
+from ls_strategy.lightning.connection import ConnectedCallback
 from ls_strategy.lightning.deepspeed import Configuration, takes_deepspeed_config
-from ls_strategy.lightning.engine_setup import BuiltStrategy, EngineSetup
+from ls_strategy.lightning.engine_setup import EngineSetup
 from ls_strategy.lightning.loggers import take_part
 from ls_strategy.lightning.loop import loop_of
+from ls_strategy.lightning.loop.plain import LoopParts
 from ls_strategy.lightning.module_state import MetricsOnHost
 from ls_strategy.lightning.parallel import ModelParallel
 from ls_strategy.lightning.planning import Planning
 from ls_strategy.lightning.precision import ZeROPrecision
+from ls_strategy.lightning.readings import EngineStrategy
 from ls_strategy.lightning.steps import Steps
 from ls_strategy.lightning.uneven import UnevenData, UnevenMode
 from ls_strategy.lightning.virtual.ranks import VirtualRanks
@@ -65,13 +83,18 @@ from ls_strategy.meta_init.deferred import note_deferred
 from ls_strategy.pretrained.huggingface import without_memory
 from ls_strategy.zero_stages import POLICIES
 
+_IN_FABRIC = (
+    "Got ZeROStrategy, the strategy of a Trainer, for a Fabric. Use ls_strategy.ZeROFabricStrategy with the same "
+    'options, or an alias such as Fabric(strategy="zero3").'
+)
+
 
 def _phase(name: str) -> AbstractContextManager[None]:
     """Record a phase, while anything is recorded."""
     return nullcontext() if spans.SpanRecorder.active is None else spans.phase(name)
 
 
-class ZeROStrategy(BuiltStrategy):  # its many public members are Lightning's hooks, and what users read off a run
+class ZeROStrategy(EngineStrategy):  # its many public members are Lightning's hooks
     """ZeRO data parallelism, stages 0 to 3, for a plain LightningModule, on CPU (gloo) and GPU (NCCL).
 
     Losses are DDP's; model states are sharded over the ranks. ``Trainer(strategy="zero3", devices=N)`` is this class
@@ -110,6 +133,9 @@ class ZeROStrategy(BuiltStrategy):  # its many public members are Lightning's ho
             averages are over the ranks that have a batch. ``join_samples``: the same, weighted by batch size.
     """
 
+    _precision = None
+    """A Fabric reads this before it sets the accelerator, where it is refused."""
+
     # As long as it is because of one argument per option, which parsers read off the signature.
     @takes_groups
     @takes_deepspeed_config
@@ -145,19 +171,19 @@ class ZeROStrategy(BuiltStrategy):  # its many public members are Lightning's ho
         )  # fmt: skip
         """Every option, in groups."""
         self.activations = activation_memory.ActivationMemory(self.config.activations)
-        self.collection = None
         self.virtual = VirtualRanks.of(self)
         self.planning = Planning(self)
         self.uneven = UnevenData(self, uneven)
         self.resume = Resume(self)
-        self.loop = loop_of(self)
+        parts = LoopParts(self, self.planning, self.uneven, self.resume)
+        self.loop = loop_of(parts)
         self.resume.restores(self.loop.load)
-        self.engine_setup = EngineSetup(self)
-        self.steps = Steps(self)
-        self.saves = Saves(self)
+        self.engine_setup = EngineSetup(self, self.loop, self.uneven, self.resume)
+        self.steps = Steps(parts, self.loop, self.engine_setup)
+        self.saves = Saves(self, self.loop, self.engine_setup, self.resume)
+        self._logs_are_named = False
+        self._connect_later(ModelParallel(self.config.parallel, self.config.sharding), explain_waits_after)
         super().__init__(
-            ModelParallel(self.config.parallel, self.config.sharding),
-            explain_waits_after,
             accelerator=accelerator,
             parallel_devices=parallel_devices,
             cluster_environment=cluster_environment,
@@ -167,6 +193,12 @@ class ZeROStrategy(BuiltStrategy):  # its many public members are Lightning's ho
             timeout=timeout,
             start_method=start_method,
         )
+        host.show_to_others(type(self))
+
+    @classmethod
+    @override
+    def register_strategies(cls, strategy_registry: Any) -> None:
+        """Register nothing: `ls_strategy.autoload` registers the aliases, and DDP's must not point to this class."""
 
     @classmethod
     def from_deepspeed_config(cls, config: str | Path | dict[str, Any], **options: Any) -> ZeROStrategy:
@@ -182,6 +214,21 @@ class ZeROStrategy(BuiltStrategy):  # its many public members are Lightning's ho
         return cls(deepspeed_config=config, **options)
 
     # set-up ----------------------------------------------------------------------------------------------------------
+
+    @property
+    @override
+    def accelerator(self) -> Accelerator | None:
+        return super().accelerator
+
+    @accelerator.setter
+    def accelerator(self, accelerator: Accelerator | None) -> None:
+        """Take what the Trainer sets first.
+
+        Raises:
+            ConfigError: it is a Trainer of the other package, or a Fabric.
+        """
+        host.require_own(accelerator, Accelerator, _IN_FABRIC)
+        DDPStrategy.accelerator.fset(self, accelerator)  # type: ignore[attr-defined]
 
     @property
     @override
@@ -221,6 +268,44 @@ class ZeROStrategy(BuiltStrategy):  # its many public members are Lightning's ho
             self.resume.reading.prepare(model.trainer)
         if self._deepspeed is not None:
             self._deepspeed.connect(model)
+
+    @override
+    def setup_environment(self) -> None:
+        module: Any = self.lightning_module
+        if module is not None and module._trainer is not None:
+            if self._start_method == "fork":
+                show_as_text(module.trainer)
+            for callback in module.trainer.callbacks:
+                if isinstance(callback, ConnectedCallback):
+                    callback.connecting(module.trainer)
+        super().setup_environment()
+        self.parallel.show_device_mesh(self.lightning_module)
+        name = slurm_job.job_id(os.environ)
+        if name is not None and self.lightning_module is not None and not self._logs_are_named:
+            self._logs_are_named = True
+            name_logs_by_job(self.lightning_module.trainer, name, self._own_folder)
+
+    @override
+    def _check_size(self) -> None:
+        if in_train_function():
+            raise PlanError(
+                f"Got {type(self).__name__} in a train function of Ray Train, whose ranks and process group are Ray's. "
+                'Use ls_strategy.ray.RayZeROStrategy with the same options, or an alias: Trainer(strategy="zero3").'
+            )
+        super()._check_size()
+
+    @override
+    def _take_ranks(self) -> None:
+        self.set_world_ranks()
+
+    @override
+    def _connected(self, comm: Comm) -> None:
+        self._lockstep = Lockstep(comm)
+        self.engine = None
+
+    def _own_folder(self, parent: str, name: str) -> str:
+        """Return rank 0's answer on all ranks. Collective."""
+        return self.broadcast(slurm_job.own_folder(parent, name, os.environ) if self.is_global_zero else name)
 
     @contextmanager
     @override
@@ -343,7 +428,36 @@ class ZeROStrategy(BuiltStrategy):  # its many public members are Lightning's ho
         self._wait_for_weights()
         self.steps.end_fit()
 
+    @override
+    def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
+        """Reduce a copy, as DDP does, but without its barrier before every reduction.
+
+        The default group is the replicas of the model: the ranks of one replica have the same value.
+        """
+        mesh = self.parallel.mesh
+        if not isinstance(tensor, Tensor) or mesh is None or (group is None and mesh.data.world_size == 1):
+            return tensor
+        mine = tensor.detach().clone().contiguous().to(self.root_device)
+        return ranks.reduce(mine, mesh.data, op=reduce_op, group=group, weight=self._contribution)
+
     # data ------------------------------------------------------------------------------------------------------------
+
+    @property
+    @override
+    def distributed_sampler_kwargs(self) -> dict[str, Any]:
+        """Give every replica of the model, or every virtual rank, its own part of the data.
+
+        Training data is split over all islands, other data inside each of them.
+        """
+        kwargs = super().distributed_sampler_kwargs
+        if self.virtual is not None and self.virtual.applies:
+            kwargs = {"num_replicas": self.virtual.count, "rank": self.virtual.ranks[0]}
+        module: Any = self.lightning_module
+        if module is None or not module.trainer.training:
+            return kwargs
+        island, islands = self.islands
+        here = kwargs["num_replicas"]
+        return {"num_replicas": islands * here, "rank": island * here + kwargs["rank"]}
 
     @override
     def process_dataloader(self, dataloader: Any) -> Any:
@@ -436,8 +550,33 @@ class ZeROStrategy(BuiltStrategy):  # its many public members are Lightning's ho
     # end -------------------------------------------------------------------------------------------------------------
 
     @override
-    def _abandon_saves(self) -> None:
-        self.saves.abandon()
+    def on_exception(self, exception: BaseException) -> None:
+        """Report the error to the other ranks. If some of them did not fail, close the connections they wait on."""
+        try:
+            if self.engine is not None:
+                self.engine.abort()
+        finally:
+            self._report(exception)
+
+    def _report(self, exception: BaseException) -> None:
+        if self._comm is None and self._start_method != "popen":
+            end_processes(self._launcher.procs)  # type: ignore[union-attr]  (of the process that forked the ranks)
+            return
+        if isinstance(exception, SIGTERMException) and not self._stops_alone:
+            return  # the ranks have agreed on it
+        if self._comm is None or not dist.is_initialized() or self._comm.world_size == 1:
+            return
+        waits = self._lockstep is not None and self._lockstep.in_flight
+        place = f"{waits} {self.engine.reducer.abandoned if self.engine is not None else 0}"
+        alone = ranks.ends_alone(exception, self._comm, place)
+        if alone:
+            self.saves.abandon()  # the other ranks will not complete them
+        if alone or isinstance(exception, RankFailedError):
+            self._break_connections()
+            dist.destroy_process_group()
+            if self.cluster_environment is not None:
+                where = self.cluster_environment.main_address, self.cluster_environment.main_port
+                rendezvous.leave(*where, f"{type(exception).__name__}: {exception}")
 
     @override
     def teardown(self) -> None:

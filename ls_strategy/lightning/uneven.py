@@ -42,7 +42,7 @@ from ls_strategy.lightning._private_uneven import (
     run_filler_in_training,
     to_device,
 )
-from ls_strategy.lightning.ranks import RankStrategy
+from ls_strategy.lightning.readings import EngineStrategy
 
 UnevenMode = Literal["error", "join", "join_samples"]
 
@@ -84,7 +84,7 @@ class _Pass:
 class UnevenData:
     """Compares the lengths of the ranks' data, and lets finished ranks wait for the others."""
 
-    def __init__(self, strategy: RankStrategy, mode: UnevenMode) -> None:
+    def __init__(self, strategy: EngineStrategy, mode: UnevenMode) -> None:
         self._strategy = strategy
         self.joins = mode != "error"
         self._by_samples = mode == "join_samples"

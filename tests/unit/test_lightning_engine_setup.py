@@ -26,9 +26,15 @@ def strategy(**options: Any) -> Any:
     return SimpleNamespace(config=config, activations=ActivationMemory(config.activations), auto=False)
 
 
+def setup_of(own: Any) -> EngineSetup:
+    loop: Any = SimpleNamespace(end_run=lambda: None)
+    unused: Any = None
+    return EngineSetup(own, loop, uneven=unused, resume=unused)
+
+
 def chosen(**options: Any) -> str:
     own = strategy(**options)
-    EngineSetup(own).choose_nvme_path(TRAINER)
+    setup_of(own).choose_nvme_path(TRAINER)
     return own.config.offload.nvme_path
 
 
@@ -53,7 +59,7 @@ def test_an_option_names_the_folder_before_the_environment(monkeypatch: pytest.M
 
 def test_the_rest_of_the_options_stays_with_a_chosen_folder() -> None:
     own = strategy(offload="nvme", sharding={"prefetch_units": 3})
-    EngineSetup(own).choose_nvme_path(TRAINER)
+    setup_of(own).choose_nvme_path(TRAINER)
     assert own.config.offload.tiers == {"nvme"}
     assert own.config.sharding.prefetch_units == 3
 
@@ -82,8 +88,7 @@ def test_an_engine_is_detached_only_where_every_rank_has_full_parameters() -> No
         state_offload=SimpleNamespace(reload=lambda: events.append("reload")),
         offload=SimpleNamespace(rest=lambda: events.append("rest")),
     )
-    loop = SimpleNamespace(end_run=lambda: None)
-    setup = EngineSetup(SimpleNamespace(engine=engine, loop=loop, lightning_module=None))  # type: ignore[arg-type]
+    setup = setup_of(SimpleNamespace(engine=engine, lightning_module=None))
     setup.detach()
     assert events == ["reload", "wait", "detach", "rest"]
     assert engine.gradients.local

@@ -15,7 +15,7 @@ from ls_strategy import ZeROStrategy
 from ls_strategy.lightning import loop
 from ls_strategy.lightning.loop.call import StepCall
 from ls_strategy.lightning.loop.join import JoinLoop
-from ls_strategy.lightning.loop.plain import StepLoop
+from ls_strategy.lightning.loop.plain import LoopParts, StepLoop
 from ls_strategy.lightning.loop.virtual import VirtualLoop
 from tests.trainers import bare_trainer
 
@@ -60,8 +60,8 @@ class InHalves(StepLoop):
 
 @pytest.fixture
 def registered() -> Iterator[None]:
-    def make(strategy: ZeROStrategy) -> StepLoop | None:
-        return InHalves(strategy) if strategy.config.sharding.prefetch_units == 3 else None
+    def make(parts: LoopParts) -> StepLoop | None:
+        return InHalves(parts) if parts.strategy.config.sharding.prefetch_units == 3 else None
 
     loop.LOOPS.insert(0, make)
     yield

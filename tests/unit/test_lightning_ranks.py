@@ -1,4 +1,4 @@
-"""`RankStrategy`: collectives before there are groups, and errors that reach every rank."""
+"""The strategy's ranks: collectives before there are groups, and errors that reach every rank."""
 
 from __future__ import annotations
 

@@ -24,11 +24,17 @@ def strategy(*, zero: bool = True, **checkpoint: Any) -> Any:
         collection=None,
         engine=None,
         lightning_module=None,
-        engine_setup=SimpleNamespace(state_dict_hooks=None),
         on_all_ranks=lambda work: work(),
         _alone=False,
         _comm=None,
     )
+
+
+def saves_of(own: Any) -> Saves:
+    setup: Any = SimpleNamespace(state_dict_hooks=None)
+    loop: Any = SimpleNamespace(state=dict)
+    resume: Any = SimpleNamespace(history=dict)
+    return Saves(own, loop, setup, resume)
 
 
 class Saver:
@@ -55,14 +61,14 @@ def fail() -> None:
 
 
 def test_an_error_is_raised_by_default() -> None:
-    saves = Saves(strategy())
+    saves = saves_of(strategy())
     with pytest.raises(CheckpointError, match="disk is full"), saves.tolerating():
         fail()
     assert saves.failed
 
 
 def test_an_error_is_logged_where_training_continues() -> None:
-    saves = Saves(strategy(on_error="continue"))
+    saves = saves_of(strategy(on_error="continue"))
     with pytest.warns(UserWarning, match="disk is full Training continues"), saves.tolerating():
         fail()
     assert saves.failed
@@ -79,24 +85,24 @@ def removed(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
 
 
 def test_a_checkpoint_is_removed_at_once_without_a_background_save(removed: list[Any]) -> None:
-    Saves(strategy()).remove("old.ckpt")
+    saves_of(strategy()).remove("old.ckpt")
     assert removed == ["old.ckpt"]
 
 
 def test_a_checkpoint_stays_after_a_failed_save(removed: list[Any]) -> None:
-    saves = Saves(strategy())
+    saves = saves_of(strategy())
     saves.failed = True
     saves.remove("old.ckpt")
     assert removed == []
 
 
 def test_a_checkpoint_is_removed_on_rank_0_alone(removed: list[Any]) -> None:
-    Saves(strategy(zero=False)).remove("old.ckpt")
+    saves_of(strategy(zero=False)).remove("old.ckpt")
     assert removed == []
 
 
 def test_a_checkpoint_is_removed_when_the_background_save_is_committed(removed: list[Any]) -> None:
-    saves = Saves(strategy())
+    saves = saves_of(strategy())
     saves._saver = saver = Saver()  # type: ignore[assignment]
     saves.remove("old.ckpt")
     assert removed == []
@@ -108,21 +114,21 @@ def test_a_checkpoint_is_removed_when_the_background_save_is_committed(removed: 
 def test_what_cannot_be_removed_is_a_warning(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(saving, "remove_checkpoint", lambda _: fail())
     with pytest.warns(UserWarning, match="A checkpoint was not removed. the disk is full"):
-        Saves(strategy()).remove("old.ckpt")
+        saves_of(strategy()).remove("old.ckpt")
 
 
 def test_a_users_plugin_removes_its_own_files() -> None:
     removed: list[Any] = []
     own = strategy(format="file")
     own.checkpoint_io = SimpleNamespace(remove_checkpoint=removed.append)
-    Saves(own).remove("old.ckpt")
+    saves_of(own).remove("old.ckpt")
     assert removed == ["old.ckpt"]
 
 
 def test_a_link_to_itself_is_not_made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     linked: list[Any] = []
     monkeypatch.setattr(saving, "link_checkpoint", lambda *paths: linked.append(paths))
-    saves, path = Saves(strategy()), str(tmp_path / "a.ckpt")
+    saves, path = saves_of(strategy()), str(tmp_path / "a.ckpt")
     saves.link(None, path, path)  # type: ignore[arg-type]
     assert linked == []
     saves.link(None, path, str(tmp_path / "last.ckpt"))  # type: ignore[arg-type]
@@ -130,7 +136,7 @@ def test_a_link_to_itself_is_not_made(tmp_path: Path, monkeypatch: pytest.Monkey
 
 
 def test_the_end_of_a_run_raises_what_a_background_save_raises() -> None:
-    saves = Saves(strategy())
+    saves = saves_of(strategy())
     saves._saver = saver = Saver(CheckpointError("the disk is full"))  # type: ignore[assignment]
     with pytest.raises(CheckpointError, match="disk is full"):
         saves.close(quietly=False)
@@ -138,7 +144,7 @@ def test_the_end_of_a_run_raises_what_a_background_save_raises() -> None:
 
 
 def test_the_end_of_a_failed_run_only_logs_it() -> None:
-    saves = Saves(strategy())
+    saves = saves_of(strategy())
     saves._saver = saver = Saver(CheckpointError("the disk is full"))  # type: ignore[assignment]
     with pytest.warns(UserWarning, match="disk is full"):
         saves.close(quietly=True)
@@ -149,19 +155,19 @@ def test_no_checkpoint_is_collected_after_an_exception_on_this_rank_only() -> No
     own = strategy()
     own.lightning_module = SimpleNamespace(trainer=SimpleNamespace(interrupted=True))
     own.all_interrupted = lambda: False
-    with pytest.warns(UserWarning, match="No checkpoint is saved"), Saves(own).collecting() as wanted:
+    with pytest.warns(UserWarning, match="No checkpoint is saved"), saves_of(own).collecting() as wanted:
         assert not wanted
 
 
 def test_weights_without_an_engine_are_the_modules() -> None:
     own = strategy()
     own.lightning_module = nn.Linear(2, 1)
-    assert Saves(own).weights().keys() == {"weight", "bias"}
+    assert saves_of(own).weights().keys() == {"weight", "bias"}
 
 
 def test_nothing_is_removed_after_a_failed_save_while_snapshots_go_on(tmp_path: Path) -> None:
     """Snapshots have a saver in the background even where checkpoints are saved at once."""
-    saves = Saves(strategy(on_error="continue"))
+    saves = saves_of(strategy(on_error="continue"))
     saver: Any = Saver()
     saves._saver = saver
     with pytest.warns(UserWarning, match="disk is full"), saves.tolerating():

@@ -24,7 +24,7 @@ from ls_strategy.extras.islands.member import Contribution, Member, Result
 from ls_strategy.extras.islands.outer import Outer, Place, flats_of
 from ls_strategy.extras.islands.wire import WireFormat
 from ls_strategy.host.pytorch import pl, rank_zero_info, rank_zero_warn
-from ls_strategy.lightning.ranks import ConnectedCallback
+from ls_strategy.lightning.connection import ConnectedCallback
 from ls_strategy.lightning.strategy import ZeROStrategy
 
 _MOST_ATTEMPTS = 5

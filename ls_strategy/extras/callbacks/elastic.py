@@ -45,7 +45,7 @@ from ls_strategy.extras.snapshots.write import InMemory
 from ls_strategy.host.pytorch import MisconfigurationException, ModelCheckpoint, pl, rank_zero_info, rank_zero_warn
 from ls_strategy.lightning._private import fetches_one_by_one, training_loaders
 from ls_strategy.lightning.checkpointing.data_position import order_is_known
-from ls_strategy.lightning.ranks import ConnectedCallback
+from ls_strategy.lightning.connection import ConnectedCallback
 from ls_strategy.lightning.strategy import ZeROStrategy
 from ls_strategy.lightning.virtual.data import VirtualLoader
 

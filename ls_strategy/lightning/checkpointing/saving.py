@@ -39,7 +39,10 @@ if TYPE_CHECKING:
     import lightning.pytorch as pl
 
     from ls_strategy.engine import Engine
-    from ls_strategy.lightning.engine_setup import BuiltStrategy
+    from ls_strategy.lightning.checkpointing.resume import Resume
+    from ls_strategy.lightning.engine_setup import EngineSetup
+    from ls_strategy.lightning.loop.plain import StepLoop
+    from ls_strategy.lightning.readings import EngineStrategy
 
 _FITTING = (TrainerFn.FITTING, TrainerStatus.RUNNING)
 """The Trainer's state during a fit, including its validation."""
@@ -52,10 +55,11 @@ the questions of a long save, collective calls of one byte, below seven per seco
 class Saves:
     """The saves of a strategy, some of which may run in the background."""
 
-    def __init__(self, strategy: BuiltStrategy) -> None:
+    def __init__(self, strategy: EngineStrategy, loop: StepLoop, engine_setup: EngineSetup, resume: Resume) -> None:
+        """Save nothing yet. A checkpoint has the state of ``loop``, and where ``resume`` has read the data to."""
         self.failed = False
         """Whether the last checkpoint could not be written and training went on (``checkpoint.on_error``)."""
-        self._strategy = strategy
+        self._strategy, self._loop, self._engine_setup, self._resume = strategy, loop, engine_setup, resume
         self._saver: BackgroundSaver | None = None
         self._snapshot: SaveTarget | None = None
         """Where the checkpoint that is being collected goes, if that is not a path of the user's."""
@@ -81,7 +85,7 @@ class Saves:
             return
         state = None if module is None else module.trainer.state
         if engine is not None and state is not None and (state.fn, state.status) == _FITTING:
-            engine = strategy.engine_setup.follow_optimizers()
+            engine = self._engine_setup.follow_optimizers()
         is_file = engine is None or (self._snapshot is None and self._decide(engine).is_file)
         if engine is None or (is_file and not self._kind.together):
             self._dumping = engine is not None
@@ -133,7 +137,7 @@ class Saves:
         ordered = {name: merged[name] for name in released if name in merged}
         if merged:
             return with_versions({**ordered, **merged}, versions_of(released))
-        if strategy.engine_setup.state_dict_hooks is None:
+        if self._engine_setup.state_dict_hooks is None:
             return released
         return stand_ins(released, engine.units) if self._dumping else {}
 
@@ -148,7 +152,7 @@ class Saves:
 
     def _gathering_nothing(self) -> AbstractContextManager[None]:
         """Return a context in which ``state_dict()`` of the module and its parts is not collective."""
-        hooks = self._strategy.engine_setup.state_dict_hooks
+        hooks = self._engine_setup.state_dict_hooks
         return unnoticed() if hooks is None else hooks.disabled()
 
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
@@ -181,8 +185,8 @@ class Saves:
             checkpoint = dump_again(module.trainer, checkpoint)
             collection = None
         if module is not None:
-            position = {**data_position.position(module.trainer), **self._strategy.loop.state()}
-            position.update(strategy.resume.history())
+            position = {**data_position.position(module.trainer), **self._loop.state()}
+            position.update(self._resume.history())
             checkpoint = {**checkpoint, contents.OURS: position}  # not in place: hooks keep the dictionary they got
         if strategy.engine is not None:
             checkpoint = contents.with_full_modules(checkpoint, strategy.engine)
@@ -264,7 +268,7 @@ class Saves:
             self._snapshot = None
         collection, strategy.collection = strategy.collection, None
         assert collection is not None
-        position = {**data_position.position(module.trainer), **strategy.resume.history(), before_batch.MARK: True}
+        position = {**data_position.position(module.trainer), **self._resume.history(), before_batch.MARK: True}
         checkpoint = contents.with_full_modules({**checkpoint, contents.OURS: position}, collection.engine)
         random = {**self._random(), before_batch.STATES: before_batch.states(module.trainer, module)}
         background = Background(self._background(), target, failed)
@@ -285,7 +289,7 @@ class Saves:
         assert module is not None
         with self.tolerating():
             self.wait()
-        engine = strategy.engine_setup.follow_optimizers()
+        engine = self._engine_setup.follow_optimizers()
         engine.check_complete()
         engine.wait()
         collection = Collection(engine, frozen=True)
@@ -307,7 +311,7 @@ class Saves:
     def _random(self) -> dict[str, Any]:
         """Return the random states of this process and of its virtual ranks, and where its training data stand."""
         virtual, module = self._strategy.virtual, self._strategy.lightning_module
-        data = {} if module is None else {DATA: self._strategy.resume.reading.saved()}
+        data = {} if module is None else {DATA: self._resume.reading.saved()}
         return {**random_states(), **data, **({} if virtual is None else {VIRTUAL: virtual.random.saved()})}
 
     def _background(self) -> BackgroundSaver:

@@ -9,25 +9,19 @@ from typing import TYPE_CHECKING, Any
 from typing_extensions import override
 
 from ls_strategy.engine import Engine
-from ls_strategy.lightning.loop.plain import LoopedStrategy, StepLoop
+from ls_strategy.lightning.loop.plain import LoopParts, StepLoop
 
 if TYPE_CHECKING:
     import lightning.pytorch as pl
-
-    from ls_strategy.lightning.uneven import UnevenData
 
 
 class JoinLoop(StepLoop):
     """Lets ranks that have no more batches wait for the others (`UnevenData`)."""
 
     @classmethod
-    def of(cls, strategy: LoopedStrategy) -> JoinLoop | None:
+    def of(cls, parts: LoopParts) -> JoinLoop | None:
         """Return the loop if the options ask for it."""
-        return cls(strategy) if strategy.uneven.joins else None
-
-    @property
-    def _uneven(self) -> UnevenData:
-        return self._strategy.uneven
+        return cls(parts) if parts.uneven.joins else None
 
     @override
     def begin_run(self, trainer: pl.Trainer, *, together: bool) -> None:

@@ -10,7 +10,7 @@ from typing_extensions import override
 
 from ls_strategy.engine import Engine
 from ls_strategy.lightning.loop.call import StepCall
-from ls_strategy.lightning.loop.plain import LoopedStrategy, StepLoop
+from ls_strategy.lightning.loop.plain import LoopParts, StepLoop
 
 if TYPE_CHECKING:
     from ls_strategy.lightning.pipeline.step import Pipeline
@@ -22,9 +22,9 @@ class PipelineLoop(StepLoop):
     updates_early = False  # gradients tied over stages have to be summed first
 
     @classmethod
-    def of(cls, strategy: LoopedStrategy) -> PipelineLoop | None:
+    def of(cls, parts: LoopParts) -> PipelineLoop | None:
         """Return the loop if the options ask for a pipeline."""
-        return cls(strategy) if strategy.config.parallel.pp.size > 1 else None
+        return cls(parts) if parts.strategy.config.parallel.pp.size > 1 else None
 
     @property
     def _pipeline(self) -> Pipeline:

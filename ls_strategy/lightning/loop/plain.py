@@ -17,6 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Generator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from ls_strategy.lightning import guards
@@ -33,8 +34,11 @@ if TYPE_CHECKING:
     from ls_strategy.lightning.uneven import UnevenData
 
 
-class LoopedStrategy(EngineStrategy):
-    """A strategy as its loop sees it, and what stands below: with what a step may need."""
+@dataclass(frozen=True)
+class LoopParts:
+    """What a loop works with."""
+
+    strategy: EngineStrategy
 
     planning: Planning
     """Explains why a step did not fit into memory."""
@@ -45,9 +49,6 @@ class LoopedStrategy(EngineStrategy):
     resume: Resume
     """Continues a run from a checkpoint."""
 
-    loop: StepLoop
-    """Runs the steps."""
-
 
 class StepLoop:
     """Runs the steps of one strategy: a batch of its own on every rank."""
@@ -55,8 +56,9 @@ class StepLoop:
     updates_early: ClassVar[bool] = True
     """Whether an update of offloaded states may begin while backward runs: then all gradients of a buffer are there."""
 
-    def __init__(self, strategy: LoopedStrategy) -> None:
-        self._strategy = strategy
+    def __init__(self, parts: LoopParts) -> None:
+        self._strategy, self._planning = parts.strategy, parts.planning
+        self._uneven, self._resume = parts.uneven, parts.resume
 
     @property
     def _module(self) -> pl.LightningModule:
@@ -83,7 +85,7 @@ class StepLoop:
 
     def loader(self, dataloader: Any, process: Callable[[Any], Any]) -> Any:
         """Return the loader of this rank. ``process`` is what Lightning's strategies make of one."""
-        self._strategy.resume.data(dataloader)
+        self._resume.data(dataloader)
         self._strategy.parallel.seed_workers(dataloader)
         return process(dataloader)
 
@@ -93,7 +95,7 @@ class StepLoop:
 
     def fetcher(self, loop: Any, inner: Any) -> Any:
         """Return the data fetcher of a pass over batches that has begun. ``inner``: Lightning's."""
-        return self._strategy.resume.reading.fetcher(loop, inner)
+        return self._resume.reading.fetcher(loop, inner)
 
     def end_pass(self) -> None:
         """End the pass."""
@@ -143,7 +145,7 @@ class StepLoop:
             try:
                 yield
             except Exception as error:
-                self._strategy.planning.explain_memory(error)
+                self._planning.explain_memory(error)
                 raise
         engine.end_backward(local=accumulates)
 
@@ -159,4 +161,4 @@ class StepLoop:
         Raises:
             StateError: it cannot be continued on this number of ranks.
         """
-        self._strategy.uneven.resume(trainer, saved)
+        self._uneven.resume(trainer, saved)

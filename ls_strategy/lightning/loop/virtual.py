@@ -10,7 +10,7 @@ from typing_extensions import override
 
 from ls_strategy.engine import Engine
 from ls_strategy.lightning.loop.call import StepCall
-from ls_strategy.lightning.loop.plain import LoopedStrategy, StepLoop
+from ls_strategy.lightning.loop.plain import LoopParts, StepLoop
 
 if TYPE_CHECKING:
     import lightning.pytorch as pl
@@ -24,9 +24,9 @@ class VirtualLoop(StepLoop):
     updates_early = False  # norms of what early updates take would depend on the number of ranks
 
     @classmethod
-    def of(cls, strategy: LoopedStrategy) -> VirtualLoop | None:
+    def of(cls, parts: LoopParts) -> VirtualLoop | None:
         """Return the loop if the options ask for virtual ranks."""
-        return None if strategy.virtual is None else cls(strategy)
+        return None if parts.strategy.virtual is None else cls(parts)
 
     @property
     def _virtual(self) -> VirtualRanks:
@@ -36,7 +36,7 @@ class VirtualLoop(StepLoop):
 
     @override
     def check(self, trainer: pl.Trainer, module: pl.LightningModule) -> None:
-        self._virtual.check(trainer, module, joins=self._strategy.uneven.joins)
+        self._virtual.check(trainer, module, joins=self._uneven.joins)
 
     @override
     def begin_run(self, trainer: pl.Trainer, *, together: bool) -> None:
@@ -50,7 +50,7 @@ class VirtualLoop(StepLoop):
     def loader(self, dataloader: Any, process: Callable[[Any], Any]) -> Any:
         if not self._virtual.applies:
             return super().loader(dataloader, process)
-        return self._virtual.loader(dataloader, self._strategy.resume)
+        return self._virtual.loader(dataloader, self._resume)
 
     @override
     def moving_batch(self) -> AbstractContextManager[Any]:

@@ -38,7 +38,25 @@ from ls_strategy.transient import Method
 from ls_strategy.zero.passes.reduce import InTree
 
 if TYPE_CHECKING:
-    from ls_strategy.lightning.ranks import RankStrategy
+    from ls_strategy.config import ZeROConfig
+    from ls_strategy.engine import Engine
+    from ls_strategy.lightning.precision import ZeROPrecision
+
+
+class _Strategy(Protocol):
+    """What virtual ranks use of a strategy."""
+
+    config: ZeROConfig
+    islands: tuple[int, int]
+    parallel: Any
+    lightning_module: Any
+    _layer_sync: Any
+
+    def require_engine(self) -> Engine: ...
+
+    def zero_precision(self) -> ZeROPrecision: ...
+
+    def batch_to_device(self, batch: Any, device: Any = None, dataloader_idx: int = 0) -> Any: ...
 
 
 class Resumes(Protocol):
@@ -60,7 +78,7 @@ _TRANSFER = ("on_before_batch_transfer", "transfer_batch_to_device", "on_after_b
 class VirtualRanks:
     """The virtual ranks of this process."""
 
-    def __init__(self, strategy: RankStrategy, count: int) -> None:
+    def __init__(self, strategy: _Strategy, count: int) -> None:
         """``count``: the number of all virtual ranks."""
         self._strategy, self.count = strategy, count
         self.random = VirtualRandom()
@@ -79,7 +97,7 @@ class VirtualRanks:
         """Whether the fit loop runs. Before it does, user code may ask for the number of batches."""
 
     @classmethod
-    def of(cls, strategy: RankStrategy) -> VirtualRanks | None:
+    def of(cls, strategy: _Strategy) -> VirtualRanks | None:
         """Return the virtual ranks that a strategy's options set, or None."""
         count = strategy.config.parallel.virtual_ranks
         return None if count is None else cls(strategy, count)
