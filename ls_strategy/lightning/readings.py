@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Generator, Iterable, Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -30,9 +30,6 @@ from ls_strategy.lightning.ranks import PATIENCE_S
 from ls_strategy.lightning.virtual.ranks import VirtualRanks
 from ls_strategy.precision import PrecisionPolicy
 from ls_strategy.zero.state_offload import KINDS, StateKind
-
-if TYPE_CHECKING:
-    from ls_strategy.lightning.checkpointing.contents import Collection
 
 Part: TypeAlias = nn.Module | nn.Parameter | Iterable[nn.Module | nn.Parameter]
 """A part of a model, as users name it."""
@@ -67,19 +64,10 @@ class EngineStrategy(Connection, DDPStrategy):
     engine: Engine | None = None
     """Made in `setup`, for one module on one process group."""
 
-    runs_filler: bool = False
-    """Whether this rank runs a batch that does not count, because others have more (``uneven="join"``)."""
-
     islands: tuple[int, int] = (0, 1)
     """Number of this group of ranks, and of all that train the same model on other data (`DiLoCo`)."""
 
     _lockstep: Lockstep | None = None
-
-    _contribution: float | None = None
-    """During a step of ranks of which some have no batch: this rank's weight in averages over ranks."""
-
-    _stops_alone = False
-    """Whether a signal ended an evaluation on this rank only."""
 
     virtual: VirtualRanks | None
     """The virtual ranks of this process."""
@@ -89,9 +77,6 @@ class EngineStrategy(Connection, DDPStrategy):
 
     auto: bool
     """Whether `setup` still has to choose; until then this is stage 3, which builds on the meta device."""
-
-    collection: Collection | None = None
-    """The contents of a checkpoint folder while ``trainer.save_checkpoint`` collects them."""
 
     def require_engine(self) -> Engine:
         """Return the engine of the current module.

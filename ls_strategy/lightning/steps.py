@@ -28,6 +28,8 @@ class Steps:
         """Run nothing yet. ``engine_setup`` follows changes of the optimizers before a step."""
         self.accumulating = False
         """Whether the next backward leaves gradients to a later one (``accumulate_grad_batches``)."""
+        self.stops_alone = False
+        """Whether a signal ended an evaluation on this rank only."""
         self._strategy, self._parts = parts.strategy, parts
         self._loop, self._engine_setup = loop, engine_setup
         self._meets_in_evaluation = False
@@ -48,7 +50,7 @@ class Steps:
         """Compare the batches of all ranks, and handle signals on all ranks at the same batch. Collective."""
         strategy, lockstep, parallel = self._strategy, self._lockstep, self._strategy.parallel
         lockstep.reset(turns=self._parts.uneven.joins)
-        strategy._stops_alone = False
+        self.stops_alone = False
         if POLICIES[strategy.config.stage].parameters:
             # A gathered inference tensor could not take part in autograd later.
             for each in (trainer.validate_loop, trainer.test_loop, trainer.predict_loop):
@@ -97,7 +99,7 @@ class Steps:
         """End an evaluation after SIGTERM, on all ranks together if they wait for each other."""
         asked = lockstep.agree() if self._meets_in_evaluation else lockstep.asked
         if asked == STOP:
-            self._strategy._stops_alone = not self._meets_in_evaluation
+            self.stops_alone = not self._meets_in_evaluation
             raise_sigterm(trainer)
         lockstep.ask(asked)  # any other request waits for the next training batch
 

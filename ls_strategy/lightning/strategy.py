@@ -63,6 +63,7 @@ from ls_strategy.host.pytorch import (
 )
 from ls_strategy.lightning import activation_memory, guards, ranks
 from ls_strategy.lightning._private import around_dumps, name_logs_by_job, replace_links, show_as_text
+from ls_strategy.lightning.checkpointing.contents import Collection
 from ls_strategy.lightning.checkpointing.resume import Resume
 from ls_strategy.lightning.checkpointing.saving import Saves
 from ls_strategy.lightning.connection import ConnectedCallback
@@ -438,9 +439,14 @@ class ZeROStrategy(EngineStrategy):  # its many public members are Lightning's h
         if not isinstance(tensor, Tensor) or mesh is None or (group is None and mesh.data.world_size == 1):
             return tensor
         mine = tensor.detach().clone().contiguous().to(self.root_device)
-        return ranks.reduce(mine, mesh.data, op=reduce_op, group=group, weight=self._contribution)
+        return ranks.reduce(mine, mesh.data, op=reduce_op, group=group, weight=self.uneven.contribution)
 
     # data ------------------------------------------------------------------------------------------------------------
+
+    @property
+    def runs_filler(self) -> bool:
+        """Return whether this rank runs a batch that does not count, because others have more (``uneven="join"``)."""
+        return self.uneven.runs_filler
 
     @property
     @override
@@ -539,6 +545,11 @@ class ZeROStrategy(EngineStrategy):  # its many public members are Lightning's h
         self.resume.load_optimizer_states(self.engine_setup.follow_optimizers(), checkpoint["optimizer_states"])
 
     @property
+    def collection(self) -> Collection | None:
+        """The contents of a checkpoint folder while ``trainer.save_checkpoint`` collects them."""
+        return self.saves.collection
+
+    @property
     def save_failed(self) -> bool:
         """Return whether the last checkpoint could not be written and training went on (``checkpoint.on_error``)."""
         return self.saves.failed
@@ -562,7 +573,7 @@ class ZeROStrategy(EngineStrategy):  # its many public members are Lightning's h
         if self._comm is None and self._start_method != "popen":
             end_processes(self._launcher.procs)  # type: ignore[union-attr]  (of the process that forked the ranks)
             return
-        if isinstance(exception, SIGTERMException) and not self._stops_alone:
+        if isinstance(exception, SIGTERMException) and not self.steps.stops_alone:
             return  # the ranks have agreed on it
         if self._comm is None or not dist.is_initialized() or self._comm.world_size == 1:
             return

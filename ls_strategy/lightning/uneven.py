@@ -87,6 +87,10 @@ class UnevenData:
     def __init__(self, strategy: EngineStrategy, mode: UnevenMode) -> None:
         self._strategy = strategy
         self.joins = mode != "error"
+        self.runs_filler = False
+        """Whether this rank runs a batch that does not count, because others have more."""
+        self.contribution: float | None = None
+        """During a step of ranks of which some have no batch: this rank's weight in averages over ranks."""
         self._by_samples = mode == "join_samples"
         self._passes: list[_Pass] = []
         self._restore: _Restore | None = None
@@ -308,16 +312,15 @@ class UnevenData:
         if now is None or turn is None:
             yield
             return
-        if not self._strategy.runs_filler and args:
+        if not self.runs_filler and args:
             now.kept = args[0]
-        strategy = self._strategy
-        strategy._contribution = turn.weight
-        if self._strategy.runs_filler:
+        self.contribution = turn.weight
+        if self.runs_filler:
             self._restore = _Restore(self._module)
         try:
             yield
         finally:
-            strategy._contribution = None
+            self.contribution = None
 
     def after_backward(self, engine: Engine, *, synchronizes: bool) -> None:
         """Give every rank the buffers of the first rank that has a batch, if rank 0 has none. Collective then.
@@ -337,7 +340,7 @@ class UnevenData:
     def _fill_training(self) -> None:
         now, trainer = self._passes[-1], self._module.trainer
         results = Results(now.loop, is_first=not now.logged)
-        self._strategy.runs_filler = True
+        self.runs_filler = True
         try:
             run_filler_in_training(trainer, now.kept, _collective_callbacks(trainer), results.shared)
         finally:
@@ -346,7 +349,7 @@ class UnevenData:
 
     def _fill_evaluation(self, now: _Pass) -> None:
         results = Results(now.loop, is_first=not now.logged)
-        self._strategy.runs_filler = True
+        self.runs_filler = True
         try:
             run_filler_in_evaluation(self._module.trainer, now.loop, now.kept, now.kept_index, now.kept_loader)
         finally:
@@ -354,7 +357,7 @@ class UnevenData:
             results.end()
 
     def _end_filler(self) -> None:
-        self._strategy.runs_filler = False
+        self.runs_filler = False
         if self._restore is not None:
             self._restore.all()
             self._restore = None

@@ -229,7 +229,7 @@ def test_a_checkpoint_without_a_fit_has_no_average() -> None:
 def test_a_folder_gets_stand_ins_for_the_average() -> None:
     run, ema = trained()
     given: list[Any] = []
-    run.strategy.collection = SimpleNamespace(  # type: ignore[assignment]
+    run.strategy.saves.collection = SimpleNamespace(  # type: ignore[assignment]
         weights=lambda raw, masters: given.append((raw.keys(), masters)) or "stand-ins"
     )
     assert run.saved(ema) == {"ema_state_dict": "stand-ins"}

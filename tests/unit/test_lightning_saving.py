@@ -21,7 +21,6 @@ def strategy(*, zero: bool = True, **checkpoint: Any) -> Any:
         config=SimpleNamespace(checkpoint=CheckpointConfig(**checkpoint)),
         is_global_zero=zero,
         checkpoint_io=TorchCheckpointIO(),
-        collection=None,
         engine=None,
         lightning_module=None,
         on_all_ranks=lambda work: work(),

@@ -38,7 +38,7 @@ def calls() -> list[Any]:
     return []
 
 
-def make(calls: list[Any], *, pipeline: Any = None, automatic: bool = True, asked: int = 0) -> Any:
+def make(calls: list[Any], *, pipeline: Any = None, automatic: bool = True, asked: int = 0) -> Steps:
     engine = Recorded(calls)
     lockstep = SimpleNamespace(
         step=nullcontext, agree=lambda: asked, asked=asked, ask=lambda what: calls.append(("ask", what))
@@ -48,19 +48,20 @@ def make(calls: list[Any], *, pipeline: Any = None, automatic: bool = True, aske
         lightning_module=SimpleNamespace(automatic_optimization=automatic, trainer=trainer),
         virtual=None,
         _lockstep=lockstep,
-        _stops_alone=False,
-        runs_filler=False,
-        uneven=SimpleNamespace(around_step=lambda _: nullcontext(), after_backward=lambda *_, **__: None),
         require_engine=lambda: engine,
         engine=engine,
-        engine_setup=SimpleNamespace(follow_optimizers=lambda: engine),
-        planning=SimpleNamespace(explain_memory=lambda error: None),
-        resume=SimpleNamespace(restore_random_states=lambda: calls.append(("random", {}))),
         activations=SimpleNamespace(active=None, around_forward=nullcontext, defers_logits=False),
         parallel=SimpleNamespace(pipeline=pipeline, replica_ranks=2),
     )
-    strategy.loop = StepLoop(strategy) if pipeline is None else PipelineLoop(strategy)
-    return strategy
+    parts: Any = SimpleNamespace(
+        strategy=strategy,
+        planning=SimpleNamespace(explain_memory=lambda error: None),
+        uneven=SimpleNamespace(),
+        resume=SimpleNamespace(restore_random_states=lambda: calls.append(("random", {}))),
+    )
+    loop = StepLoop(parts) if pipeline is None else PipelineLoop(parts)
+    setup: Any = SimpleNamespace(follow_optimizers=lambda: engine)
+    return Steps(parts, loop, setup)
 
 
 def step(calls: list[Any]) -> Any:
@@ -68,7 +69,7 @@ def step(calls: list[Any]) -> Any:
 
 
 def test_a_training_step_is_between_begin_and_end(calls: list[Any]) -> None:
-    result = Steps(make(calls)).train(step(calls), ("batch", 0), {"x": 1})
+    result = make(calls).train(step(calls), ("batch", 0), {"x": 1})
     assert result == ("full", "loss")
     assert calls == [
         ("random", {}),
@@ -82,7 +83,7 @@ def test_a_training_step_is_between_begin_and_end(calls: list[Any]) -> None:
 def test_buffers_are_synchronised_only_after_steps_that_reduce(
     calls: list[Any], automatic: bool, accumulating: bool
 ) -> None:
-    steps = Steps(make(calls, automatic=automatic))
+    steps = make(calls, automatic=automatic)
     steps.accumulating = accumulating
     steps.train(step(calls), (), {})
     assert ("begin_step", {"sync_buffers_after": False}) in calls
@@ -90,7 +91,7 @@ def test_buffers_are_synchronised_only_after_steps_that_reduce(
 
 def test_a_pipeline_runs_the_training_step_itself(calls: list[Any]) -> None:
     pipeline = SimpleNamespace(train=lambda *args, last: (args[3], last))
-    steps = Steps(make(calls, pipeline=pipeline))
+    steps = make(calls, pipeline=pipeline)
     assert steps.train(step(calls), ("batch",), {}) == (("batch",), True)
     steps.accumulating = True
     assert steps.train(step(calls), ("batch",), {}) == (("batch",), False)
@@ -99,10 +100,9 @@ def test_a_pipeline_runs_the_training_step_itself(calls: list[Any]) -> None:
 
 @pytest.mark.parametrize("accumulating", [True, False])
 def test_gradients_stay_local_while_they_accumulate(calls: list[Any], accumulating: bool) -> None:
-    own = make(calls)
-    steps = Steps(own)
+    steps = make(calls)
     steps.accumulating = accumulating
-    with steps.around_backward(own.lightning_module) as to_run:
+    with steps.around_backward(steps._module) as to_run:
         assert to_run
     assert calls == [
         ("begin_backward", {"eager": not accumulating, "counts": True}),
@@ -111,28 +111,28 @@ def test_gradients_stay_local_while_they_accumulate(calls: list[Any], accumulati
 
 
 def test_a_pipelines_backward_has_run(calls: list[Any]) -> None:
-    own = make(calls, pipeline=object())
-    with Steps(own).around_backward(own.lightning_module) as to_run:
+    steps = make(calls, pipeline=object())
+    with steps.around_backward(steps._module) as to_run:
         assert not to_run
     assert calls == []
-    assert not own.engine.keeps_gradients
+    assert not steps._strategy.require_engine().keeps_gradients
 
 
 def test_a_failed_backward_is_not_ended(calls: list[Any]) -> None:
-    own = make(calls)
-    with pytest.raises(ValueError, match="mine"), Steps(own).around_backward(own.lightning_module):
+    steps = make(calls)
+    with pytest.raises(ValueError, match="mine"), steps.around_backward(steps._module):
         raise ValueError("mine")
     assert [name for name, _ in calls] == ["begin_backward"]
 
 
 def test_sigterm_ends_an_evaluation(calls: list[Any]) -> None:
-    own = make(calls, asked=STOP)
+    steps = make(calls, asked=STOP)
     with pytest.raises(SIGTERMException):
-        Steps(own).evaluate(step(calls), (), {})
-    assert own._stops_alone  # ranks do not wait for each other in this evaluation
+        steps.evaluate(step(calls), (), {})
+    assert steps.stops_alone  # ranks do not wait for each other in this evaluation
     assert calls == []
 
 
 def test_another_request_waits_for_the_next_training_batch(calls: list[Any]) -> None:
-    assert Steps(make(calls, asked=REQUEUE)).evaluate(step(calls), ("batch",), {}) == ("full", "loss")
+    assert make(calls, asked=REQUEUE).evaluate(step(calls), ("batch",), {}) == ("full", "loss")
     assert calls == [("ask", REQUEUE), ("begin_step", {}), ("step", ("batch",), {})]

@@ -59,6 +59,8 @@ class Saves:
         """Save nothing yet. A checkpoint has the state of ``loop``, and where ``resume`` has read the data to."""
         self.failed = False
         """Whether the last checkpoint could not be written and training went on (``checkpoint.on_error``)."""
+        self.collection: Collection | None = None
+        """The contents of a checkpoint folder while ``trainer.save_checkpoint`` collects them."""
         self._strategy, self._loop, self._engine_setup, self._resume = strategy, loop, engine_setup, resume
         self._saver: BackgroundSaver | None = None
         self._snapshot: SaveTarget | None = None
@@ -97,11 +99,11 @@ class Saves:
         engine.check_complete()
         engine.wait()
         frozen = strategy.config.checkpoint.frozen
-        strategy.collection = FileCollection(engine) if is_file else Collection(engine, frozen=frozen)
+        self.collection = FileCollection(engine) if is_file else Collection(engine, frozen=frozen)
         try:
             yield True
         except BaseException:
-            strategy.collection = None
+            self.collection = None
             raise
 
     def _decide(self, engine: Engine) -> Kind:
@@ -123,12 +125,12 @@ class Saves:
 
     def weights(self) -> dict[str, Any]:
         """Return full weights on the CPU of rank 0, or stand-ins while a folder is collected. Collective without it."""
-        strategy, engine, module = self._strategy, self._strategy.engine, self._strategy.lightning_module
+        engine, module = self._strategy.engine, self._strategy.lightning_module
         assert module is not None
         if engine is None:
             return module.state_dict()
-        if strategy.collection is not None:
-            return strategy.collection.weights(self.raw_weights())
+        if self.collection is not None:
+            return self.collection.weights(self.raw_weights())
         engine.check_complete()
         released = self.raw_weights()
         everywhere = self._dumping and self._kind.everywhere
@@ -159,7 +161,7 @@ class Saves:
         """Return the state of an optimizer: full, or stand-ins while a folder is collected. Collective without it."""
         inner, engine = unwrap_optimizer(optimizer), self._strategy.require_engine()
         engine.state_offload.require()
-        collection = self._strategy.collection
+        collection = self.collection
         index = engine.index_of(inner)
         if index is None:
             return inner.state_dict()
@@ -174,7 +176,7 @@ class Saves:
             CheckpointError: on every rank, if any rank failed; earlier checkpoints are untouched.
         """
         strategy, config = self._strategy, self._strategy.config.checkpoint
-        collection, strategy.collection = strategy.collection, None
+        collection, self.collection = self.collection, None
         if not checkpoint:
             return
         module, checkpoint_io = strategy.lightning_module, strategy.checkpoint_io
@@ -266,7 +268,7 @@ class Saves:
             checkpoint = dump_for_resume(module.trainer)
         finally:
             self._snapshot = None
-        collection, strategy.collection = strategy.collection, None
+        collection, self.collection = self.collection, None
         assert collection is not None
         position = {**data_position.position(module.trainer), **self._resume.history(), before_batch.MARK: True}
         checkpoint = contents.with_full_modules({**checkpoint, contents.OURS: position}, collection.engine)

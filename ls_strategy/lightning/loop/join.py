@@ -42,7 +42,7 @@ class JoinLoop(StepLoop):
     @override
     @contextmanager
     def around_backward(self, engine: Engine, *, synchronises: bool, accumulates: bool) -> Generator[bool, None, None]:
-        counts = not self._strategy.runs_filler
+        counts = not self._uneven.runs_filler
         with self._between(engine, eager=synchronises, counts=counts, accumulates=accumulates):
             yield True
         self._uneven.after_backward(engine, synchronizes=synchronises)
