@@ -307,6 +307,16 @@ STEPS = (
         ("tests/dist/test_rewind.py::test_training_does_not_go_back_into_the_epoch_before",),
     ),
     Mutation(
+        "digests of new weights are taken after others have got them",
+        "ls_strategy/extras/callbacks/corruption_check.py",
+        "events.before_publish.subscribe",
+        "events.on_stepped.subscribe",
+        (
+            "tests/dist/test_corruption_check.py::"
+            "test_a_bit_flipped_in_weights_that_arrive_is_counted_against_the_rank_that_has_it",
+        ),
+    ),
+    Mutation(
         "a batch that runs again draws other random numbers",
         "ls_strategy/extras/callbacks/corruption_replay.py",
         "            self._current.random()\n",

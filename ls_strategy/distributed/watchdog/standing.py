@@ -24,7 +24,6 @@ _FOR_SOME = (
 
 _STRATEGY = (
     ("lightning", "strategy.py"),
-    ("lightning", "ranks.py"),
     ("lightning", "connection.py"),
     ("lightning", "readings.py"),
     ("fabric", "strategy.py"),

@@ -46,12 +46,12 @@ class Server:
 
     def __init__(self, memory: Memory, secret: str, host: str = "127.0.0.1") -> None:
         """Listen on a free port of the address ``host``; of all addresses if it is empty."""
+        select = dev.selecting()
 
         class Handler(_Handler):
-            served, key, select_device = memory, secret, staticmethod(dev.selecting())
+            served, key, select_device = memory, secret, staticmethod(select)
 
         self._server = RequestServer((host, 0), Handler)
-        select = Handler.select_device
         self._thread = threading.Thread(target=lambda: (select(), self._server.serve_forever(0.1)), daemon=True)
         self._thread.name = "ls_strategy_snapshots"
         self._thread.start()

@@ -43,7 +43,7 @@ if TYPE_CHECKING:
     from ls_strategy.lightning.precision import ZeROPrecision
 
 
-class _Strategy(Protocol):
+class _VirtualRanksStrategy(Protocol):
     """What virtual ranks use of a strategy."""
 
     config: ZeROConfig
@@ -78,7 +78,7 @@ _TRANSFER = ("on_before_batch_transfer", "transfer_batch_to_device", "on_after_b
 class VirtualRanks:
     """The virtual ranks of this process."""
 
-    def __init__(self, strategy: _Strategy, count: int) -> None:
+    def __init__(self, strategy: _VirtualRanksStrategy, count: int) -> None:
         """``count``: the number of all virtual ranks."""
         self._strategy, self.count = strategy, count
         self.random = VirtualRandom()
@@ -97,7 +97,7 @@ class VirtualRanks:
         """Whether the fit loop runs. Before it does, user code may ask for the number of batches."""
 
     @classmethod
-    def of(cls, strategy: _Strategy) -> VirtualRanks | None:
+    def of(cls, strategy: _VirtualRanksStrategy) -> VirtualRanks | None:
         """Return the virtual ranks that a strategy's options set, or None."""
         count = strategy.config.parallel.virtual_ranks
         return None if count is None else cls(strategy, count)
