@@ -168,7 +168,7 @@ def test_a_graph_that_is_kept_delays_updates_and_changes_no_number() -> None:
 
 
 class Deep(nn.Module):
-    """Equal blocks, of a size that is no multiple of anything but the blocks of moments."""
+    """Equal blocks, whole in blocks of moments: nothing is padded."""
 
     def __init__(self, blocks: int, width: int) -> None:
         super().__init__()
