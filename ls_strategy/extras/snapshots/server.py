@@ -13,7 +13,7 @@ import os
 import shutil
 import socket
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import IO, Any
 
@@ -46,13 +46,18 @@ class Server:
 
     def __init__(self, memory: Memory, secret: str, host: str = "127.0.0.1") -> None:
         """Listen on a free port of the address ``host``; of all addresses if it is empty."""
-        select = dev.selecting()
+        select_device = dev.selecting()
 
         class Handler(_Handler):
-            served, key, select_device = memory, secret, staticmethod(select)
+            served, key = memory, secret
+
+            @override
+            def setup(self) -> None:
+                select_device()  # each connection has a thread of its own
+                super().setup()
 
         self._server = RequestServer((host, 0), Handler)
-        self._thread = threading.Thread(target=lambda: (select(), self._server.serve_forever(0.1)), daemon=True)
+        self._thread = threading.Thread(target=lambda: (select_device(), self._server.serve_forever(0.1)), daemon=True)
         self._thread.name = "ls_strategy_snapshots"
         self._thread.start()
 
@@ -70,13 +75,7 @@ class Server:
 
 class _Handler(RequestHandler):
     served: Memory
-    select_device: Callable[[], None]
     timeout = _TIMEOUT_S
-
-    @override
-    def setup(self) -> None:
-        self.select_device()  # this thread has only this connection
-        super().setup()
 
     @override
     def answer(self, request: dict[str, Any]) -> None:
