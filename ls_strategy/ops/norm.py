@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from ls_strategy.ops import native
-from ls_strategy.ops.portions import portion
+from ls_strategy.ops.portions import NORM_ON_DEVICE, portion
 
 BLOCK = 4096
 """Numbers per sum."""
@@ -66,7 +66,7 @@ def sum_of_squares_reference(grad: Tensor, unscale: float) -> Tensor:
     """Compute `sum_of_squares` by its definition."""
     sums: list[Tensor] = []
     count = torch.zeros((), dtype=torch.int64, device=grad.device)
-    for part in grad.split(portion(grad.device, CHUNK)):  # to bound the memory of intermediate results
+    for part in grad.split(portion(grad.device, CHUNK, NORM_ON_DEVICE)):  # to bound the memory of intermediate results
         x = part.to(torch.promote_types(part.dtype, torch.float32)) * unscale
         count += x.numel() - x.isfinite().sum()
         sums.append(_block_sums(x.double().square_(), BLOCK))
