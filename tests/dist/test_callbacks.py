@@ -8,11 +8,12 @@ from typing import Any
 
 import pytest
 import torch
+from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.loggers import CSVLogger
 from torch import Tensor
 
 from ls_strategy import Monitor, PlanError, ShardedEMA
-from tests.dist.ranks import Net, assert_close, batches, fit, on_ranks, saved, weights
+from tests.dist.ranks import Net, assert_close, assert_equal, batches, fit, on_ranks, saved, weights
 
 pytestmark = pytest.mark.wide
 
@@ -126,3 +127,17 @@ def test_monitor_logs_what_the_strategy_counts(rank: int, world_size: int, stage
 def test_monitor_under_another_strategy_is_refused(rank: int, world_size: int) -> None:
     with pytest.raises(PlanError, match=r"reads shards.*zero0"):
         fit("ddp", Net(), callbacks=[Monitor()])
+
+
+@on_ranks(1)
+def test_an_average_resumes_within_a_step_of_several_batches(rank: int, world_size: int, tmp_path: Path) -> None:
+    """The first batch ends without a step: that of the checkpoint is not averaged again."""
+
+    def averaged(ckpt: Path | None, *callbacks: Any) -> dict[str, Tensor]:
+        options = {"accumulate_grad_batches": 2, "enable_checkpointing": bool(callbacks)}
+        trainer = fit(2, Net(), ckpt=ckpt, callbacks=[ShardedEMA(0.5), *callbacks], **options)
+        trainer.save_checkpoint(tmp_path / "end.ckpt")
+        return saved(tmp_path / "end.ckpt")["ema_state_dict"]
+
+    every = ModelCheckpoint(tmp_path, "{step}", every_n_train_steps=1, save_top_k=-1)
+    assert_equal(averaged(None, every), averaged(tmp_path / "step=2.ckpt"), "average")

@@ -60,6 +60,10 @@ class ShardedEMA(Callback):
             frozen = self._averages_of_frozen(pl_module, self._loaded, engine.flats)
             self._loaded = None
         engine.stepper.unfreezing.on_admitted.append(partial(self._add, weakref.ref(engine), frozen))
+
+    @override
+    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Count from the step of a checkpoint, which is in its average: a batch may end without a step."""
         self._last_step = trainer.global_step
 
     @override
