@@ -12,9 +12,15 @@ from typing import Any
 import lightning.pytorch as pl
 import pytest
 import torch
+from torch import Tensor, nn
 from torch import distributed as dist
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.data import DataLoader, TensorDataset
 
+from ls_strategy import ZeROStrategy
 from ls_strategy.testing import spawn
+from tests.dist.ranks import on_ranks
 from tests.models import VOCABULARY, Case, Net, loader, quiet, trainer_of
 
 STEPS = 6
@@ -144,3 +150,75 @@ def test_every_step_after_the_first_sends_the_same(world_size: int, indices: tup
     for rank in counts(world_size, indices):
         steps = torch.tensor(rank[index][0]).diff().tolist()
         assert len(set(steps[1:])) == 1
+
+
+class Collectives(TorchDispatchMode):
+    """Bytes that this rank sends in collectives of torch's own, of 2 ranks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.sent = {"all_gather": 0, "reduce_scatter": 0}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = func.__name__
+        if "allgather" in name or "reduce_scatter" in name:
+            out, given = args[:2]
+            kind, full = ("all_gather", out) if "allgather" in name else ("reduce_scatter", given)
+            self.sent[kind] += full.nbytes // 2
+        return func(*args, **(kwargs or {}))
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(64, 64), nn.Linear(64, 64)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(self.up(x))  # type: ignore[no-any-return]
+
+
+class Layers(pl.LightningModule):
+    """Four blocks without parameters beside them, of sizes that nobody pads."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.Sequential(*(Block() for _ in range(4)))
+        self.sent: list[dict[str, int]] = []
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+        return self.blocks(batch[0]).square().mean()  # type: ignore[no-any-return]
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.AdamW(self.parameters())
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        strategy: Any = self.trainer.strategy
+        strategy.require_engine().comm.traffic.reset()
+
+    def on_train_batch_end(self, *_: Any) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
+        strategy: Any = self.trainer.strategy
+        self.sent.append({kind: strategy.require_engine().comm.traffic.bytes[kind] for kind in Collectives().sent})
+
+
+@on_ranks(2)
+def test_stage_3_with_autocast_sends_the_bytes_of_fsdp2(rank: int, world_size: int) -> None:
+    """Whose policy is what Lightning's FSDPStrategy makes of ``bf16-mixed``; the last block stays, as is advised."""
+    quiet()
+    x, module = torch.randn(3, 16, 64), Layers()
+    units, sums = {"min_unit_numel": 0}, {"reduce_dtype": "compute"}  # the default sums in fp32, as DDP does
+    trainer = pl.Trainer(
+        accelerator="cpu", devices=2, strategy=ZeROStrategy(3, sharding=units, precision=sums), precision="bf16-mixed",
+        max_epochs=1, logger=False, enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
+    )  # fmt: skip
+    trainer.fit(module, DataLoader(TensorDataset(x.flatten(0, 1)), batch_size=8))
+    model, policy = Layers().blocks, MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.bfloat16)
+    for block in model:
+        fully_shard(block, mp_policy=policy, reshard_after_forward=block is not model[-1])
+    fully_shard(model, mp_policy=policy)
+    sent: dict[str, int] = {}
+    for batch in x:
+        with Collectives() as counted:
+            model(batch).square().mean().backward()
+        sent = counted.sent
+    assert module.sent[-1] == sent
+    assert min(sent.values()) > 0
