@@ -61,7 +61,7 @@ def _ids(part: Part | None) -> set[int] | None:
 class EngineStrategy(Connection, DDPStrategy):
     """A strategy with an engine, as callbacks and modules see it through ``trainer.strategy``."""
 
-    engine: Engine | None = None
+    engine: Engine | None
     """Made in `setup`, for one module on one process group."""
 
     islands: tuple[int, int] = (0, 1)

@@ -172,6 +172,7 @@ class ZeROStrategy(EngineStrategy):  # its many public members are Lightning's h
         )  # fmt: skip
         """Every option, in groups."""
         self.activations = activation_memory.ActivationMemory(self.config.activations)
+        self.engine = None
         self.virtual = VirtualRanks.of(self)
         self.planning = Planning(self)
         self.uneven = UnevenData(self, uneven)
