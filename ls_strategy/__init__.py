@@ -49,6 +49,7 @@ if TYPE_CHECKING:
     from ls_strategy.extras.callbacks.preemption import PreemptionHandler
     from ls_strategy.extras.callbacks.spike_guard import SpikeGuard
     from ls_strategy.extras.data_efficiency.curriculum import SequenceCurriculum
+    from ls_strategy.extras.data_efficiency.documents import document_attention
     from ls_strategy.extras.data_efficiency.packing import PackedDocuments, document_mask
     from ls_strategy.extras.data_efficiency.token_dropping import RandomTokenDropping
     from ls_strategy.extras.inference.engine import InferenceEngine, init_inference
@@ -126,6 +127,7 @@ __all__ = [
     "ZeROStrategy",
     "__version__",
     "convert_moe",
+    "document_attention",
     "document_mask",
     "init_inference",
     "linear_cross_entropy",
@@ -154,6 +156,7 @@ _HOME = {
             "RecomputeConfig ShardingConfig TensorConfig TierConfig TilingConfig"
         ),
         "extras.data_efficiency.curriculum": "SequenceCurriculum",
+        "extras.data_efficiency.documents": "document_attention",
         "extras.data_efficiency.packing": "PackedDocuments document_mask",
         "extras.data_efficiency.token_dropping": "RandomTokenDropping",
         "errors": "CheckpointError ConfigError LSError PlanError StateError",

@@ -101,6 +101,33 @@ def flash_attention_backward(
     return backward(grad, *inputs, result, log_sum, *lengths, 0.0, causal, unused, unused, scale=scale)
 
 
+def varlen_attention(
+    query: Tensor, key: Tensor, value: Tensor, ends: Tensor, longest: int, scale: float | None
+) -> Tensor:  # fmt: skip
+    """Return torch's causal flash attention ``(t, H, N)`` within consecutive sequences, on CUDA in 16 bit.
+
+    Args:
+        query: ``(t, H, N)``, the tokens of all sequences.
+        key: ``(t, K, N)``; ``K`` divides ``H``.
+        value: ``(t, K, N)``.
+        ends: the last token of every sequence, exclusive, after a 0; int32.
+        longest: length of the longest sequence.
+        scale: of the scores. None: ``N ** -0.5``.
+    """
+    from torch.nn.attention.varlen import varlen_attn  # registers operations: where they are used
+
+    options: dict[str, Any] = {"scale": scale, "window_size": (-1, 0)}  # causal
+    shared = query.shape[1] // key.shape[1]
+    if shared > 1:
+        if "enable_gqa" in inspect.signature(varlen_attn).parameters:
+            options["enable_gqa"] = True
+        else:  # torch 2.11
+            key, value = (x.repeat_interleave(shared, 1) for x in (key, value))
+    query, key, value = (x if x.stride(-1) == 1 else x.contiguous() for x in (query, key, value))
+    attend: Any = varlen_attn  # which returns more when asked
+    return attend(query, key, value, ends, ends, longest, longest, **options)
+
+
 @cache
 def onednn_linear() -> Callable[[torch.Tensor, torch.Tensor], torch.Tensor] | None:
     """Return oneDNN's linear for fp32 CPU tensors without gradients, None if torch does not have it."""

@@ -19,6 +19,7 @@ _MATMULS = ("mm", "addmm", "bmm", "baddbmm", "addbmm", "mv", "addmv", "dot", "li
 _MATMULS += ("_grouped_mm", "_scaled_mm", "_scaled_grouped_mm", "_int_mm")
 _CONVOLUTIONS = ("convolution", "convolution_overrideable", "_convolution", "mkldnn_convolution", "cudnn_convolution")
 _ATTENTION = ("_scaled_dot_product", "_flash_attention_forward", "_efficient_attention_forward", "flex_attention")
+_ATTENTION += ("_varlen_attn",)
 _COLLECTIVES = ("_c10d_functional", "c10d_functional", "_c10d_functional_autograd")
 
 

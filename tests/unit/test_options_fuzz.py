@@ -87,6 +87,10 @@ ARGUMENTS: dict[str, Callable[[], dict[str, Any]]] = {
     "FeedForward": lambda: {"hidden_size": 4, "intermediate_size": 8},
     "GatedFeedForward": lambda: {"hidden_size": 4, "intermediate_size": 8},
     "PackedDocuments": lambda: {"documents": [[1, 2, 3]], "length": 4},
+    "document_attention": lambda: {
+        **dict.fromkeys(("query", "key", "value"), torch.zeros(1, 2, 3, 4)),
+        "documents": torch.zeros(1, 3, dtype=torch.long),
+    },
     "document_mask": lambda: {"documents": torch.zeros(1, 3, dtype=torch.long)},
     "init_inference": lambda: {"model": network()},
     "stream_blocks": lambda: {"model": network()},

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.attention.varlen  # registers its operation
 from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
@@ -305,6 +306,7 @@ def test_policies_know_operations_by_kind_and_by_name() -> None:
         aten._scaled_dot_product_efficient_attention.default, aten._scaled_dot_product_flash_attention.default,
         aten.convolution.default, torch.ops._c10d_functional.all_gather_into_tensor.default,
         torch.ops._c10d_functional.wait_tensor.default, torch.ops.higher_order.flex_attention,
+        torch.ops.torch_attn._varlen_attn.default,
     ):  # fmt: skip
         assert every.keeps(operation), operation
     for operation in (

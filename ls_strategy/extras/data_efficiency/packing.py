@@ -40,7 +40,7 @@ class PackedDocuments(Dataset[dict[str, Tensor]]):
     - ``tokens``; padding is 0.
     - ``targets``: the next token of the same document, -100 for padding.
     - ``positions``: within the document, from 0.
-    - ``documents``: the number of the document within the sequence, -1 for padding; see `document_mask`.
+    - ``documents``: the number of the document within the sequence, -1 for padding; see `document_attention`.
 
     A document of more than ``length + 1`` tokens is cut into parts of that size, which overlap by one token, so that
     every token but the first is a target once. Documents of one token have nothing to predict and are left out.

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import math
 import threading
-from collections.abc import Generator
+from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from typing import Any
 
@@ -25,7 +25,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from ls_strategy.distributed.axis import Axis
-from ls_strategy.errors import PlanError
+from ls_strategy.errors import ConfigError, PlanError
 from ls_strategy.parallel.context.ring import AxisPart, ring_attention, split_axis
 from ls_strategy.parallel.regions import exchange, untraced
 
@@ -46,10 +46,14 @@ class Region:
 _thread = threading.local()  # backward, which may recompute a block, runs in other threads
 
 
+def _region() -> Region | None:
+    return getattr(_thread, "region", None)
+
+
 @contextmanager
 def attention_over(axis: Axis, ring: int = 1) -> Generator[Region, None, None]:
     """Make attention exchange tokens for heads over ``axis``, or keys in rings of it. Not collective by itself."""
-    outer, region = getattr(_thread, "region", None), Region(axis, ring)
+    outer, region = _region(), Region(axis, ring)
     _thread.region = region
     try:
         with unfused():
@@ -60,14 +64,14 @@ def attention_over(axis: Axis, ring: int = 1) -> Generator[Region, None, None]:
 
 def reenter(axis: Axis, owner: object, ring: int = 1) -> None:
     """Enter a region until ``owner`` leaves it. Inside a region, do nothing."""
-    if getattr(_thread, "region", None) is None:
+    if _region() is None:
         _thread.region = Region(axis, ring)
         _thread.region.owner = owner
 
 
 def leave(owner: object) -> None:
     """Leave the region that ``owner`` entered by `reenter`, if there is one."""
-    region = getattr(_thread, "region", None)
+    region = _region()
     if region is not None and region.owner is owner:
         _thread.region = None
 
@@ -93,7 +97,7 @@ class Interception:
         def scaled_dot_product_attention(
             query: Tensor, key: Tensor, value: Tensor, *args: Any, **kwargs: Any
         ) -> Tensor:
-            region = getattr(_thread, "region", None)
+            region = _region()
             if region is None or self._removed:
                 return original(query, key, value, *args, **kwargs)
             return _attend(region, original, (query, key, value), *args, **kwargs)
@@ -126,6 +130,62 @@ def _attend(
     finally:
         _thread.region = outer
     return exchange(result, region.axis, 2, 1)
+
+
+def all_documents(documents: Tensor, query: Tensor) -> Tensor:
+    """Return the numbers of documents ``(B, T)`` of all tokens. Collective in a block sharded along the tokens.
+
+    Args:
+        documents: for the tokens of ``query``, or already for those of all ranks.
+        query: ``(B, H, t, N)``, with this rank's tokens.
+
+    Raises:
+        PlanError: In a sharded block, the numbers are for other tokens. Raised on all ranks.
+        ConfigError: The same, elsewhere.
+    """
+    region, tokens = _region(), query.shape[2]
+    ranks = 1 if region is None else region.axis.size
+    if documents.shape[1] not in (tokens, tokens * ranks):
+        got = f"Got documents {tuple(documents.shape)} for {tokens} tokens"
+        if region is None:
+            raise ConfigError(f"{got}, but every token needs the number of its document: (batch, tokens).")
+        raise PlanError(
+            f"{got} on each of {ranks} ranks in a block sharded along the tokens, which needs the numbers of these or "
+            "of all. Pass them in as an argument of the block (batch, tokens), so that they are sliced as the tokens."
+        )
+    if region is None or documents.shape[1] == tokens * ranks:
+        return documents
+    return region.axis.all_gather(documents.to(query.device, torch.int64), 1)  # which every back end sends
+
+
+def attend_to_documents(
+    attend: Callable[[Tensor, Tensor, Tensor], Tensor],
+    inputs: tuple[Tensor, Tensor, Tensor],
+    documents: Tensor,
+    scale: float | None,
+) -> Tensor:
+    """Compute causal attention within documents: ``attend(query, key, value)`` for all tokens of some heads.
+
+    Collective in a block sharded along the tokens, where the arguments are for this rank's tokens, and rings compute
+    it themselves. ``documents`` ``(B, T)`` are those of all tokens.
+    """
+    region, inputs = _region(), _as_autocast(inputs)
+    if region is None:
+        return attend(*inputs)
+    region.calls += 1
+    heads, ring = split_axis(region.axis, region.ring)
+    _check(heads, *inputs)
+    outer, _thread.region = region, None
+    try:
+        query, key, value = _tokens_to_heads(heads, inputs)
+        if region.ring > 1:
+            runs = functional.pad((documents[:, 1:] != documents[:, :-1]).cumsum(1), (1, 0)).to(query.device)
+            result = ring_attention(ring, (query, key, value), None, True, scale, runs)
+        else:
+            result = attend(query, key, value)
+    finally:
+        _thread.region = outer
+    return exchange(result, heads, 2, 1)
 
 
 def _attend_in_ring(

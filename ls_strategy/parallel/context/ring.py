@@ -12,7 +12,7 @@ of chunks. The result goes back the same way.
 
 Exact: backward passes keys and values around again, together with their gradients. In 16 bit on a GPU,
 torch's flash attention computes what a rank has at a time, and its backward uses the sums over all members. Elsewhere,
-and with a mask, scores exist for a few rows at a time, and in fp32 (fp64 for fp64).
+and with a mask or documents, scores exist for a few rows at a time, and in fp32 (fp64 for fp64).
 
 Liu et al., "Ring Attention with Blockwise Transformers", arXiv:2310.01889; Brandon et al., "Striped Attention",
 arXiv:2311.09431; the zig-zag order follows Grattafiori et al., "The Llama 3 Herd of Models", arXiv:2407.21783, section
@@ -90,14 +90,21 @@ class _Setting:
     mask: Tensor | None
     """Broadcasts to ``(B, H, T, T)``; bool, or added to the scores."""
 
+    documents: Tensor | None = None
+    """Numbers ``(B, T)``, ascending: tokens attend to those of the same number."""
+
+    linked: list[list[bool]] | None = None
+    """Whether a chunk, the first index, has a document in common with an earlier one, the second."""
+
     def chunks(self, member: int) -> tuple[int, int]:
         """Return the two chunks of the sequence that a member has, in order."""
         return (member, 2 * self.axis.size - 1 - member) if self.causal else (2 * member, 2 * member + 1)
 
 
 def ring_attention(
-    axis: AxisPart, inputs: tuple[Tensor, Tensor, Tensor], mask: Tensor | None, causal: bool, scale: float | None
-) -> Tensor:
+    axis: AxisPart, inputs: tuple[Tensor, Tensor, Tensor], mask: Tensor | None, causal: bool, scale: float | None,
+    documents: Tensor | None = None,
+) -> Tensor:  # fmt: skip
     """Compute attention of this rank's queries to the keys of all members. Collective over them.
 
     Args:
@@ -107,6 +114,8 @@ def ring_attention(
         mask: for all tokens, broadcasts to ``(B, H, T, T)``: bool (True attends) or added to the scores. No gradient.
         causal: whether a token attends to itself and its predecessors only.
         scale: of the scores. None: ``N ** -0.5``.
+        documents: numbers ``(B, T)`` for all tokens, ascending in every row; with ``causal``, tokens attend to those of
+            the same number. The host waits for the device. None: to all.
 
     Returns:
         ``(B, H, t, M)`` in the dtype of the query.
@@ -133,10 +142,11 @@ def ring_attention(
         raise PlanError(
             "ring attention got a mask that requires a gradient, which it does not compute. Set parallel.ring=1."
         )
-    setting = _Setting(axis, causal, query.shape[-1] ** -0.5 if scale is None else scale, mask)
+    linked = None if documents is None else _linked(documents, 2 * axis.size)
+    setting = _Setting(axis, causal, query.shape[-1] ** -0.5 if scale is None else scale, mask, documents, linked)
     if causal:
         query, key, value = (_Relayout.apply(x, axis, True) for x in (query, key, value))
-    ring = _FlashRing if mask is None and can_flash(query, key, value) else _Ring
+    ring = _FlashRing if mask is None and documents is None and can_flash(query, key, value) else _Ring
     result = ring.apply(query, key, value, setting)
     return _Relayout.apply(result, axis, False) if causal else result  # type: ignore[return-value]
 
@@ -158,6 +168,12 @@ def can_flash(query: Tensor, key: Tensor, value: Tensor) -> bool:
     widest = 256 if capability in ((8, 0), (9, 0), (10, 0)) else 192  # the backward needs that much shared memory
     fits = capability >= (8, 0) and width % 8 == 0 and width <= widest
     return fits and torch.backends.cuda.flash_sdp_enabled()
+
+
+def _linked(documents: Tensor, chunks: int) -> list[list[bool]]:
+    """Return `_Setting.linked`: in ascending numbers, the last one of the earlier chunk begins the later one."""
+    by_chunk = documents.unflatten(1, (chunks, -1))
+    return (by_chunk[:, :, None, 0] == by_chunk[:, None, :, -1]).any(0).tolist()
 
 
 class _Relayout(torch.autograd.Function):
@@ -359,6 +375,8 @@ def _pairs(
         for b, k_chunk in enumerate(setting.chunks(owner)):
             if setting.causal and k_chunk > q_chunk:
                 continue
+            if setting.linked is not None and k_chunk < q_chunk and not setting.linked[q_chunk][k_chunk]:
+                continue
             k_rows = slice(b * length, (b + 1) * length)
             k = key[..., k_rows, :].unsqueeze(2).to(dtype)
             step = max(SCORE_BYTES // max(4 * q.shape[:3].numel() * length, 1), 1)
@@ -369,9 +387,13 @@ def _pairs(
                 if setting.causal and k_chunk == q_chunk:
                     later = torch.ones((count, length), dtype=torch.bool, device=q.device).triu_(first + 1)
                     scores.masked_fill_(later, -torch.inf)
+                tokens = slice(q_chunk * length + first, q_chunk * length + first + count)
+                k_tokens = slice(k_chunk * length, (k_chunk + 1) * length)
                 if setting.mask is not None:
-                    tokens = slice(q_chunk * length + first, q_chunk * length + first + count)
-                    scores = _masked(scores, setting.mask, tokens, slice(k_chunk * length, (k_chunk + 1) * length))
+                    scores = _masked(scores, setting.mask, tokens, k_tokens)
+                if setting.documents is not None:
+                    own, others = setting.documents[:, tokens, None], setting.documents[:, None, k_tokens]
+                    scores.masked_fill_((own != others)[:, None, None], -torch.inf)
                 yield rows, k_rows, scores
 
 

@@ -257,7 +257,7 @@ class SequenceParallel:
                 "scaled_dot_product_attention by that name, so tokens of different ranks would not attend to each "
                 'other. Use it for the attention (in transformers: attn_implementation="sdpa"; in '
                 "nn.MultiheadAttention: need_weights=False; instead of flex_attention and its block mask: attn_mask, "
-                "for documents ls_strategy.document_mask), or remove modules without attention from the blocks."
+                "for documents ls_strategy.document_attention), or remove modules without attention from the blocks."
             )
         return output
 
