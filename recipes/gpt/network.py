@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from ls_strategy.extras.data_efficiency.documents import document_attention
 from ls_strategy.extras.inference.cache import KVCache, LayerCache
 from ls_strategy.extras.inference.few_rows import few_rows_linear
 from ls_strategy.extras.inference.generate import generate
@@ -207,6 +208,7 @@ class Attention(nn.Module):
         positions: Tensor | None = None,
         cache: LayerCache | None = None,
         mask: Tensor | None = None,
+        documents: Tensor | None = None,
     ) -> Tensor:
         """Attend to each token's predecessors. For the arguments see `Block.forward`."""
         B, T, _ = x_BTD.shape
@@ -218,9 +220,13 @@ class Attention(nn.Module):
         q_BHTN, k_BKTN, v_BKTN = heads.split((self.heads, self.kv_heads, self.kv_heads), dim=1)
         if rotation is not None:
             q_BHTN, k_BKTN = rotate(q_BHTN, rotation), rotate(k_BKTN, rotation)
-        y_BHTN = functional.scaled_dot_product_attention(
-            q_BHTN, k_BKTN, v_BKTN, mask, is_causal=mask is None, enable_gqa=self.kv_heads != self.heads
-        )
+        grouped = self.kv_heads != self.heads
+        if documents is not None:
+            y_BHTN = document_attention(q_BHTN, k_BKTN, v_BKTN, documents, enable_gqa=grouped)
+        else:
+            y_BHTN = functional.scaled_dot_product_attention(
+                q_BHTN, k_BKTN, v_BKTN, mask, is_causal=mask is None, enable_gqa=grouped
+            )
         return self.dropout(self.out(y_BHTN.transpose(1, 2).reshape(B, T, -1)))
 
     def _cached(self, heads: Tensor, rotation: Rotation | None, cache: LayerCache) -> Tensor:
@@ -283,6 +289,7 @@ class Block(nn.Module):
         positions: Tensor | None = None,
         cache: LayerCache | None = None,
         mask: Tensor | None = None,
+        documents: Tensor | None = None,
     ) -> Tensor:
         """Run one layer.
 
@@ -293,9 +300,10 @@ class Block(nn.Module):
                 consecutive.
             cache: keys and values of earlier tokens, to which those of ``x`` are added.
             mask: which tokens attend to which, bool (B, 1, T, T), without a cache. None: all to their predecessors.
+            documents: number of each token's document, (B, T), outside of which it does not attend; instead of a mask.
         """
         x_BTD = x_BTD + self.attention(
-            self.attention_norm(x_BTD), rotation, positions=positions, cache=cache, mask=mask
+            self.attention_norm(x_BTD), rotation, positions=positions, cache=cache, mask=mask, documents=documents
         )
         return x_BTD + self.mlp(self.mlp_norm(x_BTD))
 
@@ -330,6 +338,7 @@ class GPT(nn.Module):
         positions: Tensor | None = None,
         cache: KVCache | None = None,
         mask: Tensor | None = None,
+        documents: Tensor | None = None,
     ) -> Tensor:
         """Return the logits (B, T, V) of the token after each of ``tokens`` (B, T); with a cache, of the last one.
 
@@ -339,17 +348,21 @@ class GPT(nn.Module):
             tokens_BT: the tokens.
             positions: their positions, (T,) or (B, T). None: from 0, or after those in the cache.
             cache: keys and values of earlier tokens; the tokens follow and are added.
-            mask: which tokens attend to which, bool (B, 1, T, T), without a cache; with ``positions``, for several
-                documents in one sequence. None: all to their predecessors.
+            mask: which tokens attend to which, bool (B, 1, T, T), without a cache. None: all to their predecessors.
+            documents: with ``positions``, for several documents in one sequence: the number of each token's, (B, T),
+                without a cache; see `document_attention`.
 
         Raises:
-            ValueError: there are more tokens than ``block_size``, or than the cache has room for.
+            ValueError: there are more tokens than ``block_size``, or than the cache has room for; or arguments that
+                exclude each other.
         """
         T = tokens_BT.shape[1]
         if self.config.block_size < T:
             raise ValueError(
                 f"Got {T} tokens, but they do not fit into block_size={self.config.block_size}. Crop them."
             )
+        if sum(given is not None for given in (cache, mask, documents)) > 1:
+            raise ValueError("Got several of cache, mask and documents, but they exclude each other. Pass one of them.")
         if cache is not None:
             following = cache.open(tokens_BT)
             positions = following if positions is None else positions
@@ -361,9 +374,9 @@ class GPT(nn.Module):
         x_BTD = self.dropout(x_BTD)
         if cache is not None:
             return self.head(self.norm(self.cached_blocks(x_BTD, rotation, cache)[:, -1:]))
-        masked = {} if mask is None else {"mask": mask}
+        limits = {name: x for name, x in (("mask", mask), ("documents", documents)) if x is not None}
         for block in self.blocks:
-            x_BTD = block(x_BTD, rotation, **masked)
+            x_BTD = block(x_BTD, rotation, **limits)
         return self.head(self.norm(x_BTD))
 
     def cached_blocks(self, x_BTD: Tensor, rotation: Rotation | None, cache: KVCache) -> Tensor:

@@ -22,7 +22,7 @@ class Packed(Module):
     """Trains on packed documents, and looks at the logits of the last batch with another first document."""
 
     def logits(self, batch: Any, tokens: Tensor) -> Tensor:
-        return self.model(tokens, positions=batch["positions"], mask=document_mask(batch["documents"]))
+        return self.model(tokens, positions=batch["positions"], documents=batch["documents"])
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         with torch.no_grad():
@@ -45,11 +45,19 @@ class Packed(Module):
         return DataLoader([packed[int(i)] for i in index], batch_size=mine)  # type: ignore[arg-type]
 
 
+class Masked(Packed):
+    """The same with a mask."""
+
+    def logits(self, batch: Any, tokens: Tensor) -> Tensor:
+        return self.model(tokens, positions=batch["positions"], mask=document_mask(batch["documents"]))
+
+
 @pytest.mark.parametrize(
     ("world", "options"),
     [
-        (2, {"parallel.context": 2, "parallel.ring": 2}),
-        wide(2, {"parallel.context": 2}),
+        (2, {"parallel.context": 2}),
+        wide(2, {"parallel.context": 2, "parallel.ring": 2}),
+        wide(2, {"parallel.context": 2, "activations.checkpointing": "full"}),
         slow(4, {"parallel.context": 4, "parallel.ring": 2}),
         slow(4, {"parallel.context": 4, "parallel.ring": 4}),
         slow(2, {"parallel.context": 2, "parallel.ring": 2, "activations.checkpointing": "full"}),
@@ -59,5 +67,13 @@ class Packed(Module):
 def test_documents_stay_apart(world, options):
     run = Run({"stage": 3, **options}, steps=8)
     found = spawn(train, world, run, Packed, init_process_group=False, timeout_s=150)
+    assert all(outcome.notes["same"] and outcome.notes["changed"] for outcome in found)
+    assert not unequal(plain(run, Packed), [run], found[:1])
+
+
+@pytest.mark.parametrize("ring", [wide(1), 2])
+def test_documents_stay_apart_by_a_mask(ring):
+    run = Run({"stage": 3, "parallel.context": 2, "parallel.ring": ring}, steps=8)
+    found = spawn(train, 2, run, Masked, init_process_group=False, timeout_s=150)
     assert all(outcome.notes["same"] and outcome.notes["changed"] for outcome in found)
     assert not unequal(plain(run, Packed), [run], found[:1])

@@ -56,7 +56,7 @@ def test_the_loss_is_that_of_documents_alone():
     network, packed = model()
     for sample in (packed[i] for i in range(len(packed))):
         row = {k: v[None] for k, v in sample.items()}
-        logits = network(row["tokens"], positions=row["positions"], mask=document_mask(row["documents"]))
+        logits = network(row["tokens"], positions=row["positions"], documents=row["documents"])
         for number in range(int(sample["documents"].max()) + 1):
             inside = sample["documents"] == number
             alone = network(sample["tokens"][inside][None])
@@ -68,8 +68,10 @@ def test_the_loss_is_that_of_documents_alone():
 def test_no_bit_of_a_document_depends_on_another():
     network, packed = model()
     row = {k: v[None] for k, v in packed[0].items()}
-    call = {"positions": row["positions"], "mask": document_mask(row["documents"])}
+    call = {"positions": row["positions"], "documents": row["documents"]}
     before = network(row["tokens"], **call)
+    masked = network(row["tokens"], positions=row["positions"], mask=document_mask(row["documents"]))
+    torch.testing.assert_close(before, masked, rtol=1e-12, atol=1e-12)
     first = row["documents"] == 0
     after = network(torch.where(first, (row["tokens"] + 1) % 40, row["tokens"]), **call)
     assert torch.equal(before[~first], after[~first])
