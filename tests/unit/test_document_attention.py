@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from contextlib import nullcontext
+from functools import partial
 from typing import Any
 from unittest import mock
 
@@ -11,6 +12,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 from torch.nn.attention import varlen
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from ls_strategy import document_attention, document_mask
 from ls_strategy._torch import fake_tensors, varlen_attention
@@ -199,6 +201,27 @@ def test_the_host_reads_the_numbers_of_a_tensor_once_and_again_when_they_have_ch
             first = attend(tensors, numbers)
             numbers[0, 3:6] = 0
             assert not torch.equal(attend(tensors, numbers), first)
+
+
+@pytest.mark.parametrize("known", [False, True])
+def test_recomputation_that_keeps_operations_may_find_the_numbers_read_or_not(known):
+    """Reading is not one of the operations that it kept."""
+
+    def keep(*_args: Any, **_options: Any) -> CheckpointPolicy:
+        return CheckpointPolicy.MUST_SAVE
+
+    def selective(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        modes = partial(create_selective_checkpoint_contexts, keep)
+        result = checkpoint(document_attention, query, key, value, numbers, use_reentrant=False, context_fn=modes)
+        assert isinstance(result, Tensor)
+        if known:
+            module._KNOWN.clear()
+        return result
+
+    numbers = NUMBERS.clone()
+    if known:
+        without_mask(inputs(), numbers)
+    assert_equal(results(selective, inputs()), with_mask(inputs()))
 
 
 def test_what_cannot_be_is_refused():

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from ls_strategy._torch import WeakIdKeyDictionary, is_fake, varlen_attention, version_of
+from ls_strategy._torch import WeakIdKeyDictionary, is_fake, varlen_attention, version_of, without_dispatch_modes
 from ls_strategy.device import is_capturing
 from ls_strategy.errors import ConfigError
 from ls_strategy.extras.data_efficiency.packing import PADDING
@@ -34,10 +34,13 @@ class _Runs:
     """Runs of tokens of one document, of all sequences of a batch one after another."""
 
     lengths: list[int]
-    ends: Tensor
-    """``(runs + 1,)``, int32, from 0, on the device of the queries."""
+    ends: Tensor | None = None
+    """``(runs + 1,)``, int32, from 0, on the device of the queries; None for tensors without values."""
 
-    version: int | None
+    device: torch.device | None = None
+    """Where ``ends`` are."""
+
+    version: int | None = None
     """Of the tensor with the numbers."""
 
 
@@ -58,7 +61,7 @@ def document_attention(
     """Compute attention in which a token sees itself and its predecessors in the same document.
 
     The result is that of `torch.nn.functional.scaled_dot_product_attention` with `document_mask`, up to rounding, but
-    no mask is needed: memory grows with the tokens, not with their square. Padding attends to the padding before it.
+    no mask is needed: memory grows with the tokens, not with their square. Neighbouring padding counts as a document.
 
     In 16 bit on NVIDIA GPUs from sm_80 on, all documents are one call of torch's variable-length flash attention.
     Elsewhere there is one call of torch's attention for neighbouring documents of equal length. In blocks whose tokens
@@ -111,20 +114,21 @@ def _check(query: Tensor, key: Tensor, value: Tensor, documents: Tensor, enable_
 
 def _runs_of(documents: Tensor, device: torch.device) -> _Runs:
     """Return the runs of equal numbers, remembered as long as the tensor lives. The host waits for the device."""
-    if device.type == "cuda" and not is_fake(documents) and is_capturing(device):
+    if is_fake(documents):  # without values, one document in each sequence needs most memory
+        return _Runs([documents.shape[1]] * len(documents))
+    if device.type == "cuda" and is_capturing(device):
         raise ConfigError(
             "document_attention was called while a CUDA graph records, which would repeat it with the documents of "
             "this batch. Call it outside of the graph, or use document_mask."
         )
     version = None if documents.is_inference() else version_of(documents)
     known: _Runs | None = _KNOWN.get(documents)
-    if known is not None and version is not None and known.version == version and known.ends.device == device:
+    if version is not None and known is not None and (known.version, known.device) == (version, device):
         return known
-    rows, tokens = documents.shape
-    # Without values, one document in each sequence needs most memory.
-    lengths = [tokens] * rows if is_fake(documents) else _lengths(documents.detach().cpu().long())
-    ends = torch.tensor([0, *lengths]).cumsum(0).to(device, torch.int32)
-    _KNOWN[documents] = runs = _Runs(lengths, ends, version)
+    with without_dispatch_modes():  # selective recompute would look for these operations when it finds the runs known
+        lengths = _lengths(documents.detach().cpu().long())
+        ends = torch.tensor([0, *lengths]).cumsum(0).to(device, torch.int32)
+    _KNOWN[documents] = runs = _Runs(lengths, ends, device, version)
     return runs
 
 
@@ -152,7 +156,8 @@ def _attend(
     """Attend on this device to all tokens of the heads given."""
     lines = [x.transpose(1, 2).flatten(0, 1) for x in (query, key, value)]
     if query.numel() and can_flash(query, key, value):
-        line = varlen_attention(lines[0], lines[1], lines[2], runs.ends, max(runs.lengths), scale)
+        ends = query.new_zeros(len(runs.lengths) + 1, dtype=torch.int32) if runs.ends is None else runs.ends
+        line = varlen_attention(lines[0], lines[1], lines[2], ends, max(runs.lengths), scale)
     else:
         line = _by_length(lines, runs.lengths, scale, enable_gqa)
     return line.unflatten(0, (len(query), query.shape[2])).transpose(1, 2)

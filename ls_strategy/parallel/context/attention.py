@@ -6,8 +6,9 @@
                                                                                      │
     result                       (B, H, T/size, N)                  ◄─all-to-all─────┘
 
-Every call of `torch.nn.functional.scaled_dot_product_attention` inside `attention_over` does this. An `Interception`
-replaces that function; outside `attention_over` the replacement calls the original.
+Every call of `torch.nn.functional.scaled_dot_product_attention` inside `attention_over` does this, and every call of
+`attend_to_documents`. An `Interception` replaces torch's function; outside `attention_over` the replacement calls the
+original.
 
 Jacobs et al., "DeepSpeed Ulysses", arXiv:2309.14509.
 """
@@ -148,7 +149,10 @@ def all_documents(documents: Tensor, query: Tensor) -> Tensor:
     if documents.shape[1] not in (tokens, tokens * ranks):
         got = f"Got documents {tuple(documents.shape)} for {tokens} tokens"
         if region is None:
-            raise ConfigError(f"{got}, but every token needs the number of its document: (batch, tokens).")
+            raise ConfigError(
+                f"{got}, but every token needs the number of its document. Pass (batch, tokens), with parallel.context "
+                "as an argument of the blocks."
+            )
         raise PlanError(
             f"{got} on each of {ranks} ranks in a block sharded along the tokens, which needs the numbers of these or "
             "of all. Pass them in as an argument of the block (batch, tokens), so that they are sliced as the tokens."
