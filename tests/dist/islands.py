@@ -18,12 +18,17 @@ from ls_strategy.extras.islands.hub import Hub
 from ls_strategy.extras.islands.server import HubServer
 from ls_strategy.testing import free_port, spawn
 from tests.dist.ranks import Net, quiet, samples
+from tests.limits import wall
+
+PATIENCE_S = 20.0
 
 
 @contextmanager
-def hub(islands: int = 2, *, patience_s: float = 20.0, port: int = 0, secret: str = "") -> Iterator[str]:
-    """A hub in a thread of this process; yields its address."""
-    server = HubServer(Hub(islands, patience_s), host="127.0.0.1", port=port, secret=secret)
+def hub(islands: int = 2, *, patience_s: float | None = None, port: int = 0, secret: str = "") -> Iterator[str]:
+    """A hub in a thread of this process; yields its address. It waits as long as a busy machine may take."""
+    server = HubServer(
+        Hub(islands, wall(PATIENCE_S) if patience_s is None else patience_s), host="127.0.0.1", port=port, secret=secret
+    )
     thread = threading.Thread(target=server.serve)
     thread.start()
     try:
@@ -56,7 +61,7 @@ def become(rank: int, ranks: int, port: int) -> None:
 
 
 def diloco(meet: str, island: int, **options: Any) -> DiLoCo:
-    return DiLoCo(meet, **{"island": island, "islands": 2, "patience_s": 20.0, **options})
+    return DiLoCo(meet, **{"island": island, "islands": 2, "patience_s": wall(PATIENCE_S), **options})
 
 
 class Reference:
