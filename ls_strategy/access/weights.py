@@ -125,6 +125,7 @@ def _full(flat: FlatBuffer, dtype: torch.dtype) -> tuple[Tensor, bool]:
         return flat.full.detach(), False
     if not flat.policy.optimizer:
         return flat.read_master().detach(), False
+    flat.refuse_half_updated()
     flat.refresh_if_due()
     name = "param" if dtype == flat.dtype and flat.has_own_shard else "master"
     if not flat.store.is_resident(name):

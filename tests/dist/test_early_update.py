@@ -248,6 +248,25 @@ def test_weights_of_no_step_are_not_saved(rank: int, world_size: int, overlap: b
         assert ours.lightning_module_state_dict() or rank
 
 
+class LooksInBackward(Plain):
+    """At the weights of all units, when the backward of the last one begins."""
+
+    def on_fit_start(self) -> None:
+        self.first.register_full_backward_hook(lambda *_: self.look())
+
+    def look(self) -> None:
+        self.seen.append(sum(v.double().sum().item() for v in self.state_dict().values()))
+
+
+@on_ranks(2)
+def test_a_state_dict_of_half_updated_weights_is_refused(rank: int, world_size: int) -> None:
+    module = LooksInBackward()
+    fit(strategy(3, **{"sharding.overlap_step": False}), module)
+    assert len(set(module.seen)) > 1
+    with pytest.raises(StateError, match=r"read again in the backward pass.*overlap_step=False"):
+        fit(strategy(3), LooksInBackward())
+
+
 class FailingUpdate:
     """The fused update as it is, but the call of this number, which raises."""
 

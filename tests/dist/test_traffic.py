@@ -178,7 +178,7 @@ class Block(nn.Module):
 
 
 class Layers(pl.LightningModule):
-    """Four blocks without parameters beside them, of sizes that nobody pads."""
+    """Four blocks and no other parameters, of sizes that nobody pads."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -372,12 +372,6 @@ class FlatBuffer(FlatStates):
                     increment_version(p)  # autograd refuses what it has saved without another reference
             self.writes.record()
 
-    def _read_again(self) -> StateError:
-        return StateError(
-            f"a parameter in the buffer of {self.name!r} is read again in the backward pass that has already "
-            "updated it. Set sharding.overlap_step=False on the strategy."
-        )
-
     def begin_delayed_update(self, updating: Ticket) -> None:
         """Record an update that runs while the next step computes with the old parameters."""
         self.begin_update(updating)
@@ -544,7 +538,7 @@ class FlatBuffer(FlatStates):
     def _gather_shards(self) -> None:
         """Start gathering sharded parameters, from where they are nearest (stage 3). Collective."""
         if self.update is UpdateState.UPDATED_EARLY:
-            raise self._read_again()
+            raise self.read_again()
         if torch.jit.is_tracing():
             self.refuse_tracing()
         self.writes.begin_gather()
@@ -614,7 +608,7 @@ class FlatBuffer(FlatStates):
         if self.offloaded:
             self.require_here("parameters")
         if self.hidden and self.update is UpdateState.UPDATED_EARLY:
-            raise self._read_again()
+            raise self.read_again()
         if self.gathering is not None:
             self.gathering.wait()
             self.gathering = None

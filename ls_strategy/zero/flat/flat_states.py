@@ -270,11 +270,32 @@ class FlatStates:
         self.store.write("master", start, values.to(self.master_dtype))
 
     def full_master(self) -> Tensor:
-        """Return the master weights of all ranks, ``(numel,)``; read-only at stage 0. Collective."""
+        """Return the master weights of all ranks, ``(numel,)``; read-only at stage 0. Collective.
+
+        Raises:
+            StateError: backward has updated them, but not yet all others.
+        """
+        self.refuse_half_updated()
         mine = self.read_master()
         if not self.policy.optimizer:
             return mine
         return self.gather_shards(mine.dtype, mine)
+
+    def refuse_half_updated(self) -> None:
+        """Refuse to read weights between their update in backward and the step.
+
+        Raises:
+            StateError: with the cure.
+        """
+        if self.update is UpdateState.UPDATED_EARLY:
+            raise self.read_again()
+
+    def read_again(self) -> StateError:
+        """Return the error for that."""
+        return StateError(
+            f"a parameter in the buffer of {self.name!r} is read again in the backward pass that has already "
+            "updated it. Set sharding.overlap_step=False on the strategy."
+        )
 
     def gather_shards(
         self, dtype: torch.dtype, mine: Tensor | Callable[[Tensor], Any], out: Tensor | None = None
