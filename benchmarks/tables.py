@@ -53,7 +53,7 @@ def _ratios(record: dict[str, Any]) -> list[list[str]]:
     """One row per contender, one column per model size."""
     sizes = record["results"]
     names = list(next(iter(sizes.values()))["contenders"])
-    rows = [["", *(f"{size} parameters" for size in sizes)]]
+    rows = [["", *(re.sub("M(?= |$)", "M parameters", size) for size in sizes)]]
     for name in names:
         cells = [sizes[size]["contenders"][name] for size in sizes]
         rows.append([f"`{name}`", *(f"{c['ratio']:.3f} [{c['ratio_q1']:.2f}, {c['ratio_q3']:.2f}]" for c in cells)])

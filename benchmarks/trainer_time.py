@@ -2,7 +2,7 @@
 
 ``python -m benchmarks trainer_time --record``                     two ranks, and the tables of README.md and docs/
 ``python -m benchmarks.trainer_time --ranks 1 --sizes 5M 10M --record benchmarks/records/trainer_time_1_rank.json``
-``python -m benchmarks.trainer_time --compile blocks --rounds 6 --record benchmarks/records/trainer_time_compiled.json``
+``python -m benchmarks.trainer_time --compile blocks --sizes 5M --batch 8 32 --rounds 8``    that of docs/compile.md
 
 Every round builds and runs one Trainer per strategy in the same processes, in another order than the round before, and
 takes the median of its later steps, from the end of one batch to the end of the next: data loading, Lightning's loop,
@@ -17,6 +17,7 @@ ratio to the first strategy named.
 from __future__ import annotations
 
 import gc
+import itertools
 import statistics
 import time
 from collections.abc import Iterator
@@ -186,7 +187,7 @@ def main() -> None:
     parser.add_argument("--sizes", nargs="+", default=["5M", "20M"], choices=sorted(SIZES), help="model sizes")
     parser.add_argument("--strategies", nargs="+", default=None, help="Lightning's names; the first is the baseline")
     parser.add_argument("--steps", type=int, default=7, help="steps per Trainer")
-    parser.add_argument("--batch", type=int, default=8, help="sequences per rank and step")
+    parser.add_argument("--batch", type=int, nargs="+", default=[8], help="sequences per rank and step")
     parser.add_argument("--block", type=int, default=128, help="tokens per sequence")
     parser.add_argument("--compile", choices=["blocks", "model"], help="compile this for every contender")
     args = parser.parse_args()
@@ -196,18 +197,19 @@ def main() -> None:
         **record.header("trainer_time"), "ranks": args.ranks, "rounds": args.rounds, "steps": args.steps,
         "baseline": strategies[0], "compile": args.compile, "results": {},
     }  # fmt: skip
-    for size in args.sizes:
+    for size, batch in itertools.product(args.sizes, args.batch):
         times, losses = spawn(
-            run_rank, args.ranks, size, strategies, args.rounds, args.steps, args.batch, args.block, args.compile,
+            run_rank, args.ranks, size, strategies, args.rounds, args.steps, batch, args.block, args.compile,
             timeout_s=3600, init_process_group=False,
         )[0]  # fmt: skip
         table = against(times, strategies[0])
         check_losses(losses, strategies[0])
         numel = sum(p.numel() for p in parameters_of(size, args.block))
-        found["results"][size] = {
-            "parameters": numel, "batch": args.batch, "block": args.block, "contenders": table, "losses": losses,
+        job = size if len(args.batch) == 1 else f"{size} at {batch * args.block:,} tokens per rank"
+        found["results"][job] = {
+            "parameters": numel, "batch": batch, "block": args.block, "contenders": table, "losses": losses,
         }  # fmt: skip
-        print(f"\n{size}, {args.batch} x {args.block} tokens per rank, {args.ranks} rank(s)")
+        print(f"\n{size}, {batch} x {args.block} tokens per rank, {args.ranks} rank(s)")
         for name, row in table.items():
             spread = f"[{row['ratio_q1']:.3f}, {row['ratio_q3']:.3f}]"
             print(f"{name:8} {row['median_s']:8.4f} s  x {row['ratio']:.3f}  {spread}  loss {losses[name]:.6f}")
