@@ -105,11 +105,6 @@ def check_together(config: ZeROConfig) -> None:
 
 def _check_fp8(config: ZeROConfig) -> None:
     float8 = config.precision.float8
-    if float8 is not None and config.parallel.tp.size > 1:
-        raise ConfigError(
-            f"Got precision.matmul='fp8' with parallel.tensor={config.parallel.tp.size}, but every rank would scale "
-            "its own part of a weight, so numbers would depend on the number of ranks. Choose one of them."
-        )
     if float8 is None or float8.recipe == "rowwise_with_gw_hp":
         return
     splits = {

@@ -114,7 +114,9 @@ class EngineSetup:
             switch.remove()
         policy, device = strategy.precision_asked(), strategy.root_device
         self._switches = [
-            *multiply_in_fp8(module, strategy.config.precision, policy, device),
+            *multiply_in_fp8(
+                module, strategy.config.precision, policy, device, tensor=strategy.parallel.tensor_layers(module)
+            ),
             *compile_parts(module, strategy.config),  # before the engine's hooks, which stay outside
         ]
         optimizers = self._real_optimizers()

@@ -1,9 +1,9 @@
 """``precision.matmul="fp8"``: linear layers of a module multiply in fp8 while a Trainer runs, as torchao computes it.
 
 A layer becomes torchao's in place: it stays the same object with the same parameter, name and hooks, and checkpoints
-hold plain weights. Stage 3 gathers the full weight before a layer runs, so scales are those of one process. If one cast
-of the weight serves forward and backward, stage 3 gathers that (`ls_strategy.zero.flat.float8`), and torchao's product
-gets it from here.
+hold plain weights. Stage 3 gathers the full weight before a layer runs, so scales are those of one process; ranks that
+share a layer agree on them (`ls_strategy.lightning.float8_split`). If one cast of the weight serves forward and
+backward, stage 3 gathers that (`ls_strategy.zero.flat.float8`), and torchao's product gets it from here.
 
 Source: torchao.float8 (https://github.com/pytorch/ao), and its paper, arXiv 2507.16099.
 """
@@ -23,6 +23,9 @@ from ls_strategy import device as dev
 from ls_strategy.config import PrecisionConfig
 from ls_strategy.errors import PlanError
 from ls_strategy.host.pytorch import rank_zero_info
+from ls_strategy.lightning.float8_split import WeightSplit, split_product
+from ls_strategy.parallel.tensor.dtensor import Localized
+from ls_strategy.parallel.tensor.shard import TensorParallel, linear_product
 from ls_strategy.precision import PrecisionPolicy
 from ls_strategy.zero.flat.float8 import float8_weight
 from ls_strategy.zero.flat.parameters import unnoticed
@@ -93,8 +96,7 @@ class _PlainInCopies:
         gathered = float8_weight(layer.weight)
         if gathered is None:
             return super().forward(input)  # type: ignore[misc,no-any-return]
-        if torch.is_autocast_enabled():  # as torchao asks
-            input = input.to(torch.get_autocast_gpu_dtype())
+        input = _as_autocast(input)
         with unnoticed():
             output = _Product.apply(input, layer.weight, *gathered, layer.linear_mm_config, layer.config)
         return output if layer.bias is None else output + layer.bias.to(output.dtype)
@@ -105,26 +107,47 @@ class _PlainInCopies:
         return make, (self.plain,), {name: value for name, value in state.items() if name not in self.added}, *rest
 
 
+class _SplitInCopies(_PlainInCopies):
+    """The same of layers whose weights are sharded over tensor-parallel ranks."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        """Multiply this rank's part. Collective over the ranks that share the layer."""
+        layer: Any = self
+        split: WeightSplit = layer.weight_split
+        output = split_product(_as_autocast(input), layer.weight, split, layer.linear_mm_config, layer.config)
+        return output if layer.bias is None or split.sums_outside else output + layer.bias.to(output.dtype)
+
+
+def _as_autocast(input: Tensor) -> Tensor:
+    """Return the input of a product in the dtype of autocast, if it is on, as torchao asks."""
+    return input.to(torch.get_autocast_gpu_dtype()) if torch.is_autocast_enabled() else input
+
+
 @cache
 def _made_of(
     plain: type[nn.Linear], made: type[nn.Linear], added: frozenset[str], reads_weight_in: torch.dtype | None
 ) -> Any:
     """Return the class of a converted layer: one for all layers of a class, which share graphs then."""
-    bases = (_PlainInCopies, made) if plain is nn.Linear else (_PlainInCopies, made, plain)
+    first = _SplitInCopies if "weight_split" in added else _PlainInCopies
+    bases = (first, made) if plain is nn.Linear else (first, made, plain)
     return type(made.__name__, bases, {"plain": plain, "added": added, "reads_weight_in": reads_weight_in})
 
 
 class Float8Layer:
     """A linear layer that multiplies in fp8 while ``on``, from construction until `remove`."""
 
-    def __init__(self, layer: nn.Linear, converted: nn.Linear) -> None:
-        """``converted``: a layer that torchao has converted."""
+    def __init__(self, layer: nn.Linear, converted: nn.Linear, split: WeightSplit | None = None) -> None:
+        """``converted``: a layer that torchao has converted. ``split``: how ranks share the weight, if they do."""
         self._layer: Any = layer
         self._plain = type(layer)
-        self._state = added_by(converted)
+        self._state = added_by(converted) | ({} if split is None else {"weight_split": split})
         # Attention reads the weight of its last layer without calling the layer.
-        once = None if isinstance(layer, NonDynamicallyQuantizableLinear) else _one_cast(converted)
-        self._made = _made_of(self._plain, type(converted), frozenset(self._state), once)
+        whole = split is None and not isinstance(layer, NonDynamicallyQuantizableLinear)
+        self._made = _made_of(
+            self._plain, type(converted), frozenset(self._state), _one_cast(converted) if whole else None
+        )
+        self._forward = vars(layer).get("forward")
+        """That of tensor parallelism, which leaves the bias out."""
         self._on = False
         self.on = True
 
@@ -144,6 +167,11 @@ class Float8Layer:
                 vars(self._layer)[name] = value
             else:
                 vars(self._layer).pop(name, None)
+        if self._forward is not None:
+            if on:
+                vars(self._layer).pop("forward", None)
+            else:
+                vars(self._layer)["forward"] = self._forward
 
     def remove(self) -> None:
         """Make the layer what it was."""
@@ -171,19 +199,27 @@ def _one_cast(converted: Any) -> torch.dtype | None:
 
 
 def multiply_in_fp8(
-    module: nn.Module, options: PrecisionConfig, policy: PrecisionPolicy, device: torch.device, *, log: bool = True
+    module: nn.Module,
+    options: PrecisionConfig,
+    policy: PrecisionPolicy,
+    device: torch.device,
+    *,
+    tensor: TensorParallel | Localized | None = None,
+    log: bool = True,
 ) -> list[Float8Layer]:
     """Let linear layers of ``module`` multiply in fp8, but none that stays in fp32. Not collective.
 
     Args:
-        module: the full module.
+        module: the full module, or a tensor-parallel one.
         options: ``options.float8`` says whether, and how.
         policy: of ``Trainer(precision=...)``.
         device: of the products.
+        tensor: what has sharded the layers of the module over ranks.
         log: say how many layers do.
 
     Raises:
-        PlanError: torchao is not installed, or no layer can multiply in fp8.
+        PlanError: torchao is not installed, no layer can multiply in fp8, or numbers would depend on the number of
+            tensor-parallel ranks. On all ranks alike.
     """
     if options.float8 is None:
         return []
@@ -198,7 +234,13 @@ def multiply_in_fp8(
     # Authors of models list more for fp16 than for bf16: what either needs in fp32 is not rounded to fp8.
     kept = kept_in_fp32(module, options.fp32_modules, torch.float16).params
     found: dict[str, Any] = linear_layers(module, options.float8.skip, "precision.matmul.skip")
-    layers = {n: m for n, m in found.items() if _fits(m, converted) and id(m.weight) not in kept}
+    parts = {} if tensor is None else tensor.parts
+
+    def shape(layer: Any) -> tuple[int, ...]:
+        part = parts.get(id(layer.weight))
+        return tuple(layer.weight.shape) if part is None else part.full_shape
+
+    layers = {n: m for n, m in found.items() if _fits(m, converted, shape(m)) and id(m.weight) not in kept}
     if not layers:
         raise PlanError(
             f"Got precision.matmul='fp8', but {type(module).__name__} has no nn.Linear, outside of output heads, "
@@ -212,7 +254,51 @@ def multiply_in_fp8(
             + (f"; emulated on {device.type}, more slowly than without" if emulated else "")
             + (f"); {len(left)} do not, such as {left[0]}" if left else ")")
         )
-    return [Float8Layer(layer, converted) for layer in layers.values()]
+    splits = {} if tensor is None else _splits(layers, recipe, tensor)
+    return [Float8Layer(layer, converted, splits.get(name)) for name, layer in layers.items()]
+
+
+def _splits(layers: dict[str, Any], recipe: str, tensor: TensorParallel | Localized) -> dict[str, WeightSplit]:
+    """Return how the weights of layers are sharded, by name.
+
+    Raises:
+        PlanError: scales cannot be those of one process.
+    """
+    if isinstance(tensor, Localized):
+        raise PlanError(
+            "Got precision.matmul='fp8' for layers partitioned by parallelize_module or a plan in torch's styles. Set "
+            "parallel.tensor.plan='auto' or a plan in this package's styles, or leave matmul out."
+        )
+    found: dict[str, WeightSplit] = {}
+    for name, layer in layers.items():
+        part = tensor.parts.get(id(layer.weight))
+        if part is None and id(layer.weight) not in tensor.partial:
+            continue  # every rank computes all of it
+        if part is None:
+            if recipe != "rowwise_with_gw_hp":
+                raise PlanError(
+                    f"Got precision.matmul='fp8' with recipe={recipe!r}, but tensor-parallel ranks run layer {name!r} "
+                    "on different tokens or heads, and a scale of several of them would depend on the number of ranks. "
+                    "Set precision.matmul=Float8Config(recipe='rowwise_with_gw_hp'), or add the layer to "
+                    "precision.matmul.skip."
+                )
+            continue
+        if part.copies > 1:
+            raise PlanError(
+                f"Got precision.matmul='fp8', but {part.copies} tensor-parallel ranks share a part of layer {name!r}, "
+                "and would round parts of its gradient instead of their sum. Set parallel.tensor to at most the "
+                "number of key and value heads, or add the layer to precision.matmul.skip."
+            )
+        length = part.full_shape[part.dim] // tensor.axis.size
+        if length % _MULTIPLE:
+            raise PlanError(
+                f"Got precision.matmul='fp8', but layer {name!r} with the weight {part.full_shape} has {length} of "
+                f"{part.full_shape[part.dim]} {'inputs' if part.dim else 'outputs'} on each of {tensor.axis.size} "
+                f"tensor-parallel ranks, which is no multiple of {_MULTIPLE}. Set a smaller parallel.tensor, or add "
+                "the layer to precision.matmul.skip."
+            )
+        found[name] = WeightSplit(tensor.axis, part.dim, part.dim == 1)
+    return found
 
 
 def _convert(recipe: str, *, emulated: bool) -> nn.Linear:
@@ -229,8 +315,13 @@ def _convert(recipe: str, *, emulated: bool) -> nn.Linear:
     return layer  # type: ignore[no-any-return]
 
 
-def _fits(layer: Any, converted: nn.Linear) -> bool:
-    """Return whether torchao's layer computes what this one does, and needs no attribute that this one has itself."""
-    plain = isinstance(layer, nn.Linear) and type(layer).forward is nn.Linear.forward and "forward" not in vars(layer)
+def _fits(layer: Any, converted: nn.Linear, shape: tuple[int, ...]) -> bool:
+    """Return whether torchao's layer computes what this one does, and needs no attribute that this one has itself.
+
+    ``shape``: of the full weight.
+    """
+    plain = isinstance(layer, nn.Linear) and type(layer).forward is nn.Linear.forward
+    own = vars(layer).get("forward")
+    plain = plain and (own is None or getattr(own, "__func__", None) is linear_product)
     free = plain and not any(hasattr(layer, name) for name in added_by(converted))
-    return free and not layer.in_features % _MULTIPLE and not layer.out_features % _MULTIPLE
+    return free and not any(size % _MULTIPLE for size in shape)

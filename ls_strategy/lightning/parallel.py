@@ -38,7 +38,7 @@ from ls_strategy.parallel.context.ulysses import apply_sequence_parallel
 from ls_strategy.parallel.stack import head_after, one_stack
 from ls_strategy.parallel.tensor.dtensor import Localized, has_dtensors, localize, parallelize
 from ls_strategy.parallel.tensor.plans import resolve_tensor_plan
-from ls_strategy.parallel.tensor.shard import apply_tensor_parallel, broadcast_values
+from ls_strategy.parallel.tensor.shard import TensorParallel, apply_tensor_parallel, broadcast_values
 from ls_strategy.zero.events import Event
 from ls_strategy.zero.setup.agreement import agree
 from ls_strategy.zero.setup.materialize import refused_buffer
@@ -56,6 +56,7 @@ class _Sharded:
         self.config = config
         self.ranks = ranks
         self.parts: dict[int, TensorPart] = {}
+        self.tensor: TensorParallel | Localized | None = None
         self.handles: list[Any] = []
         self.pipeline: Pipeline | None = None
 
@@ -176,6 +177,12 @@ class ModelParallel:
         _SHARDED[module] = done
         return done.parts
 
+    @staticmethod
+    def tensor_layers(module: nn.Module) -> TensorParallel | Localized | None:
+        """Return what has sharded the layers of a module over ranks, if something has."""
+        done = _SHARDED.get(module)
+        return None if done is None else done.tensor
+
     def share(self, module: pl.LightningModule, optimizers: list[Any]) -> Share:
         """Return which parameters are on this rank, and remove the others from the optimizers."""
         if self.pipeline is None:
@@ -226,7 +233,7 @@ class ModelParallel:
                 "ModuleList or Sequential) with a plan in this package's styles, and there are none. Leave it out."
             )
         rank_zero_info(f"ZeROStrategy: {plan.describe()}")
-        tensor: Any
+        tensor: TensorParallel | Localized
         if plan.torch_styles:
             tensor = parallelize(module, plan.torch_styles, self._device_mesh["tensor_parallel"], axis)
         else:
@@ -237,8 +244,9 @@ class ModelParallel:
         self._took_layers(tensor, done)
 
     @staticmethod
-    def _took_layers(layers: Any, done: _Sharded) -> None:
+    def _took_layers(layers: TensorParallel | Localized, done: _Sharded) -> None:
         done.parts |= layers.parts
+        done.tensor = layers
         done.handles.append(layers)
         if isinstance(layers, Localized):
             for owner, name in layers.replaced():

@@ -113,13 +113,20 @@ class GradientSums:
 
     def __init__(self, hooks: Hooks) -> None:
         self._hooks = hooks
+        self._added: list[Owned] = []
         self._summed: dict[int, nn.Parameter] = {}
+
+    @property
+    def parameters(self) -> set[int]:
+        """Return the ``id`` of every parameter that was added."""
+        return {id(owned.parameter) for owned in self._added}
 
     def add(self, owned: Owned, reduce: Map, caller: nn.Module | None = None) -> None:
         """Sum the gradient of a parameter by ``reduce``. Adding a parameter again has no effect.
 
         ``caller`` is a module that runs whenever the parameter is used, if the owner itself may not be called.
         """
+        self._added.append(owned)
         if not owned.parameter.is_meta:
             self._attach(owned.parameter, reduce)
             return

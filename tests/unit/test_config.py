@@ -221,7 +221,6 @@ def test_what_cannot_be_compiled_is_refused(options: dict[str, Any], message: st
     ("options", "message"),
     [
         ({"precision": {"frozen": "nf4"}}, "quantized weights are rounded"),
-        ({"parallel": {"tensor": 2}}, "own part of a weight"),
         ({"parallel": {"pipeline": 2}}, "parallel.pipeline, but a scale.*rowwise_with_gw_hp"),
         ({"parallel": {"context": 2}}, "parallel.context, but a scale.*rowwise_with_gw_hp"),
         ({"activations": {"tiling": "mlp"}}, "activations.tiling, but a scale.*rowwise_with_gw_hp"),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import statistics
+from collections import Counter
 from contextlib import nullcontext
 from dataclasses import replace
 from itertools import chain
@@ -64,11 +65,11 @@ class Sparse(Model):
         self.model = MoEGPT(shape, MoEConfig(every=1, num_experts=[8]))
 
 
-def question(layers=9, samples=2, heads=8, kind=Model):
+def question(layers=9, samples=2, heads=8, kind=Model, **config):
     with torch.device("meta"):
         module = kind(layers, heads)
     tokens = torch.zeros(samples, 128, dtype=torch.long)
-    run = Run(config=ZeROConfig(sharding={"min_unit_numel": 0}))
+    run = Run(config=ZeROConfig(sharding={"min_unit_numel": 0}, **config))
     return Question(
         module, [torch.optim.AdamW(module.parameters())], resolve_precision("bf16-true"), [tokens, tokens], run
     )
@@ -137,6 +138,25 @@ def test_steps_on_two_and_four_ranks_tell_those_on_eight(sizes, recompute):
     assert told.sizes == traced.sizes
     assert told.freed == traced.freed
     assert told.spent == traced.spent
+
+
+@pytest.mark.wide
+def test_layers_that_ranks_share_multiply_in_fp8():
+    """Ranks send 4 bytes per scale that covers parts of several."""
+    pytest.importorskip("torchao.float8")
+    spent = {}
+    for config in ({}, {"precision": {"matmul": {"recipe": "tensorwise"}}}):
+        asked = question(**config)
+        with partitioned(asked, Parallelism(tensor=2), native=True, short=0) as model:
+            layers = [m.weight_split.dim for m in asked.module.modules() if hasattr(m, "weight_split")]
+            spent[bool(config)] = model.pieces(None, 1).spent
+        assert not any(hasattr(m, "weight_split") for m in asked.module.modules())
+    assert layers == [0, 1, 0, 1] * 9  # of attention and MLP
+    for at, without in spent[False].items():
+        inner = 0 <= at.block < 9
+        # Column layers agree on weights, and in backward on gradients, twice; row layers on weights and inputs.
+        scales = 0 if not inner else 2 * (3 + 2) if at.backward else 2 * (1 + 2)
+        assert spent[True][at] == without + Counter({1: 4 * scales})
 
 
 @pytest.mark.wide

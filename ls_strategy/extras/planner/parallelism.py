@@ -18,7 +18,7 @@ from ls_strategy.moe.parallel import apply_expert_parallel, expert_parameters
 from ls_strategy.parallel.context.ulysses import apply_sequence_parallel
 from ls_strategy.parallel.stack import head_after, one_stack
 from ls_strategy.parallel.tensor.plans import resolve_tensor_plan
-from ls_strategy.parallel.tensor.shard import apply_tensor_parallel
+from ls_strategy.parallel.tensor.shard import TensorParallel, apply_tensor_parallel
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -77,6 +77,7 @@ class Axes:
     parts: dict[int, TensorPart] = field(default_factory=dict)
     """What the first rank holds, by ``id(parameter)``."""
 
+    layers: TensorParallel | None = None
     tensor: PretendAxis | None = None
     context: PretendAxis | None = None
     expert: PretendAxis | None = None
@@ -114,6 +115,7 @@ def sharded(module: nn.Module, parallel: Parallelism, mode: Any, *, native: bool
                 )
             exit.callback(layers.remove)
             axes.parts |= layers.parts
+            axes.layers = layers
         if parallel.context > 1:
             axes.context = PretendAxis("context", parallel.context, native=native)
             blocks = one_stack(module)

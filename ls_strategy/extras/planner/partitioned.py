@@ -38,7 +38,7 @@ from ls_strategy.extras.planner.pieces import (
     whole_step,
 )
 from ls_strategy.extras.planner.replay import Peak, replay
-from ls_strategy.extras.planner.simulated import Simulated, simulated
+from ls_strategy.extras.planner.simulated import Simulated, in_float8, simulated
 from ls_strategy.extras.planner.stage_plans import StagePlans, names_of
 from ls_strategy.extras.planner.stage_replay import StageReplay
 from ls_strategy.extras.planner.states import ModelStates
@@ -376,8 +376,11 @@ def partitioned(
             exit.enter_context(shortened(module, stack, short))
         optimizers = _optimizers_of(module, question.optimizers)
         options = question.run.config.precision
-        fakes = exit.enter_context(simulated(module, question.precision, options.fp32_modules, _CPU, options))
+        at_once = options if parallel.tensor == 1 else None  # else layers are sharded before they multiply in fp8
+        fakes = exit.enter_context(simulated(module, question.precision, options.fp32_modules, _CPU, at_once))
         axes = exit.enter_context(sharded(module, parallel, fakes.mode, native=native))
+        if at_once is None:
+            exit.enter_context(in_float8(module, options, question.precision, _CPU, axes.layers))
         yield PartitionedModel(
             question, parallel, stack, fakes, axes, optimizers=optimizers, native=native, short=short,
             known=Known() if known is None else known,

@@ -17,6 +17,7 @@ from ls_strategy.blocks import counters_of
 from ls_strategy.config import PrecisionConfig
 from ls_strategy.extras.planner.experts import balance_experts
 from ls_strategy.lightning.float8 import multiply_in_fp8
+from ls_strategy.parallel.tensor.shard import TensorParallel
 from ls_strategy.precision import PrecisionPolicy
 from ls_strategy.zero.setup.kept import KeptInFp32, kept_in_fp32
 
@@ -83,7 +84,7 @@ def simulated(
                     swapped.append((module, name, tensor))
                     setattr(module, name, made[id(tensor)])
         balance_experts(model)
-        with _in_float8(model, options, precision, device):
+        with in_float8(model, options, precision, device):
             yield Simulated(mode, made)
     finally:
         for module, name, tensor in swapped:
@@ -98,12 +99,21 @@ def simulated(
 
 
 @contextmanager
-def _in_float8(
-    model: nn.Module, options: PrecisionConfig | None, precision: PrecisionPolicy, device: torch.device
+def in_float8(
+    model: nn.Module,
+    options: PrecisionConfig | None,
+    precision: PrecisionPolicy,
+    device: torch.device,
+    tensor: TensorParallel | None = None,
 ) -> Generator[None, None, None]:
-    """Let layers multiply in fp8 as a Trainer's do, until the exit; those of a Trainer that has failed do already."""
+    """Let layers multiply in fp8 as a Trainer's do, until the exit; those of a Trainer that has failed do already.
+
+    ``tensor``: what has sharded them over pretended ranks.
+    """
     done = options is None or any(hasattr(module, "reads_weight_in") for module in model.modules())
-    layers = [] if options is None or done else multiply_in_fp8(model, options, precision, device, log=False)
+    layers = (
+        [] if options is None or done else multiply_in_fp8(model, options, precision, device, tensor=tensor, log=False)
+    )
     try:
         yield
     finally:

@@ -116,6 +116,11 @@ class TensorParallel:
             tokens.attach(model, axis, self._hooks, self._streams, self._draws)
         self._hooks.on_remove(model.register_forward_pre_hook(NoPickle()).remove)
 
+    @property
+    def partial(self) -> set[int]:
+        """Return the ``id`` of parameters whose gradients are summed over the ranks, which use them on parts."""
+        return set() if self.axis.size == 1 else self._gradients.parameters
+
     def describe(self) -> str:
         """Return a summary of what is sharded, in a few lines."""
         return "\n".join(self._lines)
@@ -204,7 +209,7 @@ class TensorParallel:
         self._hooks.before(module, before)
         self._hooks.after(module, after)
         if module.bias is not None:
-            _replace_forward(module, _conv1d_product if is_conv1d(module) else _linear_product, self._hooks)
+            _replace_forward(module, _conv1d_product if is_conv1d(module) else linear_product, self._hooks)
 
     def _leave_region(self, x: Tensor) -> Tensor:
         self._streams.close(x.device)
@@ -353,7 +358,7 @@ def _check_use(resolved: Resolved, trains: bool, sequence: bool) -> None:
             )
 
 
-def _linear_product(module: nn.Module, input: Tensor) -> Tensor:
+def linear_product(module: nn.Module, input: Tensor) -> Tensor:
     """Run `nn.Linear` without its bias."""
     return functional.linear(input, module.weight)  # type: ignore[arg-type]
 
