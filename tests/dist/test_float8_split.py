@@ -17,6 +17,7 @@ from ls_strategy.lightning.float8_split import WeightSplit, split_product
 from ls_strategy.lightning.strategy import ZeROStrategy
 from ls_strategy.parallel.styles import Column, Row
 from ls_strategy.testing import spawn
+from tests.dist.parallel_runs import Run, train_all
 from tests.dist.ranks import Net, Sgd, assert_close, fit, global_batches, mean_over_ranks, on_ranks, weights
 from tests.models import quiet
 
@@ -181,6 +182,26 @@ def test_nan_of_one_rank_reaches_the_other(rank: int, world_size: int) -> None:
 @pytest.mark.wide
 def test_with_sharded_tokens() -> None:
     compare(2, {"stage": 3, "parallel.tensor.sequence_parallel": True}, "rowwise_with_gw_hp", Tokens)
+
+
+@pytest.mark.wide
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"parallel.pipeline": {"size": 2, "micro_batches": 2}},
+        {"parallel.context": 2},
+        {"parallel.tensor.sequence_parallel": True},
+    ],
+)
+def test_with_other_kinds_of_parallelism(options: dict[str, Any]) -> None:
+    """A GPT's losses are those of data parallelism alone."""
+    rows: dict[str, Any] = {"stage": 1, "precision.matmul": {"recipe": "rowwise_with_gw_hp"}}
+    runs = [rows, {**rows, **options, "parallel.tensor.size": 2}]
+    shape, losses = {"width": 64, "num_heads": 4}, []
+    for ranks, given in zip((2, 4), runs, strict=True):
+        found = spawn(train_all, ranks, [Run(given, shape, steps=6)], init_process_group=False, timeout_s=120)
+        losses.append(found[0][0].losses)
+    assert_close(losses[1], losses[0], str(options))
 
 
 @pytest.mark.wide
