@@ -20,14 +20,18 @@ import errno
 import fcntl
 import os
 import socket
+import time
 from pathlib import Path
 
-from ls_strategy.checkpoint.place import CheckpointPath
+from ls_strategy.checkpoint.place import CheckpointPath, open_file
 from ls_strategy.errors import CheckpointError
 
 SUFFIX = ".saving"
 _NOTE = "ls_strategy "
 """First word of a lock file, so that files of other programs are not mistaken for one."""
+
+_UNSIGNED_S = 1.0
+"""Seconds after which a file without an owner's name was left by a process that was killed before it signed."""
 
 _NO_LOCKS = (errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP, errno.EINVAL, errno.EBADF)
 
@@ -140,11 +144,12 @@ def lock_path(place: CheckpointPath) -> str:
 
 
 def is_lock_file(path: Path) -> bool:
-    """Return whether `claim` created this file."""
+    """Return whether `claim` created this file. It may be unsigned for good: of a process that was killed by then."""
     try:
-        with path.open("rb") as file:
-            return file.read(len(_NOTE)).decode(errors="replace") == _NOTE
-    except OSError:
+        with open_file(path) as file:
+            note = file.read(len(_NOTE)).decode(errors="replace")
+            return note == _NOTE or (not note and time.time() - os.fstat(file.fileno()).st_mtime > _UNSIGNED_S)
+    except (OSError, CheckpointError):  # the latter: a pipe, which would be waited for
         return False
 
 

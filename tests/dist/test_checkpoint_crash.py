@@ -49,7 +49,7 @@ pytestmark = pytest.mark.wide
 RANKS = 2
 SHAPE = (6, 5)
 PATHS = (("model", "a"),)
-STEPS = ("mkdir", "rename", "replace", "unlink", "rmdir", "fsync", "pwrite")
+STEPS = ("mkdir", "rename", "replace", "unlink", "rmdir", "fsync", "symlink", "ftruncate", "pwrite")
 """Of `os`: after each of them the disk is different."""
 
 _rank = threading.local()
@@ -174,11 +174,16 @@ def save_by_threads(path: Path, number: int, death: Death, *, as_file: bool) -> 
 
 def save_and_die(path: Path, number: int, death: Death, *, exchange: bool, as_file: bool = False) -> bool:
     """In a process of its own; whether it died."""
+    return work_and_die(lambda: save_by_threads(path, number, death, as_file=as_file), death, exchange=exchange)
+
+
+def work_and_die(work: Callable[[], None], death: Death, *, exchange: bool) -> bool:
+    """In a process of its own; whether it died."""
     child = os.fork()
     if child:
         _, status = os.waitpid(child, 0)
         code = os.waitstatus_to_exitcode(status)
-        assert code in (0, 9), f"the save ended with {code}"
+        assert code in (0, 9), f"it ended with {code}"
         return code == 9
     try:
         for name in STEPS:
@@ -195,7 +200,7 @@ def save_and_die(path: Path, number: int, death: Death, *, exchange: bool, as_fi
 
         CheckpointPath.open = torn_open  # type: ignore[method-assign]
         threading.excepthook = lambda args: (traceback.print_exception(args.exc_value), os._exit(7))  # type: ignore[arg-type]
-        save_by_threads(path, number, death, as_file=as_file)
+        work()
         os._exit(0)
     finally:
         os._exit(8)
@@ -268,6 +273,35 @@ def test_a_death_in_the_first_save_leaves_it_or_nothing(tmp_path: Path, rank: in
         assert found[-1] is not None or not path.exists()
     assert found[-1] == 5
     assert None in found
+
+
+def remove_and_link(folder: Path, number: int) -> None:
+    """What follows a save on rank 0: the oldest checkpoint goes, and ``last.ckpt`` is a link to the newest."""
+    _rank.number = 0
+    commit.remove(folder / f"step={number - 2}.ckpt")
+    commit.link(folder / f"step={number}.ckpt", folder / "last.ckpt")
+
+
+def test_a_death_at_any_step_of_a_removal_or_a_link_leaves_nothing_that_a_later_save_does_not_remove(
+    tmp_path: Path,
+) -> None:
+    """A name that is removed is never saved to again, so that only another name's save can clean up after it."""
+    alive, last = Death(-1, 0, alone=False), tmp_path / "last.ckpt"
+    assert not save_and_die(tmp_path / "step=0.ckpt", 0, alive, exchange=True)
+    assert not work_and_die(lambda: remove_and_link(tmp_path, 0), alive, exchange=True)
+    number, died, left = 0, True, set()
+    while died:
+        number += 1
+        assert not save_and_die(tmp_path / f"step={number}.ckpt", number, alive, exchange=True)
+        death = Death(0, number - 1, alone=False)
+        died = work_and_die(lambda n=number: remove_and_link(tmp_path, n), death, exchange=True)  # type: ignore[misc]
+        left |= {entry.suffix for entry in tmp_path.iterdir() if entry.name.startswith(".")}
+        assert None not in map(number_in, [last, *tmp_path.glob("[!.]*.ckpt")])
+    assert left == {".saving", ".gone", ".link"}, "not every kind of leftover was seen"
+    for entry in tmp_path.glob(".*.saving"):  # so old that nobody is about to sign it
+        os.utime(entry, (0, 0))
+    assert not save_and_die(tmp_path / f"step={number + 1}.ckpt", number + 1, alive, exchange=True)
+    assert [entry.name for entry in tmp_path.iterdir() if entry.name.startswith(".")] == []
 
 
 # --- kill -9 ----------------------------------------------------------------------------------------------------------

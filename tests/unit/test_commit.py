@@ -479,12 +479,19 @@ def test_a_save_removes_what_others_left_and_nothing_that_is_needed(tmp_path: Pa
             os.utime(entry, (long_ago, long_ago))
     busy = commit.begin(tmp_path / "busy.ckpt", "00000003")
     needed += [".busy.ckpt.00000003.partial", ".busy.ckpt.saving", ".users.saving"]
+    needed += [".pipe.saving", ".other.ckpt.saving"]
     (tmp_path / ".users.saving").write_text("something else")
+    os.mkfifo(tmp_path / ".pipe.saving")
+    now = time.time()
+    (tmp_path / ".other.ckpt.saving").touch()  # will be locked and signed in a moment
+    os.utime(tmp_path / ".other.ckpt.saving", (now + 100, now + 100))
     for name in (needed[3], ".kept.ckpt.00000004.old", ".away.ckpt.00000005.old", ".dead.ckpt.00000006.partial"):
         (tmp_path / name).mkdir()
         (tmp_path / name / "__0_0.distcp").write_bytes(b"x")
     save(tmp_path / "kept.ckpt", 1)
     (tmp_path / ".killed.ckpt.saving").write_text("ls_strategy some-machine pid 1 on some-host")
+    (tmp_path / ".unsigned.ckpt.saving").touch()  # of a process that was killed before it signed
+    os.utime(tmp_path / ".unsigned.ckpt.saving", (now - 2, now - 2))
     save(tmp_path / "new.ckpt", 2)
     assert names_in(tmp_path) == sorted([*needed, "kept.ckpt", "new.ckpt"])
     busy.release()
