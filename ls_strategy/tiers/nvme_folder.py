@@ -211,6 +211,8 @@ def _write_probe(path: Path) -> None:
     try:
         fd = os.open(probe, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
         try:
+            with contextlib.suppress(OSError):  # SMB keeps it until it is closed
+                probe.unlink()  # before the slow part, in which a run may be killed
             os.write(fd, bytes(PAGE))
             os.fsync(fd)
         finally:

@@ -466,6 +466,12 @@ class TestFile:
         drive.check_path(tmp_path / "nvme", 0, allow_tmpfs=True)
         assert (tmp_path / "nvme").stat().st_mode & 0o777 == 0o700
 
+    def test_kill_9_in_the_check_of_the_folder_leaves_nothing(self, tmp_path, monkeypatch):
+        found = []
+        monkeypatch.setattr(os, "fsync", lambda fd: found.append(list(tmp_path.iterdir())))
+        drive.check_path(tmp_path, 0, allow_tmpfs=True)
+        assert found == [[]]
+
     def test_without_nameless_files_it_is_unlinked(self, tmp_path, monkeypatch):
         monkeypatch.setattr(os, "O_TMPFILE", os.O_DIRECTORY)  # "Is a directory", as old kernels say
         tier = make_nvme(tmp_path)
