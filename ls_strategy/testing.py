@@ -218,13 +218,13 @@ def _collect(ranks: list[_Rank], deadline: float, timeout_s: float, scratch: Pat
     results: dict[int, object] = {}
     failed: list[tuple[_Rank, _RankReport]] = []
     waiting = {each.connection: each for each in ranks}
+    until = deadline
     while waiting:
-        left_s = _DEATH_GRACE_S if failed else deadline - clock()
-        ready = multiprocessing.connection.wait(list(waiting), max(0.0, left_s))
+        ready = multiprocessing.connection.wait(list(waiting), max(0.0, until - clock()))
+        if not ready and clock() < until:
+            continue
         if failed and not ready:
             break
-        if not ready and clock() < deadline:
-            continue
         if not ready:
             _raise_timeout(list(waiting.values()), timeout_s, scratch)
         died: list[_Rank] = []
@@ -239,6 +239,7 @@ def _collect(ranks: list[_Rank], deadline: float, timeout_s: float, scratch: Pat
                 failed.append((each, report))
         if died:  # before errors: the death of a peer makes the others fail
             _raise_death(died[0])
+        until = clock() + _DEATH_GRACE_S if failed else deadline
     if failed:
         _raise_failure(*min(failed, key=lambda pair: pair[1].at))
     return [results[rank] for rank in range(len(ranks))]

@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import distributed as dist
 
+from ls_strategy import testing
 from ls_strategy.testing import RankDiedError, RankTimeoutError, RankTraceback, spawn
 from tests.limits import wall
 
@@ -65,9 +66,9 @@ def _exit_on(rank: int, world_size: int, bad: int) -> None:
     dist.barrier()
 
 
-def _exit_after_the_other_failed(rank: int, world_size: int) -> None:
+def _exit_after_the_other_failed(rank: int, world_size: int, after_s: float) -> None:
     if rank == 1:
-        time.sleep(0.1)
+        time.sleep(after_s)
         os._exit(3)
     raise ConnectionError("connection reset by peer")
 
@@ -159,9 +160,14 @@ def test_a_rank_that_exits_by_itself_is_an_error_with_its_exit_code() -> None:
         spawn(_exit_on, 2, 1)
 
 
-def test_a_death_is_the_cause_even_if_a_peers_error_arrives_first() -> None:
+@pytest.mark.parametrize(("slowness", "after_s"), [(1, 0.1), (4, 1.0)])
+def test_a_death_is_the_cause_even_if_a_peers_error_arrives_first(
+    slowness: int, after_s: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """How long one may be the other's cause is counted by the clock of the limits, which a busy machine slows down."""
+    monkeypatch.setattr(testing, "clock", lambda: time.monotonic() / slowness)
     with pytest.raises(RankDiedError, match="rank 1 ended with exit code 3"):
-        spawn(_exit_after_the_other_failed, 2)
+        spawn(_exit_after_the_other_failed, 2, after_s)
 
 
 def test_system_exit_on_a_rank_does_not_end_the_caller() -> None:
