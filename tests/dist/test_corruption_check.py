@@ -75,11 +75,17 @@ class Flip(Callback):
                     if args:
                         flip(args[0], self.rng)
                     else:
-                        flat = gathering[0]
-                        flip(flat.local.buffer if pending is flat.local.gathering else flat.full, self.rng)
+                        flip(self.arriving(gathering[0], pending), self.rng)
 
             setattr(kind, name, call)
             self.undo.append(lambda: setattr(kind, name, before))
+
+    @staticmethod
+    def arriving(flat: Any, pending: Any) -> Tensor:
+        """What a gather has filled."""
+        if pending is flat.local.gathering:
+            return flat.local.buffer
+        return flat.full if flat.wire is None or flat.wire.exact else flat.wire.values
 
     def on_before_backward(self, trainer: Any, module: Any, loss: Any) -> None:
         if self.hook == "on_before_backward":

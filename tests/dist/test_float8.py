@@ -4,20 +4,26 @@ from __future__ import annotations
 
 import copy
 import pickle
+import warnings
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
+from ls_strategy import CorruptionCheck
 from ls_strategy.config import PrecisionConfig, nested
 from ls_strategy.errors import PlanError
 from ls_strategy.lightning.float8 import multiply_in_fp8
 from ls_strategy.lightning.strategy import ZeROStrategy
 from ls_strategy.precision import resolve_precision
+from ls_strategy.zero.flat.float8 import Float8Flat
 from tests.dist.ranks import Net, assert_close, assert_equal, batches, fit, on_ranks, weights
+from tests.dist.test_corruption_check import Flip, data, train
+from tests.dist.test_spike_guard import assert_same
 
 pytest.importorskip("torchao.float8")
 pytestmark = pytest.mark.own_ranks  # torchao is imported, and replaces functions of torch
@@ -192,3 +198,46 @@ def test_what_cannot_multiply_in_fp8_is_refused(rank: int, world_size: int) -> N
         trained(Net(), {"precision.matmul": "fp8"})
     with pytest.raises(PlanError, match="64-true"):
         trained(Plain(), {"precision.matmul": "fp8"}, precision="64-true")
+
+
+class FlipsExponent(Flip):
+    """Multiplies a weight, or the scale of a weight in fp8, by a power of two that no other weight comes near."""
+
+    def __init__(self, kind: str, rank: int, hook: str) -> None:
+        super().__init__(kind, rank, step=2, seed=rank)
+        self.hook = hook
+
+    def weights(self, trainer: Any) -> None:
+        if self.here(trainer):
+            self.done = True
+            flats = [flat for flat in trainer.strategy.require_engine().flats if isinstance(flat, Float8Flat)]
+            values = flats[-1]._casts.scales[0] if self.kind == "scale" else flats[-1].master[:1]
+            values.data.view(torch.int32).bitwise_xor_(1 << 30)
+
+
+@pytest.mark.wide
+@pytest.mark.parametrize(
+    ("stage", "precision", "flips"),
+    [
+        (3, "32-true", [FlipsExponent("weight", 0, "on_train_batch_start"), Flip("gradient", 1, 3, 0)]),
+        (3, "bf16-true", [FlipsExponent("scale", 1, "on_before_backward"), Flip("gathered", 0, 4, 2)]),
+        (2, "bf16-mixed", [Flip("weights", 1, 2, 1), Flip("reduced", 0, 3, 1)]),
+    ],
+    ids=["3", "3 in 16 bits", "2"],
+)
+@on_ranks(2, timeout_s=120)
+def test_a_flipped_bit_is_found_also_in_the_scale_of_a_weight(
+    rank: int, world_size: int, stage: int, precision: str, flips: list[Flip], tmp_path: Path
+) -> None:
+    """A scale that comes from a weight that was wrong is computed again from the right one."""
+    warnings.simplefilter("ignore")
+
+    def run(*callbacks: Any) -> Any:
+        given = {"stage": stage, "precision.matmul": "fp8", "sharding.min_unit_numel": 0, "checkpoint": "file"}
+        strategy = ZeROStrategy(**nested(given))
+        return train(strategy, data(rank), tmp_path, *callbacks, module=Plain(), precision=precision)
+
+    check, expected = CorruptionCheck(every=1), run()
+    assert_same(run(check, *flips), expected, "flips")
+    assert [flip.done for flip in flips] == [flip.rank == rank for flip in flips]
+    assert (check.found, check.failures) == (2, {0: 1, 1: 1})

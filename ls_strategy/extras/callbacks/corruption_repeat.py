@@ -263,6 +263,8 @@ class RecordedStep:
         self._clear_gaps()
         if self.engine.policy.parameters:
             self.engine.gatherer.release_all()  # else the root unit stays as it was gathered for the first run
+            for flat in self.engine.flats:
+                flat.outdate_casts()  # else weights in fp8 keep the scales of the first run
         moved = None if own is None else MovedRanks(own, shift)
         strategy.virtual = own if moved is None else moved
         progress = loop.batch_progress.current
