@@ -15,6 +15,7 @@ import pytest
 import torch
 from lightning.pytorch.callbacks import BackboneFinetuning, BaseFinetuning
 from torch import Tensor, nn
+from torch.nn.utils import prune
 
 from ls_strategy.config import nested
 from ls_strategy.errors import PlanError, StateError
@@ -164,8 +165,17 @@ class Regrouped(AtEpochs):
             last["params"].append(first["params"].pop(0))
 
 
+class Renamed(AtEpochs):
+    """Pruning has given a parameter another name, under which it keeps its moments."""
+
+    def on_train_epoch_start(self) -> None:
+        if self.current_epoch == 2:
+            prune.l1_unstructured(self.first, "weight", 0.3)
+        super().on_train_epoch_start()
+
+
 JOIN = [
-    ByCallback, AtEpochs, AtABatch, IntoAGroup, Momentum, Unfreezes, ByHand, AnotherOptimizer, Regrouped,
+    ByCallback, AtEpochs, AtABatch, IntoAGroup, Momentum, Unfreezes, ByHand, AnotherOptimizer, Regrouped, Renamed,
 ]  # fmt: skip
 
 

@@ -191,19 +191,21 @@ class OptimizerStates:
         return entries, dtypes
 
     def take_over(self, before: OptimizerStates) -> None:
-        """Load the states that an earlier engine has for the same optimizer, by parameter name. Collective.
+        """Load the states that an earlier engine has for the same optimizer. Collective.
 
-        Buffers are gathered one at a time, on every rank. New parameters start without state.
+        Buffers are gathered one at a time, on every rank. New parameters start without state. As in torch, a parameter
+        keeps its states under another name: pruning and parametrizations rename parameters while training runs.
         """
         entries, dtypes = before._of_all_ranks()
-        number_of = dict(zip(self.names, self.order, strict=True))
+        places = [self.locate(number) for number in self.order]
+        number_of = {id(self.flats[n].params[i]): number for (n, i), number in zip(places, self.order, strict=True)}
         for n, flat in enumerate(before.flats):
             full = {k: before._gather_here(n, flat, k, dtype) for k, dtype in dtypes[n].items()}
-            for i, slot in enumerate(flat.layout.slots):
+            for i, (slot, param) in enumerate(zip(flat.layout.slots, flat.params, strict=True)):
                 kept = entries.get(before.offsets[n] + i)
-                if kept and slot.name in number_of:
+                if kept and id(param) in number_of:
                     state = {k: _full_value(full.get(k), slot, v, flat.axis) for k, v in kept.items()}
-                    self.absorb(number_of[slot.name], state)
+                    self.absorb(number_of[id(param)], state)
         self.steps_taken, self.begun = before.steps_taken, before.begun
         self.others = dict(before.others)
 
