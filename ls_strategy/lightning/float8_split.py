@@ -88,7 +88,7 @@ class _SplitProduct(torch.autograd.Function):
             ],
             ctx,
         )
-        return torch.mm(x, w).reshape(*input.shape[:-1], -1)
+        return torch.mm(x, w).reshape(*input.shape[:-1], weight.shape[0])
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:  # type: ignore[override]
