@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import torch
 from lightning.pytorch import seed_everything
-from lightning.pytorch.callbacks import Callback
+from lightning.pytorch.callbacks import Callback, ModelCheckpoint
 from torch import Tensor, nn
 from torch.utils.data import (
     BatchSampler,
@@ -27,10 +27,10 @@ from torch.utils.data import (
 )
 from torchmetrics import SumMetric
 
-from ls_strategy import PlanError, StateError, ZeROStrategy
+from ls_strategy import PlanError, ShardedEMA, StateError, ZeROStrategy
 from ls_strategy.config import nested
 from ls_strategy.testing import spawn
-from tests.dist.ranks import WIDTH, Net, batches, on_ranks, quiet, samples, trainer_of
+from tests.dist.ranks import WIDTH, Net, assert_equal, batches, on_ranks, quiet, samples, saved, trainer_of
 from tests.marks import slow
 
 VIRTUAL = 4
@@ -298,6 +298,33 @@ def test_a_run_goes_on_on_another_number_of_ranks(tmp_path: Path) -> None:
     path = str(tmp_path / "middle.ckpt")
     expected = run(1, {"stage": 3}, PLAIN, "Habits", (path, 4))
     check_continued(run(2, {"stage": 2}, PLAIN, "Habits", None, path), expected)
+
+
+def averaged(rank: int, world_size: int, folder: Path, ckpt: Path | None) -> dict[str, Tensor]:
+    """The average after three steps of two batches each, and the weights."""
+    quiet()
+    seed_everything(3, verbose=False)
+    strategy = ZeROStrategy(3 - world_size, parallel={"virtual_ranks": VIRTUAL}, sharding={"min_unit_numel": 0})
+    saves = ModelCheckpoint(folder, f"{world_size}-{{step}}", every_n_train_steps=1, save_top_k=-1)
+    callbacks = [ShardedEMA(0.5), *([saves] if ckpt is None else [])]
+    options = {"callbacks": callbacks, "enable_checkpointing": ckpt is None, "accumulate_grad_batches": 2}
+    trainer = trainer_of(strategy, max_epochs=1, **options)
+    trainer.fit(Habits(), DataLoader(Noise(), batch_size=2, shuffle=True), ckpt_path=ckpt)
+    trainer.save_checkpoint(folder / f"{world_size}-end.ckpt")
+    trainer.strategy.barrier()
+    found = saved(folder / f"{world_size}-end.ckpt")
+    assert found["global_step"] == 3
+    return {f"{what} {k}": v for what in ("ema_state_dict", "state_dict") for k, v in found[what].items()}
+
+
+@pytest.mark.wide
+def test_an_average_goes_on_at_a_batch_that_ends_without_a_step(tmp_path: Path) -> None:
+    """On as many ranks, and on others."""
+    expected = spawn(averaged, 2, tmp_path, None, init_process_group=False)[0]
+    for world_size, step in ((2, 2), (1, 1)):
+        path = tmp_path / f"2-step={step}.ckpt"
+        [found, *_] = spawn(averaged, world_size, tmp_path, path, init_process_group=False)
+        assert_equal(found, expected, f"{world_size} ranks, step {step}")
 
 
 def check_continued(found: Result, expected: Result) -> None:
