@@ -6,6 +6,7 @@ or of a plain Trainer, that resumes from its own checkpoint of the same moment.
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -295,3 +296,19 @@ def test_a_second_fit_with_the_same_loader_leaves_nothing_out(rank: int, world_s
     trainer.fit_loop.epoch_loop.max_steps = 24
     trainer.fit(module, data, ckpt_path=path)
     assert module.seen[:9] == expected[3:]
+
+
+@on_ranks(1)
+def test_a_run_that_goes_on_within_accumulated_batches_says_that_gradients_are_lost(
+    rank: int, world_size: int, tmp_path: Path
+) -> None:
+    """After the fourth of six batches there was a step, and after the last one."""
+    options = {"max_epochs": 2, "accumulate_grad_batches": 4}
+    for count in (3, 4, 5, 6):
+        with warnings.catch_warnings(record=True) as noted:
+            warnings.simplefilter("always")
+            resumed(2, Moment(options, options, AT_BATCH, count, count), tmp_path / f"{count}.ckpt")
+        texts = [text for each in noted if "accumulated batches" in (text := str(each.message))]
+        lost = {3: "after 3 of 4", 5: "after 1 of 4"}.get(count)
+        assert len(texts) == (lost is not None), texts
+        assert lost is None or lost in texts[0]

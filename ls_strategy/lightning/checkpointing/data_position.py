@@ -26,7 +26,7 @@ from torch.utils.data import (
 )
 
 from ls_strategy.host.fabric import sized_len
-from ls_strategy.host.pytorch import pl, rank_zero_info
+from ls_strategy.host.pytorch import pl, rank_zero_info, rank_zero_warn
 from ls_strategy.lightning._private import training_loaders
 
 _RANDOM = (RandomSampler, SubsetRandomSampler, WeightedRandomSampler)
@@ -104,6 +104,19 @@ def resume(trainer: pl.Trainer, loader: Any, saved: dict[str, Any]) -> bool:
         )
     warnings.filterwarnings("ignore", "You're resuming from a checkpoint that ended before the epoch ended")
     return True
+
+
+def warn_of_lost_gradients(trainer: pl.Trainer) -> None:
+    """Report that a run resumes within accumulated batches: no checkpoint has the gradients of the first ones."""
+    batches: Any = trainer.fit_loop.epoch_loop.batch_progress
+    count = trainer.accumulate_grad_batches
+    lost = batches.current.processed % count
+    if lost and not batches.is_last_batch:  # after the last one of an epoch there was a step
+        rank_zero_warn(
+            f"The run continues after {lost} of {count} accumulated batches (accumulate_grad_batches={count}). Their "
+            f"gradients are not in a checkpoint, so the next step uses those of the other {count - lost} alone, still "
+            f"divided by {count}, as under DDP. Continue from a checkpoint that was saved at the end of a step."
+        )
 
 
 def order_is_known(loader: Any) -> bool:

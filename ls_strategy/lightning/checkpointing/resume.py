@@ -273,6 +273,7 @@ class Resume:
         self.reading.made()
         if self.resumes(trainer):
             follow_reloads(trainer)
+            data_position.warn_of_lost_gradients(trainer)
         done: Any = trainer.fit_loop.epoch_loop.batch_progress.current
         if self.pending and done.ready == done.processed and not hides_batches(trainer.fit_loop._data_fetcher):
             # The states are those before the next fetch, in which samplers and datasets may draw.
