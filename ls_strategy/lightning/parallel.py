@@ -26,19 +26,15 @@ from ls_strategy.distributed.comm import Comm
 from ls_strategy.distributed.mesh import Mesh, MeshShape, make_mesh
 from ls_strategy.errors import PlanError, StateError
 from ls_strategy.host.fabric import pl_worker_init_function
-from ls_strategy.host.pytorch import pl, rank_zero_info
+from ls_strategy.host.pytorch import pl
 from ls_strategy.layout import TensorPart
+from ls_strategy.lightning.parallel_kinds import Partitioning, partition
 from ls_strategy.lightning.pipeline.step import Pipeline, refuse
-from ls_strategy.meta_init.deferred import recall_deferred, share_random_states
-from ls_strategy.meta_init.lazy import recall_source
+from ls_strategy.meta_init.deferred import share_random_states
 from ls_strategy.moe.balance import update_router_bias
-from ls_strategy.moe.parallel import apply_expert_parallel, expert_parameters
 from ls_strategy.moe.router import Router
-from ls_strategy.parallel.context.ulysses import apply_sequence_parallel
-from ls_strategy.parallel.stack import head_after, one_stack
-from ls_strategy.parallel.tensor.dtensor import Localized, has_dtensors, localize, parallelize
-from ls_strategy.parallel.tensor.plans import resolve_tensor_plan
-from ls_strategy.parallel.tensor.shard import TensorParallel, apply_tensor_parallel, broadcast_values
+from ls_strategy.parallel.tensor.dtensor import Localized
+from ls_strategy.parallel.tensor.shard import TensorParallel, broadcast_values
 from ls_strategy.zero.events import Event
 from ls_strategy.zero.setup.agreement import agree
 from ls_strategy.zero.setup.materialize import refused_buffer
@@ -57,7 +53,6 @@ class _Sharded:
         self.ranks = ranks
         self.parts: dict[int, TensorPart] = {}
         self.tensor: TensorParallel | Localized | None = None
-        self.handles: list[Any] = []
         self.pipeline: Pipeline | None = None
 
 
@@ -170,9 +165,9 @@ class ModelParallel:
         done = _Sharded(self.config, ranks)
         if self.config.pp.size > 1:
             done.pipeline = self.pipeline = Pipeline(self.config, module, self.mesh, device, recomputes=recomputes)
-        self._shard_layers(module, done)
-        self._shard_sequences(module, done)
-        self._shard_experts(module, done)
+        given = Partitioning(self.config, self.mesh, self._device_mesh, self.pipeline)
+        done.parts = partition(module, given)
+        done.tensor = next(iter(given.layers), None)
         self._average_metrics_over_replicas(module)
         _SHARDED[module] = done
         return done.parts
@@ -208,79 +203,6 @@ class ModelParallel:
         """Give all ranks of a replica the same random states, for dropout and the order of the data. Collective."""
         assert self.mesh is not None
         restore_random_states(self.mesh.model.exchange_objects(random_states())[0])
-
-    def _shard_layers(self, module: pl.LightningModule, done: _Sharded) -> None:
-        assert self.mesh is not None
-        axis, config = self.mesh.tensor, self.config
-        if axis.size == 1:
-            return
-        if has_dtensors(module):
-            if config.tp.plan != "auto" or config.tp.sequence_parallel:
-                raise PlanError(
-                    "Got parallel.tensor.plan or sequence_parallel, but configure_model has already partitioned the "
-                    "module by parallelize_module (it holds DTensors). Leave these options out, or do not partition it "
-                    "in configure_model."
-                )
-            local = localize(module, axis)
-            self._took_layers(local, done)
-            rank_zero_info("ZeROStrategy: configure_model has partitioned the module over tensor-parallel ranks.")
-            return
-        plan = resolve_tensor_plan(module, config.tp.plan, axis.size)
-        sequence = config.tp.sequence_parallel
-        if sequence and (plan.torch_styles or not plan.blocks):
-            raise PlanError(
-                "Got parallel.tensor.sequence_parallel=True, but it requires repeated blocks (equal children of a "
-                "ModuleList or Sequential) with a plan in this package's styles, and there are none. Leave it out."
-            )
-        rank_zero_info(f"ZeROStrategy: {plan.describe()}")
-        tensor: TensorParallel | Localized
-        if plan.torch_styles:
-            tensor = parallelize(module, plan.torch_styles, self._device_mesh["tensor_parallel"], axis)
-        else:
-            experts = expert_parameters(module) if self.mesh.expert.size > 1 else []
-            tensor = apply_tensor_parallel(
-                module, plan.styles, axis, sequence=sequence, blocks=plan.blocks, elsewhere={id(p) for p in experts}
-            )
-        self._took_layers(tensor, done)
-
-    @staticmethod
-    def _took_layers(layers: TensorParallel | Localized, done: _Sharded) -> None:
-        done.parts |= layers.parts
-        done.tensor = layers
-        done.handles.append(layers)
-        if isinstance(layers, Localized):
-            for owner, name in layers.replaced():
-                recall_source(owner, name)
-                recall_deferred(owner, name)
-
-    def _shard_sequences(self, module: pl.LightningModule, done: _Sharded) -> None:
-        assert self.mesh is not None
-        if self.mesh.sequence.size == 1:
-            return
-        blocks = one_stack(module)
-        head, ring = head_after(module, blocks), self.config.ring
-        inner = self.mesh.tensor if self.config.tp.sequence_parallel else None
-        sequence = apply_sequence_parallel(module, self.mesh.sequence, blocks=blocks, head=head, ring=ring, inner=inner)
-        done.handles.append(sequence)
-        if done.pipeline is not None:
-            done.pipeline.runner.stages.on_received = sequence.receive
-        rank_zero_info(f"ZeROStrategy: {sequence.describe()}")
-
-    def _shard_experts(self, module: nn.Module, done: _Sharded) -> None:
-        assert self.mesh is not None
-        mesh, config = self.mesh, self.config
-        if mesh.expert.size == 1:
-            return
-        done.parts |= apply_expert_parallel(
-            module,
-            mesh.expert,
-            tensor_axis=mesh.tensor,
-            tokens_sharded=config.tp.sequence_parallel,
-            # An expert's gradient is summed over its group and averaged over the groups: stage / expert ranks. The
-            # loss is a mean over zero = stage / tensor ranks.
-            gradient_scale=mesh.tensor.size / mesh.expert.size,
-        )
-        rank_zero_info(f"ZeROStrategy: the experts of every MoE layer are partitioned over {mesh.expert.size} ranks.")
 
     def balance_experts(self, module: nn.Module, on_stepped: Event) -> None:
         """After every step, update the bias of routers that balance loads without a loss, from the loads of all ranks.

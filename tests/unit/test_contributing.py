@@ -23,6 +23,12 @@ QUESTIONS = {
     "aliases": "autoload.py",
     "AdamW's fast path": "zero/step/fused_optimizers.py",
     "expert reduces": "distributed/mesh.py",
+    "unit is gathered and released": "zero/passes/gather.py",
+    "owns the memory": "distributed/buffer_pool.py",
+    "thread updates offloaded states": "tiers/stream.py",
+    "kind of parallelism": "lightning/parallel_kinds.py",
+    "changes of gradients": "zero/user_code/user_gradients.py",
+    "gradients of virtual ranks": "distributed/tree_sum.py",
 }
 
 
