@@ -13,11 +13,11 @@ import os
 import sys
 import weakref
 from collections import Counter
-from collections.abc import Generator, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from datetime import timedelta
-from typing import Any
+from typing import Any, TypeVar, cast
 
 import torch
 import torch.distributed as dist
@@ -38,7 +38,9 @@ from ls_strategy._torch import (
 from ls_strategy.distributed.buffer_pool import BufferPool
 from ls_strategy.distributed.watchdog.failures import Failures
 from ls_strategy.distributed.watchdog.wait_report import CollectiveEntry, Journal
-from ls_strategy.errors import LSError
+from ls_strategy.errors import CheckpointError, LSError
+
+T = TypeVar("T")
 
 SUM_CHUNK = 1 << 16
 """Elements summed at a time on the CPU: 256 KiB in fp32, so that the second operand meets a warm L2 cache."""
@@ -527,6 +529,25 @@ class Comm:
         with self.blocking("all_gather", "objects", group=self.control):
             dist.all_gather_object(result, value, group=self.control)
         return result
+
+    def on_all_ranks(self, work: Callable[[], T]) -> T:
+        """Run ``work``, which must not be collective, on every rank. If it fails on any rank, raise on all. Collective.
+
+        Raises:
+            CheckpointError: on the ranks where ``work`` succeeded; the others raise their own error.
+        """
+        result, error = None, None
+        try:
+            result = work()
+        except Exception as raised:
+            error = raised
+        messages = self.exchange_objects(None if error is None else f"rank {self.rank}: {error}")
+        if error is not None:
+            raise error
+        for message in messages:
+            if message is not None:
+                raise CheckpointError(message)
+        return cast("T", result)
 
 
 def ranks_by_node(ranks: Sequence[int], node_size: int | None) -> Sequence[Sequence[int]]:

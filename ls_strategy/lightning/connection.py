@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Generator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import TYPE_CHECKING, Any, TypeVar, cast
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -20,7 +20,7 @@ from ls_strategy.distributed.comm import Comm, make_comm
 from ls_strategy.distributed.launch import interface, rendezvous, slurm_check
 from ls_strategy.distributed.launch.launcher import VARIABLE as LAUNCHER
 from ls_strategy.distributed.launch.launcher import LauncherWatch
-from ls_strategy.errors import CheckpointError, ConfigError, PlanError
+from ls_strategy.errors import ConfigError, PlanError
 from ls_strategy.host.pytorch import Callback, pl
 from ls_strategy.lightning._private import (
     accept_any_size,
@@ -157,7 +157,7 @@ class Connection(_DDPStrategy):
         if self._comm is None or not self._comm.is_alive():
             self._comm = make_comm(before, self._timeout)
             self._comm.locate(self.num_processes)
-            self.parallel.connect(self._comm, self.root_device.type, self._timeout)
+            self.parallel.connect(self._comm, self.root_device, self._timeout)
             self._alone = False
             self._connected(self._comm)
         self._comm.where.watch(self.explain_waits_after, self.root_device, self._break_connections)
@@ -258,18 +258,7 @@ class Connection(_DDPStrategy):
             CheckpointError: on the ranks where ``work`` succeeded; the others raise their own error.
         """
         assert self._comm is not None
-        result, error = None, None
-        try:
-            result = work()
-        except Exception as raised:
-            error = raised
-        messages = self._comm.exchange_objects(None if error is None else f"rank {self._comm.rank}: {error}")
-        if error is not None:
-            raise error
-        for message in messages:
-            if message is not None:
-                raise CheckpointError(message)
-        return cast("T", result)
+        return self._comm.on_all_ranks(work)
 
     def _reading_together(self) -> AbstractContextManager[None]:
         """Return a context in which pretrained weights that every rank needs in full are read once for all ranks."""

@@ -22,6 +22,7 @@ from ls_strategy.lightning.float8 import multiply_in_fp8
 from ls_strategy.lightning.loop.plain import StepLoop
 from ls_strategy.lightning.planning import NVME_PATH
 from ls_strategy.lightning.readings import EngineStrategy
+from ls_strategy.lightning.run_state import RunState
 from ls_strategy.lightning.uneven import UnevenData
 
 if TYPE_CHECKING:
@@ -57,11 +58,21 @@ class Switch(Protocol):
 class EngineSetup:
     """Builds and rebuilds the engine of a strategy."""
 
-    def __init__(self, strategy: EngineStrategy, loop: StepLoop, uneven: UnevenData, resume: Resume) -> None:
-        """Build nothing yet. ``loop`` will run the steps, ``uneven`` and ``resume`` prepare the data."""
+    def __init__(
+        self, run: RunState, strategy: EngineStrategy, loop: StepLoop, uneven: UnevenData, resume: Resume
+    ) -> None:
+        """Build nothing yet.
+
+        Args:
+            run: gets the engines that are built.
+            strategy: has the precision and the optimizers.
+            loop: will run the steps.
+            uneven: prepares the data.
+            resume: prepares the data, too, and loads weights.
+        """
         self.state_dict_hooks: StateDictHooks | None = None
         """Make ``module.state_dict()`` return full tensors; None where every rank has them anyway."""
-        self._strategy, self._loop, self._uneven, self._resume = strategy, loop, uneven, resume
+        self._run, self._strategy, self._loop, self._uneven, self._resume = run, strategy, loop, uneven, resume
         self._switches: list[Switch] = []
         """What the module computes in another way while a Trainer runs, until another engine adopts it."""
 
@@ -69,15 +80,14 @@ class EngineSetup:
 
     def choose_nvme_path(self, trainer: pl.Trainer) -> None:
         """Set ``offload.nvme_path`` if something is stored on NVMe and no folder was given."""
-        strategy = self._strategy
-        wanted = "nvme" in strategy.config.offload.tiers or strategy.activations.needs_nvme
-        if not wanted or strategy.config.offload.nvme_path:
+        run, offload = self._run, self._run.config.offload
+        if offload.nvme_path or not ("nvme" in offload.tiers or run.activations.needs_nvme):
             return
         named = os.environ.get(NVME_PATH)
         path = named or str(Path(trainer.default_root_dir) / "nvme")
         source = NVME_PATH if named else "default_root_dir; set offload.nvme_path to a folder on a local NVMe device"
         rank_zero_info(f"ZeROStrategy: states on NVMe are stored in {path} (from {source})")
-        strategy.config = replace(strategy.config, offload=replace(strategy.config.offload, nvme_path=path))
+        run.config = replace(run.config, offload=replace(offload, nvme_path=path))
 
     def check(self, trainer: pl.Trainer, module: pl.LightningModule) -> None:
         """Refuse what cannot work, before anything is sharded.
@@ -85,9 +95,9 @@ class EngineSetup:
         Raises:
             PlanError: with the cure.
         """
-        strategy = self._strategy
-        kinds = "" if strategy.parallel.mesh is None else strategy.parallel.mesh.shape.kinds
-        guards.check_trainer(trainer, strategy.zero_precision(), kinds)
+        mesh = self._run.parallel.mesh
+        kinds = "" if mesh is None else mesh.shape.kinds
+        guards.check_trainer(trainer, self._strategy.zero_precision(), kinds)
         self._uneven.prepare(trainer)
         self._loop.check(trainer, module)
 
@@ -95,7 +105,7 @@ class EngineSetup:
         """Convert and move what the module holds besides parameters, in the order of DDPStrategy. Not collective."""
         guards.refuse_hidden_meta(module)
         self._strategy.zero_precision().convert_module(module)
-        module_state.move(module, self._strategy.root_device)
+        module_state.move(module, self._run.parallel.device)
 
     # build -----------------------------------------------------------------------------------------------------------
 
@@ -106,39 +116,39 @@ class EngineSetup:
             module: the module to train or evaluate.
             parts: of the model-parallel parameters, by ``id(parameter)``.
         """
-        strategy, plugin = self._strategy, self._strategy.zero_precision()
-        assert strategy.parallel.mesh is not None
+        run, parallel = self._run, self._run.parallel
+        assert parallel.mesh is not None
         self.choose_nvme_path(module.trainer)
         self.state_dict_hooks = None
         for switch in self._switches:
             switch.remove()
-        policy, device = strategy.precision_asked(), strategy.root_device
+        policy, config = self._strategy.precision_asked(), run.config
         self._switches = [
             *multiply_in_fp8(
-                module, strategy.config.precision, policy, device, tensor=strategy.parallel.tensor_layers(module)
+                module, config.precision, policy, parallel.device, tensor=parallel.tensor_layers(module)
             ),
-            *compile_parts(module, strategy.config),  # before the engine's hooks, which stay outside
+            *compile_parts(module, config),  # before the engine's hooks, which stay outside
         ]
         optimizers = self._real_optimizers()
-        engine = strategy.engine = Engine(
+        engine = run.engine = Engine(
             module,
             optimizers,
-            config=strategy.config,
+            config=config,
             precision=policy,
-            mesh=strategy.parallel.mesh,
-            device=device,
-            loss_scale=strategy.config.precision.loss_scale,
+            mesh=parallel.mesh,
+            device=parallel.device,
+            loss_scale=config.precision.loss_scale,
             parts=parts,
-            share=strategy.parallel.share(module, optimizers),
+            share=parallel.share(module, optimizers),
         )
-        strategy.parallel.balance_experts(module, engine.events.on_stepped)
+        parallel.balance_experts(module, engine.events.on_stepped)
         if engine.gatherer.releases or parts:
             self.state_dict_hooks = StateDictHooks(module, engine.units, engine.mesh)
             engine.on_detach.append(self.state_dict_hooks.remove)
             engine.raw_states = self.state_dict_hooks.disabled
         engine.on_detach += [switch.remove for switch in self._switches]
-        rank_zero_info(f"ZeROStrategy(stage={strategy.config.stage}): {engine.describe()}")
-        plugin.attach(engine)
+        rank_zero_info(f"ZeROStrategy(stage={config.stage}): {engine.describe()}")
+        self._strategy.zero_precision().attach(engine)
         self._resume.weights_for(engine)
 
     def detach(self) -> None:
@@ -146,7 +156,7 @@ class EngineSetup:
 
         Collective, but not after an exception.
         """
-        engine, module = self._strategy.engine, self._strategy.lightning_module
+        engine, module = self._run.engine, self._run.module
         trainer = None if module is None else module._trainer
         fitted = trainer is not None and trainer.state.fn == TrainerFn.FITTING
         complete = False
@@ -183,25 +193,25 @@ class EngineSetup:
         Raises:
             PlanError: no engine can follow the change.
         """
-        strategy = self._strategy
-        engine, module = strategy.require_engine(), strategy.lightning_module
+        run = self._run
+        engine = run.require_engine()
         optimizers = self._real_optimizers()
         if engine.follows(optimizers):
             return engine
-        assert module is not None
+        module = run.require_module()
         engine.check_change(optimizers)
-        strategy.wait_for_saves()
+        self._strategy.wait_for_saves()
         self.build(module, {})
-        strategy.require_engine().go_on_from(engine)
+        run.require_engine().go_on_from(engine)
         self.arm(module.trainer, module, fitting=True)
-        return strategy.require_engine()
+        return run.require_engine()
 
     def arm(self, trainer: pl.Trainer, module: pl.LightningModule, *, fitting: bool) -> None:
         """Set what the engine may do before user code could notice, and start the handling of activations."""
-        strategy, engine = self._strategy, self._strategy.require_engine()
+        run, engine = self._run, self._run.require_engine()
         for switch in self._switches:
             switch.on = True
-        overlap = strategy.config.sharding.overlap_step
+        overlap = run.config.sharding.overlap_step
         engine.gatherer.overlap = fitting and bool(overlap)
         automatic = fitting and not guards.steps_by_itself(trainer, module, engine)
         # A read of `p.grad` is noticed; a read of the gradients of model-parallel pieces is not.
@@ -219,10 +229,9 @@ class EngineSetup:
         if not fitting:
             return
         guards.watch_methods(module, engine)
-        assert strategy.parallel.mesh is not None
-        offload = strategy.config.offload
-        folder = NVMeFolder(offload.nvme_path, offload.nvme_io, strategy.global_rank, allow_ram=offload.nvme_allow_ram)
-        strategy.activations.apply(module, strategy.parallel.mesh, strategy.root_device, engine.storages, folder)
+        offload = run.config.offload
+        folder = NVMeFolder(offload.nvme_path, offload.nvme_io, run.comm.rank, allow_ram=offload.nvme_allow_ram)
+        run.activations.apply(module, engine.mesh, run.parallel.device, engine.storages, folder)
 
 
 def _complete_gradients(engine: Engine) -> bool:

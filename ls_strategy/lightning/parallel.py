@@ -68,11 +68,12 @@ class ModelParallel:
         """The number of ranks that work on one batch together."""
         self.mesh: Mesh | None = None
         self.pipeline: Pipeline | None = None
+        self.device = torch.device("cpu")
+        """This rank's, once it is connected."""
         self._device_mesh: Any = None
-        """The last module, and whether some of its routers have a bias."""
         self._batches = 0
 
-    def connect(self, world: Comm, device_type: str, timeout: timedelta | None = None) -> Mesh:
+    def connect(self, world: Comm, device: torch.device, timeout: timedelta | None = None) -> Mesh:
         """Create the process groups, whose collectives may take ``timeout``. Collective over all ranks.
 
         Raises:
@@ -89,11 +90,11 @@ class ModelParallel:
             pipeline=config.pp.size,
             expert=config.expert,
         )
-        self.mesh = make_mesh(shape, world)
+        self.mesh, self.device = make_mesh(shape, world), device
         if shape.tensor > 1:
             sizes = (world.world_size // shape.tensor, shape.tensor)
             self._device_mesh = init_device_mesh(
-                device_type, sizes, mesh_dim_names=("data_parallel", "tensor_parallel")
+                device.type, sizes, mesh_dim_names=("data_parallel", "tensor_parallel")
             )
             if timeout is not None:
                 for group in self._device_mesh.get_all_groups():
@@ -105,6 +106,16 @@ class ModelParallel:
         """Provide ``self.device_mesh`` in ``configure_model``, as Lightning's ModelParallelStrategy does."""
         if module is not None and self._device_mesh is not None:
             module._device_mesh = self._device_mesh
+
+    @property
+    def world(self) -> Comm | None:
+        """All ranks, once they are connected."""
+        return None if self.mesh is None else self.mesh.world
+
+    @property
+    def is_first(self) -> bool:
+        """Return whether this is rank 0, or the only one."""
+        return self.mesh is None or self.mesh.world.rank == 0
 
     @property
     def shards(self) -> bool:

@@ -19,7 +19,7 @@ from ls_strategy.extensions import find, require
 from ls_strategy.host.pytorch import rank_zero_info
 from ls_strategy.lightning import guards
 from ls_strategy.lightning.activation_memory import ActivationMemory
-from ls_strategy.lightning.readings import EngineStrategy
+from ls_strategy.lightning.run_state import RunState
 from ls_strategy.precision import PrecisionPolicy
 
 if TYPE_CHECKING:
@@ -72,8 +72,15 @@ class Planner(Protocol):
 class Planning:
     """Plans the fits of a strategy."""
 
-    def __init__(self, strategy: EngineStrategy) -> None:
-        self._strategy = strategy
+    def __init__(self, run: RunState, precision: Callable[[], PrecisionPolicy], *, auto: bool) -> None:
+        """Plan nothing yet.
+
+        Args:
+            run: gets the configuration that is chosen.
+            precision: returns the dtypes that the plugin and the options ask for.
+            auto: whether a configuration is to be chosen, once; until then stage 3 builds on the meta device.
+        """
+        self._run, self._precision, self._auto = run, precision, auto
         self._planner: Planner | None = None
 
     @property
@@ -86,30 +93,26 @@ class Planning:
 
         Collective with ``stage="auto"``.
         """
-        strategy, comm = self._strategy, self._strategy._comm
-        assert comm is not None
+        run, comm = self._run, self._run.comm
         if self._planner is None:
-            planner = require("planner", "stage='auto'") if strategy.auto else find("planner")
+            planner = require("planner", "stage='auto'") if self._auto else find("planner")
             self._planner = None if planner is None else planner()
         if self._planner is None:
             return
-        path = strategy.config.offload.nvme_path or os.environ.get(NVME_PATH, "")
-        per_node = min(strategy.num_processes, comm.world_size)
-        self._planner.begin(strategy.optimizers, comm, strategy.root_device, per_node, path)
-        if not strategy.auto:
+        path, device = run.config.offload.nvme_path or os.environ.get(NVME_PATH, ""), run.parallel.device
+        per_node = min(comm.node_size or comm.world_size, comm.world_size)
+        self._planner.begin(trainer.optimizers, comm, device, per_node, path)
+        if not self._auto:
             return
-        config, reason = self._planner.choose(lambda: self._fit(trainer, module), comm, strategy.root_device)
+        config, reason = self._planner.choose(lambda: self._fit(trainer, module), comm, device)
         rank_zero_info(f"ZeROStrategy(stage='auto'): {reason}")
-        strategy.auto = False
-        strategy.config = config
-        strategy.activations = ActivationMemory(strategy.config.activations)
+        self._auto = False
+        run.config, run.activations = config, ActivationMemory(config.activations)
 
     def _fit(self, trainer: pl.Trainer, module: pl.LightningModule) -> Fit:
-        strategy, engine = self._strategy, self._strategy.engine
-        steps_by_itself = guards.steps_by_itself(trainer, module, engine)
+        steps_by_itself = guards.steps_by_itself(trainer, module, self._run.engine)
         reads_gradients = steps_by_itself or guards.has_hooks_before_step(trainer, module)
-        dtypes = strategy.precision_asked()
-        return Fit(trainer, module, strategy.config, dtypes, updates_early=not reads_gradients)
+        return Fit(trainer, module, self._run.config, self._precision(), updates_early=not reads_gradients)
 
     def explain_memory(self, error: BaseException) -> None:
         """Raise an error that says what takes how much memory, and which options take less, after a failed allocation.
@@ -120,8 +123,7 @@ class Planning:
             return
 
         def ask() -> Fit:
-            module = self._strategy.lightning_module
-            assert module is not None
+            module = self._run.require_module()
             return self._fit(module.trainer, module)
 
         self._planner.explain_memory(error, ask)

@@ -18,8 +18,8 @@ from ls_strategy.access.gradient_error import gradient_error
 from ls_strategy.access.gradients import full_gradients, grad_norms
 from ls_strategy.access.offload import offload_states
 from ls_strategy.access.weights import full_weights
+from ls_strategy.config import ZeROConfig
 from ls_strategy.distributed.comm import Traffic
-from ls_strategy.distributed.lockstep import Lockstep
 from ls_strategy.engine import Engine
 from ls_strategy.errors import StateError
 from ls_strategy.host.pytorch import DDPStrategy
@@ -27,6 +27,7 @@ from ls_strategy.lightning._private import unwrap_optimizer
 from ls_strategy.lightning.activation_memory import ActivationMemory
 from ls_strategy.lightning.connection import Connection
 from ls_strategy.lightning.ranks import PATIENCE_S
+from ls_strategy.lightning.run_state import RunState
 from ls_strategy.lightning.virtual.ranks import VirtualRanks
 from ls_strategy.precision import PrecisionPolicy
 from ls_strategy.zero.state_offload import KINDS, StateKind
@@ -61,22 +62,39 @@ def _ids(part: Part | None) -> set[int] | None:
 class EngineStrategy(Connection, DDPStrategy):
     """A strategy with an engine, as callbacks and modules see it through ``trainer.strategy``."""
 
-    engine: Engine | None
-    """Made in `setup`, for one module on one process group."""
+    _run: RunState
+    """What the parts of the strategy share."""
 
     islands: tuple[int, int] = (0, 1)
     """Number of this group of ranks, and of all that train the same model on other data (`DiLoCo`)."""
 
-    _lockstep: Lockstep | None = None
+    @property
+    def config(self) -> ZeROConfig:  # pyright: ignore[reportIncompatibleVariableOverride]
+        """Every option, in groups."""
+        return self._run.config
 
-    virtual: VirtualRanks | None
-    """The virtual ranks of this process."""
+    @property
+    def engine(self) -> Engine | None:
+        """Made in `setup`, for one module on one process group."""
+        return self._run.engine
 
-    activations: ActivationMemory
-    """Recomputes and stores activations."""
+    @engine.setter
+    def engine(self, engine: Engine | None) -> None:
+        self._run.engine = engine
 
-    auto: bool
-    """Whether `setup` still has to choose; until then this is stage 3, which builds on the meta device."""
+    @property
+    def virtual(self) -> VirtualRanks | None:
+        """The virtual ranks of this process."""
+        return self._run.virtual
+
+    @virtual.setter
+    def virtual(self, virtual: VirtualRanks | None) -> None:
+        self._run.virtual = virtual
+
+    @property
+    def activations(self) -> ActivationMemory:
+        """Recomputes and stores activations."""
+        return self._run.activations
 
     def require_engine(self) -> Engine:
         """Return the engine of the current module.
@@ -84,9 +102,7 @@ class EngineStrategy(Connection, DDPStrategy):
         Raises:
             StateError: the module is not set up yet.
         """
-        if self.engine is None:
-            raise StateError("the model is not set up yet: this works from on_fit_start (or on_validation_start) on.")
-        return self.engine
+        return self._run.require_engine()
 
     def wait_for_saves(self) -> None:
         """Return when every checkpoint that was saved is committed. Collective.
@@ -237,7 +253,7 @@ class EngineStrategy(Connection, DDPStrategy):
     @property
     def data_parallel_size(self) -> int:
         """The number of model replicas, or of virtual ranks; each trains on its own batches."""
-        return self.parallel.data_rank[1] if self.virtual is None else self.virtual.count
+        return self._run.data_parallel_size
 
     @property
     def data_parallel_rank(self) -> int:

@@ -30,36 +30,34 @@ class Steps:
         """Whether the next backward leaves gradients to a later one (``accumulate_grad_batches``)."""
         self.stops_alone = False
         """Whether a signal ended an evaluation on this rank only."""
-        self._strategy, self._parts = parts.strategy, parts
+        self._run, self._parts = parts.run, parts
         self._loop, self._engine_setup = loop, engine_setup
         self._meets_in_evaluation = False
 
     @property
     def _lockstep(self) -> Lockstep:
-        lockstep = self._strategy._lockstep
+        lockstep = self._run.lockstep
         assert lockstep is not None
         return lockstep
 
     @property
     def _module(self) -> pl.LightningModule:
-        module = self._strategy.lightning_module
-        assert module is not None
-        return module
+        return self._run.require_module()
 
     def begin_run(self, trainer: pl.Trainer) -> None:
         """Compare the batches of all ranks, and handle signals on all ranks at the same batch. Collective."""
-        strategy, lockstep, parallel = self._strategy, self._lockstep, self._strategy.parallel
+        run, lockstep, parallel = self._run, self._lockstep, self._run.parallel
         lockstep.reset(turns=self._parts.uneven.joins)
         self.stops_alone = False
-        if POLICIES[strategy.config.stage].parameters:
+        if POLICIES[run.config.stage].parameters:
             # A gathered inference tensor could not take part in autograd later.
             for each in (trainer.validate_loop, trainer.test_loop, trainer.predict_loop):
                 each.inference_mode = False
         # Otherwise ranks may evaluate different numbers of batches, as under DDP.
         self._meets_in_evaluation = (
-            POLICIES[strategy.config.stage].parameters
+            POLICIES[run.config.stage].parameters
             or parallel.config.expert > 1
-            or (parallel.shards and strategy.data_parallel_size == 1)
+            or (parallel.shards and run.data_parallel_size == 1)
         )
         loop = self._loop
         loop.begin_run(trainer, together=self._meets_in_evaluation)
@@ -73,10 +71,9 @@ class Steps:
 
     def train(self, step: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         """Run ``training_step``, in a pipeline together with its backward."""
-        strategy = self._strategy
         # DDP broadcasts rank 0's buffers before a forward if the step before it synchronised gradients.
         synchronises = self._synchronises(self._module)
-        comm = strategy.require_engine().comm
+        comm = self._run.require_engine().comm
         with self._lockstep.step(), comm.naming_failures():
             try:
                 self._parts.resume.restore_random_states()
@@ -90,7 +87,7 @@ class Steps:
 
     def evaluate(self, step: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         """Run a validation, test or prediction step."""
-        engine, lockstep, together = self._strategy.require_engine(), self._lockstep, self._meets_in_evaluation
+        engine, lockstep, together = self._run.require_engine(), self._lockstep, self._meets_in_evaluation
         self._stop_if_asked(self._module.trainer, lockstep)
         with lockstep.step() if together else nullcontext(), engine.comm.naming_failures():
             return self._loop.evaluate(StepCall(engine, step, args, kwargs, together=together))
@@ -104,15 +101,14 @@ class Steps:
         lockstep.ask(asked)  # any other request waits for the next training batch
 
     def end_fit(self) -> None:
-        """Wait for all ranks, and stop as before a batch if SIGTERM came to any of them since. Collective."""
-        self._strategy.barrier("ZeROStrategy.on_train_end")  # rank 0 may still remove or link checkpoints
+        """Stop as before a batch if SIGTERM came to any rank since. Collective."""
         if self._lockstep.asked_of_any() == STOP:
             raise_sigterm(self._module.trainer)
 
     def around_backward(self, module: pl.LightningModule) -> AbstractContextManager[bool]:
         """Surround the backward that `Strategy.backward` runs between its hooks; yield whether it is still to run."""
         options = {"synchronises": self._synchronises(module), "accumulates": self.accumulating}
-        return self._loop.around_backward(self._strategy.require_engine(), **options)
+        return self._loop.around_backward(self._run.require_engine(), **options)
 
     def _synchronises(self, module: pl.LightningModule) -> bool:
         return module.automatic_optimization and not self.accumulating

@@ -61,8 +61,9 @@ from ls_strategy.host.pytorch import (
     TrainerFn,
     pl,
 )
-from ls_strategy.lightning import activation_memory, guards, ranks
+from ls_strategy.lightning import guards, ranks
 from ls_strategy.lightning._private import around_dumps, name_logs_by_job, replace_links, show_as_text
+from ls_strategy.lightning.activation_memory import ActivationMemory
 from ls_strategy.lightning.checkpointing.contents import Collection
 from ls_strategy.lightning.checkpointing.resume import Resume
 from ls_strategy.lightning.checkpointing.saving import Saves
@@ -77,6 +78,7 @@ from ls_strategy.lightning.parallel import ModelParallel
 from ls_strategy.lightning.planning import Planning
 from ls_strategy.lightning.precision import ZeROPrecision
 from ls_strategy.lightning.readings import EngineStrategy
+from ls_strategy.lightning.run_state import RunState
 from ls_strategy.lightning.steps import Steps
 from ls_strategy.lightning.uneven import UnevenData, UnevenMode
 from ls_strategy.lightning.virtual.ranks import VirtualRanks
@@ -165,26 +167,25 @@ class ZeROStrategy(EngineStrategy):  # its many public members are Lightning's h
         uneven: UnevenMode = "error",
     ) -> None:
         self._deepspeed = cast("Configuration | None", deepspeed_config)  # as the decorator has completed it
-        self.auto = stage == "auto"
-        self.config = ZeROConfig.of(
+        config = ZeROConfig.of(
             stage, sharding=sharding, precision=precision, offload=offload, activations=activations, parallel=parallel,
             checkpoint=checkpoint, compile=compile,
         )  # fmt: skip
-        """Every option, in groups."""
-        self.activations = activation_memory.ActivationMemory(self.config.activations)
-        self.engine = None
-        self.virtual = VirtualRanks.of(self)
-        self.planning = Planning(self)
-        self.uneven = UnevenData(self, uneven)
-        self.resume = Resume(self)
-        parts = LoopParts(self, self.planning, self.uneven, self.resume)
+        ranks_of_model = ModelParallel(config.parallel, config.sharding)
+        self._run = run = RunState(
+            config, ranks_of_model, ActivationMemory(config.activations), VirtualRanks.of(ranks_of_model, self)
+        )
+        self.planning = Planning(run, self.precision_asked, auto=stage == "auto")
+        self.uneven = UnevenData(run, uneven, self.zero_precision)
+        self.resume = Resume(run, self)
+        parts = LoopParts(run, self.planning, self.uneven, self.resume)
         self.loop = loop_of(parts)
         self.resume.restores(self.loop.load)
-        self.engine_setup = EngineSetup(self, self.loop, self.uneven, self.resume)
+        self.engine_setup = EngineSetup(run, self, self.loop, self.uneven, self.resume)
         self.steps = Steps(parts, self.loop, self.engine_setup)
-        self.saves = Saves(self, self.loop, self.engine_setup, self.resume)
+        self.saves = Saves(run, self, self.loop, self.engine_setup, self.resume)
         self._logs_are_named = False
-        self._connect_later(ModelParallel(self.config.parallel, self.config.sharding), explain_waits_after)
+        self._connect_later(ranks_of_model, explain_waits_after)
         super().__init__(
             accelerator=accelerator,
             parallel_devices=parallel_devices,
@@ -265,6 +266,7 @@ class ZeROStrategy(EngineStrategy):  # its many public members are Lightning's h
     @override
     def connect(self, model: pl.LightningModule) -> None:
         super().connect(model)
+        self._run.module = model
         self.resume.forget()
         if model._trainer is not None:
             self.resume.reading.prepare(model.trainer)
@@ -302,7 +304,7 @@ class ZeROStrategy(EngineStrategy):  # its many public members are Lightning's h
 
     @override
     def _connected(self, comm: Comm) -> None:
-        self._lockstep = Lockstep(comm)
+        self._run.lockstep = Lockstep(comm)
         self.engine = None
 
     def _own_folder(self, parent: str, name: str) -> str:
@@ -428,6 +430,7 @@ class ZeROStrategy(EngineStrategy):  # its many public members are Lightning's h
     @override
     def on_train_end(self) -> None:
         self._wait_for_weights()
+        self.barrier("ZeROStrategy.on_train_end")  # rank 0 may still remove or link checkpoints
         self.steps.end_fit()
 
     @override
@@ -578,7 +581,7 @@ class ZeROStrategy(EngineStrategy):  # its many public members are Lightning's h
             return  # the ranks have agreed on it
         if self._comm is None or not dist.is_initialized() or self._comm.world_size == 1:
             return
-        waits = self._lockstep is not None and self._lockstep.in_flight
+        waits = self._run.lockstep is not None and self._run.lockstep.in_flight
         place = f"{waits} {self.engine.reducer.abandoned if self.engine is not None else 0}"
         alone = ranks.ends_alone(exception, self._comm, place)
         if alone:

@@ -15,7 +15,7 @@ need all ranks. Nothing of it counts::
 
 from __future__ import annotations
 
-from collections.abc import Generator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -42,7 +42,8 @@ from ls_strategy.lightning._private_uneven import (
     run_filler_in_training,
     to_device,
 )
-from ls_strategy.lightning.readings import EngineStrategy
+from ls_strategy.lightning.precision import ZeROPrecision
+from ls_strategy.lightning.run_state import RunState
 
 UnevenMode = Literal["error", "join", "join_samples"]
 
@@ -84,8 +85,9 @@ class _Pass:
 class UnevenData:
     """Compares the lengths of the ranks' data, and lets finished ranks wait for the others."""
 
-    def __init__(self, strategy: EngineStrategy, mode: UnevenMode) -> None:
-        self._strategy = strategy
+    def __init__(self, run: RunState, mode: UnevenMode, precision: Callable[[], ZeROPrecision]) -> None:
+        """Compare nothing yet. ``precision`` returns the plugin, which weights the loss of a batch."""
+        self._run, self._precision = run, precision
         self.joins = mode != "error"
         self.runs_filler = False
         """Whether this rank runs a batch that does not count, because others have more."""
@@ -105,7 +107,7 @@ class UnevenData:
         Raises:
             PlanError: finished ranks cannot wait with this kind of parallelism.
         """
-        sizes = self._strategy.config.parallel.sizes
+        sizes = self._run.config.parallel.sizes
         kinds = [name for name, size in sizes.items() if size > 1]
         if self.joins and kinds:
             raise PlanError(
@@ -139,7 +141,7 @@ class UnevenData:
 
     def _all(self, value: float) -> list[float]:
         """Return every rank's value. Collective."""
-        comm = self._strategy._comm
+        comm = self._run.parallel.world
         if comm is None or comm.world_size == 1:
             return [value]
         values = torch.full((comm.world_size,), -torch.inf, dtype=torch.float64)
@@ -157,7 +159,7 @@ class UnevenData:
                 f"Got no training batches on {_ranks(empty)}, and {max(lengths):g} on another rank, but ranks wait for "
                 'each other in every step. Give every rank data, or set ZeROStrategy(uneven="join").'
             )
-        trainer = self._module.trainer
+        trainer = self._trainer
         every = self._all(-1.0 if validates_every is None else validates_every)
         steps = trainer.max_steps * trainer.accumulate_grad_batches
         validates = trainer.enable_validation and (trainer.max_steps == -1 or steps > min(every))
@@ -172,20 +174,14 @@ class UnevenData:
         return length
 
     @property
-    def _module(self) -> pl.LightningModule:
-        module = self._strategy.lightning_module
-        assert module is not None
-        return module
-
-    @property
-    def _world_size(self) -> int:
-        return 1 if self._strategy._comm is None else self._strategy._comm.world_size
+    def _trainer(self) -> pl.Trainer:
+        return self._run.require_module().trainer
 
     # checkpoints -----------------------------------------------------------------------------------------------------
 
     def position(self) -> dict[str, Any]:
         """Return what a checkpoint needs: the batches of each rank in this epoch, none between two epochs."""
-        training = bool(self._passes) and self._passes[0].loop is self._module.trainer.fit_loop.epoch_loop
+        training = bool(self._passes) and self._passes[0].loop is self._trainer.fit_loop.epoch_loop
         return {"own_batches": list(self._passes[0].counts) if training else []}
 
     def resume(self, trainer: pl.Trainer, saved: dict[str, Any]) -> None:
@@ -197,10 +193,10 @@ class UnevenData:
         counts, progress = saved.get("own_batches"), trainer.fit_loop.epoch_loop.batch_progress
         if not counts or progress.is_last_batch:
             return
-        if len(counts) != self._world_size:
+        if len(counts) != self._run.comm.world_size:
             raise StateError(
                 f"Got a checkpoint of {len(counts)} ranks with different numbers of batches, saved in the middle of an "
-                f"epoch, on {self._world_size} ranks: nothing says which batches are still to come. Resume on "
+                f"epoch, on {self._run.comm.world_size} ranks: nothing says which batches are still to come. Resume on "
                 f"{len(counts)} ranks, or from a checkpoint of the end of an epoch."
             )
         self._resumed = list(counts)
@@ -218,12 +214,12 @@ class UnevenData:
                 "Got uneven='join' with a step that takes dataloader_iter, but a rank can wait for others only before "
                 "Lightning fetches a batch. Take (batch, batch_idx) in the step, or leave uneven out."
             )
-        training = loop is self._module.trainer.fit_loop.epoch_loop
-        now = _Pass(loop, counts=[0] * self._world_size)
+        training = loop is self._trainer.fit_loop.epoch_loop
+        now = _Pass(loop, counts=[0] * self._run.comm.world_size)
         if training and self._resumed is not None:
             progress: Any = loop.batch_progress.current
             now.counts, self._resumed = self._resumed, None
-            now.finished = now.counts[self._strategy.global_rank] < progress.processed
+            now.finished = now.counts[self._run.comm.rank] < progress.processed
         self._passes.append(now)
         return JoinedFetcher(inner, self._fetch_training if training else self._fetch_evaluation)
 
@@ -240,7 +236,7 @@ class UnevenData:
             fetcher.agreed(done=True, all_done=True)
             raise StopIteration
         fetcher.agreed(done=turn.last, all_done=turn.last)
-        self._strategy.zero_precision().weight = turn.weight or 1.0
+        self._precision().weight = turn.weight or 1.0
         if not turn.weight:
             raise NoBatch
         return item
@@ -263,13 +259,11 @@ class UnevenData:
 
         Loaders that a pass runs through one after the other end together: a rank with an item of a later loader waits.
         """
-        strategy = self._strategy
-        assert strategy._lockstep is not None
-        assert strategy._comm is not None
-        rank = strategy._comm.rank
+        rank = self._run.comm.rank
         samples = max(extract_batch_size(item[0]), 1) if item is not None and self._by_samples else 1
         loader = -1 if item is None else item[2]
-        said = strategy._lockstep.turn((1, loader + 1, samples << 1 | more, now.kept_loader + 1))
+        assert self._run.lockstep is not None
+        said = self._run.lockstep.turn((1, loader + 1, samples << 1 | more, now.kept_loader + 1))
         loaders = [each[1] - 1 for each in said]
         current = min((each for each in loaders if each >= 0), default=-1)
         if current < 0:
@@ -292,14 +286,13 @@ class UnevenData:
 
     def _lend(self, now: _Pass, item: Any, lender: int, borrows: bool, loader: int) -> None:
         """Send a batch to the ranks that have had none. Collective."""
-        comm = self._strategy._comm
-        assert comm is not None
+        comm = self._run.comm
         sent: list[Any] = [item if comm.rank == lender else None]
         with comm.blocking("broadcast", "batch", group=comm.control, source=lender):
             dist.broadcast_object_list(sent, src=lender, group=comm.control)
         if borrows:
             batch, now.kept_index, _ = sent[0]
-            now.kept = to_device(self._module.trainer, batch, loader)
+            now.kept = to_device(self._trainer, batch, loader)
             now.kept_loader = loader
 
     # steps -----------------------------------------------------------------------------------------------------------
@@ -316,7 +309,7 @@ class UnevenData:
             now.kept = args[0]
         self.contribution = turn.weight
         if self.runs_filler:
-            self._restore = _Restore(self._module)
+            self._restore = _Restore(self._run.require_module())
         try:
             yield
         finally:
@@ -338,7 +331,7 @@ class UnevenData:
             self._restore.take_buffers(engine.model)
 
     def _fill_training(self) -> None:
-        now, trainer = self._passes[-1], self._module.trainer
+        now, trainer = self._passes[-1], self._trainer
         results = Results(now.loop, is_first=not now.logged)
         self.runs_filler = True
         try:
@@ -351,7 +344,7 @@ class UnevenData:
         results = Results(now.loop, is_first=not now.logged)
         self.runs_filler = True
         try:
-            run_filler_in_evaluation(self._module.trainer, now.loop, now.kept, now.kept_index, now.kept_loader)
+            run_filler_in_evaluation(self._trainer, now.loop, now.kept, now.kept_index, now.kept_loader)
         finally:
             self._end_filler()
             results.end()
@@ -364,10 +357,9 @@ class UnevenData:
 
     def _after_training_batch(self) -> None:
         """Stop a finished rank where all others want to stop: hooks of the batch have not run there."""
-        now, trainer = self._passes[-1], self._module.trainer
-        self._strategy.zero_precision().weight = 1.0
-        assert self._strategy._comm is not None
-        if now.turn is None or len(now.turn.ranks) == self._strategy._comm.world_size:
+        now, trainer = self._passes[-1], self._trainer
+        self._precision().weight = 1.0
+        if now.turn is None or len(now.turn.ranks) == self._run.comm.world_size:
             return
         stops = self._all(float(trainer.should_stop))
         if all(stops[rank] for rank in now.turn.ranks):

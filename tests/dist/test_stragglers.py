@@ -126,7 +126,7 @@ class Counts(Callback):
     def on_train_batch_end(self, trainer: Any, *args: Any) -> None:
         strategy = trainer.strategy
         if trainer.global_step in (5, 75):
-            by_the_clock = strategy._lockstep._journal
+            by_the_clock = strategy._run.lockstep._journal
             journals = strategy.engine.comm.where.journals
             collectives = sum(journal.count for journal in journals.values() if journal is not by_the_clock)
             self.counts.append((collectives, sum(strategy.traffic.bytes.values())))

@@ -194,7 +194,7 @@ def test_a_failed_run_does_not_prevent_the_next_fit(rank: int, world_size: int) 
     strategy = ZeROStrategy(2)
     trainer = trainer_of(strategy, max_epochs=1)
     trainer.fit(Net(), loader(3, sized=False))
-    lockstep = strategy._lockstep
+    lockstep = strategy._run.lockstep
     assert lockstep is not None
     lockstep._count += rank  # as if one rank had begun one round more
     trainer.fit_loop.max_epochs = 3

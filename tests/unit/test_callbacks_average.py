@@ -27,7 +27,7 @@ class Run:
         self.engine = engine_on(self.model, [adamw(self.model.parameters())], stage=stage, **options)
         self.strategy = ZeROStrategy(stage)
         self.strategy.engine = self.engine
-        self.strategy._lightning_module = self.model  # type: ignore[assignment]
+        self.strategy._lightning_module = self.strategy._run.module = self.model  # type: ignore[assignment]
         self.trainer: Any = SimpleNamespace(strategy=self.strategy, global_step=0)
 
     def start(self, ema: ShardedEMA) -> None:

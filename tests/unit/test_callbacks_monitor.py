@@ -344,7 +344,7 @@ def test_memory_after_a_phase_is_that_of_the_recorded_step(clock: Clock) -> None
 def test_memory_in_use_includes_offloaded_activations() -> None:
     strategy = Strategy()
     assert "offloaded" not in bytes_in_use(strategy)
-    strategy.activations = SimpleNamespace(metrics=lambda: {"zero_activations/stored_bytes": 7.0})  # type: ignore[assignment]
+    strategy._run.activations = SimpleNamespace(metrics=lambda: {"zero_activations/stored_bytes": 7.0})  # type: ignore[assignment]
     held = bytes_in_use(strategy)
     assert (held["offloaded"], held["parameters"]) == (7, 3 * MIB)
 

@@ -9,9 +9,11 @@ import pytest
 
 from ls_strategy.config import ZeROConfig
 from ls_strategy.extras.planner import fit as planner_fit
-from ls_strategy.lightning.activation_memory import ActivationMemory
 from ls_strategy.lightning.engine_setup import EngineSetup
 from ls_strategy.lightning.planning import Planning
+from ls_strategy.lightning.run_state import RunState
+from ls_strategy.precision import resolve_precision
+from tests.unit.run_states import run_state
 
 TRAINER: Any = SimpleNamespace(default_root_dir="/runs/a")
 
@@ -21,59 +23,53 @@ def plain_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("LS_STRATEGY_NVME_PATH", raising=False)
 
 
-def strategy(**options: Any) -> Any:
-    config = ZeROConfig.of(3, **options)
-    return SimpleNamespace(config=config, activations=ActivationMemory(config.activations), auto=False)
-
-
-def setup_of(own: Any) -> EngineSetup:
+def setup_of(run: RunState) -> EngineSetup:
     loop: Any = SimpleNamespace(end_run=lambda: None)
     unused: Any = None
-    return EngineSetup(own, loop, uneven=unused, resume=unused)
+    return EngineSetup(run, unused, loop, uneven=unused, resume=unused)
 
 
-def chosen(**options: Any) -> str:
-    own = strategy(**options)
-    setup_of(own).choose_nvme_path(TRAINER)
-    return own.config.offload.nvme_path
+def chosen(**options: Any) -> ZeROConfig:
+    run = run_state(ZeROConfig.of(3, **options))
+    setup_of(run).choose_nvme_path(TRAINER)
+    return run.config
 
 
 def test_without_nvme_no_folder_is_chosen() -> None:
-    assert chosen(offload="cpu") == ""
+    assert chosen(offload="cpu").offload.nvme_path == ""
 
 
 @pytest.mark.parametrize("options", [{"offload": "nvme"}, {"activations": {"offload": "nvme"}}], ids=str)
 def test_nvme_goes_to_the_trainers_folder(options: dict[str, Any]) -> None:
-    assert chosen(**options) == "/runs/a/nvme"
+    assert chosen(**options).offload.nvme_path == "/runs/a/nvme"
 
 
 def test_the_environment_names_another_folder(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("LS_STRATEGY_NVME_PATH", "/scratch")
-    assert chosen(offload="nvme") == "/scratch"
+    assert chosen(offload="nvme").offload.nvme_path == "/scratch"
 
 
 def test_an_option_names_the_folder_before_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("LS_STRATEGY_NVME_PATH", "/scratch")
-    assert chosen(offload={"optimizer": "nvme", "nvme_path": "/mine"}) == "/mine"
+    assert chosen(offload={"optimizer": "nvme", "nvme_path": "/mine"}).offload.nvme_path == "/mine"
 
 
 def test_the_rest_of_the_options_stays_with_a_chosen_folder() -> None:
-    own = strategy(offload="nvme", sharding={"prefetch_units": 3})
-    setup_of(own).choose_nvme_path(TRAINER)
-    assert own.config.offload.tiers == {"nvme"}
-    assert own.config.sharding.prefetch_units == 3
+    config = chosen(offload="nvme", sharding={"prefetch_units": 3})
+    assert config.offload.tiers == {"nvme"}
+    assert config.sharding.prefetch_units == 3
 
 
 def test_free_memory_is_read_once_for_several_fits(monkeypatch: pytest.MonkeyPatch) -> None:
     read: list[Any] = []
     monkeypatch.setattr(planner_fit, "found_here", lambda *_, **options: read.append(options) or object())
     monkeypatch.setattr(planner_fit, "before_sharding", list)
-    own = strategy(offload={"optimizer": "nvme", "nvme_path": "/mine"})
-    own._comm, own.optimizers = SimpleNamespace(world_size=4), []
-    own.root_device, own.num_processes = "cpu", 2
-    planning = Planning(own)
-    planning.plan(TRAINER, None)  # type: ignore[arg-type]
-    planning.plan(TRAINER, None)  # type: ignore[arg-type]
+    run = run_state(ZeROConfig.of(3, offload={"optimizer": "nvme", "nvme_path": "/mine"}))
+    run.comm.world_size, run.comm.node_size = 4, 2
+    planning = Planning(run, lambda: resolve_precision("32-true"), auto=False)
+    trainer: Any = SimpleNamespace(optimizers=[])
+    planning.plan(trainer, None)  # type: ignore[arg-type]
+    planning.plan(trainer, None)  # type: ignore[arg-type]
     assert read == [{"ranks": 4, "ranks_per_node": 2, "nvme_path": "/mine"}]
 
 
@@ -88,7 +84,7 @@ def test_an_engine_is_detached_only_where_every_rank_has_full_parameters() -> No
         state_offload=SimpleNamespace(reload=lambda: events.append("reload")),
         offload=SimpleNamespace(rest=lambda: events.append("rest")),
     )
-    setup = setup_of(SimpleNamespace(engine=engine, lightning_module=None))
+    setup = setup_of(run_state(engine=engine))
     setup.detach()
     assert events == ["reload", "wait", "detach", "rest"]
     assert engine.gradients.local

@@ -61,7 +61,7 @@ class InHalves(StepLoop):
 @pytest.fixture
 def registered() -> Iterator[None]:
     def make(parts: LoopParts) -> StepLoop | None:
-        return InHalves(parts) if parts.strategy.config.sharding.prefetch_units == 3 else None
+        return InHalves(parts) if parts.run.config.sharding.prefetch_units == 3 else None
 
     loop.LOOPS.insert(0, make)
     yield

@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from lightning.pytorch.demos.boring_classes import BoringModel
 
+from ls_strategy.distributed.comm import Comm
 from ls_strategy.errors import CheckpointError, ConfigError, PlanError, RankFailedError
 from ls_strategy.lightning.strategy import ZeROStrategy
 from tests.trainers import bare_trainer
@@ -39,7 +40,9 @@ def test_a_rank_that_failed_alone_waits_for_none(strategy: ZeROStrategy, monkeyp
 
 def comm(*messages: Any, **more: Any) -> Any:
     """A communicator whose other ranks have sent these messages."""
-    return SimpleNamespace(rank=0, world_size=2, exchange_objects=lambda mine: [mine, *messages], **more)
+    made = Comm(None, None)
+    vars(made).update(world_size=2, exchange_objects=lambda mine: [mine, *messages], **more)
+    return made
 
 
 def test_work_that_succeeds_everywhere_gives_its_result(strategy: ZeROStrategy) -> None:

@@ -77,7 +77,7 @@ def test_every_axis_has_its_own_traffic() -> None:
 
 def test_a_replica_has_a_number_and_a_count() -> None:
     strategy = strategy_of(None)
-    strategy.parallel = SimpleNamespace(data_rank=(2, 5))
+    strategy.parallel = strategy._run.parallel = SimpleNamespace(data_rank=(2, 5))
     assert (strategy.data_parallel_rank, strategy.data_parallel_size) == (2, 5)
 
 

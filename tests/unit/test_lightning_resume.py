@@ -14,21 +14,17 @@ from ls_strategy.errors import StateError
 from ls_strategy.lightning.checkpointing import resume as resume_module
 from ls_strategy.lightning.checkpointing.resume import Resume
 from ls_strategy.lightning.precision import ZeROPrecision
+from tests.unit.run_states import run_state
 
 
-def strategy(module: Any = None, *, optimizers: Any = (), precision: Any = "32-true") -> Any:
-    return SimpleNamespace(
-        lightning_module=module,
-        engine=None,
-        optimizers=list(optimizers),
-        on_all_ranks=lambda work: work(),
-        zero_precision=lambda: ZeROPrecision(precision),
-    )
+def resume_of(module: Any = None, *, optimizers: Any = (), precision: Any = "32-true") -> Resume:
+    strategy: Any = SimpleNamespace(optimizers=list(optimizers), zero_precision=lambda: ZeROPrecision(precision))
+    return Resume(run_state(module=module), strategy)
 
 
 def pending(**attributes: Any) -> Resume:
     """A resume with random states of seed 5, in a run with these attributes of the module's trainer."""
-    resume = Resume(strategy(SimpleNamespace(trainer=SimpleNamespace(**attributes))))
+    resume = resume_of(SimpleNamespace(trainer=SimpleNamespace(**attributes)))
     torch.manual_seed(5)
     resume._random = random_states()
     torch.manual_seed(6)
@@ -80,26 +76,26 @@ def test_an_iterator_in_the_middle_of_an_epoch_draws_as_before() -> None:
 
 def test_a_plain_module_is_loaded_at_once() -> None:
     module, other = nn.Linear(2, 1), nn.Linear(2, 1)
-    Resume(strategy(module)).load_weights(other.state_dict(), strict=True)
+    resume_of(module).load_weights(other.state_dict(), strict=True)
     assert torch.equal(module.weight, other.weight)
 
 
 def test_a_plain_module_of_a_run_in_fp64_takes_all_bits() -> None:
     module, other = nn.Linear(2, 1), nn.Linear(2, 1, dtype=torch.float64)
-    Resume(strategy(module, precision="64-true")).load_weights(other.state_dict(), strict=True)
+    resume_of(module, precision="64-true").load_weights(other.state_dict(), strict=True)
     assert torch.equal(module.weight, other.weight)
 
 
 def test_a_strict_load_of_a_plain_module_refuses_missing_names() -> None:
     with pytest.raises(RuntimeError, match="Missing key"):
-        Resume(strategy(nn.Linear(2, 1))).load_weights({}, strict=True)
+        resume_of(nn.Linear(2, 1)).load_weights({}, strict=True)
 
 
 def test_weights_of_a_meta_module_wait_for_the_engine(monkeypatch: pytest.MonkeyPatch) -> None:
     calls: list[Any] = []
     monkeypatch.setattr(resume_module, "load_full_state_dict", lambda *args, **options: calls.append((args, options)))
     module = nn.Linear(2, 1, device="meta")
-    resume = Resume(strategy(module))
+    resume = resume_of(module)
     weights = nn.Linear(2, 1).state_dict()
     resume.load_weights(weights, strict=False)
     assert calls == []
@@ -111,10 +107,9 @@ def test_weights_of_a_meta_module_wait_for_the_engine(monkeypatch: pytest.Monkey
 
 def test_states_by_position_need_as_many_optimizers() -> None:
     optimizer = torch.optim.SGD(nn.Linear(1, 1).parameters(), lr=0.1)
-    own = strategy(optimizers=[optimizer])
     engine: Any = SimpleNamespace(index_of=lambda _: 0)
     with pytest.raises(StateError, match="states of 2 optimizers, configure_optimizers returned 1"):
-        Resume(own).load_optimizer_states(engine, [optimizer.state_dict()] * 2)
+        resume_of(optimizers=[optimizer]).load_optimizer_states(engine, [optimizer.state_dict()] * 2)
 
 
 def test_states_by_position_go_to_the_optimizer_at_that_position() -> None:
@@ -126,7 +121,6 @@ def test_states_by_position_go_to_the_optimizer_at_that_position() -> None:
     engine: Any = SimpleNamespace(
         index_of={"a": 1, "b": None, "c": 0}.get, optimizers=[SimpleNamespace(sharded=each) for each in sharded]
     )
-    own = strategy(optimizers=["a", "b", "c"])
     states = [{"param_groups": [{"params": [0]}], "of": name} for name in "abc"]
-    Resume(own).load_optimizer_states(engine, states)
+    resume_of(optimizers=["a", "b", "c"]).load_optimizer_states(engine, states)
     assert loaded == [(1, states[0]), (0, states[2])]

@@ -10,30 +10,22 @@ import pytest
 from lightning.fabric.plugins.io.torch_io import TorchCheckpointIO
 from torch import nn
 
-from ls_strategy.config import CheckpointConfig
+from ls_strategy.config import CheckpointConfig, ZeROConfig
 from ls_strategy.errors import CheckpointError
 from ls_strategy.lightning.checkpointing import saving
 from ls_strategy.lightning.checkpointing.saving import Saves
+from tests.unit.run_states import run_state
 
 
-def strategy(*, zero: bool = True, **checkpoint: Any) -> Any:
-    return SimpleNamespace(
-        config=SimpleNamespace(checkpoint=CheckpointConfig(**checkpoint)),
-        is_global_zero=zero,
-        checkpoint_io=TorchCheckpointIO(),
-        engine=None,
-        lightning_module=None,
-        on_all_ranks=lambda work: work(),
-        _alone=False,
-        _comm=None,
+def saves_of(*, rank: int = 0, module: Any = None, io: Any = None, **checkpoint: Any) -> Saves:
+    strategy: Any = SimpleNamespace(
+        checkpoint_io=io or TorchCheckpointIO(), all_interrupted=lambda: False, _alone=False
     )
-
-
-def saves_of(own: Any) -> Saves:
     setup: Any = SimpleNamespace(state_dict_hooks=None)
     loop: Any = SimpleNamespace(state=dict)
     resume: Any = SimpleNamespace(history=dict)
-    return Saves(own, loop, setup, resume)
+    run = run_state(ZeROConfig.of(3, checkpoint=CheckpointConfig(**checkpoint)), rank=rank, module=module)
+    return Saves(run, strategy, loop, setup, resume)
 
 
 class Saver:
@@ -60,14 +52,14 @@ def fail() -> None:
 
 
 def test_an_error_is_raised_by_default() -> None:
-    saves = saves_of(strategy())
+    saves = saves_of()
     with pytest.raises(CheckpointError, match="disk is full"), saves.tolerating():
         fail()
     assert saves.failed
 
 
 def test_an_error_is_logged_where_training_continues() -> None:
-    saves = saves_of(strategy(on_error="continue"))
+    saves = saves_of(on_error="continue")
     with pytest.warns(UserWarning, match="disk is full Training continues"), saves.tolerating():
         fail()
     assert saves.failed
@@ -84,24 +76,24 @@ def removed(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
 
 
 def test_a_checkpoint_is_removed_at_once_without_a_background_save(removed: list[Any]) -> None:
-    saves_of(strategy()).remove("old.ckpt")
+    saves_of().remove("old.ckpt")
     assert removed == ["old.ckpt"]
 
 
 def test_a_checkpoint_stays_after_a_failed_save(removed: list[Any]) -> None:
-    saves = saves_of(strategy())
+    saves = saves_of()
     saves.failed = True
     saves.remove("old.ckpt")
     assert removed == []
 
 
 def test_a_checkpoint_is_removed_on_rank_0_alone(removed: list[Any]) -> None:
-    saves_of(strategy(zero=False)).remove("old.ckpt")
+    saves_of(rank=1).remove("old.ckpt")
     assert removed == []
 
 
 def test_a_checkpoint_is_removed_when_the_background_save_is_committed(removed: list[Any]) -> None:
-    saves = saves_of(strategy())
+    saves = saves_of()
     saves._saver = saver = Saver()  # type: ignore[assignment]
     saves.remove("old.ckpt")
     assert removed == []
@@ -113,21 +105,19 @@ def test_a_checkpoint_is_removed_when_the_background_save_is_committed(removed: 
 def test_what_cannot_be_removed_is_a_warning(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(saving, "remove_checkpoint", lambda _: fail())
     with pytest.warns(UserWarning, match="A checkpoint was not removed. the disk is full"):
-        saves_of(strategy()).remove("old.ckpt")
+        saves_of().remove("old.ckpt")
 
 
 def test_a_users_plugin_removes_its_own_files() -> None:
     removed: list[Any] = []
-    own = strategy(format="file")
-    own.checkpoint_io = SimpleNamespace(remove_checkpoint=removed.append)
-    saves_of(own).remove("old.ckpt")
+    saves_of(io=SimpleNamespace(remove_checkpoint=removed.append), format="file").remove("old.ckpt")
     assert removed == ["old.ckpt"]
 
 
 def test_a_link_to_itself_is_not_made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     linked: list[Any] = []
     monkeypatch.setattr(saving, "link_checkpoint", lambda *paths: linked.append(paths))
-    saves, path = saves_of(strategy()), str(tmp_path / "a.ckpt")
+    saves, path = saves_of(), str(tmp_path / "a.ckpt")
     saves.link(None, path, path)  # type: ignore[arg-type]
     assert linked == []
     saves.link(None, path, str(tmp_path / "last.ckpt"))  # type: ignore[arg-type]
@@ -135,7 +125,7 @@ def test_a_link_to_itself_is_not_made(tmp_path: Path, monkeypatch: pytest.Monkey
 
 
 def test_the_end_of_a_run_raises_what_a_background_save_raises() -> None:
-    saves = saves_of(strategy())
+    saves = saves_of()
     saves._saver = saver = Saver(CheckpointError("the disk is full"))  # type: ignore[assignment]
     with pytest.raises(CheckpointError, match="disk is full"):
         saves.close(quietly=False)
@@ -143,7 +133,7 @@ def test_the_end_of_a_run_raises_what_a_background_save_raises() -> None:
 
 
 def test_the_end_of_a_failed_run_only_logs_it() -> None:
-    saves = saves_of(strategy())
+    saves = saves_of()
     saves._saver = saver = Saver(CheckpointError("the disk is full"))  # type: ignore[assignment]
     with pytest.warns(UserWarning, match="disk is full"):
         saves.close(quietly=True)
@@ -151,22 +141,18 @@ def test_the_end_of_a_failed_run_only_logs_it() -> None:
 
 
 def test_no_checkpoint_is_collected_after_an_exception_on_this_rank_only() -> None:
-    own = strategy()
-    own.lightning_module = SimpleNamespace(trainer=SimpleNamespace(interrupted=True))
-    own.all_interrupted = lambda: False
-    with pytest.warns(UserWarning, match="No checkpoint is saved"), saves_of(own).collecting() as wanted:
+    saves = saves_of(module=SimpleNamespace(trainer=SimpleNamespace(interrupted=True)))
+    with pytest.warns(UserWarning, match="No checkpoint is saved"), saves.collecting() as wanted:
         assert not wanted
 
 
 def test_weights_without_an_engine_are_the_modules() -> None:
-    own = strategy()
-    own.lightning_module = nn.Linear(2, 1)
-    assert saves_of(own).weights().keys() == {"weight", "bias"}
+    assert saves_of(module=nn.Linear(2, 1)).weights().keys() == {"weight", "bias"}
 
 
 def test_nothing_is_removed_after_a_failed_save_while_snapshots_go_on(tmp_path: Path) -> None:
     """Snapshots have a saver in the background even where checkpoints are saved at once."""
-    saves = saves_of(strategy(on_error="continue"))
+    saves = saves_of(on_error="continue")
     saver: Any = Saver()
     saves._saver = saver
     with pytest.warns(UserWarning, match="disk is full"), saves.tolerating():

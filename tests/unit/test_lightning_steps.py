@@ -14,6 +14,7 @@ from ls_strategy.lightning.loop.pipeline import PipelineLoop
 from ls_strategy.lightning.loop.plain import StepLoop
 from ls_strategy.lightning.steps import Steps
 from ls_strategy.parallel import logits
+from tests.unit.run_states import run_state
 
 
 @pytest.fixture(autouse=True)
@@ -44,17 +45,11 @@ def make(calls: list[Any], *, pipeline: Any = None, automatic: bool = True, aske
         step=nullcontext, agree=lambda: asked, asked=asked, ask=lambda what: calls.append(("ask", what))
     )
     trainer = SimpleNamespace(_signal_connector=SimpleNamespace(received_sigterm=False))
-    strategy: Any = SimpleNamespace(
-        lightning_module=SimpleNamespace(automatic_optimization=automatic, trainer=trainer),
-        virtual=None,
-        _lockstep=lockstep,
-        require_engine=lambda: engine,
-        engine=engine,
-        activations=SimpleNamespace(active=None, around_forward=nullcontext, defers_logits=False),
-        parallel=SimpleNamespace(pipeline=pipeline, replica_ranks=2),
-    )
+    module = SimpleNamespace(automatic_optimization=automatic, trainer=trainer)
+    run = run_state(module=module, lockstep=lockstep, engine=engine)
+    run.parallel.pipeline, run.parallel.replica_ranks = pipeline, 2
     parts: Any = SimpleNamespace(
-        strategy=strategy,
+        run=run,
         planning=SimpleNamespace(explain_memory=lambda error: None),
         uneven=SimpleNamespace(),
         resume=SimpleNamespace(restore_random_states=lambda: calls.append(("random", {}))),
@@ -115,7 +110,7 @@ def test_a_pipelines_backward_has_run(calls: list[Any]) -> None:
     with steps.around_backward(steps._module) as to_run:
         assert not to_run
     assert calls == []
-    assert not steps._strategy.require_engine().keeps_gradients
+    assert not steps._run.require_engine().keeps_gradients
 
 
 def test_a_failed_backward_is_not_ended(calls: list[Any]) -> None:

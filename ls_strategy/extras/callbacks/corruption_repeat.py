@@ -143,7 +143,7 @@ class MovedRanks(VirtualRanks):
 
     def __init__(self, own: VirtualRanks, shift: int) -> None:
         """``own``: those of this process; ``shift``: how many ranks on the other process is."""
-        super().__init__(own._strategy, own.count)
+        super().__init__(own._parallel, own._strategy, own.count)
         self.random, self._has_hooks = own.random, own._has_hooks
         self._split = Rotated(own.split.shares, shift)
         self.others: list[Any] = []

@@ -44,21 +44,12 @@ from ls_strategy.lightning.checkpointing.data_position import forget
 if TYPE_CHECKING:
     import lightning.pytorch as pl
 
+    from ls_strategy.lightning.run_state import RunState
+
 DATA = "data"
 """Under which a checkpoint has the notes of a rank, among its random states."""
 
 _END = object()
-
-
-class _Strategy(Protocol):
-    """What a strategy tells about its ranks and its fit."""
-
-    virtual: Any
-    world_size: Any
-    global_rank: Any
-    lightning_module: Any
-    data_parallel_size: Any
-    require_engine: Any
 
 
 class _Resume(Protocol):
@@ -80,9 +71,9 @@ class _Resume(Protocol):
 class DataResume:
     """The training data of one rank, in a fit that may resume."""
 
-    def __init__(self, strategy: _Strategy, resume: _Resume) -> None:
+    def __init__(self, run: RunState, resume: _Resume) -> None:
         """Begin without a checkpoint."""
-        self._strategy, self._resume = strategy, resume
+        self._run, self._resume = run, resume
         self._notes = DataNotes()
         self._notes.on_making, self._notes.on_made = self._before_pass, self._after_pass
         self._saved: dict[str, Any] | None = None
@@ -110,9 +101,7 @@ class DataResume:
 
     @property
     def _trainer(self) -> pl.Trainer:
-        module = self._strategy.lightning_module
-        assert module is not None
-        return module.trainer
+        return self._run.require_module().trainer
 
     def forget(self) -> None:
         """Forget the notes of a checkpoint."""
@@ -131,16 +120,16 @@ class DataResume:
             random: the random states by rank, which are changed.
             replicas: the number of model replicas in the run that has saved them, if it is known.
         """
-        strategy, self._saved, self._replicas = self._strategy, None, None
+        run, self._saved, self._replicas = self._run, None, None
         found = {name: each.pop(DATA, None) for name, each in random.items()}
         all_notes: list[Any] = list(found.values())
         if not all_notes or None in all_notes:
             return
-        same = len(found) == strategy.world_size
-        notes = found[f"rank_{strategy.global_rank}"] if same else all_notes[0]
-        if strategy.virtual is not None:
+        same = len(found) == run.comm.world_size
+        notes = found[f"rank_{run.comm.rank}"] if same else all_notes[0]
+        if run.virtual is not None:
             merge_virtual(notes["states"] or [], [each["states"] for each in all_notes])
-        elif not same and not replicas == strategy.data_parallel_size == 1:
+        elif not same and not replicas == run.data_parallel_size == 1:
             self._replicas = replicas or len(found)
         self._saved = notes
 
@@ -301,7 +290,7 @@ class DataResume:
             why = f"the checkpoint does not hold how they were read. {_AT_END}"
         elif ranks is not None:
             why = (
-                f"which samples {ranks} ranks have read cannot be known on {self._strategy.data_parallel_size}. Resume "
+                f"which samples {ranks} ranks have read cannot be known on {self._run.data_parallel_size}. Resume "
                 f"on {ranks} ranks, or at the end of an epoch."
             )
         elif saved["kinds"] != kinds:
@@ -348,7 +337,7 @@ class DataResume:
         """Let iterators draw what they have drawn when the epoch began."""
         notes = self._notes
         notes.set_generators(saved["generators"])
-        if saved["before"] is not None and self._strategy.virtual is None:
+        if saved["before"] is not None and self._run.virtual is None:
             self._outside = random_states()
             notes.before, notes.first = saved["before"], saved["first"]
             restore_random_states(saved["before"])
@@ -409,7 +398,7 @@ class DataResume:
         self._behind = None
         for loader in self._notes.loaders:
             forget_start(loader)
-        problems = self._strategy.require_engine().comm.exchange_objects(problem)
+        problems = self._run.comm.exchange_objects(problem)
         found = {rank: each for rank, each in enumerate(problems) if each}
         if found:
             ranks = "" if len(found) == len(problems) else f" (on ranks {', '.join(map(str, found))})"

@@ -35,14 +35,16 @@ if TYPE_CHECKING:
     import lightning.pytorch as pl
 
     from ls_strategy.lightning.readings import EngineStrategy
+    from ls_strategy.lightning.run_state import RunState
 
 
 class Resume:
     """State of a loaded checkpoint that is still to be restored."""
 
-    def __init__(self, strategy: EngineStrategy) -> None:
-        self._strategy = strategy
-        self.reading = DataResume(strategy, self)
+    def __init__(self, run: RunState, strategy: EngineStrategy) -> None:
+        """Restore nothing yet. ``strategy`` has Lightning's part: files, optimizers, and the precision."""
+        self._run, self._strategy = run, strategy
+        self.reading = DataResume(run, self)
         """Where the training data continue."""
         self._ours: dict[str, Any] = {}
         """The entries of the last loaded checkpoint that only this package reads."""
@@ -74,8 +76,8 @@ class Resume:
         self._has_trained = self._goes_back = False
         self._position = self._random = self._before_iterators = self._between = self._loaded = None
         self.reading.forget()
-        if self._strategy.virtual is not None:
-            self._strategy.virtual.random.restore({})
+        if self._run.virtual is not None:
+            self._run.virtual.random.restore({})
 
     def note_step(self) -> None:
         """Record that this fit runs a training step.
@@ -105,10 +107,10 @@ class Resume:
         Raises:
             CheckpointError: the folder is not committed, or damaged.
         """
-        strategy = self._strategy
+        strategy, comm = self._strategy, self._run.comm
         strategy.wait_for_saves()
         self._goes_back = self._has_trained
-        if strategy.is_global_zero:
+        if comm.rank == 0:
             recover(path)
         strategy.barrier("ZeROStrategy.load_checkpoint")
         if not contents.is_folder(path):
@@ -121,12 +123,12 @@ class Resume:
                     "dictionary. Give one that a Trainer saved."
                 )
             check = partial(contents.verify_file, path, checkpoint)
-            strategy.on_all_ranks(check if strategy.is_global_zero else lambda: None)
+            comm.on_all_ranks(check if comm.rank == 0 else lambda: None)
             self._ours = checkpoint.pop(contents.OURS, {})
             self._take(self._ours)  # a file's top level is Lightning's and the user's
             return checkpoint
         read = partial(contents.read, path, strategy.checkpoint_io, weights_only)
-        checkpoint = strategy.on_all_ranks(read)
+        checkpoint = comm.on_all_ranks(read)
         self._ours = checkpoint.pop(contents.OURS)
         self._take(checkpoint)
         if self._between is not None and self._between["loaders"]:
@@ -143,27 +145,26 @@ class Resume:
         self._take_random_states(states)
 
     def _take_random_states(self, states: dict[str, Any]) -> None:
-        virtual = self._strategy.virtual
+        virtual = self._run.virtual
         self._between = None
         self.reading.take(states, self._ours.get("world_size"))
         if self._ours.get(before_batch.MARK):
             self._take_between(states)
-        self._random = states.get(f"rank_{self._strategy.parallel.first_rank}")
+        self._random = states.get(f"rank_{self._run.parallel.first_rank}")
         if virtual is not None:
             self._random = self._random or states.get("rank_0")  # of the same seed, as long as hooks draw on all ranks
             virtual.random.restore({k: v for each in states.values() for k, v in each.get(VIRTUAL, {}).items()})
         (self._random or {}).pop(VIRTUAL, None)
 
     def _take_between(self, states: dict[str, Any]) -> None:
-        ranks, module = self._strategy.world_size, self._strategy.lightning_module
-        if len(states) != ranks and self._strategy.virtual is None:
+        ranks = self._run.comm.world_size
+        if len(states) != ranks and self._run.virtual is None:
             raise PlanError(
                 f"Got a snapshot of {len(states)} ranks on {ranks} ranks, but without virtual ranks another number of "
                 f"ranks trains on other batches. Set parallel.virtual_ranks={len(states)}, or start as many ranks."
             )
-        self._between = before_batch.of_rank(states, self._strategy.global_rank, ranks)
-        assert module is not None
-        end_restart(module.trainer, self._continue_between)
+        self._between = before_batch.of_rank(states, self._run.comm.rank, ranks)
+        end_restart(self._run.require_module().trainer, self._continue_between)
 
     @property
     def between_batches(self) -> bool:
@@ -172,8 +173,7 @@ class Resume:
 
     def _continue_between(self) -> None:
         """Restore what a snapshot holds besides a checkpoint, before the first batch is fetched."""
-        module, states = self._strategy.lightning_module, self._between
-        assert module is not None
+        module, states = self._run.require_module(), self._between
         assert states is not None
         before_batch.restore(states, module.trainer, module)
         self._between = None
@@ -183,15 +183,14 @@ class Resume:
 
     def load_weights(self, weights: Mapping[str, Any], *, strict: bool) -> None:
         """Load weights into the module, or keep them until there is an engine that can. Collective with an engine."""
-        module, engine = self._strategy.lightning_module, self._strategy.engine
-        assert module is not None
+        module, engine = self._run.require_module(), self._run.engine
         may_lack = self._ours.get("left_out", ())
 
         def load(engine: Engine) -> None:
             load_full_state_dict(module, weights, engine.units, strict=strict, may_lack=may_lack)
 
         if engine is not None and Engine.holding(module) is engine:
-            self._strategy.on_all_ranks(partial(load, engine))
+            self._run.comm.on_all_ranks(partial(load, engine))
         elif (
             may_lack
             or any(p.is_meta for p in module.parameters())
@@ -208,7 +207,7 @@ class Resume:
         """Load weights that waited for this engine, if there are any. Collective then."""
         if self._weights is not None:
             load, self._weights = self._weights, None
-            self._strategy.on_all_ranks(partial(load, engine))
+            self._run.comm.on_all_ranks(partial(load, engine))
 
     def load_optimizer_states(self, engine: Engine, states: Sequence[dict[str, Any]]) -> None:
         """Load optimizer states, by parameter name (folders) or by position (files). Collective.
@@ -221,7 +220,7 @@ class Resume:
         optimizers = self._strategy.optimizers
         indices = [engine.index_of(unwrap_optimizer(o)) for o in optimizers]
         if contents.is_named(states):
-            self._strategy.on_all_ranks(partial(contents.load_optimizers, engine, indices, states))
+            self._run.comm.on_all_ranks(partial(contents.load_optimizers, engine, indices, states))
             return
         if states and len(states) != len(optimizers):
             raise StateError(
@@ -245,7 +244,7 @@ class Resume:
 
     def on_batch(self) -> None:
         """Restore random states once the first training batch was fetched, before the module sees it."""
-        module = self._strategy.lightning_module
+        module = self._run.module
         if self.pending and module is not None and module.trainer.training:
             self.restore_random_states()
 
@@ -266,8 +265,8 @@ class Resume:
     def _beginning(self, trainer: pl.Trainer) -> Generator[None, None, None]:
         if not is_resuming(trainer):  # user code has only looked into a checkpoint
             self.forget()
-        if self._strategy.virtual is not None:
-            self._strategy.virtual.begun = True
+        if self._run.virtual is not None:
+            self._run.virtual.begun = True
         with self.making_iterators():
             yield
         self.reading.made()
@@ -281,7 +280,7 @@ class Resume:
 
     def _go_on(self, loaders: list[Any]) -> bool:
         """Let loaders that were made before the progress was restored continue. Return whether iterators have to."""
-        virtual = self._strategy.virtual
+        virtual = self._run.virtual
         moved = [
             self.data(each) for one in loaders for each in (one.loaders if isinstance(one, VirtualLoader) else [one])
         ]
@@ -291,7 +290,7 @@ class Resume:
     @property
     def makes_iterators(self) -> bool:
         """Return whether the first iterator over the training data draws its seeds from the saved random states."""
-        module = self._strategy.lightning_module
+        module = self._run.module
         if not self.pending or module is None:
             return False
         batches: Any = module.trainer.fit_loop.epoch_loop.batch_progress
@@ -325,7 +324,7 @@ class Resume:
 
     def data(self, dataloader: Any) -> bool:
         """Let the training data continue where the checkpoint was saved. Return whether iterators stand elsewhere."""
-        module = self._strategy.lightning_module
+        module = self._run.module
         trainer = None if module is None else module._trainer
         data_position.forget(dataloader)
         if not self._position or trainer is None or not trainer.training or not self.resumes(trainer):

@@ -43,6 +43,7 @@ if TYPE_CHECKING:
     from ls_strategy.lightning.engine_setup import EngineSetup
     from ls_strategy.lightning.loop.plain import StepLoop
     from ls_strategy.lightning.readings import EngineStrategy
+    from ls_strategy.lightning.run_state import RunState
 
 _FITTING = (TrainerFn.FITTING, TrainerStatus.RUNNING)
 """The Trainer's state during a fit, including its validation."""
@@ -55,13 +56,24 @@ the questions of a long save, collective calls of one byte, below seven per seco
 class Saves:
     """The saves of a strategy, some of which may run in the background."""
 
-    def __init__(self, strategy: EngineStrategy, loop: StepLoop, engine_setup: EngineSetup, resume: Resume) -> None:
-        """Save nothing yet. A checkpoint has the state of ``loop``, and where ``resume`` has read the data to."""
+    def __init__(
+        self, run: RunState, strategy: EngineStrategy, loop: StepLoop, engine_setup: EngineSetup, resume: Resume
+    ) -> None:
+        """Save nothing yet.
+
+        Args:
+            run: what is saved.
+            strategy: has Lightning's part: how files are written, and what a subclass of the user's overrides.
+            loop: has a state of its own.
+            engine_setup: has the engine of the module as it is now.
+            resume: knows where the data have been read to.
+        """
         self.failed = False
         """Whether the last checkpoint could not be written and training went on (``checkpoint.on_error``)."""
         self.collection: Collection | None = None
         """The contents of a checkpoint folder while ``trainer.save_checkpoint`` collects them."""
-        self._strategy, self._loop, self._engine_setup, self._resume = strategy, loop, engine_setup, resume
+        self._run, self._strategy, self._loop = run, strategy, loop
+        self._engine_setup, self._resume = engine_setup, resume
         self._saver: BackgroundSaver | None = None
         self._snapshot: SaveTarget | None = None
         """Where the checkpoint that is being collected goes, if that is not a path of the user's."""
@@ -79,9 +91,8 @@ class Saves:
     @contextmanager
     def collecting(self) -> Generator[bool, None, None]:
         """Surround what Lightning collects for one checkpoint; yield False if there is to be no checkpoint."""
-        strategy = self._strategy
-        engine, module = strategy.engine, strategy.lightning_module
-        if module is not None and module.trainer.interrupted and not strategy.all_interrupted():
+        engine, module = self._run.engine, self._run.module
+        if module is not None and module.trainer.interrupted and not self._strategy.all_interrupted():
             rank_zero_warn("No checkpoint is saved on this exception: other ranks continue, or a step is incomplete.")
             yield False
             return
@@ -98,7 +109,7 @@ class Saves:
             return
         engine.check_complete()
         engine.wait()
-        frozen = strategy.config.checkpoint.frozen
+        frozen = self._run.config.checkpoint.frozen
         self.collection = FileCollection(engine) if is_file else Collection(engine, frozen=frozen)
         try:
             yield True
@@ -108,7 +119,7 @@ class Saves:
 
     def _decide(self, engine: Engine) -> Kind:
         """Return the kind of the next checkpoint, and log it if it is another than before. Collective."""
-        before, module = self._kind, self._strategy.lightning_module
+        before, module = self._kind, self._run.module
         hooks = module is not None and gets_checkpoints(module)
         disks = disks_of(engine) if self._may_write_together() else ""
         self._kind = kind_of(engine, engine.mesh.world.exchange_objects, hooks=hooks, disks=disks)
@@ -125,8 +136,7 @@ class Saves:
 
     def weights(self) -> dict[str, Any]:
         """Return full weights on the CPU of rank 0, or stand-ins while a folder is collected. Collective without it."""
-        engine, module = self._strategy.engine, self._strategy.lightning_module
-        assert module is not None
+        engine, module = self._run.engine, self._run.require_module()
         if engine is None:
             return module.state_dict()
         if self.collection is not None:
@@ -145,12 +155,10 @@ class Saves:
 
     def raw_weights(self) -> dict[str, Any]:
         """Return the module's own ``state_dict()``, at stage 3 with released parameters."""
-        strategy, module = self._strategy, self._strategy.lightning_module
-        assert module is not None
-        if strategy.engine is not None:
-            strategy.engine.wait()
+        if self._run.engine is not None:
+            self._run.engine.wait()
         with self._gathering_nothing():
-            return module.state_dict()
+            return self._run.require_module().state_dict()
 
     def _gathering_nothing(self) -> AbstractContextManager[None]:
         """Return a context in which ``state_dict()`` of the module and its parts is not collective."""
@@ -159,7 +167,7 @@ class Saves:
 
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
         """Return the state of an optimizer: full, or stand-ins while a folder is collected. Collective without it."""
-        inner, engine = unwrap_optimizer(optimizer), self._strategy.require_engine()
+        inner, engine = unwrap_optimizer(optimizer), self._run.require_engine()
         engine.state_offload.require()
         collection = self.collection
         index = engine.index_of(inner)
@@ -175,11 +183,11 @@ class Saves:
         Raises:
             CheckpointError: on every rank, if any rank failed; earlier checkpoints are untouched.
         """
-        strategy, config = self._strategy, self._strategy.config.checkpoint
+        run, config, comm = self._run, self._run.config.checkpoint, self._run.parallel.world
         collection, self.collection = self.collection, None
         if not checkpoint:
             return
-        module, checkpoint_io = strategy.lightning_module, strategy.checkpoint_io
+        module, checkpoint_io = run.module, self._strategy.checkpoint_io
         to_share = collection if isinstance(collection, FileCollection) else None
         if to_share is not None and not self._can_share(to_share, checkpoint, path, storage_options):
             assert module is not None
@@ -190,18 +198,17 @@ class Saves:
             position = {**data_position.position(module.trainer), **self._loop.state()}
             position.update(self._resume.history())
             checkpoint = {**checkpoint, contents.OURS: position}  # not in place: hooks keep the dictionary they got
-        if strategy.engine is not None:
-            checkpoint = contents.with_full_modules(checkpoint, strategy.engine)
-        comm = strategy._comm
+        if run.engine is not None:
+            checkpoint = contents.with_full_modules(checkpoint, run.engine)
         # A save after the fit is complete when the call returns.
         fitting = module is not None and comm is not None and module.trainer.training
         saver = self._background() if config.background and fitting else None
         refused = True
         with self.tolerating():
-            refused = self._wait(refused=saver is not None and strategy.is_global_zero and not _is_replaceable(path))
+            refused = self._wait(refused=saver is not None and run.parallel.is_first and not _is_replaceable(path))
         with self.tolerating():
             if saver is not None and refused:  # a wrong path is an error now, not at the next save
-                strategy.on_all_ranks(partial(check_replaceable, path) if strategy.is_global_zero else lambda: None)
+                run.comm.on_all_ranks(partial(check_replaceable, path) if run.parallel.is_first else lambda: None)
             background = None if saver is None else Background(saver)
             to = (checkpoint, path, checkpoint_io, storage_options)
             if collection is None:
@@ -225,7 +232,7 @@ class Saves:
         self, collection: FileCollection, checkpoint: dict[str, Any], path: str, storage_options: Any
     ) -> bool:
         """Return whether the ranks, which are on one host, can write the file together. Collective."""
-        world, place = self._strategy.require_engine().mesh.world, CheckpointPath(path)
+        world, place = self._run.require_engine().mesh.world, CheckpointPath(path)
         can = storage_options is None and place.local and not collection.contents.computed_with(checkpoint)
         folder = place.parent.path if can and _is_replaceable(path) else ""  # else the save says why not
         can, folder = world.exchange_objects((can, folder))[0]
@@ -255,9 +262,7 @@ class Saves:
         Raises:
             CheckpointError: on every rank, if a checkpoint in the background failed before (``checkpoint.on_error``).
         """
-        strategy = self._strategy
-        module = strategy.lightning_module
-        assert module is not None
+        module = self._run.require_module()
         try:
             self.wait()
         except CheckpointError as error:  # of a checkpoint before this
@@ -274,7 +279,7 @@ class Saves:
         checkpoint = contents.with_full_modules({**checkpoint, contents.OURS: position}, collection.engine)
         random = {**self._random(), before_batch.STATES: before_batch.states(module.trainer, module)}
         background = Background(self._background(), target, failed)
-        contents.write(collection, checkpoint, name, strategy.checkpoint_io, None, background, random)
+        contents.write(collection, checkpoint, name, self._strategy.checkpoint_io, None, background, random)
 
     def save_weights(self, path: str, plan: Callable[[dict[str, Any]], tuple[SaveTarget, Container[str]]]) -> None:
         """Save weights alone to a target, in the background as checkpoints are (``checkpoint.background``). Collective.
@@ -287,8 +292,7 @@ class Saves:
         Raises:
             CheckpointError: on every rank, if any rank failed, or if the save before failed (``checkpoint.on_error``).
         """
-        strategy, module = self._strategy, self._strategy.lightning_module
-        assert module is not None
+        module = self._run.require_module()
         with self.tolerating():
             self.wait()
         engine = self._engine_setup.follow_optimizers()
@@ -305,24 +309,23 @@ class Saves:
         }
         with self.tolerating():
             # Also where training waits: one rank may write for longer than the others can wait in a collective call.
-            background = Background(self._background(), target, waits=not strategy.config.checkpoint.background)
-            contents.write(collection, checkpoint, path, strategy.checkpoint_io, None, background, {})
+            background = Background(self._background(), target, waits=not self._run.config.checkpoint.background)
+            contents.write(collection, checkpoint, path, self._strategy.checkpoint_io, None, background, {})
             if background.waits:
                 self.wait()
 
     def _random(self) -> dict[str, Any]:
         """Return the random states of this process and of its virtual ranks, and where its training data stand."""
-        virtual, module = self._strategy.virtual, self._strategy.lightning_module
+        virtual, module = self._run.virtual, self._run.module
         data = {} if module is None else {DATA: self._resume.reading.saved()}
         return {**random_states(), **data, **({} if virtual is None else {VIRTUAL: virtual.random.saved()})}
 
     def _background(self) -> BackgroundSaver:
-        comm = self._strategy._comm
-        assert comm is not None
+        comm = self._run.comm
         if self._saver is None:
             # Not by a number of this process: other ranks' processes may have saved more, or less, before this run.
             name = comm.exchange_objects(uuid.uuid4().hex)[0]
-            self._saver = BackgroundSaver(comm.rank, comm.world_size, self._strategy.root_device, name)
+            self._saver = BackgroundSaver(comm.rank, comm.world_size, self._run.parallel.device, name)
         return self._saver
 
     @contextmanager
@@ -336,7 +339,7 @@ class Saves:
             self._raise_or_log(error)
 
     def _raise_or_log(self, error: CheckpointError) -> None:
-        if self._strategy.config.checkpoint.on_error == "raise":
+        if self._run.config.checkpoint.on_error == "raise":
             raise error
         rank_zero_warn(f"{error} Training continues (checkpoint.on_error='continue').")
 
@@ -361,8 +364,7 @@ class Saves:
         The thread of a save waits for the reports of all ranks, however long writing takes. It cannot tell a slow rank
         from one that was lost, but a collective call can: it fails at once.
         """
-        comm = self._strategy._comm
-        assert comm is not None
+        comm = self._run.comm
         pause = _FIRST_PAUSE_S
         while True:
             in_flight, anywhere = comm.agree(torch.tensor([saver.in_flight, refused], dtype=torch.uint8)).tolist()
@@ -373,7 +375,7 @@ class Saves:
 
     def _after_save(self, action: Callable[[], None]) -> None:
         """Run ``action`` on rank 0 when the last save is committed; never, if that save failed."""
-        if not self._strategy.is_global_zero or self.failed:
+        if not self._run.parallel.is_first or self.failed:
             return
         if self._saver is not None:
             self._saver.then(action)
@@ -403,7 +405,7 @@ class Saves:
 
         try:
             # In the background there is no error yet on which ranks would have to agree.
-            link() if self._strategy._alone or self._saver is not None else self._strategy.on_all_ranks(link)
+            link() if self._strategy._alone or self._saver is not None else self._run.comm.on_all_ranks(link)
         except CheckpointError as error:
             self._raise_or_log(error)
 

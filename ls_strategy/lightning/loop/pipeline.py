@@ -24,18 +24,18 @@ class PipelineLoop(StepLoop):
     @classmethod
     def of(cls, parts: LoopParts) -> PipelineLoop | None:
         """Return the loop if the options ask for a pipeline."""
-        return cls(parts) if parts.strategy.config.parallel.pp.size > 1 else None
+        return cls(parts) if parts.run.config.parallel.pp.size > 1 else None
 
     @property
     def _pipeline(self) -> Pipeline:
-        pipeline = self._strategy.parallel.pipeline
+        pipeline = self._run.parallel.pipeline
         assert pipeline is not None
         return pipeline
 
     @override
     def train(self, call: StepCall) -> Any:
         call.engine.begin_step(sync_buffers_after=call.synchronises)
-        with self._strategy.activations.around_forward():
+        with self._run.activations.around_forward():
             last = not call.accumulates
             return self._pipeline.train(self._module, call.engine, call.step, call.args, last=last)
 

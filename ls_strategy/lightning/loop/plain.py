@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from ls_strategy.lightning import guards
 from ls_strategy.lightning.loop.call import StepCall
-from ls_strategy.lightning.readings import EngineStrategy
+from ls_strategy.lightning.run_state import RunState
 from ls_strategy.parallel import logits
 
 if TYPE_CHECKING:
@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 class LoopParts:
     """What a loop works with."""
 
-    strategy: EngineStrategy
+    run: RunState
 
     planning: Planning
     """Explains why a step did not fit into memory."""
@@ -57,14 +57,12 @@ class StepLoop:
     """Whether an update of offloaded states may begin while backward runs: then all gradients of a buffer are there."""
 
     def __init__(self, parts: LoopParts) -> None:
-        self._strategy, self._planning = parts.strategy, parts.planning
+        self._run, self._planning = parts.run, parts.planning
         self._uneven, self._resume = parts.uneven, parts.resume
 
     @property
     def _module(self) -> pl.LightningModule:
-        module = self._strategy.lightning_module
-        assert module is not None
-        return module
+        return self._run.require_module()
 
     # a run -----------------------------------------------------------------------------------------------------------
 
@@ -86,7 +84,7 @@ class StepLoop:
     def loader(self, dataloader: Any, process: Callable[[Any], Any]) -> Any:
         """Return the loader of this rank. ``process`` is what Lightning's strategies make of one."""
         self._resume.data(dataloader)
-        self._strategy.parallel.seed_workers(dataloader)
+        self._run.parallel.seed_workers(dataloader)
         return process(dataloader)
 
     def moving_batch(self) -> AbstractContextManager[Any]:
@@ -105,7 +103,7 @@ class StepLoop:
     def train(self, call: StepCall) -> Any:
         """Run ``training_step``."""
         call.engine.begin_step(sync_buffers_after=call.synchronises)
-        activations = self._strategy.activations
+        activations = self._run.activations
         with nullcontext() if activations.active is None else activations.around_forward(), self.around_step(call.args):
             output = call.step(*call.args, **call.kwargs)
         call.engine.end_forward()
@@ -127,8 +125,8 @@ class StepLoop:
 
         Collective if any are sharded.
         """
-        strategy = self._strategy
-        shown = strategy.activations.defers_logits or strategy.parallel.replica_ranks > 1
+        run = self._run
+        shown = run.activations.defers_logits or run.parallel.replica_ranks > 1
         return logits.gather(output) if shown else output
 
     @contextmanager

@@ -26,11 +26,11 @@ class VirtualLoop(StepLoop):
     @classmethod
     def of(cls, parts: LoopParts) -> VirtualLoop | None:
         """Return the loop if the options ask for virtual ranks."""
-        return None if parts.strategy.virtual is None else cls(parts)
+        return None if parts.run.virtual is None else cls(parts)
 
     @property
     def _virtual(self) -> VirtualRanks:
-        virtual = self._strategy.virtual
+        virtual = self._run.virtual
         assert virtual is not None
         return virtual
 
@@ -59,7 +59,7 @@ class VirtualLoop(StepLoop):
     @override
     def train(self, call: StepCall) -> Any:
         def forward(*args: Any) -> Any:
-            with self._strategy.activations.around_forward():
+            with self._run.activations.around_forward():
                 return self._full_outputs(call.step(*args))
 
         return self._virtual.train(call.engine, forward, call.args, synchronises=call.synchronises)

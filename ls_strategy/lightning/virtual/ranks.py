@@ -38,23 +38,15 @@ from ls_strategy.transient import Method
 from ls_strategy.zero.passes.reduce import InTree
 
 if TYPE_CHECKING:
-    from ls_strategy.config import ZeROConfig
-    from ls_strategy.engine import Engine
-    from ls_strategy.lightning.precision import ZeROPrecision
+    from ls_strategy.lightning.parallel import ModelParallel
 
 
-class _VirtualRanksStrategy(Protocol):
+class _Strategy(Protocol):
     """What virtual ranks use of a strategy."""
 
-    config: ZeROConfig
     islands: tuple[int, int]
-    parallel: Any
     lightning_module: Any
     _layer_sync: Any
-
-    def require_engine(self) -> Engine: ...
-
-    def zero_precision(self) -> ZeROPrecision: ...
 
     def batch_to_device(self, batch: Any, device: Any = None, dataloader_idx: int = 0) -> Any: ...
 
@@ -78,9 +70,9 @@ _TRANSFER = ("on_before_batch_transfer", "transfer_batch_to_device", "on_after_b
 class VirtualRanks:
     """The virtual ranks of this process."""
 
-    def __init__(self, strategy: _VirtualRanksStrategy, count: int) -> None:
+    def __init__(self, parallel: ModelParallel, strategy: _Strategy, count: int) -> None:
         """``count``: the number of all virtual ranks."""
-        self._strategy, self.count = strategy, count
+        self._parallel, self._strategy, self.count = parallel, strategy, count
         self.random = VirtualRandom()
         self._replaced: Method | None = None
         self._loaders: list[VirtualLoader] = []
@@ -97,21 +89,21 @@ class VirtualRanks:
         """Whether the fit loop runs. Before it does, user code may ask for the number of batches."""
 
     @classmethod
-    def of(cls, strategy: _VirtualRanksStrategy) -> VirtualRanks | None:
+    def of(cls, parallel: ModelParallel, strategy: _Strategy) -> VirtualRanks | None:
         """Return the virtual ranks that a strategy's options set, or None."""
-        count = strategy.config.parallel.virtual_ranks
-        return None if count is None else cls(strategy, count)
+        count = parallel.config.virtual_ranks
+        return None if count is None else cls(parallel, strategy, count)
 
     # ranks -----------------------------------------------------------------------------------------------------------
 
     @property
     def _rank(self) -> int:
-        return self._strategy.parallel.data_rank[0]
+        return self._parallel.data_rank[0]
 
     @property
     def split(self) -> Split:
         """Return the split of the virtual ranks over the ranks."""
-        return split_of(self._strategy.config.parallel, self._strategy.parallel.data_rank[1])
+        return split_of(self._parallel.config, self._parallel.data_rank[1])
 
     @property
     def ranks(self) -> list[int]:
@@ -124,7 +116,7 @@ class VirtualRanks:
         Raises:
             PlanError: with the cure.
         """
-        check_ranks(self._strategy.config.parallel, self._strategy.parallel.data_rank[1])
+        check_ranks(self._parallel.config, self._parallel.data_rank[1])
         if not module.automatic_optimization and trainer.state.fn == TrainerFn.FITTING:
             raise PlanError(
                 "Got parallel.virtual_ranks with automatic_optimization=False, but the steps of several virtual ranks "
@@ -150,9 +142,13 @@ class VirtualRanks:
 
     @property
     def _trainer(self) -> pl.Trainer:
+        return self._module.trainer
+
+    @property
+    def _module(self) -> pl.LightningModule:
         module = self._strategy.lightning_module
         assert module is not None
-        return module.trainer
+        return module
 
     def _keeps_random(self) -> bool:
         return not self._trainer.sanity_checking
@@ -220,15 +216,13 @@ class VirtualRanks:
         self._loaders.append(made)
         for each in made.loaders:
             resume.data(each)
-        made.exchange = self._exchange
+        assert self._parallel.world is not None
+        made.exchange = self._parallel.world.exchange_objects
         made.begin_run(training=self._trainer.training)
         if self._trainer.training:
             made.first = self._batches_before
             made.on_iterate, made.on_batch = partial(self._make_iterators, resume), self.random.before_batch
         return made
-
-    def _exchange(self, own: Any) -> list[Any]:
-        return self._strategy.require_engine().comm.exchange_objects(own)
 
     def _others(self, args: Sequence[Any]) -> list[Any]:
         """Return the batches of this process's other virtual ranks, which belong to the one in ``args``."""
@@ -244,8 +238,7 @@ class VirtualRanks:
 
     def _prepared(self, batch: Any, dataloader_idx: int) -> Any:
         """Return a batch as Lightning would give it to a step. Inside `as_rank`."""
-        trainer, module = self._trainer, self._strategy.lightning_module
-        assert module is not None
+        trainer, module = self._trainer, self._module
         batch = trainer.precision_plugin.convert_input(batch)
         batch = module._on_before_batch_transfer(batch, dataloader_idx=dataloader_idx)
         return self._strategy.batch_to_device(batch, dataloader_idx=dataloader_idx)
@@ -264,8 +257,7 @@ class VirtualRanks:
         Returns:
             What ``training_step`` has returned for the first virtual rank. Its loss leads to the last round's graph.
         """
-        module, rounds = self._strategy.lightning_module, self.split.rounds
-        assert module is not None
+        module, rounds = self._module, self.split.rounds
         batches = [args[0], *(self._others(args) if len(self.ranks) > 1 else [])]
         if len(rounds) > 1:
             self._drop_old_gradients(engine)
@@ -291,7 +283,7 @@ class VirtualRanks:
             done += rank is not None
             engine.end_forward()
             if not now.is_last:
-                self._backward(module, None if found is None else loss_of(found, rank))
+                self._backward(engine, None if found is None else loss_of(found, rank))
         self._after_backward = partial(buffers.end, forget=synchronises)
         metrics.restore()
         log.replay(engine.comm, self.ranks, self.count)
@@ -323,20 +315,19 @@ class VirtualRanks:
         finally:
             engine.reducer.round = None
 
-    def _backward(self, module: pl.LightningModule, loss: Tensor | None) -> None:
+    def _backward(self, engine: Engine, loss: Tensor | None) -> None:
         """Run the backward of a round that is not the last one, without the hooks around it."""
-        strategy = self._strategy
+        module, plugin = self._module, self._trainer.precision_plugin
         loss = torch.zeros((), requires_grad=True) if loss is None else loss / module.trainer.accumulate_grad_batches
-        scaler = strategy.require_engine().scaler
-        strategy.zero_precision().backward(loss if scaler is None else loss * scaler.scale, module, None)
+        scaler = engine.scaler
+        plugin.backward(loss if scaler is None else loss * scaler.scale, module, None)
 
     def evaluate(self, engine: Engine, step: Callable[..., Any], args: Sequence[Any]) -> Any:
         """Run a validation or test step for every virtual rank, and return the result of this process's first one.
 
         Collective if the step is, or logs with ``sync_dist``.
         """
-        module = self._strategy.lightning_module
-        assert module is not None
+        module = self._module
         batches = [args[0], *(self._others(args) if len(self.ranks) > 1 else [])]
         log, metrics, output, done = VirtualLog(module), ForwardValues(module), None, 0
         for now in self.split.rounds:
