@@ -11,7 +11,6 @@ The two invariants: every rank has a leaf in the last round, and leaf 0 is the f
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -45,23 +44,6 @@ class Split:
         (3, 2)
         """
         return Split(tuple(count // ranks + (rank < count % ranks) for rank in range(ranks)))
-
-    @staticmethod
-    def by_time(count: int, seconds: Sequence[float]) -> Split:
-        """Return the split with the shortest step.
-
-        Args:
-            count: the number of virtual ranks, at least that of ranks.
-            seconds: of every rank for one virtual rank.
-
-        >>> Split.by_time(8, [3.0, 1.0]).shares
-        (2, 6)
-        """
-        shares = [1] * len(seconds)
-        for _ in range(count - len(seconds)):  # the rank that would be done first takes the next one
-            after = [(share + 1) * each for share, each in zip(shares, seconds, strict=True)]
-            shares[after.index(min(after))] += 1
-        return Split(tuple(shares))
 
     @property
     def count(self) -> int:

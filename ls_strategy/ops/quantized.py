@@ -65,15 +65,6 @@ def packed_bytes(numel: int, form: FrozenFormat) -> int:
     return numel // TILE * tile_bytes(form)
 
 
-def unpacked_numel(nbytes: int, form: FrozenFormat) -> int:
-    """Return the elements in ``nbytes`` of full tiles.
-
-    >>> unpacked_numel(544, "nf4")
-    1024
-    """
-    return nbytes // tile_bytes(form) * TILE
-
-
 def quantize(values: Tensor, form: FrozenFormat, out: Tensor | None = None, changes: Tensor | None = None) -> Tensor:
     """Return the tiles of floating-point values ``(n,)``, with n a multiple of `TILE`: uint8 ``(packed_bytes(n),)``.
 

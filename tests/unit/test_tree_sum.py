@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from itertools import chain, product
+from itertools import chain
 
 import pytest
 import torch
@@ -65,20 +65,6 @@ def test_every_virtual_rank_is_computed_once(shares: list[int]) -> None:
     assert last.is_last
     assert None not in last.leaves
     assert not any(now.is_last for now in others)
-
-
-@given(st.lists(st.integers(1, 9), min_size=1, max_size=4), st.integers(0, 8))
-@settings(max_examples=60, deadline=None)
-def test_shares_by_time_are_the_best(seconds: list[int], more: int) -> None:
-    count = len(seconds) + more
-    every = [c for c in product(range(1, count + 1), repeat=len(seconds)) if sum(c) == count]
-    found = Split.by_time(count, [float(each) for each in seconds])
-    assert found.count == count
-
-    def longest(shares: tuple[int, ...]) -> int:
-        return max(n * each for n, each in zip(shares, seconds, strict=True))
-
-    assert longest(found.shares) == min(map(longest, every))
 
 
 def test_the_order_is_a_tree_and_not_a_chain() -> None:
