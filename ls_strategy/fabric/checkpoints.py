@@ -21,6 +21,7 @@ from ls_strategy.checkpoint.commit import recover
 from ls_strategy.checkpoint.full import full_state_dict, load_full_state_dict
 from ls_strategy.checkpoint.source import FABRIC, OURS, RANDOM, as_fabric
 from ls_strategy.checkpoint.web import as_on_disk
+from ls_strategy.distributed.comm import Comm
 from ls_strategy.errors import PlanError
 from ls_strategy.fabric.model import Model
 from ls_strategy.host.fabric import rank_zero_info
@@ -28,6 +29,7 @@ from ls_strategy.lightning.checkpointing import contents
 from ls_strategy.lightning.checkpointing.contents import Collection
 from ls_strategy.lightning.checkpointing.kind import Kind, kind_of
 from ls_strategy.lightning.connection import Connection
+from ls_strategy.lightning.parallel import ModelParallel
 
 
 class Checkpoints:
@@ -36,22 +38,29 @@ class Checkpoints:
     def __init__(
         self,
         strategy: Connection,
+        parallel: ModelParallel,
         model_of: Callable[[nn.Module | Optimizer], Model | None],
         convert: Callable[..., dict[str, Any]],
     ) -> None:
         """Serve a strategy.
 
         Args:
-            strategy: connects the ranks.
+            strategy: has how files are written, and Fabric's barrier.
+            parallel: connects the ranks.
             model_of: returns what was set up for a module, or for the module of an optimizer.
             convert: replaces modules and optimizers in a program's state by their states, as Fabric's strategies do.
         """
-        self._strategy = strategy
+        self._strategy, self._parallel = strategy, parallel
         self._model_of, self._convert = model_of, convert
         self._collection: Collection | None = None
         """The contents of a checkpoint folder while `save` collects them."""
         self._kind: Kind | None = None
         """The kind of the last checkpoint."""
+
+    @property
+    def _comm(self) -> Comm:
+        assert self._parallel.world is not None
+        return self._parallel.world
 
     def weights_of(self, module: nn.Module) -> dict[str, Any]:
         """Return full weights on the CPU of rank 0, or stand-ins while a folder is collected. Collective without it."""
@@ -86,7 +95,7 @@ class Checkpoints:
         load = partial(
             load_full_state_dict, model.module, weights, model.engine.units, strict=strict, may_lack=may_lack
         )
-        self._strategy.on_all_ranks(load)
+        self._comm.on_all_ranks(load)
 
     def _load_optimizer(self, optimizer: Optimizer, state: Mapping[str, Any]) -> None:
         model = self._model_of(optimizer)
@@ -94,10 +103,10 @@ class Checkpoints:
         if model is None or index is None:
             optimizer.load_state_dict(dict(state))
         elif contents.is_named([state]):
-            self._strategy.on_all_ranks(partial(contents.load_optimizers, model.engine, [index], [state]))
+            self._comm.on_all_ranks(partial(contents.load_optimizers, model.engine, [index], [state]))
         else:
             states = model.engine.optimizers[index].sharded.states
-            self._strategy.on_all_ranks(partial(states.load_full_state_dict, dict(state)))
+            self._comm.on_all_ranks(partial(states.load_full_state_dict, dict(state)))
 
     # saving -----------------------------------------------------------------------------------------------------------
 
@@ -144,20 +153,16 @@ class Checkpoints:
 
         The reason is logged the first time, and whenever the kind changes.
         """
-        comm = self._strategy._comm
-        assert comm is not None
         first, *others = (model.engine for model in models)
-        kind, before = kind_of(first, comm.exchange_objects, others=others), self._kind
+        kind, before = kind_of(first, self._comm.exchange_objects, others=others), self._kind
         self._kind = kind
         if kind.why and (before is None or before.is_file != kind.is_file):
             rank_zero_info(str(kind))
         return kind.is_file
 
     def _save_file(self, path: str, state: dict[str, Any], storage_options: Any, filters: dict[str, Any]) -> None:
-        comm = self._strategy._comm
-        assert comm is not None
         converted = self._convert(state, filter=filters)
-        contents.write_file(converted, path, self._strategy.checkpoint_io, storage_options, comm)
+        contents.write_file(converted, path, self._strategy.checkpoint_io, storage_options, self._comm)
 
     # loading ----------------------------------------------------------------------------------------------------------
 
@@ -170,7 +175,7 @@ class Checkpoints:
         weights_only: bool | None,
     ) -> dict[str, Any]:
         """Restore ``state`` in place and return the rest of the checkpoint. Collective."""
-        if self._strategy.is_global_zero:
+        if self._parallel.is_first:
             recover(path)
         self._strategy.barrier("fabric.load")
         checkpoint, left_out = self._read(path, weights_only)
@@ -213,11 +218,11 @@ class Checkpoints:
             load = partial(io.load_checkpoint, path, weights_only=weights_only)
             checkpoint = contents.read_file(path, io, weights_only, load)
             check = partial(contents.verify_file, path, checkpoint)
-            self._strategy.on_all_ranks(check if self._strategy.is_global_zero else lambda: None)
+            self._comm.on_all_ranks(check if self._comm.rank == 0 else lambda: None)
             if isinstance(checkpoint, dict):
                 checkpoint.pop(OURS, None)
             return checkpoint, None
-        checkpoint = self._strategy.on_all_ranks(partial(contents.read, path, io, weights_only))
+        checkpoint = self._comm.on_all_ranks(partial(contents.read, path, io, weights_only))
         left_out = checkpoint.get(OURS, {}).get("left_out", [])
         checkpoint.pop(RANDOM, None)
         return as_fabric(checkpoint), left_out

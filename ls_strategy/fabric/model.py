@@ -25,21 +25,36 @@ from typing_extensions import override
 from ls_strategy._torch import run_step_pre_hooks, without_step_pre_hooks
 from ls_strategy.activations.storage import NVMeFolder
 from ls_strategy.checkpoint.full import StateDictHooks
+from ls_strategy.config import ZeROConfig
 from ls_strategy.engine import Engine
 from ls_strategy.errors import PlanError
 from ls_strategy.host.fabric import rank_zero_info
 from ls_strategy.lightning import guards
 from ls_strategy.lightning.activation_memory import ActivationMemory
-from ls_strategy.lightning.connection import Connection
-from ls_strategy.lightning.precision import Result
+from ls_strategy.lightning.parallel import ModelParallel
+from ls_strategy.lightning.precision import Result, ZeROPrecision
 from ls_strategy.zero.flat.parameters import unnoticed
 
 
 class Model:
     """A module, its optimizers and their engine."""
 
-    def __init__(self, strategy: Connection, module: nn.Module, optimizers: list[Optimizer]) -> None:
+    def __init__(
+        self,
+        config: ZeROConfig,
+        parallel: ModelParallel,
+        precision: ZeROPrecision,
+        module: nn.Module,
+        optimizers: list[Optimizer],
+    ) -> None:
         """Shard the module. Collective.
+
+        Args:
+            config: every option.
+            parallel: connects the ranks.
+            precision: the plugin.
+            module: the user's, whose parameters become sharded.
+            optimizers: of these parameters.
 
         Raises:
             PlanError: module, optimizers and options do not fit together, on every rank.
@@ -47,9 +62,9 @@ class Model:
         self.accumulating = False
         """Whether the next backward leaves its gradients to a later one (``no_backward_sync``)."""
         self.optimizers: list[Optimizer] = []
-        self._strategy = strategy
+        self._config, self._parallel, self._precision = config, parallel, precision
         self._module = weakref.ref(module)
-        self._activations = ActivationMemory(strategy.config.activations)
+        self._activations = ActivationMemory(config.activations)
         self._state_dict_hooks: StateDictHooks | None = None
         self._build(optimizers)
 
@@ -70,23 +85,22 @@ class Model:
         self._build([*self.optimizers, optimizer])
 
     def _build(self, optimizers: list[Optimizer]) -> None:
-        strategy, module = self._strategy, self.module
-        mesh, config = strategy.parallel.mesh, strategy.config
-        assert mesh is not None
+        module, config, parallel = self.module, self._config, self._parallel
+        assert parallel.mesh is not None
         previous = vars(self).get("engine")
         engine = self.engine = Engine(
             module,
             optimizers,
             config=config,
-            precision=strategy.precision_asked(),
-            mesh=mesh,
-            device=strategy.root_device,
+            precision=self._precision.asked(config.precision),
+            mesh=parallel.mesh,
+            device=parallel.device,
             loss_scale=config.precision.loss_scale,
         )
         self.optimizers = optimizers
         if previous is not None:
             engine.go_on_from(previous)
-        strategy.parallel.balance_experts(module, engine.events.on_stepped)
+        parallel.balance_experts(module, engine.events.on_stepped)
         if engine.policy.parameters:
             self._state_dict_hooks = StateDictHooks(module, engine.units, engine.mesh)
             engine.on_detach.append(self._state_dict_hooks.remove)
@@ -94,9 +108,11 @@ class Model:
         engine.private_gradients = False  # the user's loop may read and change gradients at any time
         guards.watch_zero_grad(module, engine)
         offload = config.offload
-        folder = NVMeFolder(offload.nvme_path, offload.nvme_io, strategy.global_rank, allow_ram=offload.nvme_allow_ram)
-        self._activations.apply(module, mesh, strategy.root_device, engine.storages, folder)
-        strategy.zero_precision().attach(engine)
+        folder = NVMeFolder(
+            offload.nvme_path, offload.nvme_io, parallel.mesh.world.rank, allow_ram=offload.nvme_allow_ram
+        )
+        self._activations.apply(module, parallel.mesh, parallel.device, engine.storages, folder)
+        self._precision.attach(engine)
         rank_zero_info(f"ZeROFabricStrategy(stage={config.stage}): {engine.describe()}")
 
     # weights ---------------------------------------------------------------------------------------------------------

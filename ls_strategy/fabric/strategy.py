@@ -135,8 +135,9 @@ class ZeROFabricStrategy(Connection, DDPStrategy):  # pyright: ignore[reportInco
             )
         self.models: MutableMapping[nn.Module, Model] = {}
         """The modules that were set up, in this order."""
-        self._checkpoints = Checkpoints(self, self.model_of, self._convert_stateful_objects_in_state)
         self._connect_later(ModelParallel(ParallelConfig(), self.config.sharding), explain_waits_after)
+        convert = self._convert_stateful_objects_in_state
+        self._checkpoints = Checkpoints(self, self.parallel, self.model_of, convert)
         DDPStrategy.__init__(
             self,
             accelerator=accelerator,
@@ -264,7 +265,7 @@ class ZeROFabricStrategy(Connection, DDPStrategy):  # pyright: ignore[reportInco
         self._choose_nvme_path()
         if optimizers:
             self._check_scaling(None)
-        model = Model(self, module, optimizers)
+        model = Model(self.config, self.parallel, self.zero_precision(), module, optimizers)
         self.models[module] = model
         return Shell(module, model)
 

@@ -31,7 +31,6 @@ from ls_strategy.lightning._private import (
 )
 from ls_strategy.lightning.parallel import ModelParallel
 from ls_strategy.lightning.precision import ZeROPrecision
-from ls_strategy.precision import PrecisionPolicy, resolve_precision
 from ls_strategy.pretrained.huggingface import with_memory
 
 if TYPE_CHECKING:
@@ -80,15 +79,6 @@ class Connection(_DDPStrategy):
     def zero_precision(self) -> ZeROPrecision:
         """Return the precision plugin, made with its defaults if none was set."""
         raise NotImplementedError
-
-    def precision_asked(self) -> PrecisionPolicy:
-        """Return the dtypes that the plugin and the options ask for."""
-        config = self.config.precision
-        return resolve_precision(
-            str(self.zero_precision().precision),
-            master_weights=config.master_weights,
-            reduce_dtype=config.reduce_dtype,
-        )
 
     # set-up ----------------------------------------------------------------------------------------------------------
 

@@ -122,7 +122,8 @@ class EngineSetup:
         self.state_dict_hooks = None
         for switch in self._switches:
             switch.remove()
-        policy, config = self._strategy.precision_asked(), run.config
+        plugin, config = self._strategy.zero_precision(), run.config
+        policy = plugin.asked(config.precision)
         self._switches = [
             *multiply_in_fp8(
                 module, config.precision, policy, parallel.device, tensor=parallel.tensor_layers(module)
@@ -148,7 +149,7 @@ class EngineSetup:
             engine.raw_states = self.state_dict_hooks.disabled
         engine.on_detach += [switch.remove for switch in self._switches]
         rank_zero_info(f"ZeROStrategy(stage={config.stage}): {engine.describe()}")
-        self._strategy.zero_precision().attach(engine)
+        plugin.attach(engine)
         self._resume.weights_for(engine)
 
     def detach(self) -> None:

@@ -19,6 +19,7 @@ from ls_strategy.extensions import find, require
 from ls_strategy.host.pytorch import rank_zero_info
 from ls_strategy.lightning import guards
 from ls_strategy.lightning.activation_memory import ActivationMemory
+from ls_strategy.lightning.precision import ZeROPrecision
 from ls_strategy.lightning.run_state import RunState
 from ls_strategy.precision import PrecisionPolicy
 
@@ -72,12 +73,12 @@ class Planner(Protocol):
 class Planning:
     """Plans the fits of a strategy."""
 
-    def __init__(self, run: RunState, precision: Callable[[], PrecisionPolicy], *, auto: bool) -> None:
+    def __init__(self, run: RunState, precision: Callable[[], ZeROPrecision], *, auto: bool) -> None:
         """Plan nothing yet.
 
         Args:
             run: gets the configuration that is chosen.
-            precision: returns the dtypes that the plugin and the options ask for.
+            precision: returns the plugin.
             auto: whether a configuration is to be chosen, once; until then stage 3 builds on the meta device.
         """
         self._run, self._precision, self._auto = run, precision, auto
@@ -112,7 +113,9 @@ class Planning:
     def _fit(self, trainer: pl.Trainer, module: pl.LightningModule) -> Fit:
         steps_by_itself = guards.steps_by_itself(trainer, module, self._run.engine)
         reads_gradients = steps_by_itself or guards.has_hooks_before_step(trainer, module)
-        return Fit(trainer, module, self._run.config, self._precision(), updates_early=not reads_gradients)
+        config = self._run.config
+        dtypes = self._precision().asked(config.precision)
+        return Fit(trainer, module, config, dtypes, updates_early=not reads_gradients)
 
     def explain_memory(self, error: BaseException) -> None:
         """Raise an error that says what takes how much memory, and which options take less, after a failed allocation.

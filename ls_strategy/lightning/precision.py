@@ -14,6 +14,7 @@ from typing_extensions import override
 
 from ls_strategy._torch import run_step_pre_hooks, without_step_pre_hooks
 from ls_strategy.checked import checked
+from ls_strategy.config import PrecisionConfig
 from ls_strategy.errors import ConfigError, PlanError
 from ls_strategy.host.pytorch import GradClipAlgorithmType, Precision
 from ls_strategy.lightning import module_state
@@ -139,6 +140,12 @@ class ZeROPrecision(Precision):
                 "ZeROStrategy(precision=PrecisionConfig(loss_scale=LossScaleConfig(initial_power=..., window=...)))."
             )
         return cls(name)
+
+    def asked(self, config: PrecisionConfig) -> PrecisionPolicy:
+        """Return the dtypes that this plugin and the options ask for."""
+        return resolve_precision(
+            str(self.precision), master_weights=config.master_weights, reduce_dtype=config.reduce_dtype
+        )
 
     def attach(self, engine: Engine) -> None:
         """Connect the plugin to the engine; the strategy calls it when the engine is ready."""

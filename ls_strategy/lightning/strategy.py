@@ -175,7 +175,7 @@ class ZeROStrategy(EngineStrategy):  # its many public members are Lightning's h
         self._run = run = RunState(
             config, ranks_of_model, ActivationMemory(config.activations), VirtualRanks.of(ranks_of_model, self)
         )
-        self.planning = Planning(run, self.precision_asked, auto=stage == "auto")
+        self.planning = Planning(run, self.zero_precision, auto=stage == "auto")
         self.uneven = UnevenData(run, uneven, self.zero_precision)
         self.resume = Resume(run, self)
         parts = LoopParts(run, self.planning, self.uneven, self.resume)

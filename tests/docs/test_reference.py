@@ -287,7 +287,6 @@ def test_the_reference_has_every_method_of_the_strategy() -> None:
         "on_all_ranks",
         "all_interrupted",
         "islands",
-        "precision_asked",
         "collection",
         # What the parts of the strategy share.
         "config",

@@ -11,8 +11,8 @@ from ls_strategy.config import ZeROConfig
 from ls_strategy.extras.planner import fit as planner_fit
 from ls_strategy.lightning.engine_setup import EngineSetup
 from ls_strategy.lightning.planning import Planning
+from ls_strategy.lightning.precision import ZeROPrecision
 from ls_strategy.lightning.run_state import RunState
-from ls_strategy.precision import resolve_precision
 from tests.unit.run_states import run_state
 
 TRAINER: Any = SimpleNamespace(default_root_dir="/runs/a")
@@ -66,7 +66,7 @@ def test_free_memory_is_read_once_for_several_fits(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(planner_fit, "before_sharding", list)
     run = run_state(ZeROConfig.of(3, offload={"optimizer": "nvme", "nvme_path": "/mine"}))
     run.comm.world_size, run.comm.node_size = 4, 2
-    planning = Planning(run, lambda: resolve_precision("32-true"), auto=False)
+    planning = Planning(run, ZeROPrecision, auto=False)
     trainer: Any = SimpleNamespace(optimizers=[])
     planning.plan(trainer, None)  # type: ignore[arg-type]
     planning.plan(trainer, None)  # type: ignore[arg-type]
