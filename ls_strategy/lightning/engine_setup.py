@@ -195,7 +195,7 @@ class EngineSetup:
             PlanError: no engine can follow the change.
         """
         run = self._run
-        engine = run.require_engine()
+        engine = run.engine or run.require_engine()
         optimizers = self._real_optimizers()
         if engine.follows(optimizers):
             return engine

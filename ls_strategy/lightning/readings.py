@@ -102,7 +102,7 @@ class EngineStrategy(Connection, DDPStrategy):
         Raises:
             StateError: the module is not set up yet.
         """
-        return self._run.require_engine()
+        return self._run.engine or self._run.require_engine()
 
     def wait_for_saves(self) -> None:
         """Return when every checkpoint that was saved is committed. Collective.

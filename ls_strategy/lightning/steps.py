@@ -17,6 +17,7 @@ from ls_strategy.zero_stages import POLICIES
 if TYPE_CHECKING:
     import lightning.pytorch as pl
 
+    from ls_strategy.engine import Engine
     from ls_strategy.lightning.engine_setup import EngineSetup
     from ls_strategy.lightning.loop.plain import LoopParts, StepLoop
 
@@ -41,8 +42,12 @@ class Steps:
         return lockstep
 
     @property
+    def _engine(self) -> Engine:
+        return self._run.engine or self._run.require_engine()
+
+    @property
     def _module(self) -> pl.LightningModule:
-        return self._run.require_module()
+        return self._run.module or self._run.require_module()
 
     def begin_run(self, trainer: pl.Trainer) -> None:
         """Compare the batches of all ranks, and handle signals on all ranks at the same batch. Collective."""
@@ -73,7 +78,7 @@ class Steps:
         """Run ``training_step``, in a pipeline together with its backward."""
         # DDP broadcasts rank 0's buffers before a forward if the step before it synchronised gradients.
         synchronises = self._synchronises(self._module)
-        comm = self._run.require_engine().comm
+        comm = self._engine.comm
         with self._lockstep.step(), comm.naming_failures():
             try:
                 self._parts.resume.restore_random_states()
@@ -87,7 +92,7 @@ class Steps:
 
     def evaluate(self, step: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         """Run a validation, test or prediction step."""
-        engine, lockstep, together = self._run.require_engine(), self._lockstep, self._meets_in_evaluation
+        engine, lockstep, together = self._engine, self._lockstep, self._meets_in_evaluation
         self._stop_if_asked(self._module.trainer, lockstep)
         with lockstep.step() if together else nullcontext(), engine.comm.naming_failures():
             return self._loop.evaluate(StepCall(engine, step, args, kwargs, together=together))
@@ -108,7 +113,7 @@ class Steps:
     def around_backward(self, module: pl.LightningModule) -> AbstractContextManager[bool]:
         """Surround the backward that `Strategy.backward` runs between its hooks; yield whether it is still to run."""
         options = {"synchronises": self._synchronises(module), "accumulates": self.accumulating}
-        return self._loop.around_backward(self._run.require_engine(), **options)
+        return self._loop.around_backward(self._engine, **options)
 
     def _synchronises(self, module: pl.LightningModule) -> bool:
         return module.automatic_optimization and not self.accumulating
