@@ -13,7 +13,7 @@ import sys
 import threading
 import weakref
 from collections import OrderedDict, defaultdict
-from collections.abc import Callable, Generator, Iterable
+from collections.abc import Callable, Generator, Iterable, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from datetime import timedelta
 from functools import cache, cached_property
@@ -155,9 +155,9 @@ def in_reentrant_checkpoint() -> bool:
     return False
 
 
-def make_wrapper(kind: type[Any], local: torch.Tensor, shape: tuple[int, ...]) -> Any:
-    """Return a tensor of class ``kind`` with ``shape``, without storage, and with the metadata of ``local``."""
-    return torch.Tensor._make_wrapper_subclass(kind, shape, dtype=local.dtype, device=local.device)
+def make_wrapper(kind: Any, shape: Sequence[int], dtype: torch.dtype, device: torch.device | None = None) -> Any:
+    """Return a tensor of class ``kind`` without storage. ``device``: that it claims to be on; None: the CPU."""
+    return torch.Tensor._make_wrapper_subclass(kind, tuple(shape), dtype=dtype, device=device)
 
 
 def default_store() -> Any:

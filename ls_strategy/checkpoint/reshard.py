@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
-from ls_strategy._torch import tree_iter, without_torch_function
+from ls_strategy._torch import make_wrapper, tree_iter, without_torch_function
 from ls_strategy.checkpoint.files import Path, RankFile, Reader, read_box, read_range
 from ls_strategy.errors import CheckpointError
 from ls_strategy.layout import Box, flat_range_to_boxes
@@ -285,7 +285,7 @@ class SavedTensor(LazyTensor):
     def __new__(cls: Any, reader: Reader, path: Path) -> SavedTensor:  # noqa: D102
         metadata = reader.tensor_metadata(path)
         assert metadata is not None
-        self = Tensor._make_wrapper_subclass(cls, metadata.size, dtype=metadata.properties.dtype)  # type: ignore[attr-defined]
+        self = make_wrapper(cls, metadata.size, metadata.properties.dtype)
         self.reader, self.path = reader, path
         return self
 

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
-from ls_strategy._torch import tree_map
+from ls_strategy._torch import make_wrapper, tree_map
 from ls_strategy.checkpoint.files import Reader
 from ls_strategy.checkpoint.inert import read_inert
 from ls_strategy.checkpoint.manifest import Manifest, read_manifest, verify
@@ -136,7 +136,7 @@ class LazyRows(LazyTensor):
     @staticmethod
     def __new__(cls: Any, base: LazyTensor, start: int, stop: int) -> LazyRows:  # noqa: D102 - see the class
         shape = (stop - start, *base.shape[1:])
-        self = Tensor._make_wrapper_subclass(cls, shape, dtype=base.dtype)  # type: ignore[attr-defined]
+        self = make_wrapper(cls, shape, base.dtype)
         self.base, self.first = base, start * math.prod(base.shape[1:])
         return self
 

@@ -110,7 +110,7 @@ class _WrapHidden(torch.autograd.Function):
     ) -> Tensor:
         ctx.save_for_backward(hidden, weight, bias)
         ctx.source = dataclasses.replace(source, hidden=hidden.detach(), weight=weight.detach(), bias=None)
-        result = make_wrapper(DeferredLogits, hidden.detach().new_empty(0, dtype=dtype), source.shape)
+        result = make_wrapper(DeferredLogits, source.shape, dtype, hidden.device)
         result._source, result._shared, result._full = ctx.source, _LogitState(), None
         return result
 
@@ -157,7 +157,7 @@ class DeferredLogits(Tensor):
         if func is torch.ops.aten.detach.default:
             source = args[0]._source
             cut = dataclasses.replace(source, hidden=source.hidden.detach(), weight=source.weight.detach())
-            result = make_wrapper(DeferredLogits, source.hidden.new_empty(0, dtype=args[0].dtype), source.shape)
+            result = make_wrapper(DeferredLogits, source.shape, args[0].dtype, source.hidden.device)
             result._source, result._shared, result._full = cut, args[0]._shared, args[0]._full
             return result
         if str(func).split(".")[1].endswith("_"):

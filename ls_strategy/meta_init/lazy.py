@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from typing_extensions import override
 
-from ls_strategy._torch import tree_map
+from ls_strategy._torch import make_wrapper, tree_map
 
 READ_CHUNK = 1 << 24
 """Elements that are read at a time: 64 MiB of fp32, all that loading needs in addition to the states."""
@@ -79,7 +79,7 @@ class LazyCast(LazyTensor):
 
     @staticmethod
     def __new__(cls: Any, source: LazyTensor, dtype: torch.dtype) -> LazyCast:  # noqa: D102
-        self = Tensor._make_wrapper_subclass(cls, source.shape, dtype=dtype)  # type: ignore[attr-defined]
+        self = make_wrapper(cls, source.shape, dtype)
         self.source = source
         return self
 

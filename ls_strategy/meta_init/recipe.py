@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
-from ls_strategy._torch import tree_map, without_torch_function
+from ls_strategy._torch import make_wrapper, tree_map, without_torch_function
 from ls_strategy.layout import flat_range_to_boxes
 from ls_strategy.meta_init.lazy import READ_CHUNK, LazyTensor
 
@@ -252,7 +252,7 @@ class RecipeTensor(LazyTensor):
 
     @staticmethod
     def __new__(cls: Any, recipe: Recipe) -> RecipeTensor:  # noqa: D102
-        self = Tensor._make_wrapper_subclass(cls, recipe.shape, dtype=recipe.dtype)  # type: ignore[attr-defined]
+        self = make_wrapper(cls, recipe.shape, recipe.dtype)
         self.recipe = recipe
         return self
 

@@ -121,7 +121,7 @@ class _WrapShard(torch.autograd.Function):
         shape = list(local.shape)
         for shard in shards:
             shape[shard.dim] = shard.outer * shard.full_size * shard.inner
-        result = make_wrapper(ShardedLogits, local, tuple(shape))
+        result = make_wrapper(ShardedLogits, shape, local.dtype, local.device)
         result.local, result.shards = local.detach(), shards
         return result
 

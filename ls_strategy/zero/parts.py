@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
+from ls_strategy._torch import make_wrapper
 from ls_strategy.distributed.axis import Axis
 from ls_strategy.layout import TensorPart, flat_range_to_boxes
 from ls_strategy.meta_init.lazy import LazyTensor
@@ -51,7 +52,7 @@ class LazyPart(LazyTensor):
 
     @staticmethod
     def __new__(cls: Any, source: LazyTensor, part: TensorPart) -> LazyPart:  # noqa: D102
-        self = Tensor._make_wrapper_subclass(cls, part.shape, dtype=source.dtype)  # type: ignore[attr-defined]
+        self = make_wrapper(cls, part.shape, source.dtype)
         self.source, self.part = source, part
         return self
 

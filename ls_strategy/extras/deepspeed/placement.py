@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
+from ls_strategy._torch import make_wrapper
 from ls_strategy.errors import CheckpointError
 from ls_strategy.extras.deepspeed.folder import Files
 from ls_strategy.meta_init.lazy import LazyTensor
@@ -29,7 +30,7 @@ class InParts(LazyTensor):
     def __new__(  # noqa: D102
         cls: Any, portions: list[Tensor], shape: Sequence[int], dtype: torch.dtype
     ) -> InParts:
-        self = Tensor._make_wrapper_subclass(cls, tuple(shape), dtype=dtype)  # type: ignore[attr-defined]
+        self = make_wrapper(cls, shape, dtype)
         self.portions = portions
         return self
 

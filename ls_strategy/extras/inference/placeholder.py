@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from typing_extensions import override
 
-from ls_strategy._torch import allow_data_on, persistent_buffer_names, version_of
+from ls_strategy._torch import allow_data_on, make_wrapper, persistent_buffer_names, version_of
 from ls_strategy.errors import PlanError, StateError
 from ls_strategy.meta_init.lazy import LazyTensor
 
@@ -29,7 +29,7 @@ class Placeholder(Tensor):
 
     @staticmethod
     def __new__(cls: Any, name: str, like: Tensor, device: torch.device) -> Placeholder:  # noqa: D102 - see the class
-        self = Tensor._make_wrapper_subclass(cls, like.shape, dtype=like.dtype, device=device)  # type: ignore[attr-defined]
+        self = make_wrapper(cls, like.shape, like.dtype, device)
         self.label = name
         return self
 
@@ -66,7 +66,7 @@ class StoredTensor(LazyTensor):
 
     @staticmethod
     def __new__(cls: Any, like: Tensor, read: Callable[[int, int], Tensor]) -> StoredTensor:  # noqa: D102
-        self = Tensor._make_wrapper_subclass(cls, like.shape, dtype=like.dtype)  # type: ignore[attr-defined]
+        self = make_wrapper(cls, like.shape, like.dtype)
         self.read = read
         return self
 

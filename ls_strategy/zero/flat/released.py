@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from typing_extensions import override
 
-from ls_strategy._torch import tree_map
+from ls_strategy._torch import make_wrapper, tree_map
 from ls_strategy.meta_init.lazy import LazyTensor
 from ls_strategy.zero.flat.flat_buffer import FlatBuffer
 from ls_strategy.zero.flat.parameters import NEED_NO_VALUES
@@ -26,9 +26,7 @@ class Released(LazyTensor):
 
     @staticmethod
     def __new__(cls: Any, flat: FlatBuffer, index: int, dtype: torch.dtype) -> Released:  # noqa: D102 - see the class
-        self = Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
-            cls, flat.layout.slots[index].full_shape, dtype=dtype, device=flat.full.device
-        )
+        self = make_wrapper(cls, flat.layout.slots[index].full_shape, dtype, flat.full.device)
         self.flat, self.slot, self.gathered = flat, index, None
         return self
 

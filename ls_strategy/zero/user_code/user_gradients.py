@@ -15,7 +15,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
-from ls_strategy._torch import storage_users
+from ls_strategy._torch import storage_users, version_of
 from ls_strategy.errors import StateError
 from ls_strategy.zero.flat.flat_buffer import FlatBuffer
 from ls_strategy.zero.flat.parameters import grad_of
@@ -106,7 +106,7 @@ class UserGradients:
         for i, given in self.given.items():
             if self._versions[i] != -1:
                 given.detach().copy_(self._views[i])
-                self._versions[i] = given._version
+                self._versions[i] = version_of(given)
         self._generation = self.flat.averages.generation
         self.owner.used(self)
 
@@ -163,7 +163,7 @@ class UserGradients:
                 self._views[i].zero_()
             if i in self.given:
                 self.given[i].detach().zero_()
-                self._versions[i] = self.given[i]._version
+                self._versions[i] = version_of(self.given[i])
             for norms in self.norms.values():
                 norms.pop(i, None)
 
@@ -211,8 +211,8 @@ class UserGradients:
                 self.flat.averages.put(0, mine, differs)
                 self.owned_before = mine.clone()
         for i, value in self.given.items():
-            if value._version != self._versions[i]:
-                self._versions[i] = value._version
+            if version_of(value) != self._versions[i]:
+                self._versions[i] = version_of(value)
                 piece = flat.pieces[i]
                 own = value.detach().reshape(-1)[piece.param_start : piece.param_start + piece.numel]
                 self.flat.averages.put(piece.start, own.to(flat.average_dtype))
@@ -234,9 +234,9 @@ class UserGradients:
         """
         if not self.is_current and self.owned_before is None:
             for i, gradient in self.objects.items():
-                if gradient._version != self._versions.get(i, gradient._version):
+                if version_of(gradient) != self._versions.get(i, version_of(gradient)):
                     self._refuse(i)
-        late = [i for i, value in self.given.items() if value._version != self._versions[i]]
+        late = [i for i, value in self.given.items() if version_of(value) != self._versions[i]]
         for i in late:
             if self._versions[i] != -1 and self._generation != self.flat.averages.generation:
                 self._refuse(i)
@@ -255,7 +255,7 @@ class UserGradients:
         self.flush()
         self.let_go()
         self.owned_before = None
-        self._versions.update({i: gradient._version for i, gradient in self.objects.items()})
+        self._versions.update({i: version_of(gradient) for i, gradient in self.objects.items()})
         self._generation = flat.averages.generation
         self.norms.clear()
         changed, self.changed = self.changed, False
