@@ -152,6 +152,11 @@ class SimulatedFlat:
         """See `FlatBuffer`."""
         return not self.sharded and self.plan.quantized is None
 
+    @property
+    def reads_shard(self) -> bool:
+        """See `FlatBuffer`."""
+        return self.plan.param_tier != "device"
+
     def _hold(self) -> None:
         if not self.held:
             self.held = True

@@ -1,7 +1,8 @@
 """Averaged gradients of one flat buffer, and the tier that stores them between backward and step.
 
-On the device and in host memory they are a tensor. On the NVMe tier they are written once per micro-batch, and the sum
-of squares is computed from the data before the write. If the update follows at once, they are not written.
+On the device and in host memory they are a tensor. On the NVMe tier (`StoredAverages`) they are written once per
+micro-batch, and the sum of squares is computed from the data before the write. If the update follows at once, they are
+not written.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from typing_extensions import override
 
 from ls_strategy import device as dev
 from ls_strategy import spans
@@ -23,6 +25,7 @@ from ls_strategy.distributed.tree_sum import TreeSum
 from ls_strategy.errors import StateError
 from ls_strategy.ops import exact_norm
 from ls_strategy.ops.norm import sum_of_squares, sum_over_chunks
+from ls_strategy.tiers import TIERS
 from ls_strategy.zero.flat.flat_states import FlatStates
 from ls_strategy.zero.flat.state_store import chunks
 from ls_strategy.zero.flat.states import UpdateState
@@ -71,9 +74,6 @@ class Averages:
 
         self.tree: TreeSum | None = None
         """With virtual ranks: the sums of the rounds before the last one."""
-
-        self._sums_due = False
-        """NVMe tier: whether `recorded_sums` are outdated."""
 
         self._scale = 1.0
 
@@ -150,15 +150,18 @@ class Averages:
 
     def in_memory(self) -> Tensor | None:
         """Return the averages as `tensor` does, without waiting for `landing`; None on the NVMe tier."""
-        if self.values is not None:
-            return self.values
-        return None if self.on_nvme else self.tensor()
+        return self.tensor() if self.values is None else self.values
+
+    @property
+    def on_nvme(self) -> bool:
+        """Return whether the averages are on the NVMe tier."""
+        return False
 
     def _new(self, dtype: torch.dtype) -> Tensor:
         numel = self._flat.stepped_numel
-        if self._flat.gradient_tier != "device":
-            return self._flat.store.ring.take(numel, dtype, torch.device("cpu"))
-        return torch.zeros(numel, dtype=dtype, device=self._flat.full.device)
+        if self._flat.averages_on_device:
+            return torch.zeros(numel, dtype=dtype, device=self._flat.full.device)
+        return self._flat.store.ring.take(numel, dtype, torch.device("cpu"))
 
     def owned(self, start: int = 0, stop: int | None = None) -> Tensor:
         """Return the averages of this rank's shard, or of a range of it, ``(shard,)``. Norms are sums over it.
@@ -172,21 +175,10 @@ class Averages:
 
     def stepped(self, start: int, stop: int) -> Tensor:
         """Return elements ``[start, stop)`` of the range that this rank steps: a view, or a copy from the NVMe tier."""
-        if self.values is not None or not self.on_nvme:
-            return self.tensor()[start:stop]
-        self.wait()
-        out = torch.empty(stop - start, dtype=self._flat.average_dtype)
-        self._flat.store.read_into("grad", out, start)
-        return out
+        return self.tensor()[start:stop]
 
     def edit(self, start: int, stop: int, change: Callable[[Tensor], Any]) -> None:
         """Let ``change`` change elements ``[start, stop)`` in place, on any tier. `renew_sums` has to follow."""
-        if self.on_nvme:
-            values = self.stepped(start, stop)
-            change(values)
-            self._flat.store.write("grad", start, values)
-            self._sums_due = True
-            return
         self.widen()
         change(self.tensor()[start:stop])
 
@@ -197,10 +189,7 @@ class Averages:
         """
         if not self.hold_values:  # set by user code without a backward: on every rank, also one without elements
             self.note_values()
-            if self.on_nvme:
-                self._flat.store.write("grad", 0, torch.zeros(self._flat.stepped_numel, dtype=self._flat.average_dtype))
-            else:
-                self.tensor().zero_()
+            self._begin_with_zeros()
 
         def replace(out: Tensor) -> None:
             new = values.to(out.device)
@@ -210,22 +199,20 @@ class Averages:
 
     def renew_sums(self) -> None:
         """Sum again what `edit` and `put` have changed on the NVMe tier."""
-        if self._sums_due:
-            self.change(lambda _: None)
-            self._sums_due = False
+
+    def _begin_with_zeros(self) -> None:
+        self.tensor().zero_()
 
     def gather(self, out: Tensor | None = None) -> Tensor:
         """Gather the averages of all ranks, times their loss scale, ``(numel,)``. Collective."""
         flat = self._flat
         if not self.hold_values:
             return torch.zeros_like(flat.full, dtype=flat.average_dtype) if out is None else out.zero_()
-        mine = partial(flat.store.read_into, "grad") if self.on_nvme else self.owned()
-        return flat.gather_shards(flat.average_dtype, mine, out)
+        return flat.gather_shards(flat.average_dtype, self._shard(), out)
 
-    @property
-    def on_nvme(self) -> bool:
-        """Return whether the averages are on the NVMe tier."""
-        return self.values is None and not (self.in_place or self._flat.store.is_resident("grad"))
+    def _shard(self) -> Tensor | Callable[[Tensor], Any]:
+        """Return this rank's averages, or a function that reads them."""
+        return self.owned()
 
     def land(self, reducing: Reduction, *, exact_16_bit: bool, stay_in_memory: bool = False) -> None:
         """Add the result of a reduce-scatter to the averages on their tier. Their scale becomes that of ``local``.
@@ -266,32 +253,7 @@ class Averages:
             self._land_on_host(reducing, self.values, accumulate=accumulate)
 
     def _land_on_nvme(self, reducing: Reduction, factor: float, *, accumulate: bool) -> None:
-        flat = self._flat
-        mine = flat.comm.pool.take(flat.stepped_numel, flat.average_dtype, flat.full.device)
-        if accumulate:
-            with self._waiting():
-                flat.store.read_into("grad", mine)
-            _multiply_(mine, factor)
-        reducing.finish(mine, accumulate=accumulate)
-        if dev.is_host(mine.device):
-            self._to_nvme(mine)
-            flat.comm.pool.give([mine])
-        else:
-            self._to_nvme_in_background(mine)
-
-    def _to_nvme_in_background(self, mine: Tensor) -> None:
-        """Copy to the host beside the work of the device, and write; then ``mine`` is free. `wait` waits for it."""
-        flat, unscale, after = self._flat, self.unscale, self._flat.store.link.mark()
-        sums = self.record_sums()
-
-        def write(put: Callable[[Tensor, int], None]) -> None:
-            with flat.store.link.aside(after, work="gradients to NVMe", down=True):
-                sums.append(self._measure(mine, unscale).tolist())
-                for start, stop in chunks(0, mine.numel()):
-                    put(mine[start:stop].float(), start)
-            flat.comm.pool.give([mine])
-
-        self.landing = flat.store.write_behind("grad", write)
+        raise NotImplementedError
 
     def widen(self) -> None:
         """Convert averages in 16 bit to full precision."""
@@ -304,7 +266,7 @@ class Averages:
         before, self.values = self.values, self._new(dtype)
         if keep:
             self.values.copy_(before)
-        if self._flat.gradient_tier != "device":
+        if not self._flat.averages_on_device:
             self._flat.store.ring.give([before])
 
     def _land_on_host(self, reducing: Reduction, out: Tensor, *, accumulate: bool) -> None:
@@ -319,19 +281,6 @@ class Averages:
 
     def spill(self) -> None:
         """Write averages that `land` left in memory to the NVMe tier."""
-        if self.values is not None and not self._flat.store.is_resident("grad"):
-            self.wait()
-            mine, self.values = self.values, None
-            self._to_nvme(mine)
-            self._flat.store.ring.give([mine])
-
-    def _to_nvme(self, mine: Tensor) -> None:
-        """Compute the sum of squares, and write to the NVMe tier."""
-        self.recorded_sums = [self._measure(mine, self.unscale).tolist()]
-        for start, stop in chunks(0, mine.numel()):
-            part = mine[start:stop]
-            with self._waiting():
-                self._flat.store.put("grad", part.float(), start)
 
     def require_here(self) -> None:
         """Raise a StateError if an update has taken the averages."""
@@ -352,7 +301,7 @@ class Averages:
 
         ``folded``: a fused update is to. From the NVMe tier every update does.
         """
-        if not (self.on_nvme or (folded and self.folds_factors)):
+        if not (folded and self.folds_factors):
             self.undo_scale()
 
     def change_unscaled(self, edit: Callable[[Tensor], Any]) -> None:
@@ -371,16 +320,7 @@ class Averages:
         self.generation += 1
         if not self._flat.trainable:
             return  # frozen: there are none
-        if not self.on_nvme:
-            edit(self.tensor())
-            return
-        self.recorded_sums = []
-        for lo, hi in chunks(0, self._flat.stepped_numel):
-            lease = self._flat.store.get("grad", lo, hi)
-            part = lease.wait()
-            edit(part)
-            self.recorded_sums.append(self._measure(part, self.unscale).tolist())
-            self._flat.store.put("grad", lease, lo)
+        edit(self.tensor())
 
     def sums(self) -> Tensor:
         """Return sum of squares and number of non-finite elements of this rank's averages, ``(2,)`` fp64.
@@ -433,10 +373,6 @@ class Averages:
                 self._flat.local.buffer[start:stop].zero_()
         elif self.values is not None:
             self.values[start:stop].zero_()
-        elif self.on_nvme and self.hold_values:
-            stop = self._flat.stepped_numel if stop is None else stop
-            self._flat.store.write("grad", start, torch.zeros(stop - start))
-            self.change(lambda _: None)  # recomputes the sums
 
     def give_up(self) -> None:
         """Forget the copy in flight, which has failed."""
@@ -467,9 +403,142 @@ class Averages:
         """Give the averages to an update in flight; backward fills new ones."""
         self.gone = True
         if self.values is not None:
-            if self._flat.gradient_tier != "device":
+            if not self._flat.averages_on_device:
                 self._flat.lend(self.values)
             self.values = None
+
+
+class StoredAverages(Averages):
+    """Averages on the NVMe tier. They are in ``values`` only from their reduction to an update that follows at once."""
+
+    def __init__(self, flat: FlatStates) -> None:
+        """Begin without averages."""
+        super().__init__(flat)
+        self._sums_due = False
+        """Whether `recorded_sums` are outdated."""
+
+    @property
+    @override
+    def on_nvme(self) -> bool:
+        return self.values is None
+
+    @override
+    def in_memory(self) -> Tensor | None:
+        return self.values
+
+    @override
+    def stepped(self, start: int, stop: int) -> Tensor:
+        if self.values is not None:
+            return super().stepped(start, stop)
+        self.wait()
+        out = torch.empty(stop - start, dtype=self._flat.average_dtype)
+        self._flat.store.read_into("grad", out, start)
+        return out
+
+    @override
+    def edit(self, start: int, stop: int, change: Callable[[Tensor], Any]) -> None:
+        if self.values is not None:
+            super().edit(start, stop, change)
+            return
+        values = self.stepped(start, stop)
+        change(values)
+        self._flat.store.write("grad", start, values)
+        self._sums_due = True
+
+    @override
+    def _begin_with_zeros(self) -> None:
+        if self.values is not None:
+            super()._begin_with_zeros()
+            return
+        self._flat.store.write("grad", 0, torch.zeros(self._flat.stepped_numel, dtype=self._flat.average_dtype))
+
+    @override
+    def renew_sums(self) -> None:
+        if self._sums_due:
+            self.change(lambda _: None)
+            self._sums_due = False
+
+    @override
+    def _shard(self) -> Tensor | Callable[[Tensor], Any]:
+        return partial(self._flat.store.read_into, "grad") if self.values is None else super()._shard()
+
+    @override
+    def _land_on_nvme(self, reducing: Reduction, factor: float, *, accumulate: bool) -> None:
+        flat = self._flat
+        mine = flat.comm.pool.take(flat.stepped_numel, flat.average_dtype, flat.full.device)
+        if accumulate:
+            with self._waiting():
+                flat.store.read_into("grad", mine)
+            _multiply_(mine, factor)
+        reducing.finish(mine, accumulate=accumulate)
+        if dev.is_host(mine.device):
+            self._to_nvme(mine)
+            flat.comm.pool.give([mine])
+        else:
+            self._to_nvme_in_background(mine)
+
+    def _to_nvme_in_background(self, mine: Tensor) -> None:
+        """Copy to the host beside the work of the device, and write; then ``mine`` is free. `wait` waits for it."""
+        flat, unscale, after = self._flat, self.unscale, self._flat.store.link.mark()
+        sums = self.record_sums()
+
+        def write(put: Callable[[Tensor, int], None]) -> None:
+            with flat.store.link.aside(after, work="gradients to NVMe", down=True):
+                sums.append(self._measure(mine, unscale).tolist())
+                for start, stop in chunks(0, mine.numel()):
+                    put(mine[start:stop].float(), start)
+            flat.comm.pool.give([mine])
+
+        self.landing = flat.store.write_behind("grad", write)
+
+    @override
+    def spill(self) -> None:
+        if self.values is not None:
+            self.wait()
+            mine, self.values = self.values, None
+            self._to_nvme(mine)
+            self._flat.store.ring.give([mine])
+
+    def _to_nvme(self, mine: Tensor) -> None:
+        """Compute the sum of squares, and write to the NVMe tier."""
+        self.recorded_sums = [self._measure(mine, self.unscale).tolist()]
+        for start, stop in chunks(0, mine.numel()):
+            part = mine[start:stop]
+            with self._waiting():
+                self._flat.store.put("grad", part.float(), start)
+
+    @override
+    def settle_scale(self, *, folded: bool) -> None:
+        if self.values is not None:
+            super().settle_scale(folded=folded)
+
+    @override
+    def change(self, edit: Callable[[Tensor], Any]) -> None:
+        if self.values is not None or not self._flat.trainable:
+            super().change(edit)
+            return
+        self.generation += 1
+        self.recorded_sums = []
+        for lo, hi in chunks(0, self._flat.stepped_numel):
+            lease = self._flat.store.get("grad", lo, hi)
+            part = lease.wait()
+            edit(part)
+            self.recorded_sums.append(self._measure(part, self.unscale).tolist())
+            self._flat.store.put("grad", lease, lo)
+
+    @override
+    def zero(self, start: int = 0, stop: int | None = None) -> None:
+        super().zero(start, stop)
+        if self.values is None and self.hold_values:
+            stop = self._flat.stepped_numel if stop is None else stop
+            self._flat.store.write("grad", start, torch.zeros(stop - start))
+            self.change(lambda _: None)  # recomputes the sums
+
+
+def averages_of(flat: FlatStates) -> Averages:
+    """Return the averages of a buffer for the tier that its plan has for them, also if they come later."""
+    tier = (flat.plan.unfrozen or flat.plan).gradient_tier
+    return Averages(flat) if TIERS[tier].resident or not flat.policy.optimizer else StoredAverages(flat)
 
 
 def _multiply_(grads: Tensor, factor: float) -> None:

@@ -33,9 +33,10 @@ from ls_strategy._torch import current_backward_pass, refuse_views, set_versions
 from ls_strategy.distributed.comm import PendingGather
 from ls_strategy.distributed.wire_format import FORMATS, WireFormat
 from ls_strategy.errors import StateError
+from ls_strategy.tiers import TIERS
 from ls_strategy.tiers.arrival import Arrival
 from ls_strategy.tiers.stream import Ticket
-from ls_strategy.zero.flat.averages import Averages
+from ls_strategy.zero.flat.averages import Averages, averages_of
 from ls_strategy.zero.flat.flat_states import FlatStates
 from ls_strategy.zero.flat.hpz_copy import Secondary
 from ls_strategy.zero.flat.initial import full_values, shard_values
@@ -277,7 +278,7 @@ class FlatBuffer(FlatStates):
                 these.
             device: device of the buffers.
         """
-        self.averages = Averages(self)
+        self.averages = averages_of(self)
         self._fill(values, device)
         self.wire = self._make_wire(device)
         if self._node is not None and self.policy.parameters:
@@ -546,7 +547,7 @@ class FlatBuffer(FlatStates):
             self.gathering = self._gather_in_node(self.secondary)
             if self.gathering is not None:
                 return
-        if self.param_tier != "device":
+        if self.reads_shard:
             self.start_read()
         wire = self.wire
         if wire is None or wire.exact:
@@ -561,7 +562,7 @@ class FlatBuffer(FlatStates):
     @property
     def _reads_ahead(self) -> bool:
         """Return whether this rank's shard of the parameters is read from its tier in the background."""
-        return self.param_tier != "device" and not (self.param_tier == "cpu" and dev.is_host(self.full.device))
+        return self.reads_shard and not (TIERS[self.param_tier].resident and dev.is_host(self.full.device))
 
     def start_read(self) -> None:
         """Start reading this rank's shard of the parameters from its tier (stage 3). Not collective."""

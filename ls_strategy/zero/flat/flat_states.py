@@ -188,8 +188,10 @@ class FlatStates:
         """Tier of masters and optimizer states."""
         self.param_tier: TierName = plan.param_tier
         """Stage 3: tier of this rank's shard of the parameters."""
-        self.gradient_tier: TierName = plan.gradient_tier
-        """Tier of averaged gradients between backward and step."""
+        self.reads_shard = plan.param_tier != "device"
+        """Stage 3: whether that shard is read from another tier than the device."""
+        self.averages_on_device = plan.gradient_tier == "device"
+        """Whether averaged gradients stay on the device between backward and step."""
         self.steps_in_background = plan.optimizer_tier != "device"
         """Whether updates of the masters run beside other work, as their states are not on the device."""
         self.states_in_memory = TIERS[plan.optimizer_tier].resident

@@ -18,10 +18,10 @@ def unfreeze(flat: FlatBuffer, store: StateStore) -> None:
         flat.reading.result()  # it reads the masters of before
     flat.before_change()
     mine = flat.read_master()
-    before = (flat.master_dtype, flat.optimizer_tier, flat.has_own_shard)
+    before = (flat.master_dtype, flat.steps_in_background, flat.has_own_shard)
     flat.follow(plan, store)
     store.keep(old)
-    if before == (flat.master_dtype, flat.optimizer_tier, flat.has_own_shard) == (flat.dtype, "device", False):
+    if before == (flat.master_dtype, flat.steps_in_background, flat.has_own_shard) == (flat.dtype, False, False):
         return
     device = mine.device if flat.steps_in_background else flat.full.device
     flat.place(mine.detach().to(device, flat.master_dtype))

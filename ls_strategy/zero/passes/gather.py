@@ -30,7 +30,7 @@ class Gatherer:
         self.releases = sharded or any(not flat.resident for unit in units for flat in unit.flats)
         """Whether some buffers are released between their uses: all at stage 3, below only the quantized ones."""
         self.prefetch_units = prefetch_units
-        self._reads_ahead = any(flat.plan.param_tier != "device" for unit in units for flat in unit.flats)
+        self._reads_ahead = any(flat.reads_shard for unit in units for flat in unit.flats)
         """Whether shards of parameters are on a tier from which they are read before they are gathered."""
         self._with_secondary = [f for unit in units for f in unit.flats if f.plan.node]
         """Buffers with a second copy per node."""

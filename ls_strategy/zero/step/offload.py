@@ -52,42 +52,41 @@ def _states_by_tier(
     result: dict[TierName, dict[Key, tuple[int, torch.dtype]]] = {tier: {} for tier in TIERS}
     for number, flat in flats:
         numel = flat.layout.shard if policy.optimizer else flat.layout.numel
-        if flat.optimizer_tier != "device" and flat.quantized is not None:
-            result[flat.optimizer_tier][number, "master"] = (flat.stored_bytes(policy), torch.uint8)
-        elif flat.optimizer_tier != "device":
-            masters = flat.master_states(numel)
-            result[flat.optimizer_tier] |= {(number, name): size for name, size in masters.items()}
-        if flat.has_own_shard(policy) and flat.param_tier != "device":
+        masters = flat.master_states(numel)
+        if flat.quantized is not None:
+            masters = {"master": (flat.stored_bytes(policy), torch.uint8)}
+        result[flat.optimizer_tier] |= {(number, name): size for name, size in masters.items()}
+        if flat.has_own_shard(policy):
             result[flat.param_tier][number, "param"] = (numel, flat.dtype)
         if not TIERS[flat.gradient_tier].resident:
             result[flat.gradient_tier][number, "grad"] = (numel, torch.float32)
         for optimizer in (optimizers[i] for i in flat.owners):
             result[flat.optimizer_tier] |= _moments(number, numel, flat, optimizer, config)
-    return result
+    return {tier: sizes for tier, sizes in result.items() if TIERS[tier].open is not None}
 
 
 def _moments(
     number: int, numel: int, flat: FlatPlan, optimizer: Optimizer, config: ZeROConfig
 ) -> dict[Key, tuple[int, torch.dtype]]:
-    """Return elements and dtype of one optimizer's states that are not on the device, of one buffer.
+    """Return elements and dtype of one optimizer's states, of one buffer.
 
     Raises:
         PlanError: an option needs a fused update, but the optimizer has none.
     """
     stepped = flat.unfrozen or flat
     kernel, tier = kernel_for(optimizer), stepped.optimizer_tier
-    fp32, offloaded = stepped.master_dtype == torch.float32, flat.trainable and flat.optimizer_tier != "device"
+    fp32 = stepped.master_dtype == torch.float32
     if kernel is None and stepped.split_masters:
         name = type(optimizer).__name__
         raise _without_kernel(f"precision.master_weights={stepped.split_masters!r}", name, "leave master_weights out")
     if kernel is None and not TIERS[tier].resident and any(full_tensor_groups(optimizer)):
         _refuse_without_kernel(optimizer, "cpu", config, fp32=True)  # other states are in host memory
-        return moment_sizes(number, numel, _streamed(optimizer), "fp32") if fp32 and offloaded else {}
+        return moment_sizes(number, numel, _streamed(optimizer), "fp32") if fp32 and flat.trainable else {}
     if kernel is None or not fp32:
         _refuse_without_kernel(optimizer, tier, config, fp32=fp32)
         return {}
     moments = {n: s for group in optimizer.param_groups for n, s in kernel.moments(group).items()}
-    return moment_sizes(number, numel, moments, config.precision.moments) if offloaded else {}
+    return moment_sizes(number, numel, moments, config.precision.moments) if flat.trainable else {}
 
 
 def _streamed(optimizer: Optimizer) -> dict[str, bool]:

@@ -95,7 +95,7 @@ class UpdateSchedule:
 
     def _early_update(self, flat: FlatBuffer) -> Update | None:
         # Gradients in host memory are freed by the end of an update in the background.
-        on_device = self._steps_on_device_early and flat.gradient_tier == "device"
+        on_device = self._steps_on_device_early and flat.averages_on_device
         if not (flat.steps_in_background or on_device) or not flat.allows_early_update():
             return None
         return self._optimizers[0].early_update(flat)
