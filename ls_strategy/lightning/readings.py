@@ -1,6 +1,6 @@
-"""The strategy as its helpers, callbacks and modules see it: the state of a run, and the values that users read off it.
+"""The strategy as callbacks and modules see it: the values that users read off it.
 
-It has no hook of Lightning: those are in `ls_strategy.lightning.strategy`.
+It has no hook of Lightning: those are in `ls_strategy.lightning.strategy`, whose parts share a `RunState` instead.
 """
 
 from __future__ import annotations

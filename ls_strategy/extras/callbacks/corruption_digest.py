@@ -158,12 +158,12 @@ class _WatchedRound(InTree):
     """The same for a round of virtual ranks."""
 
     def __init__(self, inner: InTree, watch: GradientWatch) -> None:
-        super().__init__(inner._now)
+        super().__init__(inner.now)
         self._watch = watch
 
     @override
     def start(self, flat: FlatBuffer, full: Tensor) -> Any:
-        leaf = self._now.leaves[flat.comm.everyone.rank]
+        leaf = self.now.leaves[flat.comm.everyone.rank]
         assert leaf is not None
         self._watch.note_sent(leaf, flat, full)
         return _Arriving(super().start(flat, full), flat, self._watch)

@@ -12,7 +12,6 @@ Nothing is logged, and no metric counts. Of the hooks only ``on_after_backward``
 
 from __future__ import annotations
 
-import copy
 import io
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
@@ -104,21 +103,17 @@ class MicroBatch:
             loaders = training_loaders(strategy.lightning_module.trainer)  # type: ignore[union-attr]
             waiting = [loader.waiting for loader in loaders]
             kept = [deque(each) for each in waiting]
-            others = virtual._others(call.args) if len(virtual.ranks) > 1 else []
+            others = virtual.others(call.args) if len(virtual.ranks) > 1 else []
             for queue, before in zip(waiting, kept, strict=True):
                 queue.clear()
                 queue.extend(before)
-        streams = {} if virtual is None else _copied(virtual.random._streams)
+        streams = {} if virtual is None else virtual.random.copied()
         return cls(call, cloned(call.args[0]), cloned(others), RandomStream(), streams, prepare)
 
 
 def cloned(batch: Any) -> Any:
     """Return a copy of a batch, as the step may write to it. Objects that hold tensors in a way of their own stay."""
     return apply_to_collection(batch, Tensor, lambda t: t.clone())
-
-
-def _copied(streams: Mapping[int, RandomStream]) -> Streams:
-    return {rank: copy.copy(stream) for rank, stream in streams.items()}
 
 
 @dataclass(frozen=True)
@@ -146,7 +141,7 @@ class MovedRanks(VirtualRanks):
         super().__init__(own._parallel, own._strategy, own.count)
         self.random, self._has_hooks = own.random, own._has_hooks
         self._split = Rotated(own.split.shares, shift)
-        self.others: list[Any] = []
+        self.batches: list[Any] = []
         """The batches of all but the first one."""
 
     @property
@@ -155,8 +150,8 @@ class MovedRanks(VirtualRanks):
         return self._split
 
     @override
-    def _others(self, args: Sequence[Any]) -> list[Any]:
-        return self.others
+    def others(self, args: Sequence[Any]) -> list[Any]:
+        return self.batches
 
 
 def random_mark(strategy: ZeROStrategy) -> Callable[[], None]:
@@ -238,7 +233,7 @@ class RecordedStep:
         virtual, world = self._strategy.virtual, self.engine.mesh.world
         if virtual is None:
             return [world.rank]
-        return Rotated(virtual.split.shares, shift).ranks_of(virtual._rank)
+        return Rotated(virtual.split.shares, shift).ranks_of(virtual.rank)
 
     def run(self, index: int, shift: int, after_backward: Callable[[], None]) -> None:
         """Run all forwards and backwards again, and average. Collective.
@@ -291,9 +286,8 @@ class RecordedStep:
         strategy, module, call = self._strategy, self._module, each.call
         each.random.put()
         if moved is not None:
-            moved.random._streams.clear()
-            moved.random._streams.update(_copied(each.streams))
-            moved.others = cloned(each.others)
+            moved.random.put_back(each.streams)
+            moved.batches = cloned(each.others)
         each.prepare()
         with strategy.block_backward_sync() if call.accumulates else nullcontext():
             output = self._train(replace(call, args=(cloned(each.batch), *call.args[1:])))

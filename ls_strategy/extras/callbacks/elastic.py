@@ -172,7 +172,7 @@ class ElasticTraining(ConnectedCallback):
         strategy = self._check(trainer, pl_module)
         # Last, so that other callbacks have seen the end of a step before its snapshot is taken.
         trainer.callbacks = [c for c in trainer.callbacks if c is not self] + [self]  # type: ignore[attr-defined]
-        comm = strategy._comm
+        comm = strategy.parallel.world
         assert comm is not None
         memory = strategy.on_all_ranks(self._open)
         self._close()

@@ -13,6 +13,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 from ls_strategy.checkpoint.random import RandomStream
@@ -76,13 +77,16 @@ class VirtualRandom:
 
     def mark(self) -> Callable[[], None]:
         """Return a function that lets the virtual ranks draw again what they draw from now on."""
-        kept = {rank: copy.copy(stream) for rank, stream in self._streams.items()}
+        return partial(self.put_back, self.copied())
 
-        def go_back() -> None:
-            self._streams.clear()
-            self._streams.update((rank, copy.copy(stream)) for rank, stream in kept.items())
+    def copied(self) -> dict[int, RandomStream]:
+        """Return what the virtual ranks of this process draw from, as it is now."""
+        return {rank: copy.copy(stream) for rank, stream in self._streams.items()}
 
-        return go_back
+    def put_back(self, streams: Mapping[int, RandomStream]) -> None:
+        """Let virtual ranks draw from copies of ``streams``, which may be those of another process."""
+        self._streams.clear()
+        self._streams.update((rank, copy.copy(stream)) for rank, stream in streams.items())
 
     def saved(self) -> dict[str, Any]:
         """Return the states of this process's virtual ranks, for a checkpoint."""

@@ -97,7 +97,8 @@ class VirtualRanks:
     # ranks -----------------------------------------------------------------------------------------------------------
 
     @property
-    def _rank(self) -> int:
+    def rank(self) -> int:
+        """This process's number among those that share the virtual ranks."""
         return self._parallel.data_rank[0]
 
     @property
@@ -108,7 +109,7 @@ class VirtualRanks:
     @property
     def ranks(self) -> list[int]:
         """The virtual ranks of this process."""
-        return self.split.ranks_of(self._rank)
+        return self.split.ranks_of(self.rank)
 
     def check(self, trainer: pl.Trainer, module: pl.LightningModule, *, joins: bool) -> None:
         """Refuse what virtual ranks cannot do, before anything is sharded. ``joins``: ranks may have no batch.
@@ -212,7 +213,7 @@ class VirtualRanks:
         """
         check(loader)
         islands = self._strategy.islands if self._trainer.training else (0, 1)
-        made = VirtualLoader(loader, self.split, self._rank, self.random, islands)
+        made = VirtualLoader(loader, self.split, self.rank, self.random, islands)
         self._loaders.append(made)
         for each in made.loaders:
             resume.data(each)
@@ -224,7 +225,7 @@ class VirtualRanks:
             made.on_iterate, made.on_batch = partial(self._make_iterators, resume), self.random.before_batch
         return made
 
-    def _others(self, args: Sequence[Any]) -> list[Any]:
+    def others(self, args: Sequence[Any]) -> list[Any]:
         """Return the batches of this process's other virtual ranks, which belong to the one in ``args``."""
         combined = active_loaders(self._trainer)
         loaders = combined.flattened
@@ -258,7 +259,7 @@ class VirtualRanks:
             What ``training_step`` has returned for the first virtual rank. Its loss leads to the last round's graph.
         """
         module, rounds = self._module, self.split.rounds
-        batches = [args[0], *(self._others(args) if len(self.ranks) > 1 else [])]
+        batches = [args[0], *(self.others(args) if len(self.ranks) > 1 else [])]
         if len(rounds) > 1:
             self._drop_old_gradients(engine)
         log, buffers, done = VirtualLog(module), Buffers(module, self._views), 0
@@ -266,7 +267,7 @@ class VirtualRanks:
         found: Any = None
         metrics = ForwardValues(module)
         for number, now in enumerate(rounds):
-            rank = now.leaves[self._rank]
+            rank = now.leaves[self.rank]
             self._round, found = now, None
             engine.begin_step(sync_buffers_after=now.is_last)
             if number == 0:
@@ -303,7 +304,7 @@ class VirtualRanks:
         """Surround the backward of a round; yield whether it is the last one of its batch, and whether it counts."""
         now = self._round
         assert now is not None
-        rank = now.leaves[self._rank]
+        rank = now.leaves[self.rank]
         engine.keeps_gradients = False
         engine.reducer.round = InTree(now)
         try:
@@ -328,10 +329,10 @@ class VirtualRanks:
         Collective if the step is, or logs with ``sync_dist``.
         """
         module = self._module
-        batches = [args[0], *(self._others(args) if len(self.ranks) > 1 else [])]
+        batches = [args[0], *(self.others(args) if len(self.ranks) > 1 else [])]
         log, metrics, output, done = VirtualLog(module), ForwardValues(module), None, 0
         for now in self.split.rounds:
-            rank = now.leaves[self._rank]
+            rank = now.leaves[self.rank]
             if rank is None and not engine.policy.parameters:
                 continue
             engine.begin_step()

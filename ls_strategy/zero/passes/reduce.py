@@ -96,24 +96,24 @@ class InTree:
 
     def __init__(self, now: VirtualRound) -> None:
         """Record which rank computes which virtual rank now."""
-        self._now = now
+        self.now = now
 
     def expect(self, flat: FlatBuffer) -> bool:
         """Return whether this rank computes nothing in this round. Then begin to receive the others' terms: collective.
 
         Nothing waits for them before the next round in which this rank computes something.
         """
-        if self._now.leaves[flat.comm.everyone.rank] is not None:
+        if self.now.leaves[flat.comm.everyone.rank] is not None:
             return False
-        flat.averages.tree_sum().expect(self._exchange(flat, None), self._now)
+        flat.averages.tree_sum().expect(self._exchange(flat, None), self.now)
         return True
 
     def start(self, flat: FlatBuffer, full: Tensor) -> Reduction:
         """Start sending this rank's term to the owners of its shards. Collective."""
-        return RoundInFlight(flat.averages.tree_sum(), self._exchange(flat, full), self._now)
+        return RoundInFlight(flat.averages.tree_sum(), self._exchange(flat, full), self.now)
 
     def _exchange(self, flat: FlatBuffer, leaf: Tensor | None) -> PendingReduce:
-        return exchange_leaves(flat.comm, leaf, self._now, like=flat.full, of=flat.name, sizes=flat.layout.sizes)
+        return exchange_leaves(flat.comm, leaf, self.now, like=flat.full, of=flat.name, sizes=flat.layout.sizes)
 
 
 class Reducer:
