@@ -125,9 +125,7 @@ class EngineSetup:
         plugin, config = self._strategy.zero_precision(), run.config
         policy = plugin.asked(config.precision)
         self._switches = [
-            *multiply_in_fp8(
-                module, config.precision, policy, parallel.device, tensor=parallel.tensor_layers(module)
-            ),
+            *multiply_in_fp8(module, config.precision, policy, parallel.device, tensor=parallel.tensor_layers(module)),
             *compile_parts(module, config),  # before the engine's hooks, which stay outside
         ]
         optimizers = self._real_optimizers()

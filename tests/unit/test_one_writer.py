@@ -72,3 +72,12 @@ def test_a_second_writer_would_be_found() -> None:
         "        flat.updating = None\n        self.job.flat.hidden = True\n        self.users = 1\n"
     )
     assert written(ast.parse(code), SUBCLASSES) == {"updating", "hidden"}
+
+
+def test_no_part_of_a_strategy_writes_to_it() -> None:
+    """They share a `RunState`, and get what else they need as arguments."""
+    files = [f for each in ("lightning", "fabric") for f in (PACKAGE / each).rglob("*.py") if f.name != "strategy.py"]
+    nodes = [node for file in files for node in ast.walk(ast.parse(file.read_text()))]
+    stored = [n for n in nodes if isinstance(n, ast.Attribute) and isinstance(n.ctx, ast.Store)]
+    assert stored
+    assert [ast.unparse(n) for n in stored if ast.unparse(n.value).endswith("strategy")] == []
