@@ -335,8 +335,9 @@ class StateDictHooks(Transient):
         on_demand = self._on_demand
         on_demand.collects(None)
         on_demand.take_parameter_writes()
-        on_demand.state_dict_copies.drop()
         on_demand.take_copies_early()
+        on_demand.state_dict_copies.drop()
+        on_demand.begin_returned()
         places = places_of(state, self._units)
         full = full_state_dict(state, self._units, self._mesh, all_ranks=True, master=False)
         state.update(full)

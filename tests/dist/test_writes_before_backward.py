@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from typing import Any
 
 import pytest
@@ -66,7 +65,7 @@ def outcome(strategy: Any, **given: Any) -> tuple[str, list[float], dict[str, Te
     try:
         fit(strategy, module, max_epochs=1)
     except (RuntimeError, StateError) as error:
-        kind = type(error).__name__ if re.search("modified by an inplace operation|sharding.hpz", str(error)) else error
+        kind = type(error).__name__ if "modified by an inplace operation" in str(error) else error
         return str(kind), module.losses, {}
     return "", module.losses, weights(module)
 
@@ -94,16 +93,11 @@ def test_a_write_through_a_state_dict_is_refused_where_autograd_has_saved_the_we
 @pytest.mark.parametrize("options", [{}, {"sharding.hpz": 2}, {"offload.parameters": "cpu"}], ids=str)
 @on_ranks(4, timeout_s=240)
 def test_every_write_is_as_under_ddp(rank: int, world_size: int, options: dict[str, Any]) -> None:
-    """A forward that runs again reads what was written. The second copy of hpZ does not have it, and is refused."""
-    hpz = "sharding.hpz" in options
+    """A forward that runs again reads what was written, also where backward gathers from a second copy (hpZ)."""
     compare(options, [
         {"name": name, "means": means, "again": again, "early": early}
         for name in (*SAVED, *NOT_SAVED)
         for means in ("state dict", "state dict of a part", "parameter")
         for early in (False, True)
         for again in (False, True)
-        if not (hpz and means != "parameter" and name.startswith("blocks"))
     ])  # fmt: skip
-    for early, again in ((False, True), (True, False)) if hpz else ():
-        strategy = ZeROStrategy(**nested({"stage": 3, "sharding.min_unit_numel": 0, **options}))
-        assert outcome(strategy, again=again, early=early)[0] == "StateError"

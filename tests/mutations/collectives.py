@@ -74,9 +74,9 @@ COLLECTIVES = (
         "gathers in 16 bits: what was gathered is gathered again",
         "ls_strategy/zero/passes/gather.py",
         "            if not flat.resident and not flat.is_fetched and flat.gathering is None:\n"
-        "                if flat.on_demand",
+        "                flat.start_gather()",
         "            if not flat.resident and not flat.is_gathered and flat.gathering is None:\n"
-        "                if flat.on_demand",
+        "                flat.start_gather()",
         (f"{_CASTS}::test_bits_are_those_of_gathers_in_fp32_and_bytes_are_half",),
     ),
 )

@@ -69,6 +69,9 @@ def test_a_copy_that_was_written_and_dropped_counts_while_training_runs(flat: Fl
 
     write()
     given.drop()
+    given.take_early(given.written())
+    given.drop()
+    assert not given.fresh
     assert bool((flat.master[:9] == 3).all())
 
 
@@ -84,3 +87,27 @@ def test_after_training_a_dropped_copy_is_not_kept(flat: FlatBuffer) -> None:
     write()
     given.take_writes()
     assert torch.equal(flat.master, before)
+
+
+def test_a_write_through_a_view_counts_though_the_copy_itself_was_dropped(flat: FlatBuffer) -> None:
+    given = StateDictCopies()
+
+    def row() -> Tensor:
+        values = values_of(flat)
+        given.add(flat, 0, values)
+        return values[0]
+
+    view = row()
+    given.drop()
+    view.fill_(3.0)
+    given.take_writes()
+    assert bool((flat.master[:3] == 3).all())
+
+
+def test_a_write_after_the_boundary_is_an_error_also_if_no_version_counts_it(flat: FlatBuffer) -> None:
+    given, values = StateDictCopies(), values_of(flat)
+    given.add(flat, 0, values)
+    given.take_writes()
+    values.data.mul_(2)
+    with pytest.raises(StateError, match="later than in the hook"):
+        given.take_writes()

@@ -212,6 +212,8 @@ class CastFlat(FlatBuffer):
 
     @override
     def cast_of(self, param: nn.Parameter) -> Tensor | None:
+        if self.reports_uses and self.on_demand is not None:
+            self.on_demand.take_copies_early(self)
         # A forward that ran in this step has used the views, and recomputation compares the operations of its two runs.
         held = self.gathered_on_demand and self._casts.is_saved
         if not (held or self.state is ParameterState.CAST) or not self._casts.casts_now():

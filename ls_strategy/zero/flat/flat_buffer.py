@@ -29,7 +29,7 @@ from torch.autograd.graph import increment_version
 
 from ls_strategy import device as dev
 from ls_strategy import spans
-from ls_strategy._torch import current_backward_pass, refuse_views, set_versions, storage_key
+from ls_strategy._torch import refuse_views, set_versions, storage_key
 from ls_strategy.distributed.comm import PendingGather
 from ls_strategy.distributed.wire_format import FORMATS, WireFormat
 from ls_strategy.errors import StateError
@@ -63,6 +63,9 @@ RELEASED_VERSIONS = 1 << 16
 class ReturnedCopies(Protocol):
     """The copies that state dicts have returned."""
 
+    returned: bool
+    """Whether one was returned since the last boundary, on all ranks."""
+
     @property
     def fresh(self) -> Collection[object]:
         """Those that user code may write to, as if they were the parameters."""
@@ -90,8 +93,8 @@ class GathersOnDemand(Protocol):
     def touched(self, flat: FlatBuffer) -> None:
         """Allow the buffer to be released again."""
 
-    def take_copies_early(self) -> None:
-        """Take writes to the copies of state dicts before something reads the parameters."""
+    def take_copies_early(self, flat: FlatBuffer | None = None) -> None:
+        """Take writes to the copies of state dicts before something reads the parameters of a buffer, or of all."""
 
     def is_collecting(self) -> bool:
         """Return whether a state dict is being collected, for which hooks fetch the values."""
@@ -147,6 +150,9 @@ class FlatBuffer(FlatStates):
 
     encodes = True
     """Whether shards are encoded before they are sent, and not stored in the format in which they are."""
+
+    reports_uses = False
+    """Whether uses of parameters that user code may have gathered are reported to `touch`, see `report_uses`."""
 
     _versions_away: list[int]
     """Versions of the parameters when they were released; meanwhile they have others."""
@@ -223,7 +229,9 @@ class FlatBuffer(FlatStates):
     @property
     def has_secondary(self) -> bool:
         """Return whether the next gather uses the second copy inside the node."""
-        return self.secondary is not None and self.secondary.is_current
+        if self.secondary is None or not self.secondary.is_current:
+            return False
+        return self.on_demand is None or not self.on_demand.state_dict_copies.returned
 
     def outdate_secondary(self) -> None:
         """Let the next gather be over all ranks. Every rank must do so at the same time."""
@@ -235,35 +243,35 @@ class FlatBuffer(FlatStates):
         if self.secondary is not None and self.secondary.is_current:
             self.secondary.written(self.full if self.wire is None else self.wire.encoded(self.full))
 
-    def note_written_copy(self, index: int) -> None:
-        """Record that a parameter was written to through a state dict, which has a copy of it. Not collective.
+    def take_written_copy(self, index: int, values: Tensor, *, counted: bool) -> None:
+        """Take new values of a parameter that were written to a copy in a state dict. Not collective.
 
-        Autograd refuses what it has saved of it, as in plain torch, where a state dict has the parameter's own memory.
+        Args:
+            index: of the parameter.
+            values: ``(numel,)``; the masters and this rank's shard have them.
+            counted: whether the copy's version shows the write. Then autograd refuses what it has saved of the
+                parameter, as in plain torch, where a state dict has the parameter's own memory.
         """
+        if self.gathering is not None:
+            self.finish_gather()
+        self.write_fetched(self.layout.slots[index].offset, values)
         if self._versions_away:
             versions = list(self._versions_away)
-            versions[index] += 1
+            versions[index] += counted
             self._versions_away = versions
         else:
+            viewed = self.writes.may_be_written
             with unnoticed():
-                increment_version(self.params[index])
+                increment_version(self.params[index] if counted else ())
             self.writes.record()
+            if viewed:
+                self.writes.note_access()
         self.written([index])
-        if self.is_gathered:
-            self.update_secondary()
-        elif self.secondary is not None:
-            self.secondary.is_written = self.secondary.is_current
 
     def _gather_in_node(self, secondary: Secondary) -> PendingGather | None:
         """Start gathering from the second copy. Return None if it is not current, or the gather is exact."""
-        if not secondary.is_current or (self.wire is not None and self.wire.exact):
+        if not self.has_secondary or (self.wire is not None and self.wire.exact):
             return None
-        if secondary.is_written and current_backward_pass() >= 0:
-            raise StateError(
-                f"a parameter in the buffer of {self.name!r} was written to through a state dict between a forward and "
-                "its backward, but backward gathers it from a copy inside the node (sharding.hpz). Write to the "
-                "parameter itself, or leave hpz out."
-            )
         target = self.full if self.wire is None else self.wire.values
         self.comm.pool.allocate(target)
         return secondary.start(target, self.name)
@@ -479,6 +487,18 @@ class FlatBuffer(FlatStates):
 
     # gathering and releasing -----------------------------------------------------------------------------------------
 
+    def report_uses(self) -> None:
+        """Report uses of gathered parameters to `touch`, too: state dicts have copies that may be written to first."""
+        self.reports_uses = not self.resident
+        if self.reports_uses and self.state is ParameterState.GATHERED:
+            self._switch(ShardedParameter)
+
+    def end_reporting_uses(self) -> None:
+        """End what `report_uses` has begun."""
+        self.reports_uses = False
+        if self.state is ParameterState.GATHERED:
+            self._switch(ResidentParameter)
+
     def bind(self, *, on_demand: bool = False) -> None:
         """Point every parameter at its slot. ``on_demand``: every further use is reported to `touch`."""
         with unnoticed():
@@ -638,7 +658,7 @@ class FlatBuffer(FlatStates):
 
     def _reveal(self) -> None:
         """Make the parameters ordinary tensors: their values have arrived."""
-        self._switch(ResidentParameter)
+        self._switch(ShardedParameter if self.reports_uses and self.users else ResidentParameter)
         before = self.state
         if before is ParameterState.ON_DEMAND:
             self.writes.note_memory_views()

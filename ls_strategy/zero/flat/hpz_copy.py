@@ -11,7 +11,7 @@ arXiv:2306.10209, section 3.2.
 
 The one invariant: whether a copy is current changes at the same place of the program on all ranks, because gathers from
 it and over all ranks must never meet. So writes by user code, which each rank detects for its own shard, do not outdate
-a copy but update it.
+a copy but update it. From a ``state_dict()``, to which user code may write, to the end of its hook no copy is used.
 """
 
 from __future__ import annotations
@@ -34,15 +34,12 @@ class Secondary:
         self.is_current = False
         """Whether the slices of all ranks are the newest parameters."""
 
-        self.is_written = False
-        """Whether a parameter is newer, because user code has written to it while it was not gathered."""
-
         self._sending = False
         """Whether a gather of the slices is in flight."""
 
     def outdate(self) -> None:
         """Gather over all ranks the next time. Every rank must do so at the same time."""
-        self.is_current = self.is_written = False
+        self.is_current = False
 
     def start(self, wire: Tensor, of: str) -> PendingGather:
         """Start filling ``wire``, ``(numel,)``, from the slices. Collective over the node."""
@@ -57,7 +54,7 @@ class Secondary:
             self._sending = False
             return
         self._keep(wire)
-        self.is_current, self.is_written = True, False
+        self.is_current = True
 
     def dropped(self) -> None:
         """End a gather whose result is not used."""

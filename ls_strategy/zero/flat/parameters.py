@@ -93,6 +93,9 @@ class Home(Protocol):
     gathered_on_demand: bool
     """Whether the values are in memory only temporarily, and every further use calls `touch`."""
 
+    reports_uses: bool
+    """Whether every further use calls `touch` although they are in memory."""
+
     def touch(self) -> None:
         """Gather the values, and keep them until `touched`. Collective."""
 
@@ -268,7 +271,7 @@ def _with_values(func: Any, args: Any, kwargs: Any) -> Any:
             return func(*args, **kwargs)
     finally:
         for p in params:
-            if (home := home_of(p)) is not None and home.gathered_on_demand:
+            if (home := home_of(p)) is not None and (home.gathered_on_demand or home.reports_uses):
                 p.__class__ = ShardedParameter
         for home in homes.values():
             home.touched()

@@ -50,9 +50,9 @@ class Gatherer:
     def start(self, unit: Unit) -> None:
         """Start gathering a released unit. Collective at stage 3."""
         for flat in unit.flats:
+            if flat.on_demand is not None and flat.on_demand.state_dict_copies.fresh:
+                flat.on_demand.take_copies_early(flat)
             if not flat.resident and not flat.is_fetched and flat.gathering is None:
-                if flat.on_demand is not None and flat.on_demand.state_dict_copies.fresh:
-                    flat.on_demand.take_copies_early()
                 flat.start_gather()
 
     def fetch(self, unit: Unit, *, backward: bool = False) -> None:

@@ -86,7 +86,8 @@ class OnDemandGather:
         """Gather a buffer, and keep it until `touched`. Collective."""
         self.refuse_other_threads(flat.name)
         flat.require_here("parameters")
-        self.take_copies_early()
+        if self.state_dict_copies.fresh:
+            self.take_copies_early(flat)
         flat.users += 1
         if flat.resident:
             flat.wait_updated()
@@ -241,16 +242,33 @@ class OnDemandGather:
         Not collective.
         """
         self.take_parameter_writes()
-        if self.state_dict_copies.fresh or self.state_dict_copies.old:
+        if self.state_dict_copies.returned:
+            self._end_returned()
+        elif self.state_dict_copies.old:
             self.state_dict_copies.take_writes()
         if self._releases:
             self.release_idle()
 
-    def take_copies_early(self) -> None:
-        """Take writes to the copies of state dicts before something reads the parameters. Not collective."""
-        if self.state_dict_copies.are_written():
+    def begin_returned(self) -> None:
+        """Record that a state dict is about to return copies: uses of gathered parameters are reported from now on."""
+        self.state_dict_copies.returned = True
+        for flat in self._flats:
+            flat.report_uses()
+
+    def _end_returned(self) -> None:
+        for flat in self._flats:
+            flat.end_reporting_uses()
+            flat.outdate_secondary()  # it may lack what this hook has written to the copies
+        self.state_dict_copies.take_writes()
+
+    def take_copies_early(self, flat: FlatBuffer | None = None) -> None:
+        """Take writes to the copies of state dicts before something reads a buffer, or all. Not collective."""
+        written = self.state_dict_copies.written(flat)
+        if written:
             self.take_parameter_writes()
-            self.state_dict_copies.take_early()
+            self.state_dict_copies.take_early(written)
+        if flat is not None:
+            self.state_dict_copies.expect_gather(flat)
 
     def take_parameter_writes(self) -> None:
         """Copy writes to parameters into masters and shards. Not collective."""
