@@ -48,18 +48,52 @@ from ls_strategy.fabric.precision import ZeROFabricPrecision
 from ls_strategy.host.fabric import Accelerator, CheckpointIO, ClusterEnvironment, DDPStrategy, Precision
 from ls_strategy.host.pytorch import Accelerator as TrainerAccelerator
 from ls_strategy.lightning import guards, module_state
-from ls_strategy.lightning._private import forward_zero_grad_of_fabric
+from ls_strategy.lightning._private import forward_methods_of_fabric
 from ls_strategy.lightning.connection import Connection
 from ls_strategy.lightning.module_state import MetricsOnHost
 from ls_strategy.lightning.parallel import ModelParallel
 from ls_strategy.lightning.planning import NVME_PATH
 from ls_strategy.pretrained.huggingface import without_memory
+from ls_strategy.zero.step.stepper import MODES
 from ls_strategy.zero_stages import POLICIES
 
 _IN_TRAINER = (
     "Got ZeROFabricStrategy, the strategy of a Fabric, for a Trainer. Use ls_strategy.ZeROStrategy with the same "
     'options, or an alias such as Trainer(strategy="zero3").'
 )
+
+
+def _refuse_what_only_a_trainer_does(config: ZeROConfig) -> None:
+    """Refuse options that would have no effect.
+
+    Raises:
+        ConfigError: with the cure.
+    """
+    refused = {
+        "precision.matmul='fp8'": (
+            config.precision.float8 is not None,
+            "which does not convert modules. Convert the module before fabric.setup(), with "
+            "torchao.float8.convert_to_float8_training(module).",
+        ),
+        "sharding.overlap_step='backward'": (
+            config.sharding.overlap_step == "backward",
+            "the loop of which may read, change and clip gradients after backward, so no update can begin before "
+            "optimizer.step(). Leave overlap_step out.",
+        ),
+        "checkpoint.background=True": (
+            config.checkpoint.background,
+            "the loop of which decides when fabric.save() writes, and goes on once the checkpoint is there. Leave "
+            "background out.",
+        ),
+        "checkpoint.on_error='continue'": (
+            config.checkpoint.on_error != "raise",
+            "the loop of which can catch ls_strategy.CheckpointError itself, which fabric.save() raises on every rank. "
+            "Leave on_error out.",
+        ),
+    }
+    for option, (is_given, why) in refused.items():
+        if is_given:
+            raise ConfigError(f"Got {option} for a Fabric, {why}")
 
 
 class ZeROFabricStrategy(Connection, DDPStrategy):  # pyright: ignore[reportIncompatibleMethodOverride, reportIncompatibleVariableOverride]  (bases of Trainer and Fabric differ)
@@ -128,11 +162,7 @@ class ZeROFabricStrategy(Connection, DDPStrategy):  # pyright: ignore[reportInco
             checkpoint=checkpoint,
         )
         """Every option, in groups."""
-        if self.config.precision.float8 is not None:
-            raise ConfigError(
-                "Got precision.matmul='fp8' for a Fabric, which does not convert modules. Convert the module before "
-                "fabric.setup(), with torchao.float8.convert_to_float8_training(module)."
-            )
+        _refuse_what_only_a_trainer_does(self.config)
         self.models: MutableMapping[nn.Module, Model] = {}
         """The modules that were set up, in this order."""
         self._connect_later(ModelParallel(ParallelConfig(), self.config.sharding), explain_waits_after)
@@ -151,7 +181,7 @@ class ZeROFabricStrategy(Connection, DDPStrategy):  # pyright: ignore[reportInco
         )
         self._backward_sync_control = NoSync()  # pyright: ignore[reportAttributeAccessIssue]
         host.show_to_others(type(self))
-        forward_zero_grad_of_fabric()
+        forward_methods_of_fabric(MODES)
 
     @classmethod
     @override

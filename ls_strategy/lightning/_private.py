@@ -10,9 +10,10 @@ from __future__ import annotations
 import os
 import signal
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -33,10 +34,13 @@ def unwrap_optimizer(optimizer: Any) -> Any:
     return getattr(optimizer, "_optimizer", optimizer)
 
 
-def forward_zero_grad_of_fabric() -> None:
+def forward_methods_of_fabric(names: Iterable[str]) -> None:
     """Make ``zero_grad`` of Fabric's wrappers call that of the optimizer, or module, inside.
 
     Otherwise torch's method runs on the wrapper, past what is attached to the inner object.
+
+    Args:
+        names: other methods of optimizers, which not all of them have.
     """
     wrappers: Any = host.import_part("fabric.wrappers")
 
@@ -48,6 +52,8 @@ def forward_zero_grad_of_fabric() -> None:
 
     wrappers._FabricOptimizer.zero_grad = of_optimizer
     wrappers._FabricModule.zero_grad = of_module
+    for name in names:
+        setattr(wrappers._FabricOptimizer, name, property(attrgetter(f"_optimizer.{name}")))
 
 
 def is_mock_optimizer(optimizer: Optimizer) -> bool:

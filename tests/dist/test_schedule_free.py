@@ -13,6 +13,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from ls_strategy import StateError, ZeROStrategy
 from ls_strategy.testing import spawn
+from tests.dist.fabric_ranks import make_fabric
 from tests.dist.ranks import on_ranks
 from tests.marks import few_or_all
 from tests.models import Curve, quiet
@@ -140,6 +141,31 @@ def test_validation_and_checkpoints_see_the_weights_of_eval(strategies: list[dic
         for where, found, expected in rank:
             for ours, theirs in zip(found, expected, strict=True):
                 torch.testing.assert_close(ours, theirs, rtol=1e-10, atol=1e-13, msg=lambda m, w=where: f"{w}: {m}")
+
+
+def in_fabric(rank: int, world_size: int, name: str) -> list[Any]:
+    """Train, evaluate with the other weights, and train on, in a loop of Fabric's; return losses and weights."""
+    fabric = make_fabric(name, world_size, precision="64-true")
+    module: Any = Swaps()
+    module, optimizer = fabric.setup(nn.Sequential(*module.blocks), ScheduleFree(module.blocks.parameters()))
+    found: list[Any] = []
+    for x in torch.randn(6, 4, 6, dtype=torch.float64, generator=torch.Generator().manual_seed(1 + rank)):
+        optimizer.train()
+        loss = (module(x) - x).square().mean()
+        fabric.backward(loss)
+        optimizer.step()
+        optimizer.zero_grad()
+        optimizer.eval()
+        with torch.no_grad():
+            found += [loss.detach(), module(x).sum()]
+    return [*found, *(value.clone() for value in module.state_dict().values())]
+
+
+@on_ranks(2, timeout_s=120)
+def test_the_optimizer_that_a_fabric_returns_swaps_weights(rank: int, world_size: int) -> None:
+    expected = in_fabric(rank, world_size, "ddp")
+    for name in ("zero0", "zero2", "zero3_offload", "zero3, small units"):
+        torch.testing.assert_close(in_fabric(rank, world_size, name), expected, rtol=1e-10, atol=1e-13)
 
 
 class Full(ScheduleFree):
