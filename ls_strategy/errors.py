@@ -45,3 +45,12 @@ class DataError(LSError, RuntimeError):
 
 class OutOfStepError(LSError, RuntimeError):
     """Ranks wait for each other in different places, so none can continue; the message says where each one is."""
+
+
+def of_tensor_class(name: str) -> str:
+    """Return the message for a state whose class has parts, and so no bytes of its own, in a checkpoint."""
+    return (
+        f"an optimizer state is of the class {name}, which checkpoints of this package do not hold. For states in "
+        "fewer bits use torch.optim.AdamW with precision.moments='int8' or 'bf16', or leave optimizer states out: "
+        "trainer.save_checkpoint(path, weights_only=True), ModelCheckpoint(save_weights_only=True)."
+    )

@@ -23,7 +23,7 @@ from ls_strategy._torch import without_crc32
 from ls_strategy.checkpoint.manifest import FileRecord, Manifest, check
 from ls_strategy.checkpoint.metadata import Item, Path, key_of, read_metadata
 from ls_strategy.checkpoint.place import CheckpointPath, begin_to_sync, sync_file
-from ls_strategy.errors import CheckpointError
+from ls_strategy.errors import CheckpointError, of_tensor_class
 from ls_strategy.layout import flat_range_to_boxes
 
 LARGE = 1 << 20
@@ -181,8 +181,15 @@ class _Frame:
 
 
 def as_bytes(tensor: Tensor) -> memoryview:
-    """Return the memory of a contiguous CPU tensor of any dtype. No copy."""
-    return memoryview(tensor.view(-1).view(torch.uint8).numpy().data) if tensor.numel() else memoryview(b"")
+    """Return the memory of a contiguous CPU tensor of any dtype. No copy.
+
+    Raises:
+        CheckpointError: it is of a tensor class that has no bytes, such as those of torchao's optimizers.
+    """
+    try:
+        return memoryview(tensor.view(-1).view(torch.uint8).numpy().data) if tensor.numel() else memoryview(b"")
+    except NotImplementedError as error:
+        raise CheckpointError(of_tensor_class(type(tensor).__name__)) from error
 
 
 # --- reading ---------------------------------------------------------------------------------------------------------

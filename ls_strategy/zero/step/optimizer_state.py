@@ -26,7 +26,7 @@ from torch.optim import Optimizer
 
 from ls_strategy.distributed.axis import Axis
 from ls_strategy.distributed.mesh import Mesh
-from ls_strategy.errors import StateError
+from ls_strategy.errors import StateError, of_tensor_class
 from ls_strategy.layout import Slot
 from ls_strategy.meta_init.lazy import LazyTensor, parts_of
 from ls_strategy.zero.flat.flat_buffer import FlatBuffer
@@ -179,6 +179,9 @@ class OptimizerStates:
         """Return the entries of all ranks of the stage by parameter, and the dtypes of their stores. Collective.
 
         Names are sorted, so that all ranks gather in the same order.
+
+        Raises:
+            StateError: a state is of a tensor class that cannot be copied; on every rank.
         """
         self.collect()
         by_rank = self.mesh.stage.exchange_objects((self.entries, [store.dtypes() for store in self.store]))
@@ -188,6 +191,8 @@ class OptimizerStates:
             for number, kept in rank_entries.items():
                 entries[number] = dict(sorted({**entries[number], **kept}.items()))
             dtypes = [dict(sorted({**d, **more}.items())) for d, more in zip(dtypes, rank_dtypes, strict=True)]
+        for kept in entries.values():
+            _require_copies(kept)
         return entries, dtypes
 
     def take_over(self, before: OptimizerStates) -> None:
@@ -422,6 +427,16 @@ def _full_value(buffer: Tensor | None, slot: Slot, value: Any, axis: Axis) -> An
     if value == ELEMENTWISE and buffer is not None:
         return full_of(buffer[slot.offset : slot.end].view(slot.shape), slot.part, axis).clone()
     return value
+
+
+def _require_copies(state: Mapping[str, Any]) -> None:
+    """Refuse states of tensor classes that cannot be copied, such as those of torchao's optimizers. Not collective."""
+    for value in state.values():
+        if isinstance(value, Tensor) and type(value) is not Tensor:
+            try:
+                value.clone()
+            except NotImplementedError as error:
+                raise StateError(of_tensor_class(type(value).__name__)) from error
 
 
 def _nothing_to_collect() -> None:
