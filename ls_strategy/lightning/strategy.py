@@ -349,6 +349,8 @@ class ZeROStrategy(EngineStrategy):  # its many public members are Lightning's h
             plugin = self.zero_precision()
             plugin.on_batch, plugin.around_backward = self.resume.on_batch, self.steps.around_backward
             self.engine_setup.build(module, parts)
+        else:
+            self.engine.broadcast_buffers()  # as DDPStrategy does before every evaluation
         self.model = module
         take_part()
         self.steps.begin_run(trainer)

@@ -319,6 +319,24 @@ def test_buffers_behave_as_under_ddp(rank: int, world_size: int, accumulate: int
         assert_close(result, expected, f"stage {strategy}")
 
 
+class NormalisedByHand(Normalised):
+    """Where a module optimizes by hand, DDP leaves the buffers of training on their ranks."""
+
+    manual = True
+
+
+@on_ranks(2)
+def test_an_evaluation_begins_with_the_buffers_of_rank_0(rank: int, world_size: int) -> None:
+    expected: list[Any] = []
+    for strategy in ("ddp", 1, 3):
+        module = NormalisedByHand()
+        trainer = fit(strategy, module, batches(80), max_epochs=1)
+        found = [trainer.test(module, batches(16, seed=2), verbose=False)[0]["test_loss"], *module.buffers()]
+        expected = expected or found
+        for ours, theirs in zip(found, expected, strict=True):
+            assert_close(ours, theirs, f"stage {strategy}")
+
+
 @on_ranks(2)
 def test_synchronised_batch_norm_on_the_cpu_is_refused(rank: int, world_size: int) -> None:
     for stage in STAGES:
