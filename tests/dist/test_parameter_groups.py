@@ -24,6 +24,7 @@ from ls_strategy.lightning.strategy import ZeROStrategy
 from ls_strategy.testing import spawn
 from tests.dist.ranks import (
     OPTIONS,
+    Block,
     Net,
     assert_close,
     differences,
@@ -174,8 +175,19 @@ class Renamed(AtEpochs):
         super().on_train_epoch_start()
 
 
+class GrowsABlock(Joins):
+    """A block that is made while training runs."""
+
+    def on_train_epoch_start(self) -> None:
+        if self.current_epoch == 2:
+            torch.manual_seed(1)
+            self.blocks.append(Block())
+            self.unfreeze(self.blocks[-1], 0.02)
+
+
 JOIN = [
     ByCallback, AtEpochs, AtABatch, IntoAGroup, Momentum, Unfreezes, ByHand, AnotherOptimizer, Regrouped, Renamed,
+    GrowsABlock,
 ]  # fmt: skip
 
 

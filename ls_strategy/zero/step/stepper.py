@@ -247,7 +247,7 @@ class Stepper:
                     flat.local.take_held(scales)
         if self._model.policy.gradients:
             trained = [f for f in self._model.flats if f.trainable]
-            flags = torch.tensor([any(held[id(p)] for p in f.params) for f in trained], dtype=torch.uint8)
+            flags = torch.tensor([any(held.get(id(p), False) for p in f.params) for f in trained], dtype=torch.uint8)
             agreed = self._world.agree(flags).tolist()
             self._given_up = {f.optimizer_index for f, dropped in zip(trained, agreed, strict=True) if dropped}
 
