@@ -11,8 +11,11 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from ls_strategy._torch import REFUSES_FREED_MEMORY
+from ls_strategy.config import nested
+from ls_strategy.lightning.strategy import ZeROStrategy
 from ls_strategy.testing import spawn
 from tests.dist.ranks import (
+    OPTIONS,
     STAGES,
     WIDTH,
     Block,
@@ -359,6 +362,27 @@ def test_a_layer_inside_of_a_transform_of_torch_func_is_gathered(rank: int, worl
     ours, theirs = Transforms(), Transforms()
     fit(3, ours, max_steps=2, precision=precision)
     fit("ddp", theirs, max_steps=2, precision=precision)
+    assert_close(ours.losses, theirs.losses, "losses")
+    assert_close(weights(ours), weights(theirs), "weights")
+
+
+class Tangents(Net):
+    """Differentiates along a direction in a block's weights, which may still be on their way from the last step."""
+
+    def loss(self, batch: Any) -> Tensor:
+        block = self.blocks[1]
+        values = dict(block.named_parameters())
+        direction = {name: torch.ones_like(value) for name, value in values.items()}
+        _, change = torch.func.jvp(lambda w: torch.func.functional_call(block, w, (batch[0],)), (values,), (direction,))
+        return super().loss(batch) + 0.01 * change.square().mean()
+
+
+@pytest.mark.parametrize("name", ["zero1_offload", pytest.param("zero3_offload", marks=pytest.mark.wide)])
+@on_ranks(2)
+def test_weights_are_the_primals_of_a_transform_of_torch_func(rank: int, world_size: int, name: str) -> None:
+    ours, theirs = Tangents(), Tangents()
+    fit(ZeROStrategy(**nested(OPTIONS[name])), ours, max_steps=3)
+    fit("ddp", theirs, max_steps=3)
     assert_close(ours.losses, theirs.losses, "losses")
     assert_close(weights(ours), weights(theirs), "weights")
 

@@ -89,13 +89,15 @@ class OnDemandGather:
         if self.state_dict_copies.fresh:
             self.take_copies_early(flat)
         flat.users += 1
+        inside = current_transform() is not None
         if flat.resident:
-            flat.wait_updated()
-            if flat.publish_due:
-                flat.start_gather()
-            flat.finish_gather()
+            with outside_transforms() if inside else nullcontext():
+                flat.wait_updated()
+                if flat.publish_due:
+                    flat.start_gather()
+                flat.finish_gather()
             return
-        if current_transform() is not None and id(flat) in self._unit_of:
+        if inside and id(flat) in self._unit_of:
             with outside_transforms():
                 self._gather_until_backward_ends(flat)
             return
