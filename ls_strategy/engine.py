@@ -120,6 +120,8 @@ class Engine:
         self.hooks.watch_rows(self.flats)
         self._boundaries = fp32_boundaries(draft)
         self._broadcast_buffers_next = True
+        self.repeats_backward = True
+        """Whether user code may run several backward passes between two steps."""
         self._copies = PlainCopies(model, self.flats)
 
         self.raw_states: Callable[[], AbstractContextManager[Any]] = unnoticed
@@ -374,7 +376,7 @@ class Engine:
 
     def _let_go(self) -> None:
         for unit in self.units if self.gatherer.releases else ():
-            unit.unpin()
+            unit.unpin(repeats=self.repeats_backward)
             if not unit.is_root:
                 self.gatherer.release(unit)
 

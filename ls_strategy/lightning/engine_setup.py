@@ -217,6 +217,7 @@ class EngineSetup:
         engine.private_gradients = automatic and not (
             engine.mesh.shape.kinds and guards.has_hooks_after_backward(trainer, module)
         )
+        engine.repeats_backward = fitting and not module.automatic_optimization
         engine.early_step = (
             engine.private_gradients
             and not guards.has_hooks_before_step(trainer, module)

@@ -183,6 +183,22 @@ class RetainGraph(Sgd):
         opt.step()
 
 
+class PenaltyApart(GradientPenalty):
+    """The penalty has a backward pass of its own, after that of the loss."""
+
+    manual = True
+
+    def training_step(self, batch: Any, i: int) -> None:  # type: ignore[override]
+        opt = self.optimizers()
+        opt.zero_grad()
+        x = batch[0].clone().requires_grad_()
+        out = self(x)
+        (slope,) = torch.autograd.grad(out.sum(), x, create_graph=True)
+        self.manual_backward(self.noted(functional.mse_loss(out, batch[1])), retain_graph=True)
+        self.manual_backward(0.1 * slope.square().mean())
+        opt.step()
+
+
 class TwoForwardsOneBackward(Sgd):
     """Contrastive: the graphs of two forwards meet in one loss."""
 
@@ -204,14 +220,14 @@ GROUPS: dict[str, list[type[Net]]] = {
     "shared": [Tied, SharedBlock, RootParameters, ZeroSize],
     "unused": [Unused, UnusedOnOneRank, UnusedAtTimes],
     "frozen": [Half, FrozenAfterTrainable],
-    "second_pass": [Teacher, GradientPenalty, RetainGraph],
+    "second_pass": [Teacher, GradientPenalty, RetainGraph, PenaltyApart],
     "graphs": [TwoForwardsOneBackward, DetachedHalf],
 }
 
 
 # Of every group some, each at a stage or two.
 FEW: dict[tuple[int, ...], list[type[Net]]] = {
-    (3,): [Tied, UnusedAtTimes, GradientPenalty],
+    (3,): [Tied, UnusedAtTimes, GradientPenalty, PenaltyApart],
     (2,): [UnusedOnOneRank, RetainGraph],
     (1,): [RootParameters, FrozenAfterTrainable],
     (0,): [TwoForwardsOneBackward],

@@ -31,6 +31,8 @@ class Unit:
         """Those of them for which no gradient of an input marks the end."""
         self.pinned = False
         """Whether the unit stays gathered until the backward pass is over, because no earlier event marks its end."""
+        self.differentiated = False
+        """Whether its backward has made a graph (``create_graph=True``), which any later backward pass may need."""
 
     def admit(self, flat: FlatBuffer) -> None:
         """Send the gradients of a frozen buffer from now on. All ranks must do so at the same time."""
@@ -57,10 +59,14 @@ class Unit:
         """Stay gathered until `unpin`."""
         self.pinned = True
 
-    def unpin(self) -> None:
-        """End the backward pass or the step: no call is open, and the unit may be released."""
+    def unpin(self, *, repeats: bool = False) -> None:
+        """End the backward pass or the step: no call is open, and the unit may be released.
+
+        ``repeats``: more backward passes may follow, so it stays if its backward has made a graph.
+        """
         self.open_backwards = self._unclosable_backwards = 0
-        self.pinned = False
+        self.differentiated = self.differentiated and repeats
+        self.pinned = self.differentiated
 
 
 def places_of(state: Mapping[str, Any], units: list[Unit]) -> dict[str, tuple[FlatBuffer, int]]:

@@ -317,6 +317,7 @@ class UnitHooks:
         def ends(_: Tensor) -> None:
             if torch.is_grad_enabled():  # create_graph=True: the second derivative needs the unit again
                 unit.pin()
+                unit.differentiated = True
             call.sources_left -= 1
             if call.sources_left:
                 return
