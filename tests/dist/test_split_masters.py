@@ -275,12 +275,22 @@ class Writing(Net):
             self.emb.weight.data = self.emb.weight.data.roll(1, 1)
 
 
-def written(rank: int, world_size: int, cases: list[Case], announced: bool) -> list[Any]:
+class WritingTwice(Writing):
+    """The first write is in place, the second one to the same buffer through ``p.data``."""
+
+    def on_train_batch_end(self, *_: Any) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
+        if self.trainer.global_step == 4:
+            with torch.no_grad():
+                self.blocks[0].up.weight.mul_(0.99)
+            self.blocks[0].down.weight.data.mul_(1.05)
+
+
+def written(rank: int, world_size: int, cases: list[Case], announced: bool, kind: type[Writing] = Writing) -> list[Any]:
     """Return the losses of each case with writes to its weights, or the error. Collective."""
     quiet()
     found: list[Any] = []
     for case in cases:
-        net = Writing(case)
+        net = kind(case)
         net.announced = announced
         try:
             trainer_of(case, world_size).fit(net, loader(case, world_size))
@@ -296,8 +306,9 @@ def test_announced_writes_change_only_what_they_write_and_others_are_refused(tmp
     for found in spawn(written, 2, cases, True, init_process_group=False, timeout_s=200):
         assert found[0] == found[1]
         assert found[2] == found[3]
-    for (error,) in spawn(written, 2, cases[1:2], False, init_process_group=False, timeout_s=200):
-        assert "cannot tell which elements have changed. Write to it inside" in error
+    for kind in (Writing, WritingTwice):
+        for (error,) in spawn(written, 2, cases[1:2], False, kind, init_process_group=False, timeout_s=200):
+            assert "cannot tell which elements have changed. Write to it inside" in error
 
 
 @pytest.mark.parametrize("announced", [False, wide(True)])

@@ -95,6 +95,8 @@ class SplitFlat(FlatBuffer):
         if not self._is_split_in_full or self._before is not None or self.hidden or self.gathering is not None:
             return
         if self.updating is None and not self.offloaded:
+            if self.writes.has_versions_of_writes:
+                self.take_writes()  # an error, as without this access
             self.before_change()  # a save in flight would complete what is written to by what was there before
             self._before = self._own_range().clone()
 

@@ -60,6 +60,12 @@ class UserWrites:
         self.possible = True
         self._flat.watch()
 
+    @property
+    def has_versions_of_writes(self) -> bool:
+        """Return whether a version tells of a write since `record`, which nobody has taken. Not collective."""
+        with unnoticed():
+            return [p._version for p in self._flat.params] != self._versions
+
     def take_detected(self) -> bool:
         """Return whether a write was detected since the last call."""
         detected, self.detected = self.detected, False
