@@ -461,7 +461,8 @@ class Comm:
             numel = full.numel()
             shard = numel // self.world_size if sizes is None else sizes[self.rank]
             self.journal.enter("reduce_scatter", of)
-            wire = full if dtype is None else full.to(dtype)
+            # `to` takes 8 us of the host also where it has nothing to do, in a place that every unit passes.
+            wire = full if dtype in (None, full.dtype) else full.to(dtype)
             out = self.pool.take(shard, wire.dtype, wire.device)
             far = self._far_ranks * numel // self.world_size  # of equal shards
             self.traffic.count_elements("reduce_scatter", numel - shard, wire.element_size(), far)

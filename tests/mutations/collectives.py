@@ -38,7 +38,7 @@ COLLECTIVES = (
     Mutation(
         "NCCL reduces in the compute dtype instead of the one that the options name",
         "ls_strategy/distributed/comm.py",
-        "wire = full if dtype is None else full.to(dtype)",
+        "wire = full if dtype in (None, full.dtype) else full.to(dtype)",
         "wire = full",
         ("tests/unit/test_comm_parts.py::test_nccl_sums_in_the_wire_dtype",),
     ),
