@@ -221,7 +221,7 @@ class Reducer:
             self._left_out.drop(param)
         else:
             self._take(unit, flat, index, grad)
-        if flat.is_frozen or param.numel() == 0:
+        if flat.is_frozen or grad.numel() == 0:
             return  # never waited for
         unit.waiting_for -= 1
         if unit.waiting_for == 0:
