@@ -509,10 +509,7 @@ class FlatBuffer(FlatStates):
                 set_versions(tuple(self.params), tuple(versions))
         self._switch(ShardedParameter if on_demand else ResidentParameter)
         self._move(ParameterState.ON_DEMAND if on_demand else ParameterState.GATHERED)
-        if versions:
-            self.writes.record_bound(versions)
-        else:
-            self.writes.record()
+        self.writes.record(versions or None)
 
     @property
     def is_in_use(self) -> bool:

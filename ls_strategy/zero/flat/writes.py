@@ -35,9 +35,7 @@ class UserWrites:
         self._versions: list[int] = []
         """Version of every parameter at the last `record`."""
         self._addresses: list[int] = []
-        """Address of every parameter then."""
-        self._start = 0
-        """Address of ``full`` for which `_addresses` holds."""
+        """Address of every parameter then: that of its slot."""
         self._data_views: dict[int, list[weakref.ref[Tensor]]] = {}
         """Tensors that ``param.data`` returned, by parameter: views of its slot."""
         self._views: list[weakref.ref[Tensor]] = []
@@ -71,21 +69,15 @@ class UserWrites:
         detected, self.detected = self.detected, False
         return detected
 
-    def record(self) -> None:
-        """Record versions and addresses, from which `take` detects later writes."""
-        with unnoticed():
-            self._versions = [p._version for p in self._flat.params]
-            self._addresses = [p.data_ptr() for p in self._flat.params]
-        self._start = self._flat.full.data_ptr()
-        self.possible = self._is_outdated = False
+    def record(self, versions: list[int] | None = None) -> None:
+        """Record versions and addresses of parameters that point at their slots: `take` detects later writes by them.
 
-    def record_bound(self, versions: list[int]) -> None:
-        """Record them where the parameters have just got these versions, and point at their slots again."""
-        start = self._flat.full.data_ptr()
-        shift = start - self._start
-        if shift:  # those without elements stay at 0
-            self._start, self._addresses = start, [address and address + shift for address in self._addresses]
-        self._versions = versions
+        ``versions``: those that the parameters have just got.
+        """
+        if versions is None:
+            with unnoticed():
+                versions = [p._version for p in self._flat.params]
+        self._versions, self._addresses = versions, [slot.data_ptr() for slot in self._flat.views]
         self.possible = self._is_outdated = False
 
     # views -----------------------------------------------------------------------------------------------------------
