@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from functools import partial
 from typing import Any
 
 import pytest
@@ -183,19 +184,21 @@ class RetainGraph(Sgd):
         opt.step()
 
 
-class PenaltyApart(GradientPenalty):
-    """The penalty has a backward pass of its own, after that of the loss."""
+class PenaltyApart(Sgd):
+    """A penalty on gradients, by inputs and by weights, with a backward pass of its own after that of the loss."""
 
     manual = True
 
     def training_step(self, batch: Any, i: int) -> None:  # type: ignore[override]
-        opt = self.optimizers()
+        opt: Any = self.optimizers()
         opt.zero_grad()
-        x = batch[0].clone().requires_grad_()
-        out = self(x)
-        (slope,) = torch.autograd.grad(out.sum(), x, create_graph=True)
+        x = batch[0].clone().requires_grad_(i % 2 == 0)
+        out = self.last(self.blocks[1](self.blocks[0](x)))  # the first block's input has a gradient in turn
+        sources, slope_of = ([x], out.sum()) if i % 2 == 0 else ([*self.blocks[0].parameters()], out.mean())
+        slopes = torch.autograd.grad(slope_of, sources, create_graph=True)
+        penalty = slopes[0].square().mean() if i % 2 == 0 else torch.stack([s.sum() for s in slopes]).sum()
         self.manual_backward(self.noted(functional.mse_loss(out, batch[1])), retain_graph=True)
-        self.manual_backward(0.1 * slope.square().mean())
+        self.manual_backward(0.1 * penalty)
         opt.step()
 
 
@@ -389,7 +392,8 @@ class Tangents(Net):
         block = self.blocks[1]
         values = dict(block.named_parameters())
         direction = {name: torch.ones_like(value) for name, value in values.items()}
-        _, change = torch.func.jvp(lambda w: torch.func.functional_call(block, w, (batch[0],)), (values,), (direction,))
+        run = partial(torch.func.functional_call, block, args=(batch[0],))
+        change: Tensor = torch.func.jvp(run, (values,), (direction,))[1]
         return super().loss(batch) + 0.01 * change.square().mean()
 
 

@@ -312,12 +312,12 @@ class UnitHooks:
                 return  # another output was first
             call.backward_pass, call.sources_left = backward_pass, call.sources
             unit.begin_call(closable=call.sources > 0)
-            self.gatherer.fetch(unit, backward=True)
-
-        def ends(_: Tensor) -> None:
             if torch.is_grad_enabled():  # create_graph=True: the second derivative needs the unit again
                 unit.pin()
                 unit.differentiated = True
+            self.gatherer.fetch(unit, backward=True)
+
+        def ends(_: Tensor) -> None:
             call.sources_left -= 1
             if call.sources_left:
                 return
