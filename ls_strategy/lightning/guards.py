@@ -7,6 +7,7 @@ import warnings
 from collections.abc import Generator
 from contextlib import contextmanager
 from functools import partial
+from traceback import walk_tb
 from typing import Any
 
 from torch import nn
@@ -218,7 +219,7 @@ def explain_released_parameters() -> Generator[None, None, None]:
     """Explain the error of a backward that uses memory that was released, or weights in fewer bits that have changed.
 
     Raises:
-        StateError: instead of torch's message about a storage of size 0, or about versions.
+        StateError: instead of torch's message about a storage of size 0, about versions, or about dtypes in fp8 layers.
     """
     try:
         yield
@@ -231,6 +232,13 @@ def explain_released_parameters() -> Generator[None, None, None]:
                 "forward has read them in 16 bits or fp8, as they were gathered, and autograd keeps no copies. Run it "
                 "again after the change, or set precision.gather='fp32' on the strategy: then casts are copies."
             ) from error
+        if "same dtype" in str(error) and _raised_by(error).startswith("torchao.float8"):
+            raise StateError(
+                "a layer that multiplies in fp8 got an input in fp32 under autocast on a CPU, and its recipe "
+                "'rowwise_with_gw_hp' multiplies that with a gradient in 16 bits: torchao casts inputs on CUDA only. "
+                "Set recipe='rowwise' or 'tensorwise' in precision.matmul, or Trainer(precision='bf16-true'); or cast "
+                "what the layer gets, as in layer(x.bfloat16())."
+            ) from error
         if "storage of size 0" not in str(error) and now - saved < RELEASED_VERSIONS:
             raise
         raise StateError(
@@ -239,6 +247,12 @@ def explain_released_parameters() -> Generator[None, None, None]:
             "module that uses it the unit (sharding.block_classes=[...]). With precision 'bf16-mixed' or '16-mixed', "
             "precision.gather='fp32' lets autocast keep copies of the weights of linear layers for that."
         ) from error
+
+
+def _raised_by(error: BaseException) -> str:
+    """Return the name of the module whose code has called what raised ``error``."""
+    *_, (frame, _) = walk_tb(error.__traceback__)
+    return str(frame.f_globals.get("__name__"))
 
 
 def refuse_hidden_meta(module: nn.Module) -> None:

@@ -16,7 +16,7 @@ from torch import nn
 
 from ls_strategy import CorruptionCheck
 from ls_strategy.config import PrecisionConfig, nested
-from ls_strategy.errors import PlanError
+from ls_strategy.errors import PlanError, StateError
 from ls_strategy.lightning.float8 import multiply_in_fp8
 from ls_strategy.lightning.strategy import ZeROStrategy
 from ls_strategy.precision import resolve_precision
@@ -241,3 +241,19 @@ def test_a_flipped_bit_is_found_also_in_the_scale_of_a_weight(
     assert_same(run(check, *flips), expected, "flips")
     assert [flip.done for flip in flips] == [flip.rank == rank for flip in flips]
     assert (check.found, check.failures) == (2, {0: 1, 1: 1})
+
+
+class Normed(Plain):
+    """What layer norms return under autocast on a CPU is in fp32."""
+
+    def training_step(self, batch: Any, i: int) -> Any:
+        return self.noted(self.blocks[0](batch[0].repeat(1, D // 8)).square().mean())
+
+
+@pytest.mark.wide
+@pytest.mark.parametrize("stage", [2, 3])
+@on_ranks(2)
+def test_an_input_in_fp32_that_torchao_does_not_cast_is_explained(rank: int, world_size: int, stage: int) -> None:
+    options = {"precision.matmul": {"recipe": "rowwise_with_gw_hp"}, "stage": stage}
+    with pytest.raises(StateError, match="recipe='rowwise' or 'tensorwise'"):
+        trained(Normed(), options, precision="bf16-mixed")

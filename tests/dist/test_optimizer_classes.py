@@ -18,12 +18,12 @@ from tests.dist.ranks import Net, fit, on_ranks
 class Packed(Tensor):
     """As torchao's states: a wrapper that knows few operations."""
 
-    values: Tensor
+    inside: Tensor
 
     @staticmethod
     def __new__(cls: Any, values: Tensor) -> Packed:
         self = Tensor._make_wrapper_subclass(cls, values.shape, dtype=torch.float32)  # type: ignore[attr-defined]
-        self.values = values
+        self.inside = values
         return self
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:
@@ -32,11 +32,11 @@ class Packed(Tensor):
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is torch.ops.aten.detach.default:
-            return Packed(args[0].values)
+            return Packed(args[0].inside)
         raise NotImplementedError(str(func))
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        return Packed, (self.values,)
+        return Packed, (self.inside,)
 
 
 class Packs(Optimizer):
