@@ -34,6 +34,12 @@ class Fourier(Curve):
         self.first.register_buffer("start", copy.deepcopy(self.first.weight))
         self.double()
 
+    def on_train_batch_end(self, *_: Any) -> None:
+        state = self.state_dict()
+        with torch.no_grad():
+            state["modes"].mul_(0.9)
+            state["scale"].data[1:].mul_(0.9)
+
     def loss(self, x: Tensor) -> Tensor:
         modes = torch.fft.rfft(self.first(x)) * self.modes * self.scale.sum()
         loss = (torch.fft.irfft(modes, n=8) - x).square().mean()

@@ -279,7 +279,7 @@ class UserWrites:
         """Take writes to a released buffer that user code has a view of."""
         flat = self._flat
         now = flat.full[slice(*flat.stepped)]
-        if not bool((bits(now) != bits(before)).any()):
+        if not bool(differing(now, before).any()):
             return False
         if flat.update is UpdateState.UPDATED_EARLY or flat.updating is not None:
             raise self._too_late()
@@ -302,7 +302,7 @@ def take_elements(flat: FlatStates, start: int, now: Tensor, before: Tensor, mas
     ``start`` is the first element in this rank's range. ``master`` has the masters of these elements, if the caller has
     read them. Returns whether any element differs.
     """
-    differs = bits(now) != bits(before)
+    differs = differing(now, before)
     if not bool(differs.any()):
         return False
     if master is None:
@@ -315,5 +315,13 @@ def take_elements(flat: FlatStates, start: int, now: Tensor, before: Tensor, mas
 
 
 def bits(values: Tensor) -> Tensor:
-    """View ``values`` as integers, so that a NaN is equal to itself and -0 is not 0."""
+    """View ``values`` as integers, so that a NaN is equal to itself and -0 is not 0; two for a ``complex128``."""
+    if values.dtype == torch.complex128:
+        values = torch.view_as_real(values)
     return values.view(_BITS[values.element_size()])
+
+
+def differing(values: Tensor, others: Tensor) -> Tensor:
+    """Return whether an element has other bits, a boolean for each."""
+    found = bits(values) != bits(others)
+    return found if found.dim() == values.dim() else found.any(-1)

@@ -23,7 +23,7 @@ from torch import Tensor
 
 from ls_strategy._torch import storage_users, version_of
 from ls_strategy.errors import StateError
-from ls_strategy.zero.flat.writes import bits, take_elements
+from ls_strategy.zero.flat.writes import bits, differing, take_elements
 
 if TYPE_CHECKING:
     from ls_strategy.zero.flat.flat_buffer import FlatBuffer
@@ -100,7 +100,7 @@ class _Copy:
             return values
         slot = self.flat.layout.slots[self.index]
         now = self.flat.full[slot.offset : slot.end].detach().to(values)
-        return torch.where(bits(values) != bits(self.base), values, now)
+        return torch.where(differing(values, self.base), values, now)
 
 
 @dataclass

@@ -19,7 +19,7 @@ from ls_strategy._torch import storage_users, version_of
 from ls_strategy.errors import StateError
 from ls_strategy.zero.flat.flat_buffer import FlatBuffer
 from ls_strategy.zero.flat.parameters import grad_of
-from ls_strategy.zero.flat.writes import bits
+from ls_strategy.zero.flat.writes import differing
 from ls_strategy.zero.user_code import sharded_gradient
 
 
@@ -203,7 +203,7 @@ class UserGradients:
         if self.full is not None and self.owned_before is not None:
             self._take_moved()
             mine = self.full[slice(*flat.owned)]
-            differs = bits(mine) != bits(self.owned_before)
+            differs = differing(mine, self.owned_before)
             for i, piece in enumerate(flat.pieces):
                 if not self.used[i] or i in self.given:
                     differs[piece.start : piece.stop] = False
