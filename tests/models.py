@@ -20,12 +20,11 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils.data import DataLoader, TensorDataset
 
-from ls_strategy.config import LossScaleConfig, nested
+from ls_strategy.config import LossScaleConfig, PrecisionConfig, nested
 from ls_strategy.errors import PlanError
-from ls_strategy.lightning import connection
 from ls_strategy.lightning.precision import ZeROPrecision
 from ls_strategy.lightning.strategy import ZeROStrategy
-from ls_strategy.precision import PrecisionPolicy, resolve_precision
+from ls_strategy.precision import PrecisionPolicy
 from ls_strategy.testing import spawn
 from tests.dist.everywhere import check_every_rank
 from tests.trainers import bare_trainer, quiet
@@ -306,10 +305,12 @@ GROWING = LossScaleConfig(initial_power=10, window=2)
 def scaled_fp32() -> Iterator[None]:
     """Inside, fp32 has the loss scale of fp16. Factors of two are exact, so it makes the bits of fp32 without."""
 
-    def resolve(*args: Any, **options: Any) -> PrecisionPolicy:
-        return replace(resolve_precision(*args, **options), loss_scaling=True)
+    asked = ZeROPrecision.asked
 
-    with mock.patch.object(connection, "resolve_precision", resolve):
+    def scaled(plugin: ZeROPrecision, config: PrecisionConfig) -> PrecisionPolicy:
+        return replace(asked(plugin, config), loss_scaling=True)
+
+    with mock.patch.object(ZeROPrecision, "asked", scaled):
         yield
 
 

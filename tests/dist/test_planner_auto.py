@@ -181,7 +181,7 @@ def test_data_that_give_every_batch_once_are_not_planned_with() -> None:
 def test_the_alias() -> None:
     strategy = trainer("zero_auto", 1).strategy
     assert isinstance(strategy, ZeROStrategy)
-    assert strategy.auto
+    assert strategy.planning._auto
 
 
 # --- learning ---------------------------------------------------------------------------------------------------------
