@@ -35,6 +35,7 @@ from ls_strategy.ranges import ANY, Range
 from ls_strategy.ranges import above as above
 from ls_strategy.ranges import at_least as at_least
 from ls_strategy.ranges import between as between
+from ls_strategy.registry import EntryOf
 
 _NOTHING: Any = inspect.Parameter.empty
 
@@ -169,7 +170,8 @@ def _convert(value: Any, hint: Any, limits: Range | None, name: str) -> Any:
     if origin in (Union, types.UnionType):
         return _convert_union(value, get_args(hint), limits, name)
     if origin is typing.Annotated:
-        return _convert(value, get_args(hint)[0], limits, name)
+        plain, note, *_ = get_args(hint)
+        return _convert_name(value, note.names) if isinstance(note, EntryOf) else _convert(value, plain, limits, name)
     if origin is Literal:
         return _convert_literal(value, get_args(hint))
     if hint in _PLAIN:
@@ -224,7 +226,7 @@ def _convert_union(value: Any, hints: Sequence[Any], limits: Range | None, name:
             return _convert(value, hint, limits, name)
         except _NoMatchError as error:
             rules.append(str(error))
-    unique = [rule for rule in dict.fromkeys(rules) if rule != "None"]
+    unique = [rule for rule in dict.fromkeys(rules) if rule not in ("None", "")]  # "": no name was added
     if "None" in rules:
         unique.append("None")
     raise _NoMatchError(" or ".join(unique))
@@ -238,6 +240,10 @@ def _convert_literal(value: Any, choices: Sequence[Any]) -> Any:
             return choice
     raise _NoMatchError(" or ".join([", ".join(map(repr, choices[:-1])), repr(choices[-1])] if choices[1:] else
                                     [repr(choices[0])]))  # fmt: skip
+
+
+def _convert_name(value: Any, names: Sequence[str]) -> str:
+    return _same(value, isinstance(value, str) and value in names, ", ".join(map(repr, names)))
 
 
 def _convert_flag(value: Any, _: Range | None) -> bool:
@@ -393,7 +399,11 @@ def _names(kind: type[Any]) -> list[str]:
 
 def _suggestion(value: Any, hint: Any, limits: Range | None, default: Any) -> Any:
     """Return the allowed value that was most likely meant, `_NOTHING` or None if there is none."""
-    choices = [c for h in (hint, *get_args(hint)) if get_origin(h) is Literal for c in get_args(h)]
+    hints = (hint, *get_args(hint))
+    choices = [c for h in hints if get_origin(h) is Literal for c in get_args(h)]
+    choices += [
+        c for h in hints for note in getattr(h, "__metadata__", ()) if isinstance(note, EntryOf) for c in note.names
+    ]
     for guess in (*_guesses(value, limits, choices), default, *choices):
         if guess is _NOTHING or guess is None:
             continue

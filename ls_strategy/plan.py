@@ -13,6 +13,7 @@ from itertools import islice
 import torch
 
 from ls_strategy.config import FrozenFormat, MomentFormat, SplitFormat, TierName
+from ls_strategy.distributed.wire_format import FORMATS
 from ls_strategy.layout import FlatLayout
 from ls_strategy.ops.moments import BLOCK as MOMENT_BLOCK
 from ls_strategy.ops.quantized import packed_bytes
@@ -63,7 +64,7 @@ class FlatPlan:
     quantized: FrozenFormat | None = None
     """Format of frozen weights that are stored and sent in 4 or 8 bits, and dequantized when they are gathered."""
 
-    gathered_as: FrozenFormat | None = None
+    gathered_as: str | None = None
     """Stage 3: format in which exact parameters are gathered."""
 
     cast_to: torch.dtype | None = None
@@ -73,7 +74,7 @@ class FlatPlan:
     reduced_in: torch.dtype | None = None
     """Stage 3: dtype in which gradients are sent, if it is not that of the parameters."""
 
-    reduced_as: FrozenFormat | None = None
+    reduced_as: str | None = None
     """Format in which gradients are sent; None for their dtype."""
 
     unfrozen: FlatPlan | None = None
@@ -119,12 +120,12 @@ class FlatPlan:
         return self._on_wire(self.layout.shard) * (self.layout.world_size - 1)
 
     def _on_wire(self, numel: int) -> int:
-        """Return the elements, or bytes in a quantized format, in which ``numel`` elements are gathered."""
-        return numel if self.wire_format is None else packed_bytes(numel, self.wire_format)
+        """Return the elements, of the wire format's dtype if there is one, in which ``numel`` elements are gathered."""
+        return numel if self.wire_format is None else FORMATS[self.wire_format].numel(numel)
 
     @property
-    def wire_format(self) -> FrozenFormat | None:
-        """Return the quantized format in which parameters are gathered; None for their dtype."""
+    def wire_format(self) -> str | None:
+        """Return the wire format in which parameters are gathered; None for their dtype."""
         return self.quantized or self.gathered_as
 
     @property
@@ -140,7 +141,7 @@ class FlatPlan:
     @property
     def gathered_itemsize(self) -> int:
         """Return the bytes of an element of `gathered_numel`."""
-        return (self.cast_to or self.dtype).itemsize if self.wire_format is None else 1
+        return FORMATS[self.wire_format].dtype.itemsize if self.wire_format else (self.cast_to or self.dtype).itemsize
 
     @property
     def gradient_dtype(self) -> torch.dtype:
@@ -172,7 +173,7 @@ class FlatPlan:
         """
         if self.reduced_as is None:
             return self.layout.numel - self.layout.shard
-        return packed_bytes(self.layout.numel - self.layout.shard, self.reduced_as)
+        return FORMATS[self.reduced_as].numel(self.layout.numel - self.layout.shard)
 
     def has_own_shard(self, policy: StagePolicy) -> bool:
         """Return whether this rank stores a shard of the parameters in the forward's dtype, in addition to the masters.
@@ -267,7 +268,7 @@ class Plan:
         """
         group, groups = self.group
         if flat.reduced_as is not None:
-            return 2 * (groups - 1) * packed_bytes(flat.layout.shard // groups, flat.reduced_as)
+            return 2 * (groups - 1) * FORMATS[flat.reduced_as].numel(flat.layout.shard // groups)
         return flat.layout.shard * ((group > 0) + (group < groups - 1))
 
     def count_sent(

@@ -226,7 +226,7 @@ class _PlanSetting:
         """Whether gradients of what is gathered in 16 bits are sent in them; terms of virtual ranks never are."""
         return self.config.precision.reduce_dtype == "compute" and self.config.parallel.virtual_ranks is None
 
-    def _sent_as(self, what: _Together, ranks: int) -> tuple[FrozenFormat | None, FrozenFormat | None]:
+    def _sent_as(self, what: _Together, ranks: int) -> tuple[str | None, str | None]:
         """Return the formats in which parameters and gradients are sent; None: as they are."""
         sharding, policy = self.config.sharding, self.policy
         if what.dtype not in QUANTIZABLE:

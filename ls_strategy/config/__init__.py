@@ -12,7 +12,7 @@ from ls_strategy.config.activations import (
 )
 from ls_strategy.config.checkpoint import CheckpointConfig
 from ls_strategy.config.compile import CompileConfig
-from ls_strategy.config.offload import NVMeIOConfig, OffloadConfig, StepDevice, TierConfig, TierName
+from ls_strategy.config.offload import NVMeIOConfig, OffloadConfig, OffloadTier, StepDevice, TierConfig, TierName
 from ls_strategy.config.option_names import nested
 from ls_strategy.config.parallel import ParallelConfig, PipelineConfig, Schedule, TensorConfig
 from ls_strategy.config.precision import (
@@ -41,6 +41,7 @@ __all__ = [
     "MomentFormat",
     "NVMeIOConfig",
     "OffloadConfig",
+    "OffloadTier",
     "ParallelConfig",
     "PipelineConfig",
     "PrecisionConfig",

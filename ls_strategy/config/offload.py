@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Annotated, Any, Literal, TypeAlias
 
 from ls_strategy.checked import above, at_least, check_fields
 from ls_strategy.config.group import Group
 from ls_strategy.errors import ConfigError
+from ls_strategy.registry import EntryOf
 
-TierName = Literal["device", "cpu", "nvme"]
+_OtherTier: TypeAlias = Annotated[str, EntryOf("tiers")]
+TierName: TypeAlias = Literal["device", "cpu", "nvme"] | _OtherTier
+OffloadTier: TypeAlias = Literal["cpu", "nvme"] | _OtherTier
 StepDevice = Literal["auto", "cpu", "device"]
 StateKind = Literal["optimizer", "parameters", "gradients"]
 
@@ -20,7 +23,7 @@ KINDS: tuple[StateKind, ...] = ("optimizer", "parameters", "gradients")
 class TierConfig(Group):
     """Where one kind of model state is stored instead of on the device."""
 
-    tier: Literal["cpu", "nvme"]
+    tier: OffloadTier
     """``cpu``: host memory, pinned with CUDA. ``nvme``: a file on a local NVMe device."""
 
     ratio: float = 1.0
@@ -61,14 +64,14 @@ class NVMeIOConfig(Group):
 class OffloadConfig(Group):
     """Tiers of the model states. ``"cpu"`` or ``"nvme"`` is short for ``optimizer``, and at stage 3 ``parameters``."""
 
-    optimizer: Literal["cpu", "nvme"] | TierConfig | None = None
+    optimizer: OffloadTier | TierConfig | None = None
     """Tier on which master weights and optimizer states are stored and updated. ``TierConfig(tier="cpu", ratio=0.7)``
     keeps 30 % of the bytes on the device. Same numbers."""
 
-    parameters: Literal["cpu", "nvme"] | TierConfig | None = None
+    parameters: OffloadTier | TierConfig | None = None
     """Stage 3: tier of this rank's shard of the parameters; units are gathered from there."""
 
-    gradients: Literal["cpu", "nvme"] | TierConfig | None = None
+    gradients: OffloadTier | TierConfig | None = None
     """Tier of averaged gradients between backward and step. None: the optimizer's."""
 
     nvme_path: str = ""

@@ -5,13 +5,17 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
-from typing import Any, Literal
+from typing import Annotated, Any, Literal, TypeAlias
 
 from ls_strategy.checked import Range, at_least, check_fields
 from ls_strategy.config.group import Group
 from ls_strategy.errors import ConfigError
+from ls_strategy.registry import EntryOf
 
-Schedule = Literal["gpipe", "1f1b", "interleaved_1f1b", "zero_bubble", "zbv", "dualpipe_v"]
+Schedule: TypeAlias = (
+    Literal["gpipe", "1f1b", "interleaved_1f1b", "zero_bubble", "zbv", "dualpipe_v"]
+    | Annotated[str, EntryOf("schedules")]
+)
 
 _RANKS = at_least(1, 1 << 20)
 

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Annotated, Literal, TypeAlias
 
 from ls_strategy.checked import above, at_least, check_fields
 from ls_strategy.config.group import Group
 from ls_strategy.errors import ConfigError
+from ls_strategy.registry import EntryOf
+
+SentAs: TypeAlias = Literal["int8", "int4"] | Annotated[str, EntryOf("wire formats")]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,11 +47,11 @@ class ShardingConfig(Group):
     """Stage 3: ranks that share a second copy of the blocks' parameters (ZeRO++'s hpZ), with ``node`` those of a node.
     Backward gathers from the copy, which costs memory, and sends nothing between nodes. Same numbers. None: no copy."""
 
-    quantized_gathers: Literal["int8", "int4"] | None = None
+    quantized_gathers: SentAs | None = None
     """Stage 3: format in which parameters are gathered (ZeRO++'s qwZ). Forward and backward compute with rounded
     weights; masters and checkpoints stay exact. `strategy.gather_error()` measures the rounding. None: exact."""
 
-    quantized_gradients: Literal["int8", "int4"] | None = None
+    quantized_gradients: SentAs | None = None
     """Stages 1 to 3: format in which gradients are sent (ZeRO++'s qgZ), inside each node first, then their sums between
     nodes, always added in fp32. `strategy.gradient_error()` measures the rounding. None: exact."""
 

@@ -19,6 +19,7 @@ from ls_strategy.config import FrozenFormat
 from ls_strategy.distributed.comm import SUM_CHUNK
 from ls_strategy.ops.norm import sum_of_squares
 from ls_strategy.ops.quantized import TILE, dequantize_, measures, packed_bytes, quantize, rounded
+from ls_strategy.registry import Registry
 
 CHUNK = 16 * SUM_CHUNK
 """Elements decoded at a time on a device: 4 MiB in fp32."""
@@ -39,6 +40,10 @@ class WireFormat(ABC):
     @abstractmethod
     def numel(self, elements: int) -> int:
         """Return how many values of `dtype` are sent for so many elements, additive over shards."""
+
+    def nbytes(self, elements: int) -> int:
+        """Return how many bytes are sent for so many elements."""
+        return self.numel(elements) * self.dtype.itemsize
 
     @abstractmethod
     def encode(self, values: Tensor, out: Tensor) -> None:
@@ -140,7 +145,7 @@ class CastWireFormat(WireFormat):
         return values.to(self._cast).to(values.dtype)
 
 
-FORMATS: dict[str, WireFormat] = {name: QuantizedWire(name) for name in get_args(FrozenFormat)}
+FORMATS: Registry[WireFormat] = Registry("wire formats", {name: QuantizedWire(name) for name in get_args(FrozenFormat)})
 """By the name that a plan has: ``gathered_as``, ``reduced_as``, or ``quantized`` of weights that are stored so."""
 
 

@@ -1,7 +1,7 @@
 """Store model states between uses: on the device, in host memory, or on NVMe.
 
-A new tier is a class with the four methods of `ls_strategy.tiers.base.Tier`, a line in `TIERS`, and a name in
-`ls_strategy.config.TierName`.
+A new tier is a class with the four methods of `ls_strategy.tiers.base.Tier`, and an entry of `TIERS`, from whichever
+package: ``offload`` takes its name.
 """
 
 from __future__ import annotations
@@ -12,7 +12,8 @@ from pathlib import Path
 
 import torch
 
-from ls_strategy.config import OffloadConfig, TierName
+from ls_strategy.config import OffloadConfig
+from ls_strategy.registry import Registry
 from ls_strategy.tiers.base import ResidentTier, Sizes, Tier
 from ls_strategy.tiers.link import host_empty
 from ls_strategy.tiers.nvme import NVMeTier
@@ -51,9 +52,12 @@ def _open_nvme(sizes: Sizes, config: OffloadConfig, _device: torch.device, rank:
     return NVMeTier(folder, sizes, io=config.nvme_io, rank=rank, buffer_bytes=CHUNK_BYTES, buffers=_BUFFERS)
 
 
-TIERS: dict[TierName, TierKind] = {
-    "device": TierKind("on the device", resident=True),
-    "cpu": TierKind("in host memory", resident=True, open=_open_host),
-    "nvme": TierKind("on NVMe", resident=False, open=_open_nvme),
-}
+TIERS: Registry[TierKind] = Registry(
+    "tiers",
+    {
+        "device": TierKind("on the device", resident=True),
+        "cpu": TierKind("in host memory", resident=True, open=_open_host),
+        "nvme": TierKind("on NVMe", resident=False, open=_open_nvme),
+    },
+)
 """The tiers by name."""

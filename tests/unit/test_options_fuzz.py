@@ -20,7 +20,7 @@ from decimal import Decimal
 from fractions import Fraction
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal, Union, get_args, get_origin
+from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
 import numpy as np
 import pytest
@@ -34,6 +34,7 @@ from ls_strategy.config import ParallelConfig, ZeROConfig, nested
 from ls_strategy.errors import LSError
 from ls_strategy.extras.inference.sampling import SamplingConfig
 from ls_strategy.hints import hints_of
+from ls_strategy.registry import EntryOf
 from tests.trainers import bare_trainer
 
 CONFIGS = (
@@ -189,9 +190,10 @@ def fits(value: Any, hint: Any) -> bool | None:
     if get_origin(hint) in (Union, types.UnionType):
         found = [fits(value, each) for each in get_args(hint)]
         return True if True in found else None if None in found else False
-    if get_origin(hint) is Literal:
+    if get_origin(hint) in (Literal, Annotated):
+        choices = get_args(hint) if get_origin(hint) is Literal else _note(hint).names
         value = int(value) if isinstance(value, np.integer) else value
-        return any(type(value) is type(choice) and value == choice for choice in get_args(hint))
+        return any(type(value) is type(choice) and value == choice for choice in choices)
     if hint in (None, type(None)):
         return value is None
     plain = {bool: (bool,), int: (int, np.integer), str: (str,), float: (int, float, np.number, Fraction)}
@@ -200,6 +202,12 @@ def fits(value: Any, hint: Any) -> bool | None:
     if isinstance(hint, type) and dataclasses.is_dataclass(hint):
         return isinstance(value, (hint, dict))
     return isinstance(value, (list, tuple)) if get_origin(hint) in (list, tuple) else None
+
+
+def _note(hint: Any) -> EntryOf:
+    note = get_args(hint)[1]
+    assert isinstance(note, EntryOf)
+    return note
 
 
 @pytest.mark.sample(16)

@@ -103,25 +103,26 @@ CASE = Case(stage=3, accumulate=1)
 
 
 def trained(form: WireFormat | None, world_size: int) -> tuple[dict[str, Tensor], int]:
-    """The weights of four steps and the bytes of gathers, with a format in the place of int8."""
+    """The weights of four steps and the bytes of gathers, in a format that may be another package's."""
     from ls_strategy import ZeROStrategy
 
     quiet()
     sharding: dict[str, Any] = {"min_unit_numel": 0}
     if form is not None:
-        FORMATS["int8"] = form
-        sharding["quantized_gathers"] = "int8"
+        FORMATS[form.name] = form
+        sharding["quantized_gathers"] = form.name
     strategy, module = ZeROStrategy(3, sharding=sharding), PrivateNet(CASE)
     bare_trainer(strategy, world_size, max_epochs=1).fit(module, loader(CASE, world_size))
     return {k: v.clone() for k, v in module.state_dict().items()}, strategy.traffic.bytes["all_gather"]
 
 
 def with_formats(rank: int, world_size: int) -> list[tuple[dict[str, Tensor], int]]:
-    before = FORMATS["int8"]
+    own = dict(FORMATS)
     try:
-        return [trained(form, world_size) for form in (None, AllBits(), HalfTheBits(), before)]
+        return [trained(form, world_size) for form in (None, AllBits(), HalfTheBits(), FORMATS["int8"])]
     finally:
-        FORMATS["int8"] = before
+        for name in set(FORMATS) - set(own):
+            del FORMATS[name]
 
 
 def test_a_format_of_another_package_trains() -> None:

@@ -11,8 +11,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from ls_strategy.config import ActivationOffloadConfig
+from ls_strategy.distributed.wire_format import FORMATS
 from ls_strategy.extras.planner.hops import SimulatedHops
-from ls_strategy.ops.quantized import packed_bytes
 from ls_strategy.plan import FlatPlan, Plan
 from ls_strategy.zero.flat.states import UpdateState
 from ls_strategy.zero.passes import reduce
@@ -178,7 +178,7 @@ class SimulatedFlat:
     @property
     def _packed_bytes(self) -> int:
         assert self.plan.wire_format is not None
-        return packed_bytes(self.plan.layout.numel, self.plan.wire_format)
+        return FORMATS[self.plan.wire_format].nbytes(self.plan.layout.numel)
 
     def start_gather(self) -> None:
         """See `FlatBuffer`."""

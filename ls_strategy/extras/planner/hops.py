@@ -8,9 +8,9 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from typing import Protocol
 
-from ls_strategy.config import FrozenFormat
 from ls_strategy.distributed.comm import SUM_CHUNK, ranks_by_node
-from ls_strategy.ops.quantized import TILE, packed_bytes
+from ls_strategy.distributed.wire_format import FORMATS
+from ls_strategy.ops.quantized import TILE
 from ls_strategy.plan import FlatPlan, Plan
 
 _DEVICE_CHUNK = 16 * SUM_CHUNK
@@ -49,7 +49,7 @@ class SimulatedHops:
             add: allocates bytes, or frees them if negative.
         """
         assert flat.reduced_as is not None
-        self._form: FrozenFormat = flat.reduced_as
+        self._form = FORMATS[flat.reduced_as]
         self._layout = flat.layout
         self._replicas = plan.group[1]
         first = plan.group[0] * flat.layout.world_size
@@ -88,17 +88,17 @@ class SimulatedHops:
             yield "between replicas"
             self._sums([part])
             self._pack([part])
-            self._borrow(packed_bytes(part, self._form) * self._replicas, 1)
+            self._borrow(self._form.nbytes(part) * self._replicas, 1)
             yield "totals"
 
     def _exchange(self, parts: Sequence[Sequence[int]], mine: int) -> None:
         for peer, theirs in enumerate(parts):
             if peer != mine:
                 self._pack(theirs)
-                self._borrow(sum(packed_bytes(n, self._form) for n in parts[mine]), 1)
+                self._borrow(sum(self._form.nbytes(n) for n in parts[mine]), 1)
 
     def _pack(self, parts: Sequence[int]) -> None:
-        self._borrow(sum(packed_bytes(n, self._form) for n in parts), 1)
+        self._borrow(sum(self._form.nbytes(n) for n in parts), 1)
         for numel in parts:
             at_once = min(numel, _DEVICE_CHUNK)
             self._for_a_while(at_once * _REFERENCE_BYTES if self._cuda else numel // TILE * 8)

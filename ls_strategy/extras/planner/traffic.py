@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from functools import partial
 
 from ls_strategy.distributed.comm import ranks_by_node
-from ls_strategy.ops.quantized import packed_bytes
+from ls_strategy.distributed.wire_format import FORMATS
 from ls_strategy.plan import FlatPlan, Plan
 
 
@@ -98,10 +98,10 @@ class _Far:
         layout, first = flat.layout, self._plan.group[0] * flat.layout.world_size
         nodes = ranks_by_node(range(first, first + layout.world_size), self._node_size)
         if len(nodes) == 1:
-            return self.among(flat.reduced_numel, layout.world_size)
+            return self.among(flat.reduced_numel, layout.world_size) * FORMATS[flat.reduced_as].dtype.itemsize
         cuts, place = layout.cuts, layout.rank % len(nodes[0])
         same_place = sum(cuts[node[place] + 1] - cuts[node[place]] for node in nodes)
-        return packed_bytes(same_place - layout.shard, flat.reduced_as)
+        return FORMATS[flat.reduced_as].nbytes(same_place - layout.shard)
 
 
 def _sent(plan: Plan, micro_batches: int, *, native_fp32: bool, once: bool, far: _Far | None) -> int:
@@ -127,7 +127,8 @@ def _sent(plan: Plan, micro_batches: int, *, native_fp32: bool, once: bool, far:
 
     def reduced(flat: FlatPlan) -> int:
         if flat.reduced_as is not None:
-            return (flat.reduced_numel if far is None else far.reduced(flat)) + crossing(flat)
+            itemsize = FORMATS[flat.reduced_as].dtype.itemsize
+            return (flat.reduced_numel * itemsize if far is None else far.reduced(flat)) + crossing(flat) * itemsize
         size = flat.gradient_dtype.itemsize
         accumulates = policy.optimizer and not policy.gradients and micro_batches > 1
         fp32 = native_fp32 or not policy.optimizer or accumulates

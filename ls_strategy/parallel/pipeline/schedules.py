@@ -13,7 +13,7 @@ dualpipe_v                    2, V-shaped       B, I, W    DeepSeek-AI, arXiv:24
 
 Stages are placed round-robin (``loop``: stage ``s`` on rank ``s % ranks``) or V-shaped (``v``: the first and the last
 stage on rank 0). Integers only: no torch. A table is the same on every rank, and `simulate` checks it. Another schedule
-is an entry of `SCHEDULES`.
+is an entry of `SCHEDULES`, and its name a value of `PipelineConfig.schedule`.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
 from ls_strategy.errors import PlanError
+from ls_strategy.registry import Registry
 
 Kind = Literal["F", "B", "I", "W"]
 Placement = Literal["loop", "v"]
@@ -375,12 +376,15 @@ class ScheduleKind:
 
 _MANY = 1 << 30
 
-SCHEDULES: dict[str, ScheduleKind] = {
-    "gpipe": ScheduleKind(_gpipe),
-    "1f1b": ScheduleKind(_1f1b),
-    "interleaved_1f1b": ScheduleKind(_interleaved_1f1b, (2, _MANY, 2)),
-    "zero_bubble": ScheduleKind(_zero_bubble, (1, _MANY, 1)),
-    "zbv": ScheduleKind(_greedy, (2, 2, 2), "v"),
-    "dualpipe_v": ScheduleKind(_dualpipe_v, (2, 2, 2), "v", micro_batches_per_rank=2),
-}
+SCHEDULES: Registry[ScheduleKind] = Registry(
+    "schedules",
+    {
+        "gpipe": ScheduleKind(_gpipe),
+        "1f1b": ScheduleKind(_1f1b),
+        "interleaved_1f1b": ScheduleKind(_interleaved_1f1b, (2, _MANY, 2)),
+        "zero_bubble": ScheduleKind(_zero_bubble, (1, _MANY, 1)),
+        "zbv": ScheduleKind(_greedy, (2, 2, 2), "v"),
+        "dualpipe_v": ScheduleKind(_dualpipe_v, (2, 2, 2), "v", micro_batches_per_rank=2),
+    },
+)
 """By name."""

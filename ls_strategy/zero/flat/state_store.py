@@ -186,7 +186,7 @@ class StateStore:
         home = self.tiers.get(tier)
         if isinstance(home, ResidentTier) and self.key(name) in home.sizes:
             return home.tensor(self.key(name))
-        if tier == "cpu":
+        if tier != "device":
             return host_empty(numel, dtype, self.link.device).zero_()
         return torch.zeros(numel, dtype=dtype, device=self.link.device)
 
