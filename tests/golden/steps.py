@@ -169,10 +169,11 @@ def summary(found: list[Found]) -> dict[str, Any]:
 
 
 ASKED = (
-    "allgather", "allreduce", "alltoall", "alltoall_base", "broadcast", "gather", "recv", "reduce", "reduce_scatter",
+    "allreduce", "alltoall", "alltoall_base", "broadcast", "gather", "recv", "reduce", "reduce_scatter",
     "scatter", "send", "_allgather_base", "_reduce_scatter_base",
 )  # fmt: skip
-"""Methods of `ProcessGroup`, through which all functions of `torch.distributed` go."""
+"""Methods of `ProcessGroup`, through which all functions of `torch.distributed` go. Objects are gathered by others,
+which depend on torch's version, so they are noted by themselves."""
 
 
 @contextmanager
@@ -182,15 +183,24 @@ def counted() -> Iterator[Collectives]:
 
     def noting(name: str, original: Callable[..., Any]) -> Callable[..., Any]:
         def call(group: dist.ProcessGroup, *args: Any, **kwargs: Any) -> Any:
-            sent = args[-1 if name.startswith(("allgather", "reduce_scatter")) and len(args) > 1 else 0]
+            sent = args[-1 if name.startswith("reduce_scatter") and len(args) > 1 else 0]
             peer = f" {args[1]}" if name in {"send", "recv"} else ""
             collectives.note(group, f"{name}{peer} {_sizes(sent)}")
             return original(group, *args, **kwargs)
 
         return call
 
+    gather_object = dist.all_gather_object
+
+    def gather_objects(found: list[Any], value: Any, group: dist.ProcessGroup) -> None:
+        collectives.note(group, "objects")
+        gather_object(found, value, group)
+
     noting_all = {name: noting(name, getattr(dist.ProcessGroup, name)) for name in ASKED}
-    with mock.patch.multiple(dist.ProcessGroup, **noting_all):
+    with (
+        mock.patch.multiple(dist.ProcessGroup, **noting_all),
+        mock.patch.object(dist, "all_gather_object", gather_objects),
+    ):
         yield collectives
 
 
