@@ -460,6 +460,10 @@ def test_several_loaders_and_workers(workers: int) -> None:
     check_equal(found, expected)
 
 
+class OwnBatches(BatchSampler):
+    """A class of a user: Lightning makes one around its sampler, which draws another order in every epoch."""
+
+
 def train_with(rank: int, world_size: int, strategy: Any, kind: str) -> dict[str, Tensor]:
     quiet()
     seed_everything(3, verbose=False)
@@ -471,7 +475,8 @@ def train_with(rank: int, world_size: int, strategy: Any, kind: str) -> dict[str
     elif kind == "generator of a loader":
         options |= {"shuffle": True, "generator": torch.Generator().manual_seed(1)}
     else:
-        options = {"batch_sampler": BatchSampler(RandomSampler(data), 4, drop_last=False)}
+        kind_of = OwnBatches if kind == "own batch sampler" else BatchSampler
+        options = {"batch_sampler": kind_of(RandomSampler(data), 4, drop_last=False)}
     trainer = trainer_of(strategy, max_epochs=2)
     trainer.fit(Sums(), DataLoader(data, **options))
     weights = trainer.strategy.lightning_module_state_dict()
@@ -487,7 +492,9 @@ class Sums(Net):
 
 @pytest.mark.wide
 @pytest.mark.sample(1)
-@pytest.mark.parametrize("kind", ["generator of a sampler", "generator of a loader", "batch sampler"])
+@pytest.mark.parametrize(
+    "kind", ["generator of a sampler", "generator of a loader", "batch sampler", "own batch sampler"]
+)
 def test_samplers_draw_for_one_virtual_rank(kind: str) -> None:
     """One process has the samplers of several virtual ranks, which must not share generators or orders."""
     strategy = ZeROStrategy(2, parallel={"virtual_ranks": 2})

@@ -65,9 +65,8 @@ class VirtualLoader:
 
     @property
     def batch_sampler(self) -> Any:
-        """All batch samplers, for ``set_epoch`` of them and their samplers."""
-        samplers = [getattr(loader, "batch_sampler", None) for loader in self.loaders]
-        return _Samplers([*samplers, *(getattr(s, "sampler", None) for s in samplers)])
+        """All batch samplers, for ``set_epoch`` of their samplers, which Lightning calls when an epoch begins."""
+        return _Samplers([getattr(loader, "batch_sampler", None) for loader in self.loaders])
 
     def __len__(self) -> int:
         return len(self.loaders[0])
@@ -151,14 +150,20 @@ _OWN = ("batch_sampler", "sampler", "generator")
 
 
 class _Samplers:
-    """Passes ``set_epoch`` on."""
+    """Stands for the samplers of all virtual ranks of this process: passes ``set_epoch`` on to them."""
 
     def __init__(self, samplers: Sequence[Any]) -> None:
-        self._samplers = [s for s in samplers if hasattr(s, "set_epoch")]
+        self._samplers = samplers
+
+    @property
+    def sampler(self) -> _Samplers:
+        """Those inside of batch samplers."""
+        return _Samplers([getattr(sampler, "sampler", None) for sampler in self._samplers])
 
     def set_epoch(self, epoch: int) -> None:
         for sampler in self._samplers:
-            sampler.set_epoch(epoch)
+            if hasattr(sampler, "set_epoch"):
+                sampler.set_epoch(epoch)
 
 
 def check(loader: Any) -> None:
