@@ -160,6 +160,43 @@ class TurnsThatKeep(manual.Gan):
         opt_g.zero_grad()
 
 
+class ClipsByTorch(Net):
+    """In the place where Lightning clips, and reads the result once more after the step."""
+
+    def configure_gradient_clipping(self, optimizer: Any, *_: Any, **__: Any) -> None:
+        self.seen.append(torch.nn.utils.clip_grad_norm_(self.parameters(), 0.05).item())
+
+    def on_train_batch_end(self, *_: Any, **__: Any) -> None:
+        self.seen += [float(p.grad.sum()) for p in self.parameters() if p.grad is not None]
+
+
+class HasStepHooks(Net):
+    """The optimizer's step has a hook, which could look, too."""
+
+    def on_fit_start(self) -> None:
+        self.trainer.optimizers[0].register_step_pre_hook(lambda *_: None)
+
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        for p in self.parameters():
+            assert p.grad is not None
+            p.grad.add_(0.125)
+
+
+class StepsItself(Net):
+    """The step is the module's own, and gradients are replaced."""
+
+    def optimizer_step(self, epoch: int, batch_idx: int, optimizer: Any, optimizer_closure: Any = None) -> None:
+        optimizer.step(closure=optimizer_closure)
+
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        for p in self.parameters():
+            assert p.grad is not None
+            p.grad = p.grad.clone().clamp_(-0.01, 0.01)
+
+
+LOOKING: list[type[Net]] = [ClipsByTorch, HasStepHooks, StepsItself]
+"""User code that sees gradients when the loss scale is undone."""
+
 MANUAL: list[type[Net]] = [
     *(case for group in manual.GROUPS.values() for case in group),
     NeverZeroes,
@@ -172,13 +209,13 @@ ADDING = [manual.AccumulateByHand, manual.AccumulateToggled, manual.RawBackward,
 EDITS = (manual.EditsInPlace, manual.EditsByReplacing)  # not of what rests on a drive
 
 
-def train_manual(rank: int, world_size: int, net: type[Net], stage: int, **options: Any) -> tuple[Any, Any]:
-    """Losses and weights."""
+def train_manual(rank: int, world_size: int, net: type[Net], stage: int, **options: Any) -> tuple[Any, Any, Any]:
+    """Losses, what was seen, and weights."""
     module = net()
     strategy = ZeROStrategy(stage, **nested({"sharding.min_unit_numel": 0, **options}))  # type: ignore[arg-type]
     data = global_batches(rank, world_size, 5)
     fit(strategy, module, data, use_distributed_sampler=False, max_epochs=1)
-    return module.losses, weights(module)
+    return module.losses, module.seen, weights(module)
 
 
 def check_manual(rank: int, world_size: int, folder: str, runs: list[tuple[type[Net], int, str]]) -> list[str]:
@@ -192,9 +229,9 @@ def check_manual(rank: int, world_size: int, folder: str, runs: list[tuple[type[
         plain = train_manual(rank, world_size, net, stage, **options)
         with scaled_fp32():
             scaled = train_manual(rank, world_size, net, stage, **options, **{"precision.loss_scale": GROWING})
-        equal = plain[0] == scaled[0] and all(torch.equal(v, scaled[1][k]) for k, v in plain[1].items())
+        equal = plain[:2] == scaled[:2] and all(torch.equal(v, scaled[2][k]) for k, v in plain[2].items())
         if not equal:
-            problems.append(f"{net.__name__}, stage {stage}, {tier}: losses {plain[0]} and {scaled[0]}")
+            problems.append(f"{net.__name__}, stage {stage}, {tier}: {plain[:2]} and {scaled[:2]}")
     return problems
 
 
@@ -204,6 +241,12 @@ def check_manual(rank: int, world_size: int, folder: str, runs: list[tuple[type[
 def test_a_loss_scale_changes_no_bit_of_manual_optimization(world_size: int, stages: list[int], tier: str) -> None:
     nets = MANUAL if world_size == 1 else [*ADDING, *MANUAL[-5:]]
     check(check_manual, world_size, [(net, stage, tier) for net in nets for stage in stages])
+
+
+@pytest.mark.parametrize(("world_size", "tiers"), [(2, ("nvme",)), (1, ("none", "nvme")), slow(2, tuple(TIERS))])
+def test_a_loss_scale_is_undone_where_user_code_looks(world_size: int, tiers: Sequence[str]) -> None:
+    rows = [(net, stage, tier) for net in LOOKING for stage in (1, 2, 3) for tier in tiers]
+    check(check_manual, world_size, [row for row in rows if row[1:] != (3, "delayed")])
 
 
 @pytest.mark.slow

@@ -391,9 +391,14 @@ class Stepper:
         state.clip = None
 
     def _unfold_kind(self, kind: int) -> None:
+        """Let user code that is about to look see the values that gradients have under DDP."""
         for state in self.optimizers:
-            if kind in state.kinds and state.folded:
+            if kind not in state.kinds:
+                continue
+            if state.folded:
                 self._unfold(state)
+            elif state.phase is not Phase.ACCUMULATING:  # before, DDP shows gradients times the loss scale, too
+                _undo_scale_on_nvme(state.flats)
 
     def _average(self, kind: int) -> list[bool]:
         """Average remaining gradients, and agree on which parameters have any. Collective.
@@ -664,6 +669,15 @@ class Stepper:
             self._given_up.intersection_update(
                 f.optimizer_index for f in self._model.flats if not wanted.issuperset(map(id, f.params))
             )
+
+
+def _undo_scale_on_nvme(flats: Iterable[FlatBuffer]) -> None:
+    """Divide averages by the scale where `Averages.settle_scale` has left it to the update. Not collective."""
+    for flat in flats:
+        averages = flat.averages
+        if averages.scale != 1.0 and averages.hold_values and not averages.gone:
+            flat.wait_updated()  # an update in flight reads them
+            averages.undo_scale()
 
 
 def require_one_step(flats: Iterable[FlatBuffer], *, torn: bool, failure: BaseException | None) -> None:
