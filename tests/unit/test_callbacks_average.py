@@ -81,22 +81,20 @@ def test_the_average_is_one_by_hand_of_the_full_weights(stage: int) -> None:
     assert not equal(by_hand, weights(run.engine))
 
 
-def test_the_average_starts_from_the_weights() -> None:
-    run, ema = trained(0)
-    assert equal(run.average(ema), weights(run.engine))
+def test_the_average_starts_from_the_weights_also_with_a_checkpoint_that_has_none() -> None:
+    run, ema = Run(), ShardedEMA()
+    run.call(ema, "on_load_checkpoint", {"state_dict": {}})
+    for _ in range(2):
+        run.start(ema)
+        assert equal(run.average(ema), weights(run.engine))
 
 
-def test_a_batch_without_a_step_does_not_count() -> None:
+@pytest.mark.parametrize("goes_on", [False, True], ids=["a batch without a step", "a fit that goes on"])
+def test_nothing_but_a_step_of_the_fit_counts(goes_on: bool) -> None:
     run, ema = trained(1)
-    before = run.average(ema)
-    run.batch(ema, step=False)
-    assert equal(run.average(ema), before)
-
-
-def test_a_fit_that_goes_on_does_not_count_the_step_before_it() -> None:
-    run, ema = trained(1)
-    run.start(ema)
-    steps(run.engine, 1, 1)  # the weights change, the number of steps does not
+    if goes_on:
+        run.start(ema)
+        steps(run.engine, 1, 1)  # the weights change, the number of steps does not
     before = run.average(ema)
     run.batch(ema, step=False)
     assert equal(run.average(ema), before)
@@ -140,36 +138,21 @@ def test_parameters_added_during_the_fit_are_refused() -> None:
 def test_validation_computes_with_the_average_and_training_with_the_weights(stage: int) -> None:
     run, ema = trained(stage=stage)
     before, average = weights(run.engine), run.average(ema)
-    run.call(ema, "on_validation_start")
-    assert equal(weights(run.engine), average)
+    for _ in range(2):  # a second start does not swap back
+        run.call(ema, "on_validation_start")
+        assert equal(weights(run.engine), average)
     run.call(ema, "on_validation_end")
     assert equal(weights(run.engine), before)
     assert equal(run.average(ema), average)
 
 
-def test_validation_computes_with_the_weights_if_that_is_wanted() -> None:
-    run, ema = trained(validate_with_average=False)
+@pytest.mark.parametrize("fitted", [True, False], ids=["that is wanted", "there was no fit"])
+def test_validation_computes_with_the_weights_if(fitted: bool) -> None:
+    run, ema = trained(validate_with_average=False) if fitted else (Run(), ShardedEMA())
     before = weights(run.engine)
-    run.call(ema, "on_validation_start")
-    assert equal(weights(run.engine), before)
-    run.call(ema, "on_validation_end")
-    assert equal(weights(run.engine), before)
-
-
-def test_a_validation_without_a_fit_leaves_the_weights() -> None:
-    run, ema = Run(), ShardedEMA()
-    before = weights(run.engine)
-    run.call(ema, "on_validation_start")
-    run.call(ema, "on_validation_end")
-    assert equal(weights(run.engine), before)
-
-
-def test_a_second_start_of_a_validation_does_not_swap_back() -> None:
-    run, ema = trained()
-    average = run.average(ema)
-    run.call(ema, "on_validation_start")
-    run.call(ema, "on_validation_start")
-    assert equal(weights(run.engine), average)
+    for hook in ("on_validation_start", "on_validation_end"):
+        run.call(ema, hook)
+        assert equal(weights(run.engine), before)
 
 
 @pytest.mark.parametrize("stage", [0, 3])
@@ -258,13 +241,6 @@ def test_a_loaded_average_goes_on_and_is_used_once() -> None:
     assert equal(other.average(resumed), run.average(ema))
     other.start(resumed)
     assert equal(other.average(resumed), weights(other.engine))
-
-
-def test_a_checkpoint_without_an_average_starts_from_the_weights() -> None:
-    run, ema = Run(), ShardedEMA()
-    run.call(ema, "on_load_checkpoint", {"state_dict": {}})
-    run.start(ema)
-    assert equal(run.average(ema), weights(run.engine))
 
 
 # --- refusals ---------------------------------------------------------------------------------------------------------

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -91,12 +92,15 @@ def test_its_thread_uses_the_device_of_the_rank(monkeypatch: pytest.MonkeyPatch)
 def test_what_may_change_without_a_notice_is_copied_at_the_call(
     tmp_path: Path, saver: BackgroundSaver, gate: Any
 ) -> None:
-    flat = first_rank()
-    saver.submit(job(tmp_path / "x.ckpt", flat, {}, guarded=False), nothing)
+    """States, and what callbacks gave."""
+    flat, meta = first_rank(), {"callbacks": {"x": [1]}}
+    saver.submit(job(tmp_path / "x.ckpt", flat, meta, guarded=False), nothing)
     flat.master.zero_()
+    meta["callbacks"]["x"].append(2)
     gate.set()
     saver.wait()
     assert torch.equal(saved(tmp_path / "x.ckpt", flat), expected(flat))
+    assert read_checkpoint(tmp_path / "x.ckpt")["callbacks"] == {"x": [1]}
 
 
 @pytest.mark.parametrize("tier", ["device", "cpu"])
@@ -215,36 +219,12 @@ def test_a_state_on_nvme_makes_the_step_wait(tmp_path: Path, saver: BackgroundSa
     saver.wait()
 
 
-def test_a_hold_ends_with_the_save(tmp_path: Path, saver: BackgroundSaver) -> None:
-    flat = first_rank()
-    saver.submit(job(tmp_path / "x.ckpt", flat, {}, guarded=True), nothing)
-    saver.wait()
-    assert flat.hold is None
-
-
 def test_a_later_hold_stays_when_an_earlier_one_ends() -> None:
     flat = first_rank()
     first, second = (Hold(flat, torch.device("cpu")) for _ in range(2))  # type: ignore[arg-type]
     flat.hold = second
     first.finish()
     assert flat.hold is second
-
-
-def test_what_callbacks_gave_is_copied_at_the_call(tmp_path: Path, saver: BackgroundSaver, gate: Any) -> None:
-    meta = {"callbacks": {"x": [1]}}
-    saver.submit(job(tmp_path / "x.ckpt", first_rank(), meta, guarded=False), nothing)
-    meta["callbacks"]["x"].append(2)
-    gate.set()
-    saver.wait()
-    assert read_checkpoint(tmp_path / "x.ckpt")["callbacks"] == {"x": [1]}
-
-
-def test_done_is_called_after_the_commit(tmp_path: Path, saver: BackgroundSaver) -> None:
-    seen: list[bool] = []
-    path = tmp_path / "x.ckpt"
-    saver.submit(job(path, first_rank(), {}, guarded=False), lambda nbytes, s: seen.append(is_committed(path)))
-    saver.wait()
-    assert seen == [True]
 
 
 def test_a_failure_is_raised_by_wait_once(tmp_path: Path, saver: BackgroundSaver) -> None:
@@ -255,24 +235,21 @@ def test_a_failure_is_raised_by_wait_once(tmp_path: Path, saver: BackgroundSaver
     saver.wait()
 
 
-def test_actions_run_after_a_save_that_succeeds(tmp_path: Path, saver: BackgroundSaver, gate: Any) -> None:
-    path, seen = tmp_path / "x.ckpt", []
-    saver.submit(job(path, first_rank(), {}, guarded=False), nothing)
+@pytest.mark.parametrize("fails", [False, True])
+def test_what_follows_a_save_runs_after_its_commit_and_not_if_it_fails(
+    tmp_path: Path, saver: BackgroundSaver, gate: Any, fails: bool
+) -> None:
+    path, seen, flat = tmp_path / "x.ckpt", [], first_rank()
+    if fails:
+        path.write_text("not a checkpoint")
+    saver.submit(job(path, flat, {}, guarded=True), lambda nbytes, s: seen.append(is_committed(path)))
     saver.then(lambda: seen.append(is_committed(path)))
     assert seen == []
     gate.set()
-    saver.wait()
-    assert seen == [True]
-
-
-def test_actions_are_skipped_after_a_save_that_fails(tmp_path: Path, saver: BackgroundSaver) -> None:
-    (tmp_path / "x.ckpt").write_text("not a checkpoint")
-    seen: list[int] = []
-    saver.submit(job(tmp_path / "x.ckpt", first_rank(), {}, guarded=True), nothing)
-    saver.then(lambda: seen.append(1))
-    with pytest.raises(CheckpointError):
+    with pytest.raises(CheckpointError) if fails else nullcontext():
         saver.wait()
-    assert seen == []
+    assert seen == ([] if fails else [True, True])
+    assert flat.hold is None
 
 
 def test_an_action_that_fails_does_not_end_training(saver: BackgroundSaver, caplog: pytest.LogCaptureFixture) -> None:

@@ -31,11 +31,18 @@ def values(buffer: FlatBuffer) -> set[float]:
     return set(buffer.averages.tensor().tolist())
 
 
-def test_micro_batches_are_added() -> None:
-    buffer = flat()
-    land(buffer, 2.0)
-    land(buffer, 3.0)
-    assert values(buffer) == {5.0}
+@pytest.mark.parametrize(
+    ("dtype", "second", "stays_in_16_bit"),
+    [(torch.float32, 2.0, False), (BF16, 1 / 256, False), (BF16, 1 / 256, True)],
+    ids=["fp32", "bf16", "bf16, the first one for a fused update"],
+)
+def test_micro_batches_are_added_in_fp32(dtype: torch.dtype, second: float, stays_in_16_bit: bool) -> None:
+    buffer = flat(dtype=dtype)
+    buffer.averages.folds_factors = stays_in_16_bit
+    land(buffer, 1.0, exact_16_bit=stays_in_16_bit)
+    assert buffer.averages.tensor().dtype == (BF16 if stays_in_16_bit else torch.float32)
+    land(buffer, second, exact_16_bit=stays_in_16_bit)
+    assert values(buffer) == {1 + second}
 
 
 def test_forgotten_averages_are_overwritten() -> None:
@@ -66,29 +73,6 @@ def test_an_undone_scale_is_divided_out_once(stage: int) -> None:
         buffer.averages.undo_scale()
     assert values(buffer) == {2.0}
     assert buffer.averages.scale == 1.0
-
-
-def test_averages_are_fp32() -> None:
-    buffer = flat(dtype=BF16)
-    land(buffer, 1.0)
-    land(buffer, 1 / 256)
-    assert buffer.averages.tensor().dtype == torch.float32
-    assert values(buffer) == {1 + 1 / 256}
-
-
-def test_one_micro_batch_of_one_rank_stays_in_16_bit_for_a_fused_update() -> None:
-    buffer = flat(dtype=BF16)
-    buffer.averages.folds_factors = True
-    land(buffer, 1.0, exact_16_bit=True)
-    assert buffer.averages.tensor().dtype == BF16
-
-
-def test_a_second_micro_batch_is_added_in_fp32() -> None:
-    buffer = flat(dtype=BF16)
-    buffer.averages.folds_factors = True
-    land(buffer, 1.0, exact_16_bit=True)
-    land(buffer, 1 / 256, exact_16_bit=True)
-    assert values(buffer) == {1 + 1 / 256}
 
 
 def test_an_average_over_several_ranks_is_in_fp32() -> None:
@@ -124,17 +108,11 @@ def test_sums_count_values_that_are_not_finite() -> None:
     assert buffer.averages.sums()[1] == 2
 
 
-def test_without_gradients_sums_are_zero() -> None:
+def test_without_gradients_sums_and_gathered_averages_are_zero() -> None:
     buffer = flat()
     land(buffer, 1.0)
     buffer.averages.forget()
     assert buffer.averages.sums().tolist() == [0.0, 0.0]
-
-
-def test_without_gradients_the_gathered_averages_are_zeros() -> None:
-    buffer = flat()
-    land(buffer, 1.0)
-    buffer.averages.forget()
     assert not buffer.averages.gather().any()
 
 

@@ -38,30 +38,21 @@ def test_a_fetch_starts_the_next_units(started: list[str], prefetch_units: int, 
     assert started == [f"blocks.{i}" for i in range(expected)]
 
 
-def test_a_fetch_in_backward_starts_the_units_before(started: list[str]) -> None:
+@pytest.mark.parametrize("updated", [False, True])
+def test_a_fetch_in_backward_starts_the_units_before_that_are_not_updated(started: list[str], updated: bool) -> None:
     model = sharded(3, blocks=4)
+    if updated:
+        model.flats[2].update = UpdateState.UPDATED_EARLY
     model.gatherer.fetch(model.units[3], backward=True)
-    assert started == ["blocks.2", "blocks.1"]
+    assert started == ["blocks.2", "blocks.1"][: 1 if updated else 2]
 
 
-def test_a_unit_that_was_updated_in_backward_is_not_prefetched(started: list[str]) -> None:
-    model = sharded(3, blocks=4)
-    model.flats[2].update = UpdateState.UPDATED_EARLY
-    model.gatherer.fetch(model.units[3], backward=True)
-    assert started == ["blocks.2"]
-
-
-def test_only_the_fetched_unit_is_waited_for() -> None:
+def test_only_the_fetched_unit_is_waited_for_and_gathered_once(started: list[str]) -> None:
     model = sharded(3)
-    model.gatherer.fetch(model.units[1])
-    assert gathered(model) == ["blocks.0"]
-
-
-def test_a_gathered_unit_is_not_gathered_again(started: list[str]) -> None:
-    model = sharded(3, prefetch_units=0)
     for _ in range(2):
         model.gatherer.fetch(model.units[1])
-    assert started == ["blocks.0"]
+        assert gathered(model) == ["blocks.0"]
+    assert started == ["blocks.0", "blocks.1"]
 
 
 def test_the_order_of_the_last_forward_is_prefetched(started: list[str]) -> None:
@@ -90,18 +81,12 @@ def test_the_root_unit_is_gathered_with_the_first_block_in_flight(started: list[
     assert gathered(model) == ["first"]
 
 
-def test_a_pinned_unit_is_not_released() -> None:
+def test_a_pinned_unit_is_released_with_all_others_only() -> None:
     model = sharded(3)
     model.gatherer.fetch(model.units[1])
     model.units[1].pin()
     model.gatherer.release(model.units[1])
     assert gathered(model) == ["blocks.0"]
-
-
-def test_release_all_releases_pinned_units_too() -> None:
-    model = sharded(3)
-    model.gatherer.fetch(model.units[1])
-    model.units[1].pin()
     model.gatherer.release_all()
     assert gathered(model) == []
 
@@ -139,19 +124,17 @@ def test_published_weights_are_waited_for_where_data_is_kept() -> None:
     assert bool((kept == 3).all())  # type: ignore[operator]
 
 
-def test_lazily_published_weights_are_sent_when_a_unit_runs(started: list[str]) -> None:
+@pytest.mark.parametrize("all_at_once", [False, True])
+def test_lazily_published_weights_are_sent_when_a_unit_runs(started: list[str], all_at_once: bool) -> None:
     model = sharded(2, dtype=BF16)
     model.gatherer.publish(model.flats, lazily=True)
     assert started == []
-    model.gatherer.fetch(model.units[1])
-    assert started == ["blocks.0", "blocks.1"]
-
-
-def test_finish_all_leaves_nothing_due() -> None:
-    model = sharded(2, dtype=BF16)
-    model.gatherer.publish(model.flats, lazily=True)
-    model.gatherer.finish_all()
-    assert not any(flat.publish_due or flat.hidden or flat.is_arriving for flat in model.flats)
+    if all_at_once:
+        model.gatherer.finish_all()
+        assert not any(flat.publish_due or flat.hidden or flat.is_arriving for flat in model.flats)
+    else:
+        model.gatherer.fetch(model.units[1])
+        assert started == ["blocks.0", "blocks.1"]
 
 
 def test_hooks_after_a_step_at_stage_3_find_released_parameters() -> None:

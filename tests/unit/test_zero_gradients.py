@@ -65,12 +65,9 @@ def test_at_stage_0_grad_is_the_tensor_of_autograd() -> None:
     assert grad(shown) is grad_of(shown.weight())
 
 
-def test_grad_is_the_average(shown: Shown) -> None:
+def test_grad_is_the_average_and_the_same_object_every_time(shown: Shown) -> None:
     before = shown.average().clone()
     assert torch.equal(grad(shown).clone(), before)
-
-
-def test_grad_is_the_same_object_every_time(shown: Shown) -> None:
     assert grad(shown) is grad(shown)
 
 
@@ -88,16 +85,11 @@ def test_norms_and_scalings_gather_nothing(shown: Shown, name: str) -> None:
     assert type(grad(shown)) is ShardedGradient
 
 
-def test_a_scaled_gradient_is_a_scaled_average(shown: Shown) -> None:
-    before = shown.average().clone()
-    grad(shown).mul_(2)
-    assert torch.equal(shown.average(), before * 2)
-
-
-def test_a_cached_norm_follows_a_scaling(shown: Shown) -> None:
-    before = grad(shown).norm()
+def test_a_scaled_gradient_is_a_scaled_average_with_a_scaled_norm(shown: Shown) -> None:
+    before, norm = shown.average().clone(), grad(shown).norm()
     grad(shown).mul_(-2)
-    assert torch.allclose(grad(shown).norm(), before * 2)
+    assert torch.equal(shown.average(), before * -2)
+    assert torch.allclose(grad(shown).norm(), norm * 2)
 
 
 @pytest.mark.parametrize("order", [0.0, 1.0, 2.0, 3.0, float("inf"), float("-inf")])
@@ -106,37 +98,23 @@ def test_norms_are_those_of_the_elements(shown: Shown, order: float) -> None:
     assert torch.allclose(torch.linalg.vector_norm(grad(shown), order), expected)
 
 
-def test_written_elements_reach_the_averages(shown: Shown) -> None:
+def test_written_elements_reach_the_averages_and_others_do_not_change(shown: Shown) -> None:
     before = shown.average().clone()
+    grad(shown).clone()
+    shown.gradients.take(0)
+    assert torch.equal(shown.average(), before)
     grad(shown)[0, 0] = 7.0
     assert shown.gradients.take(0)
     before[0, 0] = 7.0
     assert torch.equal(shown.average(), before)
 
 
-def test_elements_that_were_only_read_do_not_change(shown: Shown) -> None:
-    before = shown.average().clone()
-    grad(shown).clone()
-    shown.gradients.take(0)
-    assert torch.equal(shown.average(), before)
-
-
-def test_an_assigned_gradient_reaches_the_averages(shown: Shown) -> None:
-    shown.weight().grad = torch.full((3, 3), 4.0)
-    shown.gradients.take(0)
-    assert bool((shown.average() == 4).all())
-
-
-def test_an_assigned_gradient_is_the_same_object(shown: Shown) -> None:
+def test_an_assigned_gradient_is_the_average_and_shows_what_the_engine_does_to_it(shown: Shown) -> None:
     given = torch.full((3, 3), 4.0)
     shown.weight().grad = given
     assert grad(shown) is given
-
-
-def test_an_assigned_gradient_shows_what_the_engine_does_to_it(shown: Shown) -> None:
-    given = torch.full((3, 3), 4.0)
-    shown.weight().grad = given
     shown.gradients.take(0)
+    assert bool((shown.average() == 4).all())
     shown.model.flats[1].averages.change(lambda grads: grads.mul_(0.5))
     assert grad(shown) is given
     assert bool((given == 2).all())
@@ -147,34 +125,28 @@ def test_a_gradient_of_another_shape_is_an_error_with_the_cure(shown: Shown) -> 
         shown.weight().grad = torch.zeros(1)
 
 
-def test_a_dropped_gradient_is_none_and_zero_in_the_averages(shown: Shown) -> None:
+def test_a_dropped_gradient_is_none_and_zero_in_the_averages_and_the_kept_one_an_error(shown: Shown) -> None:
+    kept = grad(shown)
     shown.weight().grad = None
     assert shown.weight().grad is None
+    with pytest.raises(StateError, match=r"was used after zero_grad.*Keep p\.grad\.clone\(\)"):
+        kept.sum()
     used = [True] * 8
     assert shown.gradients.take(0, used)
     assert used[2:4] == [False, True]
     assert not shown.average().any()
 
 
-def test_a_dropped_gradient_that_was_kept_is_an_error_with_the_cure(shown: Shown) -> None:
+@pytest.mark.parametrize("by_view", [False, True], ids=["read again", "written to by a view"])
+def test_a_gradient_that_was_read_stays_valid_after_the_engine_has_changed_it(shown: Shown, by_view: bool) -> None:
+    """But not a view of it."""
     kept = grad(shown)
-    shown.weight().grad = None
-    with pytest.raises(StateError, match=r"was used after zero_grad.*Keep p\.grad\.clone\(\)"):
-        kept.sum()
-
-
-def test_a_gradient_that_was_read_stays_valid_after_the_engine_has_changed_it(shown: Shown) -> None:
-    kept = grad(shown)
-    kept.clone()
+    view = kept.view(-1)
     shown.gradients.take(0)
     shown.model.flats[1].averages.change(lambda grads: grads.mul_(0.5))
-    assert torch.equal(kept.clone(), shown.average())
-
-
-def test_a_write_to_an_outdated_view_is_an_error_with_the_cure(shown: Shown) -> None:
-    view = grad(shown).view(-1)
-    shown.gradients.take(0)
-    shown.model.flats[1].averages.change(lambda grads: grads.mul_(0.5))
+    if not by_view:
+        assert torch.equal(kept.clone(), shown.average())
+        return
     view.mul_(2)
     with pytest.raises(StateError, match=r"a view of blocks\.0\.weight\.grad.*Write to p\.grad itself"):
         shown.gradients.take(0)

@@ -26,15 +26,13 @@ def gathered(model: Sharded) -> list[str]:
     return [unit.name for unit in model.units if unit.flats[0].is_gathered]
 
 
-def test_a_forward_releases_every_block_but_the_last(model: Sharded) -> None:
-    model.net(X)
-    assert gathered(model) == ["first", "blocks.2"]
-
-
-def test_without_gradients_the_last_block_is_released_too(model: Sharded) -> None:
-    with torch.no_grad():
-        model.net(X)
-    assert gathered(model) == ["first"]
+@pytest.mark.parametrize("gradients", [True, False])
+def test_a_forward_releases_every_block_but_the_last(model: Sharded, gradients: bool) -> None:
+    """Without gradients the last one, too."""
+    expected = sharded(1).net(X)
+    with torch.set_grad_enabled(gradients):
+        assert torch.equal(model.net(X), expected)
+    assert gathered(model) == ["first", "blocks.2"][: 1 + gradients]
 
 
 def test_a_backward_gathers_and_releases_every_block(model: Sharded) -> None:
@@ -44,11 +42,6 @@ def test_a_backward_gathers_and_releases_every_block(model: Sharded) -> None:
     model.reducer.finish_in_flight()
     assert gathered(model) == ["first"]
     assert all(flat.averages.tensor().any() for flat in model.flats)
-
-
-def test_the_output_is_that_of_the_plain_model(model: Sharded) -> None:
-    plain = sharded(1).net
-    assert torch.equal(model.net(X), plain(X))
 
 
 def test_a_unit_without_outputs_that_need_gradients_stays(model: Sharded) -> None:
@@ -76,7 +69,10 @@ def test_a_block_whose_input_needs_no_gradient_is_released_with_its_last_gradien
     assert gathered(model) == []
 
 
-def test_detached_hooks_do_nothing(model: Sharded) -> None:
+def test_detached_and_copied_hooks_do_nothing(model: Sharded) -> None:
+    copied = copy.deepcopy(next(iter(model.net.blocks[0]._forward_pre_hooks.values())))
+    assert copied(None, None) is None
+    assert gathered(model) == []
     assert model.hooks is not None
     model.hooks.detach()
     model.gatherer.fetch(model.units[1])
@@ -92,13 +88,6 @@ def test_hooks_do_not_keep_the_model_alive(model: Sharded) -> None:
 def test_tensors_in_containers_are_found() -> None:
     a, b = torch.zeros(1), torch.ones(1)
     assert [t.item() for t in _tensors({"a": [a], "b": (b, 1)})] == [0.0, 1.0]
-
-
-def test_copied_hooks_do_nothing(model: Sharded) -> None:
-    hooks = list(model.net.blocks[0]._forward_pre_hooks.values())
-    copied = copy.deepcopy(hooks[0])
-    assert copied(None, None) is None
-    assert gathered(model) == []
 
 
 class Twice(nn.Module):

@@ -21,21 +21,16 @@ def random_like(p: Tensor) -> Tensor:
     return torch.randn(p.shape).to(p.dtype)
 
 
-def test_a_buffer_from_the_pool_has_zeros_between_the_slots() -> None:
+def test_a_buffer_from_the_pool_has_zeros_between_the_slots_of_its_parameters() -> None:
     buffer = flat(2)
     used = buffer.comm.pool.take(buffer.layout.numel, torch.float32, torch.device("cpu"))
     buffer.comm.pool.give([used.fill_(float("nan"))])
     buffer.local.allocate(torch.float32)
+    assert [view.shape for view in buffer.local.views] == [p.shape for p in buffer.params]
     assert buffer.local.buffer is not None
     gaps = buffer.layout.gaps()
     assert gaps
     assert all(not buffer.local.buffer[lo:hi].any() for lo, hi in gaps)
-
-
-def test_the_views_of_a_buffer_have_the_shapes_of_the_parameters() -> None:
-    buffer = flat(2)
-    buffer.local.allocate(torch.float32)
-    assert [view.shape for view in buffer.local.views] == [p.shape for p in buffer.params]
 
 
 def test_a_step_makes_no_new_views_unless_user_code_has_moved_one() -> None:
@@ -82,49 +77,34 @@ def test_late_gradients_are_added_when_they_are_sent() -> None:
     assert torch.equal(buffer.local.views[1], grads[1])
 
 
-def test_collected_gradients_are_views_of_the_buffer() -> None:
-    buffer = flat(1)
-    grad = random_like(buffer.params[0])
-    set_grad(buffer.params[0], grad)
-    buffer.local.collect(0, grad, torch.float32)
-    assert grad_of(buffer.params[0]) is buffer.local.views[0]
-    assert torch.equal(buffer.local.views[0], grad)
-
-
 def replaced(stage: int) -> tuple[FlatBuffer, Tensor]:
     buffer = flat(stage)
     buffer.local.allocate(torch.float32)
+    assert buffer.local.take_replaced(0), "p.grad is None"
     other = random_like(buffer.params[0])
     set_grad(buffer.params[0], other)
     assert not buffer.local.take_replaced(0)
     return buffer, other
 
 
-def test_a_tensor_that_user_code_assigns_stays_p_grad_at_stage_0() -> None:
-    buffer, other = replaced(0)
-    assert grad_of(buffer.params[0]) is other
-    assert other.data_ptr() == buffer.local.views[0].data_ptr()
+@pytest.mark.parametrize("stage", [0, 1])
+def test_a_tensor_that_user_code_assigns_stays_p_grad_at_stage_0_and_is_copied_at_stage_1(stage: int) -> None:
+    buffer, other = replaced(stage)
+    slot = buffer.local.views[0]
+    assert grad_of(buffer.params[0]) is (slot if stage else other)
+    assert torch.equal(other, slot)
+    assert (other.data_ptr() == slot.data_ptr()) == (stage == 0)
 
 
-def test_a_tensor_that_user_code_assigns_is_copied_at_stage_1() -> None:
-    buffer, other = replaced(1)
-    assert grad_of(buffer.params[0]) is buffer.local.views[0]
-    assert torch.equal(other, buffer.local.views[0])
-
-
-def test_a_tensor_given_back_keeps_its_values_when_the_slot_changes() -> None:
+@pytest.mark.parametrize("dropped", [False, True])
+def test_an_assigned_tensor_keeps_its_values_when_it_is_given_back_or_p_grad_becomes_none(dropped: bool) -> None:
     buffer, other = replaced(0)
     before = other.clone()
-    buffer.local.give_back([0])
-    buffer.local.views[0].zero_()
-    assert torch.equal(other, before)
-
-
-def test_an_assigned_tensor_keeps_its_values_when_p_grad_becomes_none() -> None:
-    buffer, other = replaced(0)
-    before = other.clone()
-    set_grad(buffer.params[0], None)
-    assert buffer.local.take_replaced(0)
+    if dropped:
+        set_grad(buffer.params[0], None)
+        assert buffer.local.take_replaced(0)
+    else:
+        buffer.local.give_back([0])
     buffer.local.views[0].zero_()
     assert torch.equal(other, before)
 
@@ -149,12 +129,6 @@ def test_the_slot_of_another_parameter_is_copied_and_not_adopted() -> None:
     assert buffer.local.views[1].tolist() == [3.0, 3.0]
 
 
-def test_p_grad_none_is_reported() -> None:
-    buffer = flat(1)
-    buffer.local.allocate(torch.float32)
-    assert buffer.local.take_replaced(0)
-
-
 def test_data_that_user_code_has_moved_returns_to_the_slot() -> None:
     buffer = flat(1)
     buffer.local.allocate(torch.float32)
@@ -166,11 +140,14 @@ def test_data_that_user_code_has_moved_returns_to_the_slot() -> None:
     assert bool((buffer.local.views[0] == 1).all())
 
 
-def test_a_wide_buffer_holds_the_same_values() -> None:
-    buffer = flat(1, BF16)
+@pytest.mark.parametrize("dtype", [torch.float32, BF16])
+def test_collected_gradients_are_views_of_the_buffer_and_a_wide_one_has_the_same_values(dtype: torch.dtype) -> None:
+    buffer = flat(1, dtype)
     grad = random_like(buffer.params[0])
     set_grad(buffer.params[0], grad)
-    buffer.local.collect(0, grad, BF16)
+    buffer.local.collect(0, grad, dtype)
+    assert grad_of(buffer.params[0]) is buffer.local.views[0]
+    assert torch.equal(buffer.local.views[0], grad)
     buffer.local.widen()
     found = grad_of(buffer.params[0])
     assert found is not None

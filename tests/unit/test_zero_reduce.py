@@ -58,35 +58,19 @@ def sent(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return names
 
 
-@pytest.mark.parametrize("stage", [0, 1, 2, 3])
-def test_one_backward_gives_the_gradients_of_plain_torch(stage: int) -> None:
+@pytest.mark.parametrize(
+    ("stage", "factors", "eager"),
+    [
+        *((stage, [1.0], True) for stage in (0, 1, 2, 3)),
+        *((stage, [0.25, 0.75], stage >= 2) for stage in (0, 1, 2, 3)),
+        *((stage, [0.25, 0.75], True) for stage in (0, 1)),  # resident gradients are sent twice, and count once
+    ],
+)
+def test_gradients_are_those_of_plain_torch(stage: int, factors: list[float], eager: bool) -> None:
     model = model_of(stage)
-    backward(model)
-    for found, trusted in zip(averages(model), expected(), strict=True):
-        torch.testing.assert_close(found, trusted)
-
-
-@pytest.mark.parametrize("stage", [0, 1, 2, 3])
-def test_two_micro_batches_are_added(stage: int) -> None:
-    model = model_of(stage)
-    backward(model, eager=stage >= 2, factor=0.25)
-    backward(model, factor=0.75)
-    for found, trusted in zip(averages(model), expected(), strict=True):
-        torch.testing.assert_close(found, trusted)
-
-
-@pytest.mark.parametrize("stage", [0, 1])
-def test_resident_gradients_that_are_sent_twice_count_once(stage: int) -> None:
-    model = model_of(stage)
-    backward(model, factor=0.25)
-    backward(model, factor=0.75)
-    for found, trusted in zip(averages(model), expected(), strict=True):
-        torch.testing.assert_close(found, trusted)
-
-
-def test_units_are_sent_in_reverse_order_of_registration(sent: list[str]) -> None:
-    backward(model_of(2))
-    assert sent == ["blocks.2", "blocks.1", "blocks.0", "first"]
+    for i, factor in enumerate(factors, 1):
+        backward(model, eager=eager or i == len(factors), factor=factor)
+    torch.testing.assert_close(averages(model), expected())
 
 
 def test_units_are_sent_while_backward_runs(sent: list[str]) -> None:
@@ -107,6 +91,19 @@ def test_stage_1_sends_nothing_before_the_last_micro_batch(sent: list[str]) -> N
     assert len(sent) == 4
 
 
+def test_complete_sends_what_backward_has_not_sent_and_says_what_has_a_gradient(sent: list[str]) -> None:
+    model = model_of(1)
+    model.reducer.begin_backward(eager=False)
+    model.net.first(X).sum().backward()
+    model.reducer.end_backward()
+    assert model.reducer.complete(model.flats) == [True, True] + [False] * 6
+    assert sent == ["first"]
+    model = model_of(1)
+    backward(model, eager=False)
+    model.reducer.complete(model.flats)
+    assert len(sent[1:]) == 4
+
+
 def test_a_unit_without_gradients_is_sent_at_the_end_with_zeros(sent: list[str]) -> None:
     model = model_of(2)
     model.reducer.begin_backward(eager=True)
@@ -117,17 +114,23 @@ def test_a_unit_without_gradients_is_sent_at_the_end_with_zeros(sent: list[str])
     assert not any(bool(each.any()) for each in averages(model)[2:])
 
 
-def test_p_grad_is_empty_after_backward_at_stage_2() -> None:
-    model = model_of(2)
+def test_units_are_sent_and_reported_in_reverse_order_of_registration(sent: list[str]) -> None:
+    model, early = model_of(2), []
+
+    def note(flat: FlatBuffer) -> None:
+        early.append(flat.name.removesuffix(".weight"))
+
+    model.reducer.on_complete = note
     backward(model)
-    assert all(grad_of(p) is None for p in model.net.parameters())
+    assert early == sent == ["blocks.2", "blocks.1", "blocks.0", "first"]
 
 
-def test_p_grad_is_a_view_of_the_buffer_at_stage_1() -> None:
-    model = model_of(1)
+@pytest.mark.parametrize("stage", [1, 2])
+def test_p_grad_after_backward_is_a_view_of_the_buffer_at_stage_1_only(stage: int) -> None:
+    model = model_of(stage)
     backward(model)
-    flat = model.flats[0]
-    assert grad_of(flat.params[0]) is flat.local.views[0]
+    for flat in model.flats:
+        assert [grad_of(p) for p in flat.params] == (flat.local.views if stage == 1 else [None, None])
 
 
 def test_held_micro_batches_are_sent_once(sent: list[str]) -> None:
@@ -138,16 +141,7 @@ def test_held_micro_batches_are_sent_once(sent: list[str]) -> None:
     assert sent == []
     model.reducer.send_held()
     assert len(sent) == 4
-    for found, trusted in zip(averages(model), expected(), strict=True):
-        torch.testing.assert_close(found, trusted)
-
-
-def test_complete_says_which_parameters_have_a_gradient() -> None:
-    model = model_of(1)
-    model.reducer.begin_backward(eager=False)
-    model.net.first(X).sum().backward()
-    model.reducer.end_backward()
-    assert model.reducer.complete(model.flats) == [True, True] + [False] * 6
+    torch.testing.assert_close(averages(model), expected())
 
 
 def test_a_gradient_of_another_rank_counts() -> None:
@@ -161,13 +155,6 @@ def test_a_gradient_of_another_rank_counts() -> None:
     model = model_of(2)
     model.reducer.comm = WithAnother(None, None)
     assert model.reducer.complete(model.flats) == [False, True] + [False] * 6
-
-
-def test_complete_sends_what_backward_has_not_sent(sent: list[str]) -> None:
-    model = model_of(1)
-    backward(model, eager=False)
-    model.reducer.complete(model.flats)
-    assert len(sent) == 4
 
 
 def test_a_gradient_that_user_code_has_set_is_averaged() -> None:
@@ -220,17 +207,6 @@ def test_gradients_of_single_parameters_are_dropped() -> None:
     model.reducer.zero_params(model.flats, {id(model.flats[0].params[0])}, set_to_none=True)
     assert model.reducer.complete(model.flats)[:2] == [False, True]
     assert not averages(model)[0].any()
-
-
-def test_complete_buffers_are_reported_before_backward_is_over() -> None:
-    model, early = model_of(2), []
-
-    def note(flat: FlatBuffer) -> None:
-        early.append(flat.name)
-
-    model.reducer.on_complete = note
-    backward(model)
-    assert early == [f"{name}.weight" for name in ("blocks.2", "blocks.1", "blocks.0", "first")]
 
 
 def test_another_gradient_after_an_early_update_is_an_error_with_the_cure() -> None:

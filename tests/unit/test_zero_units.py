@@ -27,12 +27,6 @@ def gather(flat: FlatBuffer) -> None:
     flat.finish_gather()
 
 
-def test_loading_keeps_the_values(layer: nn.Linear) -> None:
-    before = layer.weight.detach().clone()
-    flat_of(layer, "layer", 1)
-    assert torch.equal(layer.weight, before)
-
-
 def test_masters_come_from_the_values_before_they_are_rounded(layer: nn.Linear) -> None:
     before = layer.weight.detach().clone().flatten()
     flat = flat_of(layer, "layer", 1, dtype=BF16)
@@ -40,39 +34,31 @@ def test_masters_come_from_the_values_before_they_are_rounded(layer: nn.Linear) 
     assert layer.weight.dtype == BF16
 
 
-def test_in_fp32_masters_take_no_memory_of_their_own(layer: nn.Linear) -> None:
+def test_in_fp32_masters_take_no_memory_of_their_own_and_values_are_kept(layer: nn.Linear) -> None:
+    before = layer.weight.detach().clone()
     flat = flat_of(layer, "layer", 1)
     assert flat.master_is_slice
+    assert torch.equal(layer.weight, before)
 
 
-def test_a_released_parameter_keeps_its_shape_and_reads_nan(layer: nn.Linear) -> None:
+def test_a_released_parameter_keeps_its_shape_reads_nan_and_has_no_memory(layer: nn.Linear) -> None:
     flat = flat_of(layer, "layer", 3)
     assert not flat.is_gathered
+    assert flat.full.untyped_storage().size() == 0
     with unnoticed():
         assert values_of(layer.weight).shape == (2, 3)
         assert bool(values_of(layer.weight).isnan().all())
 
 
-def test_a_released_buffer_has_no_memory(layer: nn.Linear) -> None:
-    flat = flat_of(layer, "layer", 3)
-    assert flat.full.untyped_storage().size() == 0
-
-
-def test_a_gathered_buffer_has_the_masters_values(layer: nn.Linear) -> None:
+def test_a_buffer_gathered_on_demand_reports_every_further_use_until_it_is_gathered(layer: nn.Linear) -> None:
     before = layer.weight.detach().clone()
-    flat = flat_of(layer, "layer", 3)
-    gather(flat)
-    assert type(layer.weight) is ResidentParameter
-    assert torch.equal(layer.weight, before)
-
-
-def test_a_buffer_gathered_on_demand_reports_every_further_use(layer: nn.Linear) -> None:
     flat = flat_of(layer, "layer", 3)
     flat.start_gather()
     flat.finish_gather(on_demand=True)
     assert type(layer.weight) is ShardedParameter
     flat.finish_gather()
     assert type(layer.weight) is ResidentParameter
+    assert torch.equal(layer.weight, before)
 
 
 def test_after_training_a_released_parameter_is_an_error_with_the_cure(layer: nn.Linear) -> None:

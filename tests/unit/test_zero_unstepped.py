@@ -46,12 +46,16 @@ def frozen() -> tuple[nn.Linear, FlatBuffer]:
     return layer, flat_of(layer, "layer", 1, frozen=True)
 
 
-def test_the_gradient_is_averaged_when_it_is_read(comm: TwoRanks) -> None:
+@pytest.mark.parametrize(("local", "expected"), [(False, 2), (True, 1)])
+def test_a_gradient_is_averaged_when_it_is_read_unless_it_stays_on_its_rank(
+    comm: TwoRanks, local: bool, expected: int
+) -> None:
     layer, flat = frozen()
-    Unstepped([flat], comm, lambda: False)
+    Unstepped([flat], comm, lambda: local)
     set_grad(layer.weight, torch.ones(2, 3))
     assert comm.reductions == 0
-    assert bool((layer.weight.grad == 2).all())
+    assert bool((layer.weight.grad == expected).all())
+    assert comm.reductions == (not local)
 
 
 def test_a_buffer_is_averaged_once_for_each_backward(comm: TwoRanks) -> None:
@@ -65,14 +69,6 @@ def test_a_buffer_is_averaged_once_for_each_backward(comm: TwoRanks) -> None:
     unstepped.outdate()
     _ = layer.weight.grad
     assert comm.reductions == 2
-
-
-def test_local_gradients_stay_on_their_rank(comm: TwoRanks) -> None:
-    layer, flat = frozen()
-    Unstepped([flat], comm, lambda: True)
-    set_grad(layer.weight, torch.ones(2, 3))
-    assert bool((layer.weight.grad == 1).all())
-    assert comm.reductions == 0
 
 
 def test_a_gradient_of_another_rank_alone_shows(comm: TwoRanks) -> None:

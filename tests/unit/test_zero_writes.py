@@ -28,68 +28,44 @@ def master_of(flat: FlatBuffer, index: int) -> Tensor:
     return flat.master[slot.offset : slot.end].view(slot.shape)
 
 
-def test_without_a_write_nothing_is_taken(layer: nn.Linear) -> None:
+@pytest.mark.parametrize("way", ["", "in place", "data"])
+def test_written_elements_reach_the_masters_and_others_keep_theirs(layer: nn.Linear, way: str) -> None:
+    """Also where versions do not count the write, as through ``data``."""
     flat = flat_of(layer, "layer", 1, dtype=BF16)
     before = flat.master.clone()
-    assert not flat.writes.take()
-    assert torch.equal(flat.master, before)
+    if way:
+        (layer.weight.data if way == "data" else layer.weight.detach())[0, 0] = 7.0
+    assert flat.writes.take() == bool(way)
+    assert flat.writes.detected == (way == "in place")
+    assert (flat.master != before).nonzero().flatten().tolist() == [0] * bool(way)
+    assert not way or flat.master[0] == 7.0
 
 
-def test_elements_that_were_not_written_keep_their_fp32_masters(layer: nn.Linear) -> None:
-    flat = flat_of(layer, "layer", 1, dtype=BF16)
-    before = flat.master.clone()
-    with torch.no_grad():
-        layer.weight[0, 0] = 7.0
-    assert flat.writes.take()
-    changed = (flat.master != before).nonzero().flatten().tolist()
-    assert changed == [0]
-    assert flat.master[0] == 7.0
-
-
-def test_a_write_through_data_counts_though_versions_miss_it(layer: nn.Linear) -> None:
-    flat = flat_of(layer, "layer", 1, dtype=BF16)
-    layer.bias.data.fill_(2.0)
-    flat.writes.take()
-    assert master_of(flat, 1).tolist() == [2.0, 2.0]
-    assert not flat.writes.detected
-
-
-def test_a_write_that_versions_count_is_detected(layer: nn.Linear) -> None:
-    flat = flat_of(layer, "layer", 1, dtype=BF16)
-    with torch.no_grad():
-        layer.bias.fill_(2.0)
-    flat.writes.take()
-    assert flat.writes.detected
-
-
-def test_data_set_to_another_tensor_is_copied_into_the_slot(layer: nn.Linear) -> None:
-    flat = flat_of(layer, "layer", 1, dtype=BF16)
-    layer.weight.data = torch.ones(2, 3, dtype=BF16)
-    flat.writes.take()
-    assert bool((master_of(flat, 0) == 1).all())
-    assert layer.weight.data_ptr() == flat.views[0].data_ptr()
-
-
-def test_what_data_returned_before_it_was_set_keeps_the_old_values(layer: nn.Linear) -> None:
+def test_data_set_to_another_tensor_is_copied_into_the_slot_and_the_tensor_before_keeps_its_values(
+    layer: nn.Linear,
+) -> None:
     flat = flat_of(layer, "layer", 1, dtype=BF16)
     old = layer.weight.data
     before = old.clone()
     layer.weight.data = torch.ones(2, 3, dtype=BF16)
     flat.writes.take()
+    assert bool((master_of(flat, 0) == 1).all())
+    assert layer.weight.data_ptr() == flat.views[0].data_ptr()
     assert torch.equal(old, before)
 
 
-def test_data_of_another_shape_is_an_error(layer: nn.Linear) -> None:
-    flat = flat_of(layer, "layer", 1)
-    layer.weight.data = torch.ones(3, 2)
-    with pytest.raises(StateError, match=r"layer\.weight\.data was set to .*shape \(3, 2\).*it stays .*\(2, 3\)"):
-        flat.writes.take()
-
-
-def test_data_of_another_dtype_is_an_error(layer: nn.Linear) -> None:
+@pytest.mark.parametrize(
+    ("data", "words"),
+    [
+        (torch.ones(3, 2, dtype=BF16), r"layer\.weight\.data was set to .*shape \(3, 2\).*it stays .*\(2, 3\)"),
+        (torch.ones(2, 3), r"set to a torch.float32 tensor.*stays torch.bfloat16"),
+    ],
+    ids=["shape", "dtype"],
+)
+def test_data_of_another_shape_or_dtype_is_an_error(layer: nn.Linear, data: Tensor, words: str) -> None:
     flat = flat_of(layer, "layer", 1, dtype=BF16)
-    layer.weight.data = torch.ones(2, 3)
-    with pytest.raises(StateError, match=r"set to a torch.float32 tensor.*stays torch.bfloat16"):
+    layer.weight.data = data
+    with pytest.raises(StateError, match=words):
         flat.writes.take()
 
 
@@ -140,15 +116,10 @@ def test_a_write_to_a_view_of_a_released_buffer_is_taken() -> None:
     assert bool((master_of(flat, 1) == 5).all())
 
 
-def test_a_view_of_a_released_buffer_shows_nan_after_a_step() -> None:
+def test_a_view_of_a_released_buffer_shows_nan_after_a_step_and_a_write_to_it_is_an_error() -> None:
     _model, flat, view = viewed()
     flat.writes.outdate_memory()
     assert bool(view.isnan().all())
-
-
-def test_a_write_to_an_outdated_view_is_an_error() -> None:
-    _model, flat, view = viewed()
-    flat.writes.outdate_memory()
     view.fill_(1.0)
     with pytest.raises(StateError, match=r"view \(p\.data, p\.detach\(\)\) of a parameter in .* kept through a step"):
         flat.writes.take()
