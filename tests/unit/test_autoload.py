@@ -55,24 +55,13 @@ def check(code: str, *arguments: str, cwd: Path = ROOT, **env: str) -> str:
 
 @pytest.mark.wide
 @needs_entry_point
-def test_aliases_are_there_with_lightning_alone(tmp_path: Path) -> None:
+def test_a_trainer_takes_an_alias_with_lightning_alone(tmp_path: Path) -> None:
     check(
         f"""
 import lightning as L
 {ALL_THERE}
 import sys
 assert "ls_strategy.lightning.strategy" not in sys.modules
-""",
-        cwd=tmp_path,
-    )
-
-
-@pytest.mark.wide
-@needs_entry_point
-def test_a_trainer_takes_an_alias_with_lightning_alone(tmp_path: Path) -> None:
-    check(
-        """
-import lightning as L
 trainer = L.Trainer(accelerator="cpu", devices=1, strategy="zero2", logger=False, enable_checkpointing=False)
 assert type(trainer.strategy).__name__ == "ZeROStrategy"
 """,
@@ -80,32 +69,23 @@ assert type(trainer.strategy).__name__ == "ZeROStrategy"
     )
 
 
-@needs_entry_point
-@pytest.mark.slow
-def test_the_entry_point_can_be_switched_off(tmp_path: Path) -> None:
-    check(
-        """
-import lightning as L
-from lightning.pytorch.strategies import StrategyRegistry
-assert "zero3" not in StrategyRegistry.available_strategies()
-""",
-        cwd=tmp_path,
-        LS_STRATEGY_AUTOLOAD="0",
-    )
-
-
-@pytest.mark.slow
-def test_switched_off_leaves_registration_by_hand() -> None:
-    check(
-        f"""
+OFF = """
 import ls_strategy, ls_strategy.autoload, lightning.pytorch
 from lightning.pytorch.strategies import StrategyRegistry
 assert "zero3" not in StrategyRegistry.available_strategies()
-ls_strategy.autoload.register()
-{ALL_THERE}
-""",
-        LS_STRATEGY_AUTOLOAD="0",
-    )
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "code",
+    [
+        pytest.param(OFF.replace("ls_strategy, ls_strategy.autoload, ", ""), marks=needs_entry_point, id="alone"),
+        pytest.param(f"{OFF}ls_strategy.autoload.register()\n{ALL_THERE}", id="then by hand"),
+    ],
+)
+def test_the_entry_point_can_be_switched_off(tmp_path: Path, code: str) -> None:
+    check(code, cwd=tmp_path, PYTHONPATH=str(ROOT), LS_STRATEGY_AUTOLOAD="0")
 
 
 @pytest.mark.wide
@@ -189,29 +169,21 @@ ls_strategy.autoload.install()
     assert 1 <= done.stderr.count("UserWarning: ls_strategy could not register") <= 2
 
 
-@pytest.mark.slow
-def test_an_alias_that_is_taken_is_left_alone() -> None:
-    check(
-        """
+REGISTRIES = {
+    "an alias that is taken is left alone": """
 from lightning.pytorch.strategies import StrategyRegistry
 StrategyRegistry.pop("zero1", None)
 StrategyRegistry.register("zero1", dict, description="mine")
 import ls_strategy.autoload
 ls_strategy.autoload.install()
 assert StrategyRegistry.get("zero1") == {}
-"""
-    )
-
-
-@pytest.mark.slow
-def test_a_reloaded_registry_is_filled_again() -> None:
-    check(f"import ls_strategy, importlib, lightning.pytorch.strategies as s\nimportlib.reload(s)\n{ALL_THERE}")
-
-
-@pytest.mark.slow
-def test_aliases_are_lower_case_and_make_strategies() -> None:
-    check(
-        """
+""",
+    "a reloaded one is filled again": f"""
+import ls_strategy, importlib, lightning.pytorch.strategies as s
+importlib.reload(s)
+{ALL_THERE}
+""",
+    "aliases are lower case and make strategies": """
 import ls_strategy.autoload, lightning.pytorch
 from lightning.pytorch.strategies import StrategyRegistry
 for name, arguments in ls_strategy.autoload.ALIASES.items():
@@ -219,8 +191,14 @@ for name, arguments in ls_strategy.autoload.ALIASES.items():
     assert "deepspeed" not in name  # Lightning looks for this substring
     assert "ddp" not in name or name.startswith("ddp_zero")  # Lightning refuses MPS with such names
     assert type(StrategyRegistry.get(name)) is ls_strategy.ZeROStrategy
-"""
-    )
+""",
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("what", REGISTRIES)
+def test_the_registry(what: str) -> None:
+    check(REGISTRIES[what])
 
 
 CLI = """
@@ -234,36 +212,32 @@ print(type(cli.trainer.strategy).__name__)
 QUIET = ("--trainer.accelerator=cpu", "--trainer.devices=1", "--trainer.logger=false")
 
 
+def in_yaml(folder: Path, strategy: str) -> str:
+    """Return the flag of a file in which the Trainer has this strategy."""
+    pytest.importorskip("jsonargparse")
+    config = folder / "config.yaml"
+    config.write_text(f"trainer:\n  strategy: {strategy}\n")
+    return f"--config={config}"
+
+
 @pytest.mark.slow
 def test_cli_takes_an_alias_from_yaml(tmp_path: Path) -> None:
-    pytest.importorskip("jsonargparse")
-    config = tmp_path / "config.yaml"
-    config.write_text("trainer:\n  strategy: zero3\n")
-    assert "ZeROStrategy" in check(CLI.format(imports="import ls_strategy"), f"--config={config}", *QUIET)
+    out = check(CLI.format(imports="import ls_strategy"), in_yaml(tmp_path, "zero3"), *QUIET)
+    assert "ZeROStrategy" in out
 
 
 @pytest.mark.wide
 def test_cli_takes_a_class_path_from_yaml_without_any_registration(tmp_path: Path) -> None:
-    pytest.importorskip("jsonargparse")
-    config = tmp_path / "config.yaml"
-    config.write_text(
-        "trainer:\n  strategy:\n    class_path: ls_strategy.ZeROStrategy\n"
-        "    init_args:\n      stage: 2\n"
-        "      precision: {reduce_dtype: fp32}\n      sharding: {block_classes: [Linear]}\n"
-    )
-    out = check(CLI.format(imports=""), f"--config={config}", *QUIET, LS_STRATEGY_AUTOLOAD="0")
-    assert "ZeROStrategy" in out
+    arguments = "{stage: 2, precision: {reduce_dtype: fp32}, sharding: {block_classes: [Linear]}}"
+    config = in_yaml(tmp_path, f"{{class_path: ls_strategy.ZeROStrategy, init_args: {arguments}}}")
+    assert "ZeROStrategy" in check(CLI.format(imports=""), config, *QUIET, LS_STRATEGY_AUTOLOAD="0")
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("init_args", "word"), [("stage: 5", "stage"), ("typo: 1", "typo")])
 def test_cli_refuses_a_bad_value(tmp_path: Path, init_args: str, word: str) -> None:
-    pytest.importorskip("jsonargparse")
-    config = tmp_path / "config.yaml"
-    config.write_text(
-        f"trainer:\n  strategy:\n    class_path: ls_strategy.ZeROStrategy\n    init_args:\n      {init_args}\n"
-    )
-    done = run(CLI.format(imports=""), f"--config={config}", *QUIET)
+    config = in_yaml(tmp_path, f"{{class_path: ls_strategy.ZeROStrategy, init_args: {{{init_args}}}}}")
+    done = run(CLI.format(imports=""), config, *QUIET)
     assert done.returncode == 2, done.stdout + done.stderr
     assert word in done.stderr
 
