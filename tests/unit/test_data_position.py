@@ -39,28 +39,19 @@ def first(data: DataLoader) -> int:
     return int(next(iter(data))[0])
 
 
-def test_the_middle_of_an_epoch_goes_on_with_the_next_batch() -> None:
+@pytest.mark.parametrize(
+    ("run", "passes"),
+    [
+        (trainer(done=3), [6, 0]),
+        (trainer(done=3, epochs=(1, 1)), [0, 0]),
+        (trainer(done=12, last=True), [0, 0]),
+    ],
+    ids=["in an epoch", "between epochs", "at the end of an epoch"],
+)
+def test_the_middle_of_an_epoch_goes_on_with_the_next_batch_once(run: Any, passes: list[int]) -> None:
     data = loader()
-    resume(trainer(done=3), data, saved())
-    assert first(data) == 6
-
-
-def test_only_the_first_pass_starts_later() -> None:
-    data = loader()
-    resume(trainer(done=3), data, saved())
-    assert [first(data), first(data)] == [6, 0]
-
-
-def test_between_epochs_nothing_is_skipped() -> None:
-    data = loader()
-    resume(trainer(done=3, epochs=(1, 1)), data, saved())
-    assert first(data) == 0
-
-
-def test_the_end_of_an_epoch_skips_nothing() -> None:
-    data = loader()
-    resume(trainer(done=12, last=True), data, saved())
-    assert first(data) == 0
+    resume(run, data, saved())
+    assert [first(data), first(data)] == passes
 
 
 @pytest.mark.parametrize(("replicas", "batch_size", "done"), [(2, 2, 6), (4, 1, 6), (1, 4, 3)])

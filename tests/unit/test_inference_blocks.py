@@ -52,12 +52,9 @@ def test_given_blocks_keep_their_order() -> None:
     assert [unit.name for unit in streamed_modules(model, given, stream_all=False)] == ["blocks.2", "blocks.0"]
 
 
-def test_after_the_last_block_the_first_one_is_expected() -> None:
-    assert followers(streamed_modules(Decoder(), None, stream_all=False)) == [1, 2, 0]
-
-
-def test_after_the_decoder_the_decoder_is_expected_again() -> None:
-    assert followers(streamed_modules(EncoderDecoder(), None, stream_all=False)) == [1, 2, 3, 2]
+@pytest.mark.parametrize(("model", "expected"), [(Decoder(), [1, 2, 0]), (EncoderDecoder(), [1, 2, 3, 2])])
+def test_after_the_last_block_the_first_one_of_its_list_is_expected(model: nn.Module, expected: list[int]) -> None:
+    assert followers(streamed_modules(model, None, stream_all=False)) == expected
 
 
 def test_shared_tensors_are_named_and_stay() -> None:

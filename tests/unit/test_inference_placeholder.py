@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import pickle
+from typing import Any
 
 import pytest
 import torch
@@ -30,29 +31,18 @@ class Layer(nn.Module):
         self.register_buffer("table", torch.ones(2), persistent=False)
 
 
-def floating(module: Layer) -> FloatingTarget:
-    (target,) = (t for t in targets_of({"x": module}, CPU, set())[0] if isinstance(t, FloatingTarget))
+def target_of(module: Layer, kind: Any = FloatingTarget) -> Any:
+    (target,) = (t for t in targets_of({"x": module}, CPU, set())[0] if isinstance(t, kind))
     return target
 
 
-def entry(module: Layer) -> EntryTarget:
-    (target,) = (t for t in targets_of({"x": module}, CPU, set())[0] if isinstance(t, EntryTarget))
-    return target
-
-
-def test_a_hidden_parameter_keeps_its_identity_and_reads_as_nan() -> None:
+def test_a_hidden_parameter_keeps_its_identity_and_reads_as_nan_until_it_is_shown() -> None:
     module = Layer()
-    weight = module.weight
-    floating(module).hide()
+    weight, target = module.weight, target_of(module)
+    target.hide()
     assert module.weight is weight
     assert weight.shape == (3,)
     assert weight.isnan().all()
-
-
-def test_a_shown_parameter_reads_the_values() -> None:
-    module = Layer()
-    target = floating(module)
-    target.hide()
     target.show(target.prepare(torch.tensor([1.0, 2.0, 3.0])))
     assert module.weight.tolist() == [1.0, 2.0, 3.0]
     assert not target.changed()
@@ -61,7 +51,7 @@ def test_a_shown_parameter_reads_the_values() -> None:
 @pytest.mark.parametrize("change", [lambda w: w.add_(1), lambda w: setattr(w, "data", torch.zeros(3))])
 def test_changes_of_a_parameter_are_noticed(change) -> None:
     module = Layer()
-    target = floating(module)
+    target = target_of(module)
     target.show(torch.ones(3))
     with torch.no_grad():
         change(module.weight)
@@ -70,7 +60,7 @@ def test_changes_of_a_parameter_are_noticed(change) -> None:
 
 def test_a_hidden_buffer_of_integers_raises_on_use() -> None:
     module = Layer()
-    entry(module).hide()
+    target_of(module, EntryTarget).hide()
     assert isinstance(module.levels, Placeholder)
     with pytest.raises(StateError, match=r"x\.levels is stored on a tier"):
         module.levels + 1
@@ -78,7 +68,7 @@ def test_a_hidden_buffer_of_integers_raises_on_use() -> None:
 
 def test_a_replaced_buffer_is_noticed() -> None:
     module = Layer()
-    target = entry(module)
+    target = target_of(module, EntryTarget)
     target.show(torch.arange(3))
     assert not target.changed()
     module.levels = torch.zeros(3, dtype=torch.int64)
@@ -106,10 +96,6 @@ def test_a_stored_tensor_reads_its_elements_when_used() -> None:
     assert torch.equal(pickle.loads(pickle.dumps(stored)), values.view(2, 3))
 
 
-def test_buffers_that_are_not_saved_stay() -> None:
-    assert [name for name, *_ in own_tensors("x", Layer())] == ["x.weight", "x.levels"]
-
-
 def test_a_tied_tensor_is_one_target_under_all_its_names() -> None:
     module = nn.Sequential(Layer(), Layer())
     module[1].weight = module[0].weight
@@ -118,8 +104,9 @@ def test_a_tied_tensor_is_one_target_under_all_its_names() -> None:
     assert [(owner(), key) for owner, key in tied.owners] == [(module[0], "weight"), (module[1], "weight")]
 
 
-def test_shared_tensors_are_omitted() -> None:
+def test_buffers_that_are_not_saved_stay_and_shared_tensors_are_omitted() -> None:
     module = Layer()
+    assert [name for name, *_ in own_tensors("x", module)] == ["x.weight", "x.levels"]
     assert [t.name for t in targets_of({"x": module}, CPU, {id(module.weight)})[0]] == ["x.levels"]
 
 

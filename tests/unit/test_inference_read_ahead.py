@@ -5,6 +5,8 @@ from __future__ import annotations
 from types import SimpleNamespace
 from typing import Any
 
+import pytest
+
 from ls_strategy.extras.inference.read_ahead import ReadAhead
 
 
@@ -34,22 +36,22 @@ def run(ahead: ReadAhead, index: int) -> None:
     ahead.fill(running=False)
 
 
-def test_the_next_block_is_read_while_one_runs() -> None:
-    ahead, storage = make()
+@pytest.mark.parametrize(("capacity", "started"), [(2, [0, 1]), (4, [0, 1, 2, 3])])
+def test_blocks_are_read_while_one_runs_into_all_buffers(capacity: int, started: list[int]) -> None:
+    ahead, storage = make(capacity)
     ahead.take(0)
     ahead.fill(running=True)
-    assert storage.started == [0, 1]
-
-
-def test_the_free_buffer_of_a_finished_block_is_used() -> None:
-    ahead, storage = make()
-    run(ahead, 0)
-    assert storage.started == [0, 1, 2]
+    assert storage.started == started
 
 
 def test_blocks_in_the_expected_order_are_read_once() -> None:
+    """Also into the free buffer of a finished block. The trace names every read."""
     ahead, storage = make()
-    for index in (0, 1, 2, 3, 0, 1):
+    ahead.trace = []
+    run(ahead, 0)
+    assert storage.started == [0, 1, 2]
+    assert ahead.trace == [("read", 0), ("read", 1), ("read", 2)]
+    for index in (1, 2, 3, 0, 1):
         run(ahead, index)
     assert storage.started[:6] == [0, 1, 2, 3, 0, 1]
     assert storage.released == []
@@ -70,17 +72,3 @@ def test_the_order_of_the_last_pass_is_expected_again() -> None:
     del storage.released[:]
     run(ahead, 0)
     assert storage.released == []
-
-
-def test_more_buffers_read_further_ahead() -> None:
-    ahead, storage = make(capacity=4)
-    ahead.take(0)
-    ahead.fill(running=True)
-    assert storage.started == [0, 1, 2, 3]
-
-
-def test_the_trace_names_every_read() -> None:
-    ahead, _ = make()
-    ahead.trace = []
-    run(ahead, 0)
-    assert ahead.trace == [("read", 0), ("read", 1), ("read", 2)]

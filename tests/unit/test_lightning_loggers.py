@@ -77,8 +77,10 @@ class Source:
 # --- calls ------------------------------------------------------------------------------------------------------------
 
 
-def test_parameters_are_read_wherever_they_stand_in_a_call(experiment: Any) -> None:
+def test_parameters_are_read_wherever_they_stand_in_a_call_and_models_are_not(experiment: Any) -> None:
     model = Model()
+    experiment.add_graph(model, torch.ones(2))
+    assert model.reads() == [0, 0]
     experiment.add_histogram("weight", model.weight, 7, extra={"more": [model.bias, model.bias]})
     assert model.reads() == [1, 2]
 
@@ -94,41 +96,29 @@ def test_a_call_on_a_rank_above_0_returns_nothing_and_takes_anything(experiment:
     assert experiment.log({"text": "a", "tensor": torch.ones(1), "none": None}, step=1) is None
 
 
-def test_a_model_is_no_value(experiment: Any) -> None:
-    model = Model()
-    experiment.add_graph(model, torch.ones(2))
-    assert model.reads() == [0, 0]
-
-
 # --- watch ------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("log", ["parameters", "all"])
-def test_a_watched_model_is_read_after_every_nth_forward(experiment: Any, log: str) -> None:
+@pytest.mark.parametrize(
+    ("args", "options", "every"),
+    [
+        ((), {"log": "parameters", "log_freq": 3}, 3),
+        ((), {"log": "all", "log_freq": 3}, 3),
+        ((None, "parameters", 2, None, False), {}, 2),
+        ((), {"log": "all"}, 1000),
+    ],
+    ids=["parameters", "all", "in order", "without a frequency"],
+)
+def test_a_watched_model_is_read_after_every_nth_forward(
+    experiment: Any, args: tuple[Any, ...], options: Any, every: int
+) -> None:
     model = Model()
-    experiment.watch(model, log=log, log_freq=3)
-    counts = []
-    for _ in range(7):
+    experiment.watch(model, *args, **options)
+    for count in (0, 1):
+        run(model, every - 1)
+        assert model.reads() == [count, count]
         run(model, 1)
-        counts.append(model.weight.reads)
-    assert counts == [0, 0, 1, 1, 1, 2, 2]
-    assert model.reads() == [2, 2]
-
-
-def test_the_options_of_watch_may_be_given_in_order(experiment: Any) -> None:
-    model = Model()
-    experiment.watch(model, None, "parameters", 2, None, False)
-    run(model, 2)
-    assert model.reads() == [1, 1]
-
-
-def test_without_a_frequency_a_thousand_forwards_pass(experiment: Any) -> None:
-    model = Model()
-    experiment.watch(model, log="all")
-    run(model, 999)
-    assert model.reads() == [0, 0]
-    run(model, 1)
-    assert model.reads() == [1, 1]
+        assert model.reads() == [count + 1, count + 1]
 
 
 @pytest.mark.parametrize("options", [{}, {"log": "gradients"}, {"log": None}], ids=str)
@@ -148,27 +138,16 @@ def test_every_watched_model_counts_its_own_forwards(experiment: Any, group: typ
     assert (one.reads(), two.reads()) == ([1, 1], [0, 0])
 
 
-def test_unwatch_ends_it_for_one_model(experiment: Any) -> None:
+@pytest.mark.parametrize("all_of_them", [False, True])
+def test_unwatch_ends_it_for_one_model_or_for_all(experiment: Any, all_of_them: bool) -> None:
     one, two = Model(), Model()
     experiment.watch([one, two], log="all", log_freq=1)
     experiment.watch(one, log="all", log_freq=1)
-    experiment.unwatch(one)
+    experiment.unwatch(Model())
+    experiment.unwatch(*([] if all_of_them else [one]))
     run(one, 1)
     run(two, 1)
-    assert (one.reads(), two.reads()) == ([0, 0], [1, 1])
-
-
-def test_unwatch_without_a_model_ends_it_for_all(experiment: Any) -> None:
-    models = [Model(), Model()]
-    experiment.watch(models, log="all", log_freq=1)
-    experiment.unwatch()
-    for model in models:
-        run(model, 1)
-        assert model.reads() == [0, 0]
-
-
-def test_unwatch_of_a_model_that_is_not_watched_does_nothing(experiment: Any) -> None:
-    experiment.unwatch(Model())
+    assert (one.reads(), two.reads()) == ([0, 0], [0, 0] if all_of_them else [1, 1])
 
 
 def test_a_watched_model_can_be_freed(experiment: Any) -> None:

@@ -55,62 +55,31 @@ def weight(value: Tensor, mesh: DeviceMesh) -> nn.Parameter:
     return nn.Parameter(distribute_tensor(value, mesh, [Shard(0)]))
 
 
-def test_parameters_become_plain(mesh: DeviceMesh) -> None:
-    model = Mlp()
-    parallelize(model, STYLES, mesh, Axis("tensor"))
+def test_parameters_are_plain_and_forward_sees_dtensors_and_computes_the_same(mesh: DeviceMesh) -> None:
+    model, expected = Mlp(), Mlp()
+    parts = parallelize(model, STYLES, mesh, Axis("tensor")).parts
     assert all(type(p) is nn.Parameter and type(p.data) is Tensor for p in model.parameters())
     assert not has_dtensors(model)
-
-
-def test_forward_sees_dtensors(mesh: DeviceMesh) -> None:
-    model = Mlp()
-    parallelize(model, STYLES, mesh, Axis("tensor"))
-    model(X)
+    torch.testing.assert_close(model(X), expected(X))
     assert model.up.seen is DTensor
-    assert type(model.up.weight) is nn.Parameter
-
-
-def test_the_module_computes_the_same(mesh: DeviceMesh) -> None:
-    model = Mlp()
-    parallelize(model, STYLES, mesh, Axis("tensor"))
-    torch.testing.assert_close(model(X), Mlp()(X))
-
-
-def test_gradients_reach_the_plain_parameters(mesh: DeviceMesh) -> None:
-    model, expected = Mlp(), Mlp()
-    parallelize(model, STYLES, mesh, Axis("tensor"))
     for net in (model, expected):
         net(X).square().sum().backward()
     for parameter, reference in zip(model.parameters(), expected.parameters(), strict=True):
+        assert type(parameter) is nn.Parameter
         assert type(parameter.grad) is Tensor
         torch.testing.assert_close(parameter.grad, reference.grad)
-
-
-def test_parts_name_what_this_rank_holds(mesh: DeviceMesh) -> None:
-    model = Mlp()
-    parts = parallelize(model, STYLES, mesh, Axis("tensor")).parts
     assert parts[id(model.up.weight)] == TensorPart((6, 4), 0, ((0, 6),))
     assert parts[id(model.down.weight)] == TensorPart((4, 6), 1, ((0, 6),))
+    for key in ("down.bias", "norm.weight"):
+        assert id(model.get_parameter(key)) not in parts, "replicated"
 
 
-@pytest.mark.parametrize("key", ["down.bias", "norm.weight"])
-def test_replicated_parameters_have_no_part(key: str, mesh: DeviceMesh) -> None:
-    model = Mlp()
-    assert id(model.get_parameter(key)) not in parallelize(model, STYLES, mesh, Axis("tensor")).parts
-
-
-def test_a_shared_parameter_stays_shared(mesh: DeviceMesh) -> None:
+def test_a_shared_parameter_stays_shared_and_a_frozen_one_frozen(mesh: DeviceMesh) -> None:
     model = nn.ModuleList([nn.Linear(4, 4, bias=False), nn.Linear(4, 4, bias=False)])
-    model[0].weight = model[1].weight = weight(torch.ones(4, 4), mesh)
+    model[0].weight = model[1].weight = weight(torch.ones(4, 4), mesh).requires_grad_(False)
     localize(model, Axis("tensor"))
     assert model[0].weight is model[1].weight
-
-
-def test_a_frozen_parameter_stays_frozen(mesh: DeviceMesh) -> None:
-    model = nn.Linear(4, 4, bias=False)
-    model.weight = weight(torch.ones(4, 4), mesh).requires_grad_(False)
-    localize(model, Axis("tensor"))
-    assert not model.weight.requires_grad
+    assert not model[0].weight.requires_grad
 
 
 def test_removal_gives_dtensors_of_the_present_values(mesh: DeviceMesh) -> None:

@@ -84,33 +84,33 @@ def test_key_heads_are_copied_where_there_are_fewer_than_ranks(ranks: int, copie
     assert Heads(8, 2, 4).copies(ranks) == copies
 
 
-def test_query_heads_must_be_divisible() -> None:
-    with pytest.raises(PlanError, match=r"has 8 attention heads, which is not divisible by parallel.tensor=3"):
-        Heads(8, 2, 4).check("attention", Attention(), 3)
+@pytest.mark.parametrize(
+    ("heads", "ranks", "words"),
+    [
+        (Heads(8, 2, 4), 3, r"has 8 attention heads, which is not divisible by parallel.tensor=3"),
+        (Heads(12, 6, 4), 4, r"has 6 key and value heads, .* a divisor of parallel.tensor=4"),
+    ],
+    ids=["query heads", "key heads"],
+)
+def test_heads_must_be_divisible_or_key_heads_a_divisor(heads: Heads, ranks: int, words: str) -> None:
+    with pytest.raises(PlanError, match=words):
+        heads.check("attention", Attention(), ranks)
 
 
-def test_key_heads_must_be_a_multiple_or_a_divisor() -> None:
-    with pytest.raises(PlanError, match=r"has 6 key and value heads, .* a divisor of parallel.tensor=4"):
-        Heads(12, 6, 4).check("attention", Attention(), 4)
-
-
-def test_local_numbers_of_heads() -> None:
-    attention = Attention(num_heads=8, num_key_value_heads=2, num_key_value_groups=4, other=8)
-    expected = Attributes((("num_heads", 2), ("num_key_value_heads", 1), ("num_key_value_groups", 2)))
-    assert Heads(8, 2, 4).attributes("attention", attention, 4) == expected
-
-
-def test_a_number_of_groups_stays_where_every_rank_has_key_heads() -> None:
-    attention = Attention(num_heads=8, num_key_value_groups=2)
-    assert Heads(8, 4, 4).attributes("attention", attention, 2) == Attributes((("num_heads", 4),))
-
-
-def test_nothing_is_set_where_nothing_changes() -> None:
-    assert Heads(8, 2, 4).attributes("attention", Attention(num_heads=8), 1) is None
-
-
-def test_the_width_of_all_heads_becomes_the_local_one() -> None:
-    assert Heads(8, 8, 4).attributes("attention", Attention(inner_dim=32), 2) == Attributes((("inner_dim", 16),))
+@pytest.mark.parametrize(
+    ("heads", "ranks", "attributes", "changed"),
+    [
+        (Heads(8, 2, 4), 4, {"num_heads": (8, 2), "num_key_value_heads": (2, 1), "num_key_value_groups": (4, 2)}, True),
+        (Heads(8, 4, 4), 2, {"num_heads": (8, 4), "num_key_value_groups": (2, 2)}, True),
+        (Heads(8, 2, 4), 1, {"num_heads": (8, 8)}, False),
+        (Heads(8, 8, 4), 2, {"inner_dim": (32, 16)}, True),
+    ],
+    ids=["numbers of heads", "groups stay where every rank has key heads", "nothing changes", "the width of all heads"],
+)
+def test_local_numbers_are_set(heads: Heads, ranks: int, attributes: dict[str, Any], changed: bool) -> None:
+    attention = Attention(other=8, **{name: before for name, (before, _) in attributes.items()})
+    expected = Attributes(tuple((name, after) for name, (before, after) in attributes.items() if before != after))
+    assert heads.attributes("attention", attention, ranks) == (expected if changed else None)
 
 
 class Base(Attention):
@@ -130,24 +130,19 @@ class Extends(Base):
         return super().reshape(x)
 
 
-def test_methods_of_a_base_class_are_read() -> None:
-    with pytest.raises(PlanError, match=r"computes with self.embed_dim = 32 in reshape\(\)"):
-        Heads(8, 8, 4).attributes("attention", Extends(embed_dim=32), 2)
-
-
-def test_overridden_methods_are_not_read() -> None:
-    assert Heads(8, 8, 4).attributes("attention", Overrides(embed_dim=32), 2) is None
-
-
 class OnlyChecks(Attention):
     def forward(self, x: Tensor) -> Tensor:
-        if x.shape[-1] != self.hidden_size:
-            raise ValueError(f"expected {self.hidden_size}")
+        if x.shape[-1] != self.embed_dim:
+            raise ValueError(f"expected {self.embed_dim}")
         return x
 
 
-def test_a_width_that_is_only_compared_may_stay() -> None:
-    assert Heads(8, 8, 4).attributes("attention", OnlyChecks(hidden_size=32), 2) is None
+def test_methods_that_compute_with_the_width_are_found_in_base_classes() -> None:
+    """Those that are overridden do not count, nor those that only compare."""
+    for kind in (Overrides, OnlyChecks):
+        assert Heads(8, 8, 4).attributes("attention", kind(embed_dim=32), 2) is None
+    with pytest.raises(PlanError, match=r"computes with self.embed_dim = 32 in reshape\(\)"):
+        Heads(8, 8, 4).attributes("attention", Extends(embed_dim=32), 2)
 
 
 # --- fused layers -----------------------------------------------------------------------------------------------------

@@ -27,12 +27,16 @@ class Pair(NamedTuple):
     name: str
 
 
-def test_the_first_positional_tensor_is_changed() -> None:
-    assert change_first(("text", ONE, ONE), {"x": ONE}, double) == (("text", TWO, ONE), {"x": ONE})
-
-
-def test_a_named_tensor_is_changed_without_a_positional_one() -> None:
-    assert change_first((), {"mask": ONE, "x": ONE}, double) == ((), {"mask": ONE, "x": TWO})
+@pytest.mark.parametrize(
+    ("call", "expected"),
+    [
+        ((("text", ONE, ONE), {"x": ONE}), (("text", TWO, ONE), {"x": ONE})),
+        (((), {"mask": ONE, "x": ONE}), ((), {"mask": ONE, "x": TWO})),
+    ],
+    ids=["positional", "named"],
+)
+def test_the_first_tensor_of_a_call_is_changed(call: Any, expected: Any) -> None:
+    assert change_first(*call, double) == expected
 
 
 def test_a_call_without_a_tensor_is_refused() -> None:
@@ -59,16 +63,22 @@ def test_an_output_without_tensors_is_refused() -> None:
 # --- hooks ------------------------------------------------------------------------------------------------------------
 
 
-def test_a_hook_before_changes_the_input() -> None:
-    hooks, module = Hooks(), nn.Identity()
-    hooks.before(module, lambda _m, args, kwargs: change_first(args, kwargs, double))
-    assert module(ONE) == TWO
+def doubling(module: nn.Module, *, before: bool = True, after: bool = True) -> Hooks:
+    hooks = Hooks()
+    if before:
+        hooks.before(module, lambda _m, args, kwargs: change_first(args, kwargs, double))
+    if after:
+        hooks.after(module, lambda _m, _args, output: double(output))
+    return hooks
 
 
-def test_a_hook_after_changes_the_output() -> None:
-    hooks, module = Hooks(), nn.Identity()
-    hooks.after(module, lambda _m, _args, output: double(output))
+@pytest.mark.parametrize("when", [{"before": False}, {"after": False}], ids=["output", "input"])
+def test_a_hook_changes_the_input_or_the_output_until_it_is_removed(when: dict[str, bool]) -> None:
+    module = nn.Identity()
+    hooks = doubling(module, **when)
     assert module(ONE) == TWO
+    hooks.remove()
+    assert module(ONE) == ONE
 
 
 @pytest.mark.parametrize(("always", "outputs"), [(True, [None]), (False, [])])
@@ -85,14 +95,6 @@ def test_only_an_unconditional_hook_runs_after_a_forward_that_raised(always: boo
     assert seen == outputs
 
 
-def test_removed_hooks_do_not_run() -> None:
-    hooks, module = Hooks(), nn.Identity()
-    hooks.before(module, lambda _m, args, kwargs: change_first(args, kwargs, double))
-    hooks.after(module, lambda _m, _args, output: double(output))
-    hooks.remove()
-    assert module(ONE) == ONE
-
-
 def test_what_is_registered_for_removal_runs_once() -> None:
     hooks, calls = Hooks(), []
     hooks.on_remove(lambda: calls.append(1))
@@ -104,20 +106,12 @@ def test_what_is_registered_for_removal_runs_once() -> None:
 # --- copies -----------------------------------------------------------------------------------------------------------
 
 
-def sharded() -> nn.Module:
+def test_a_sharded_model_can_be_copied_in_memory_but_not_pickled() -> None:
     module = nn.Linear(2, 2)
     module.register_forward_pre_hook(NoPickle())
-    return module
-
-
-def test_a_sharded_model_cannot_be_pickled() -> None:
-    with pytest.raises(StateError, match=r"cannot be pickled. Save its state with trainer.save_checkpoint"):
-        pickle.dumps(sharded())
-
-
-def test_a_sharded_model_can_be_copied_in_memory() -> None:
-    module = sharded()
     assert torch.equal(copy.deepcopy(module)(torch.ones(2)), module(torch.ones(2)))
+    with pytest.raises(StateError, match=r"cannot be pickled. Save its state with trainer.save_checkpoint"):
+        pickle.dumps(module)
 
 
 # --- gradients --------------------------------------------------------------------------------------------------------

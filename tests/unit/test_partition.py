@@ -32,15 +32,18 @@ def cut(model: nn.Module, *unit_classes: str, min_unit_numel: int = 0) -> dict[s
     return {u.name: [n for n, _ in u.params] for u in partition(model, unit_classes, min_unit_numel)}
 
 
+UNITS = ["root.0", "blocks.0", "blocks.1", "blocks.2", "root.1"]
+
+
 def test_children_of_a_module_list_are_units_and_the_rest_roots_between_them() -> None:
     model = Model()
     units = partition(model, (), 0)
-    assert [(u.name, u.is_root) for u in units] == [
-        ("root.0", True), ("blocks.0", False), ("blocks.1", False), ("blocks.2", False), ("root.1", True)
-    ]  # fmt: skip
+    assert [(u.name, u.is_root) for u in units] == [(name, name.startswith("root")) for name in UNITS]
     assert [n for n, _ in units[0].params] == ["emb.weight"]
     assert units[1].modules == [model.blocks[0]]
     assert units[4].modules == [model.head]
+    params = dict(model.named_parameters())
+    assert all(params[n] is p for u in units for n, p in u.params)
 
 
 @pytest.mark.parametrize("min_unit_numel", [0, 20, 32, 33, 10**6])
@@ -57,12 +60,6 @@ def test_blocks_that_the_model_holds_twice_are_units() -> None:
     assert cut(model) == cut(Model())
 
 
-def test_units_hold_the_parameters_themselves() -> None:
-    model = Model()
-    params = dict(model.named_parameters())
-    assert all(params[n] is p for u in partition(model, (), 0) for n, p in u.params)
-
-
 def test_a_layer_of_experts_is_one_unit() -> None:
     """Its expert may be a Sequential, of which each layer holds those of all experts."""
     experts = MoE(3, nn.Sequential(nn.Linear(3, 4), nn.ReLU(), nn.Linear(4, 3)), 2)
@@ -75,32 +72,15 @@ def test_nested_containers_are_opened() -> None:
     assert list(cut(model)) == ["0.0", "0.2", "1.0"]
 
 
-def test_containers_inside_a_block_stay_inside_it() -> None:
-    assert list(cut(Model())) == ["root.0", "blocks.0", "blocks.1", "blocks.2", "root.1"]
-
-
-def test_named_classes_replace_the_default() -> None:
+def test_named_classes_replace_the_default_and_the_outermost_of_nested_ones_counts() -> None:
     assert list(cut(Model(), "Embedding")) == ["emb", "root.0"]
-    assert list(cut(Model(), f"{__name__}.Block")) == ["root.0", "blocks.0", "blocks.1", "blocks.2", "root.1"]
-
-
-def test_the_outermost_of_nested_named_modules_is_the_unit() -> None:
-    assert list(cut(Model(), "Block", "Linear")) == ["root.0", "blocks.0", "blocks.1", "blocks.2", "head"]
+    assert list(cut(Model(), f"{__name__}.Block")) == UNITS
+    assert list(cut(Model(), "Block", "Linear")) == [*UNITS[:-1], "head"]
 
 
 def test_an_unknown_class_is_refused_with_the_ones_there_are() -> None:
     with pytest.raises(PlanError, match=r"no module of class Blok.*Block, Embedding, Linear"):
         cut(Model(), "Blok", "Block")
-
-
-def test_a_parameter_shared_between_blocks_goes_to_a_root() -> None:
-    model = Model()
-    model.blocks[2].inner[0].weight = model.blocks[0].inner[0].weight
-    units = partition(model, (), 0)
-    (owner,) = [u for u in units if any(n == "blocks.0.inner.0.weight" for n, _ in u.params)]
-    assert owner.is_root
-    assert set(map(id, owner.modules)) == {id(model.blocks[0].inner[0]), id(model.blocks[2].inner[0])}
-    assert sum(len(u.params) for u in units) == len(list(model.parameters()))
 
 
 def test_a_parameter_shared_within_a_block_stays_there() -> None:
@@ -109,12 +89,17 @@ def test_a_parameter_shared_within_a_block_stays_there() -> None:
     assert "blocks.1.inner.0.weight" in cut(model)["blocks.1"]
 
 
-def test_a_parameter_shared_with_the_rest_of_the_model_goes_to_a_root() -> None:
+@pytest.mark.parametrize("head", [False, True], ids=["between blocks", "with the rest of the model"])
+def test_a_parameter_that_is_shared_outside_of_its_block_goes_to_a_root(head: bool) -> None:
     """A head tied to a block's weight reads it outside the block's forward."""
     model = Model()
-    model.head.weight = model.blocks[0].inner[1].weight
-    (owner,) = [u for u in partition(model, (), 0) if any(n == "blocks.0.inner.1.weight" for n, _ in u.params)]
+    shared, other = model.blocks[0].inner[1], model.head if head else model.blocks[2].inner[1]
+    other.weight = shared.weight
+    units = partition(model, (), 0)
+    (owner,) = [u for u in units if any(n == "blocks.0.inner.1.weight" for n, _ in u.params)]
     assert owner.is_root
+    assert head or set(map(id, owner.modules)) == {id(shared), id(other)}
+    assert sum(len(u.params) for u in units) == len(list(model.parameters()))
 
 
 def test_small_blocks_join_the_root() -> None:

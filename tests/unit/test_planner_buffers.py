@@ -49,17 +49,8 @@ def flat(ledger: SimulatedLedger, numel: int = 8, world: int = 2, **plan: Any) -
     layout = SimpleNamespace(
         world_size=world, numel=numel, shard=numel // world, slots=[SimpleNamespace(name="w", numel=numel)]
     )
-    given = {
-        "dtype": torch.bfloat16,
-        "trainable": True,
-        "gradient_tier": "device",
-        "quantized": None,
-        "wire_format": None,
-        "reduced_as": None,
-        "gathered_as": None,
-        "cast_to": None,
-        **plan,
-    }
+    names = ("quantized", "wire_format", "reduced_as", "gathered_as", "cast_to")
+    given = {"dtype": torch.bfloat16, "trainable": True, "gradient_tier": "device", **dict.fromkeys(names), **plan}
     given["gradient_dtype"] = given["dtype"]
     return SimulatedFlat(SimpleNamespace(layout=layout, replicated=False, **given), ledger, reads_ahead=False)  # type: ignore[arg-type]
 

@@ -23,19 +23,16 @@ def test_a_free_buffer_is_used_again() -> None:
     assert stock.total_bytes == stock.taken_bytes == 4 * PAGE
 
 
-def test_the_smallest_buffer_that_fits_is_taken() -> None:
+@pytest.mark.parametrize(
+    ("given", "wanted", "used"), [((6, 4), 4, 1), ((9,), 4, None)], ids=["the smallest", "none of twice the size"]
+)
+def test_the_smallest_buffer_that_fits_is_taken(given: tuple[int, ...], wanted: int, used: int | None) -> None:
     stock = BufferStock(pin=None)
-    small, large = stock.take(4 * PAGE)[0], stock.take(6 * PAGE)[0]
-    stock.give(large)
-    stock.give(small)
-    assert stock.take(4 * PAGE)[0] is small
-
-
-def test_a_buffer_of_more_than_twice_the_size_is_not_taken() -> None:
-    stock = BufferStock(pin=None)
-    large, _ = stock.take(9 * PAGE)
-    stock.give(large)
-    assert stock.take(4 * PAGE)[0] is not large
+    buffers = [stock.take(pages * PAGE)[0] for pages in given]
+    for buffer in buffers:
+        stock.give(buffer)
+    taken = stock.take(wanted * PAGE)[0]
+    assert [taken is buffer for buffer in buffers] == [number == used for number in range(len(given))]
 
 
 def test_unused_buffers_are_freed_after_some_rounds() -> None:
@@ -89,20 +86,16 @@ def test_a_buffer_that_no_copy_uses_is_taken_first() -> None:
     assert not first.happened
 
 
-def test_there_are_more_buffers_rather_than_waits() -> None:
+@pytest.mark.parametrize(("busy", "waits"), [(None, 0), (3, 1)], ids=["rather than waits", "but not of many"])
+def test_there_are_more_buffers(busy: int | None, waits: int) -> None:
     stock = BufferStock(pin=None)
-    used = in_flight(stock, 3)
-    assert stock.take_idle(PAGE) not in [buffer for buffer, _ in used]
-    assert not any(event.happened for _, event in used)
-
-
-def test_many_buffers_in_flight_are_waited_for() -> None:
-    stock = BufferStock(pin=None)
-    stock.busy_bytes = 3 * PAGE
+    if busy is not None:
+        stock.busy_bytes = busy * PAGE
     used = in_flight(stock, 3)
     taken = stock.take_idle(PAGE)
-    assert [event.happened for buffer, event in used] == [buffer is taken for buffer, _ in used]
-    assert stock.total_bytes == 3 * PAGE
+    assert [event.happened for _, event in used].count(True) == waits
+    assert [event.happened for _, event in used] == [buffer is taken for buffer, _ in used]
+    assert stock.total_bytes == (3 if waits else 4) * PAGE
 
 
 def test_two_buffers_are_allowed_whatever_their_size() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from typing import Any
 
+import pytest
 from torch import nn
 
 from ls_strategy.transient import Method
@@ -23,35 +24,20 @@ def _louder(method: Method, *args: Any) -> str:
     return method.original(*args) + "!"
 
 
-def test_it_stands_in_for_the_method_of_the_class() -> None:
+@pytest.mark.parametrize("own", [False, True])
+def test_it_stands_in_for_the_method_of_the_class_or_the_objects_own_and_puts_it_back(own: bool) -> None:
     part = Part()
+    if own:
+        part.greet = _own  # type: ignore[method-assign]
     method = Method(part, "greet", _louder)
-    assert part.greet("a") == "class a!"
-    assert method.replaces(Part.greet)
-    assert method.plain() is None
+    assert part.greet("a") == ("own a!" if own else "class a!")
+    assert method.replaces(Part.greet) is not own
+    assert method.plain() is (_own if own else None)
+    if own:  # one that replaces another one calls and puts back what was there first
+        method = Method(part, "greet", _louder)
+        assert part.greet("a") == "own a!"
     method.remove()
-    assert "greet" not in vars(part)
-
-
-def test_it_stands_in_for_the_objects_own_and_puts_it_back() -> None:
-    part = Part()
-    part.greet = _own  # type: ignore[method-assign]
-    method = Method(part, "greet", _louder)
-    assert part.greet("a") == "own a!"
-    assert not method.replaces(Part.greet)
-    assert method.plain() is _own
-    method.remove()
-    assert vars(part)["greet"] is _own
-
-
-def test_one_that_replaces_another_one_calls_and_puts_back_what_was_there_first() -> None:
-    part = Part()
-    part.greet = _own  # type: ignore[method-assign]
-    Method(part, "greet", _louder)
-    second = Method(part, "greet", _louder)
-    assert part.greet("a") == "own a!"
-    second.remove()
-    assert vars(part)["greet"] is _own
+    assert vars(part).get("greet") is (_own if own else None)
 
 
 def test_what_wraps_it_stays_and_still_reaches_it() -> None:

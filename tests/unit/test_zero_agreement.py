@@ -43,13 +43,22 @@ def verdict_of(error: str | None = None, options: str = "stage 3", group: Any = 
     return sent[0]
 
 
-def test_equal_ranks_agree() -> None:
+def test_equal_ranks_agree_and_stages_of_a_pipeline_may_hold_different_parameters() -> None:
     agree(Ranks([[verdict_of()]]), None, "stage 3", ROWS)  # type: ignore[arg-type]
+    agree(Ranks([[verdict_of(group=1, rows=ROWS[:1])]]), None, "stage 3", ROWS, 0)  # type: ignore[arg-type]
 
 
-def test_an_error_of_another_rank_is_raised_with_its_rank() -> None:
-    with pytest.raises(PlanError, match="rank 1: too large"):
-        agree(Ranks([[verdict_of("too large")]]), None, "stage 3", ROWS)  # type: ignore[arg-type]
+@pytest.mark.parametrize(
+    ("theirs", "words"),
+    [
+        ({"error": "too large"}, "rank 1: too large"),
+        ({"options": "stage 2"}, r"different options: rank 0: stage 3; rank 1: stage 2\. Start"),
+    ],
+    ids=["an error", "other options"],
+)
+def test_what_another_rank_has_is_raised_with_its_rank(theirs: dict[str, str], words: str) -> None:
+    with pytest.raises(PlanError, match=words):
+        agree(Ranks([[verdict_of(**theirs)]]), None, "stage 3", ROWS)  # type: ignore[arg-type]
 
 
 def test_the_own_error_is_raised_as_it_is() -> None:
@@ -59,26 +68,17 @@ def test_the_own_error_is_raised_as_it_is() -> None:
     assert caught.value is own
 
 
-def test_other_options_are_shown_for_every_rank() -> None:
-    with pytest.raises(PlanError, match=r"different options: rank 0: stage 3; rank 1: stage 2\. Start"):
-        agree(Ranks([[verdict_of(options="stage 2")]]), None, "stage 3", ROWS)  # type: ignore[arg-type]
-
-
-def test_the_first_difference_of_models_is_named() -> None:
-    other = [ROWS[0], ("a.bias", (4,), "torch.float32")]
-    ranks = Ranks([[verdict_of(rows=other)], [(None, other)]])
-    with pytest.raises(PlanError, match=r"parameter 1 .*rank 0: \('a.bias', \(3,\).*rank 1: \('a.bias', \(4,\)"):
-        agree(ranks, None, "stage 3", ROWS)  # type: ignore[arg-type]
-
-
-def test_a_missing_parameter_is_a_difference() -> None:
-    ranks = Ranks([[verdict_of(rows=ROWS[:1])], [(None, ROWS[:1])]])
-    with pytest.raises(PlanError, match=r"parameter 1 .*rank 1: None"):
-        agree(ranks, None, "stage 3", ROWS)  # type: ignore[arg-type]
-
-
-def test_stages_of_a_pipeline_may_hold_different_parameters() -> None:
-    agree(Ranks([[verdict_of(group=1, rows=ROWS[:1])]]), None, "stage 3", ROWS, 0)  # type: ignore[arg-type]
+@pytest.mark.parametrize(
+    ("rows", "words"),
+    [
+        ([ROWS[0], ("a.bias", (4,), "torch.float32")], r"rank 0: \('a.bias', \(3,\).*rank 1: \('a.bias', \(4,\)"),
+        (ROWS[:1], "rank 1: None"),
+    ],
+    ids=["another shape", "missing"],
+)
+def test_the_first_difference_of_models_is_named(rows: Any, words: str) -> None:
+    with pytest.raises(PlanError, match=rf"parameter 1 .*{words}"):
+        agree(Ranks([[verdict_of(rows=rows)], [(None, rows)]]), None, "stage 3", ROWS)  # type: ignore[arg-type]
 
 
 def test_a_parameter_of_two_optimizers_has_two_owners() -> None:

@@ -47,19 +47,14 @@ class Lamb(torch.optim.Optimizer):
             p.sub_(p.grad * p.norm())
 
 
-def test_errors_wait_for_the_agreement() -> None:
+def test_the_first_error_is_raised_and_waits_for_the_agreement() -> None:
     model = network()
-    draft = draft_of(model, torch.optim.LBFGS(model.parameters()))
-    with pytest.raises(PlanError, match="LBFGS"):
-        draft.agree(Comm(None, None))
-
-
-def test_the_first_error_is_raised() -> None:
-    model = network()
-    draft = draft_of(model, torch.optim.LBFGS(model.parameters()))
-    draft.refuse(PlanError("a later one"))
-    with pytest.raises(PlanError, match="LBFGS"):
-        draft.agree(Comm(None, None))
+    for more in ([], [PlanError("a later one")]):
+        draft = draft_of(model, torch.optim.LBFGS(model.parameters()))
+        for error in more:
+            draft.refuse(error)
+        with pytest.raises(PlanError, match="LBFGS"):
+            draft.agree(Comm(None, None))
 
 
 def test_an_error_of_the_caller_is_raised() -> None:
@@ -89,28 +84,19 @@ def test_options_with_one_state_per_parameter_refuse_two_optimizers(groups: dict
         draft.agree(Comm(None, None))
 
 
-def test_a_set_of_optimizers_has_a_number_of_its_own() -> None:
+def test_a_set_of_optimizers_has_a_number_of_its_own_and_parameters_without_one_are_frozen() -> None:
     model = network()
     plan = draft_of(model, adamw(model.parameters()), adamw(model[0].parameters())).resolve(MESH, {})
     assert [(u.flats[0].optimizer, u.flats[0].owners) for u in plan.units] == [(2, (0, 1)), (0, (0,)), (0, (0,))]
-
-
-def test_parameters_without_an_optimizer_are_frozen() -> None:
-    model = network()
     plan = draft_of(model, adamw(model[1:].parameters())).resolve(MESH, {})
     assert [u.flats[0].optimizer for u in plan.units] == [FROZEN, 0, 0]
 
 
-def test_modules_named_in_the_options_stay_in_fp32() -> None:
-    model = network()
-    engine = engine_on(
-        model, [], stage=0, trainer_precision="bf16-true", precision=PrecisionConfig(fp32_modules=("Tanh", "Linear"))
-    )
-    assert {flat.dtype for flat in engine.flats} == {torch.float32}
-    other = network()
-    assert {flat.dtype for flat in engine_on(other, [], stage=0, trainer_precision="bf16-true").flats} == {
-        torch.bfloat16
-    }
+@pytest.mark.parametrize(("names", "dtype"), [(("Tanh", "Linear"), torch.float32), ((), torch.bfloat16)])
+def test_modules_named_in_the_options_stay_in_fp32(names: tuple[str, ...], dtype: torch.dtype) -> None:
+    options = PrecisionConfig(fp32_modules=names)
+    engine = engine_on(network(), [], stage=0, trainer_precision="bf16-true", precision=options)
+    assert {flat.dtype for flat in engine.flats} == {dtype}
 
 
 def test_a_model_keeps_its_values_through_two_engines() -> None:

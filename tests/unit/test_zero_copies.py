@@ -40,17 +40,12 @@ def model_of(stage: int) -> Sharded:
 
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("stage", [0, 1, 2])
-def test_a_copy_has_plain_parameters_of_the_same_values(stage: int, way: str) -> None:
+def test_a_copy_has_plain_parameters_of_the_same_values_and_no_hooks_of_ours(stage: int, way: str) -> None:
     model = model_of(stage)
     copied: Net = WAYS[way](model.net)
     for ours, theirs in zip(model.net.parameters(), copied.parameters(), strict=True):
         assert type(theirs) is nn.Parameter
         assert torch.equal(ours, theirs)
-
-
-@pytest.mark.parametrize("way", WAYS)
-def test_a_copy_has_no_hooks_of_ours(way: str) -> None:
-    copied = WAYS[way](model_of(1).net)
     assert not any(m._forward_pre_hooks or m._forward_hooks for m in copied.modules())
 
 

@@ -53,16 +53,21 @@ def spans(runs: list[Run]) -> list[tuple[int, int]]:
     return [(r.start // 16, r.stop // 16) for r in runs]
 
 
-def test_parameters_of_one_group_are_one_run() -> None:
+@pytest.mark.parametrize(
+    ("used", "by", "expected"),
+    [
+        ([True] * 5, [0] * 5, [(0, 4), (4, 5)]),
+        ([True, True, False, True, True], [0] * 5, [(0, 2), (3, 4), (4, 5)]),
+        ([True] * 5, [0, 1, 0, 0, 0], [(0, 1), (2, 4), (4, 5)]),
+    ],
+    ids=["of one group", "parted by an unused one", "parted by one that is not stepped in runs"],
+)
+def test_parameters_are_one_run(used: list[bool], by: list[int], expected: list[tuple[int, int]]) -> None:
     states, updater, _model = states_of()
-    runs = runs_of(states, updater)
-    assert spans(runs) == [(0, 4), (4, 5)]
-    assert [r.group for r in runs] == [0, 1]
-
-
-def test_an_unused_parameter_parts_two_runs() -> None:
-    states, updater, _model = states_of()
-    assert spans(runs_of(states, updater, [True, True, False, True, True])) == [(0, 2), (3, 4), (4, 5)]
+    updaters = [updater, SimpleNamespace(in_runs=False)]
+    runs = [run for _, run in compose(states, used, [updaters[n] for n in by], cuts=True)]
+    assert spans(runs) == expected
+    assert [r.group for r in runs] == [r.start // 64 for r in runs]
 
 
 def test_parameters_with_other_states_are_in_another_run() -> None:
@@ -74,13 +79,6 @@ def test_parameters_with_other_states_are_in_another_run() -> None:
 def test_without_cuts_each_parameter_is_a_run() -> None:
     states, updater, _model = states_of(cuts=False)
     assert spans(runs_of(states, updater, cuts=False)) == [(n, n + 1) for n in range(5)]
-
-
-def test_a_parameter_that_is_not_stepped_in_runs_parts_two() -> None:
-    states, updater, _model = states_of()
-    full = SimpleNamespace(in_runs=False)
-    composed = compose(states, [True] * 5, [updater, full, updater, updater, updater], cuts=True)
-    assert spans([run for _, run in composed]) == [(0, 1), (2, 4), (4, 5)]
 
 
 def test_each_run_is_of_one_updater() -> None:
