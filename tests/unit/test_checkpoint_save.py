@@ -82,17 +82,15 @@ def path(tmp_path: Path) -> Path:
     return tmp_path / "last.ckpt"
 
 
-def test_the_ranks_write_one_checkpoint(path: Path) -> None:
-    save_together(path)
-    found = read_checkpoint(path)["state_dict"]
-    assert all(torch.equal(found[name] + 0, value) for name, value in full_values().items())
-
-
-def test_every_rank_gets_the_number_of_bytes(path: Path) -> None:
+def test_the_ranks_write_one_checkpoint_with_all_random_states_and_get_the_number_of_bytes(path: Path) -> None:
     results = save_together(path)
+    found = read_checkpoint(path)
+    assert all(torch.equal(found["state_dict"][name] + 0, value) for name, value in full_values().items())
+    assert found["ls_strategy"]["random_states"] == {f"rank_{rank}": {"seed": rank} for rank in range(RANKS)}
     files = read_manifest(path).files
     expected = sum(record.bytes for name, record in files.items() if name.endswith(".distcp"))
     assert [nbytes for nbytes, _ in results] == [expected] * RANKS
+    assert [p.name for p in path.parent.iterdir()] == [path.name]
 
 
 def test_every_file_is_on_the_disk_before_the_commit(path: Path) -> None:
@@ -115,12 +113,6 @@ def test_every_file_is_on_the_disk_before_the_commit(path: Path) -> None:
     assert {f"sync {name}" for name in files} <= set(events[: events.index("rename manifest.json")])
 
 
-def test_the_random_states_of_all_ranks_are_saved(path: Path) -> None:
-    save_together(path)
-    states = read_checkpoint(path)["ls_strategy"]["random_states"]
-    assert states == {f"rank_{rank}": {"seed": rank} for rank in range(RANKS)}
-
-
 def test_the_claim_ends_before_any_rank_returns(path: Path) -> None:
     left: list[list[str]] = []
 
@@ -130,11 +122,6 @@ def test_the_claim_ends_before_any_rank_returns(path: Path) -> None:
 
     run(job(path, 0), 0, exchange)
     assert [len(names) for names in left] == [1, 1, 0]
-
-
-def test_nothing_but_the_checkpoint_remains(path: Path) -> None:
-    save_together(path)
-    assert [p.name for p in path.parent.iterdir()] == [path.name]
 
 
 def unsavable(rank: int) -> dict[int, dict[str, Any]]:

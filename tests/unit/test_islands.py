@@ -101,10 +101,6 @@ def started(ranks: int = 1, islands: int = 2, patience_s: float = 30.0) -> tuple
     return hub, there
 
 
-def test_islands_wait_for_each_other_and_start_from_the_first_ones_weights():
-    started(ranks=2, islands=3)
-
-
 def test_a_rank_gets_the_bytes_of_the_same_rank_of_the_other_islands_in_their_order():
     _, there = started(ranks=2, islands=3)
     asked = [[rank.exchange(0, b"%d%d" % (i, r)) for r, rank in enumerate(each)] for i, each in enumerate(there)]
@@ -116,23 +112,20 @@ def test_a_rank_gets_the_bytes_of_the_same_rank_of_the_other_islands_in_their_or
             assert [number for number, _ in reply.line["islands"]] == [0, 1, 2]
 
 
-def test_an_island_that_is_lost_is_not_waited_for():
-    _, (first, second) = started(ranks=2)
-    asked = [rank.exchange(0, b"x") for rank in first]
-    half = second[0].exchange(0, b"y")
-    second[1].lose()
-    assert [number for number, _ in get(asked[0]).line["islands"]] == [0]
-    assert get(half).line["what"] == "missed"
-
-
-@pytest.mark.wide
-def test_an_island_that_says_nothing_is_left_out_after_the_time_limit_and_told_so():
-    _, (first, second) = started(patience_s=1.0)
+@pytest.mark.parametrize(
+    ("patience_s", "ranks"), [(30.0, 2), pytest.param(1.0, 1, marks=pytest.mark.wide)], ids=["lost", "silent"]
+)
+def test_an_island_that_is_lost_or_says_nothing_is_not_waited_for_and_told_so(patience_s: float, ranks: int):
+    _, (first, second) = started(ranks=ranks, patience_s=patience_s)
     began = time.monotonic()
-    reply = get(first[0].exchange(0, b"x"))
-    assert 0.9 < time.monotonic() - began < 5.0
-    assert reply.parts == []
-    assert get(second[0].exchange(0, b"y")).line["what"] == "missed"
+    asked = [rank.exchange(0, b"x") for rank in first]
+    half = second[0].exchange(0, b"y") if ranks > 1 else None
+    if half is not None:
+        second[1].lose()
+    reply = get(asked[0])
+    assert ([number for number, _ in reply.line["islands"]], reply.parts) == ([0], [])
+    assert half is not None or 0.9 < time.monotonic() - began < 5.0
+    assert get(half or second[0].exchange(0, b"y")).line["what"] == "missed"
 
 
 def test_what_all_ranks_of_an_island_have_sent_counts_even_if_it_is_lost_then():
@@ -216,13 +209,8 @@ def test_an_island_whose_connection_breaks_in_the_last_round_gets_it_again():
     hub, run, _, second = ended(state=None)
     second[0].lose()
     again = island(hub, 1)[0]
-    assert get(again.join(run, 1, again=True)).line == {
-        "what": "own",
-        "joiners": [],
-        "run": run,
-        "round": 1,
-        "over": True,
-    }
+    own = {"what": "own", "joiners": [], "run": run, "round": 1, "over": True}
+    assert get(again.join(run, 1, again=True)).line == own
     assert get(again.exchange(1, b"all", ends=True, run=run)).parts == [b"last"]
 
 
@@ -286,40 +274,31 @@ def test_what_one_rank_refuses_all_ranks_of_its_island_refuse():
     assert get(first[0].verdict(5, [])).line["what"] == "missed"
 
 
-def test_a_run_continues_from_the_newest_state():
+def test_a_run_continues_from_the_newest_state_and_islands_at_the_same_round_keep_what_they_have():
     hub = Hub(3, 30.0)
     old, new, none = (island(hub, number)[0] for number in range(3))
     joins = [old.join("run", 4), new.join("run", 5), none.join()]
     assert get(joins[1]).line == {"what": "own", "joiners": [0, 2], "run": "run", "round": 5}
     get(new.state(5, b"newest"))
     assert get(joins[0]).parts == get(joins[2]).parts == [b"newest"]
-
-
-def test_islands_at_the_same_round_keep_what_they_have():
     hub = Hub(2, 30.0)
-    joins = [each[0].join("run", 7) for each in (island(hub, 0), island(hub, 1))]
+    joins = [island(hub, number)[0].join("run", 7) for number in range(2)]
     assert [get(future).line for future in joins] == [{"what": "own", "joiners": [], "run": "run", "round": 7}] * 2
 
 
-def test_checkpoints_of_different_runs_do_not_meet():
+@pytest.mark.parametrize(
+    ("ranks", "given", "words"),
+    [
+        ((1, 1), ({"run": "a", "round": 7}, {"run": "b", "round": 7}), "continue different runs"),
+        ((2, 2), ({"every": 30}, {"every": 20}), "every is 30 on island 0 and 20 on island 1. Start all islands with"),
+        ((2, 1), ({"every": 30}, {"every": 30}), "ranks is 2 on island 0 and 1 on island 1"),
+    ],
+    ids=["checkpoints of different runs", "other options", "another number of ranks"],
+)
+def test_islands_that_do_not_fit_are_refused_on_every_rank(ranks: Any, given: Any, words: str):
     hub = Hub(2, 30.0)
-    joins = [island(hub, 0)[0].join("a", 7), island(hub, 1)[0].join("b", 7)]
-    assert all("continue different runs" in get(future).line["error"] for future in joins)
-
-
-def test_islands_that_do_not_fit_are_refused_on_every_rank():
-    hub = Hub(2, 30.0)
-    joins = [rank.join(every=30) for rank in island(hub, 0, 2)] + [rank.join(every=20) for rank in island(hub, 1, 2)]
-    for future in joins:
-        assert (
-            "every is 30 on island 0 and 20 on island 1. Start all islands with the same" in get(future).line["error"]
-        )
-
-
-def test_another_number_of_ranks_is_refused():
-    hub = Hub(2, 30.0)
-    joins = [rank.join(every=30) for rank in island(hub, 0, 2)] + [island(hub, 1)[0].join(every=30)]
-    assert all("ranks is 2 on island 0 and 1 on island 1" in get(future).line["error"] for future in joins)
+    joins = [rank.join(**given[number]) for number in range(2) for rank in island(hub, number, ranks[number])]
+    assert all(words in get(future).line["error"] for future in joins)
 
 
 def test_an_island_that_does_not_fit_to_a_run_is_refused_alone():
@@ -478,6 +457,8 @@ def test_the_hub_listens_only_where_it_is_told(
 
 # --- formats ---------------------------------------------------------------------------------------------------------
 
+INF, NAN = float("inf"), float("nan")
+
 
 @pytest.mark.parametrize("form", ["exact", "bf16", "int8", "int4"])
 @pytest.mark.parametrize("numel", [0, 1, 511, 512, 513, 3000])
@@ -497,14 +478,13 @@ def test_fp64_stays_fp64():
     assert torch.equal(wire.decode(wire.encode(values, "exact"), 7, "exact", torch.float64), values)
 
 
-def test_equal_buffers_stay_as_they_are_and_others_become_their_mean():
-    value = torch.rand(100, dtype=torch.float64)
-    assert torch.equal(buffers.mean([value] * 3), value)
+def test_equal_buffers_and_infinities_of_a_mask_stay_as_they_are_and_others_become_their_mean():
+    mask = torch.tensor([0.0, -INF, INF], dtype=torch.float64)
+    for value in (torch.rand(100, dtype=torch.float64), mask):
+        assert torch.equal(buffers.mean([value] * 3), value)
+    assert buffers.change(mask, mask).tolist() == [0.0, 0.0, 0.0]
     ends = torch.tensor([1.0, 4.0], dtype=torch.float64)
     assert buffers.mean([ends, ends + 1, ends + 2]).tolist() == [2.0, 5.0]
-
-
-INF, NAN = float("inf"), float("nan")
 
 
 @pytest.mark.parametrize(
@@ -527,12 +507,6 @@ def test_buffers_that_are_not_finite_are_found(first: Any, second: Any, known: A
     values = {i: torch.tensor(each, dtype=torch.float64) for i, each in enumerate((first, second))}
     before = None if known is None else torch.tensor(known, dtype=torch.float64)
     assert sorted(buffers.problems(values, before)) == wrong
-
-
-def test_the_infinities_of_a_mask_stay():
-    mask = torch.tensor([0.0, -INF, INF], dtype=torch.float64)
-    assert torch.equal(buffers.mean([mask] * 3), mask)
-    assert buffers.change(mask, mask).tolist() == [0.0, 0.0, 0.0]
 
 
 # --- options ---------------------------------------------------------------------------------------------------------

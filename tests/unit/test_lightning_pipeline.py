@@ -158,15 +158,12 @@ def test_gradients_carry_the_loss_scale_and_the_share_of_the_accumulation() -> N
 
 
 @pytest.mark.parametrize(("batch_idx", "zeroed"), [(0, [0, 1]), (1, []), (2, [0, 1])])
-def test_gradients_are_zeroed_before_the_first_batch_of_an_accumulation(batch_idx: int, zeroed: list[int]) -> None:
+def test_gradients_are_zeroed_before_the_first_batch_of_an_accumulation_and_kept_then(
+    batch_idx: int, zeroed: list[int]
+) -> None:
     module, engine = Module(), Engine(optimizers=2)
     train(make(module, on=trainer(batch_idx=batch_idx, accumulate=2)), module, batch_of(4), engine)
     assert [call[1] for call in engine.calls if call[0] == "zero_grad"] == zeroed
-
-
-def test_gradients_are_kept_from_the_zero_grad_that_follows() -> None:
-    module, engine = Module(), Engine()
-    train(make(module), module, batch_of(4), engine)
     assert engine.keeps_gradients
 
 
@@ -223,16 +220,18 @@ def test_micro_batches_have_sizes_as_equal_as_possible(samples: int, options: di
     assert torch.equal(torch.cat([part[1] for part in parts]), batch_of(samples)[1])
 
 
-def test_fewer_samples_than_micro_batches_are_a_warning() -> None:
-    one = make(Module(), micro_batches=4)
-    with pytest.warns(UserWarning, match="only 3 samples: it is split into 3 micro-batches"):
-        assert one._split(batch_of(3))[1] == [1, 1, 1]
-
-
-def test_too_few_micro_batches_for_the_schedule_are_a_warning() -> None:
-    one = make(Module(), schedule="dualpipe_v")
-    with pytest.warns(UserWarning, match="needs 2 micro-batches, but this batch of 1 samples has only 1: .* zbv"):
-        assert one._split(batch_of(1))[1] == [1]
+@pytest.mark.parametrize(
+    ("options", "samples", "words"),
+    [
+        ({"micro_batches": 4}, 3, "only 3 samples: it is split into 3 micro-batches"),
+        ({"schedule": "dualpipe_v"}, 1, "needs 2 micro-batches, but this batch of 1 samples has only 1: .* zbv"),
+    ],
+    ids=["than asked for", "than the schedule needs"],
+)
+def test_fewer_micro_batches_are_a_warning(options: dict[str, Any], samples: int, words: str) -> None:
+    one = make(Module(), **options)
+    with pytest.warns(UserWarning, match=words):
+        assert one._split(batch_of(samples))[1] == [1] * samples
 
 
 @pytest.mark.parametrize(
@@ -259,21 +258,23 @@ def drawn(*, stage: int | None = 0, micro_batch: int = 0, rank: int = 0, on: Any
         return torch.rand(()).item()
 
 
-def test_a_stage_draws_the_same_numbers_at_the_same_place() -> None:
-    assert drawn() == drawn()
-
-
 @pytest.mark.parametrize(
-    "other",
-    [{"stage": 1}, {"stage": None}, {"micro_batch": 1}, {"on": trainer(batch_idx=1)}, {"on": trainer(epoch=1)}],
-    ids=["stage", "before the blocks", "micro-batch", "batch", "epoch"],
+    ("other", "base", "equal"),
+    [
+        ({}, {}, True),
+        ({"stage": None, "rank": 1}, {"stage": None}, True),
+        ({"stage": 1}, {}, False),
+        ({"stage": None}, {}, False),
+        ({"micro_batch": 1}, {}, False),
+        ({"on": trainer(batch_idx=1)}, {}, False),
+        ({"on": trainer(epoch=1)}, {}, False),
+    ],
+    ids=["same place", "ranks before the blocks", "stage", "before the blocks", "micro-batch", "batch", "epoch"],
 )
-def test_another_stage_and_another_place_draw_other_numbers(other: dict[str, Any]) -> None:
-    assert drawn(**other) != drawn()
-
-
-def test_before_the_blocks_all_ranks_draw_the_same_numbers() -> None:
-    assert drawn(stage=None, rank=1) == drawn(stage=None)
+def test_the_same_numbers_are_drawn_at_the_same_place_only(
+    other: dict[str, Any], base: dict[str, Any], equal: bool
+) -> None:
+    assert (drawn(**other) == drawn(**base)) is equal
 
 
 def test_micro_batches_draw_different_numbers_and_leave_the_generator_alone() -> None:
@@ -285,23 +286,20 @@ def test_micro_batches_draw_different_numbers_and_leave_the_generator_alone() ->
     assert torch.equal(torch.get_rng_state(), before)
 
 
-def test_every_batch_of_a_validation_draws_other_numbers() -> None:
+def test_every_batch_of_a_validation_draws_other_numbers_and_the_next_validation_the_same() -> None:
     module = Module()
     one = make(module)
-    for _ in range(2):
-        one.evaluate(module, module.validation_step, (batch_of(4), 0))
-    assert len(set(module.drawn)) == 8
 
+    def validate() -> list[float]:
+        module.drawn = []
+        for _ in range(2):
+            one.evaluate(module, module.validation_step, (batch_of(4), 0))
+        return list(module.drawn)
 
-def test_a_validation_repeats_its_numbers_after_the_next_training_batch() -> None:
-    module = Module()
-    one = make(module)
-    one.evaluate(module, module.validation_step, (batch_of(4), 0))
-    first, module.drawn = module.drawn, []
+    first = validate()
+    assert len(set(first)) == 8
     train(one, module, batch_of(4))
-    module.drawn = []
-    one.evaluate(module, module.validation_step, (batch_of(4), 0))
-    assert module.drawn == first
+    assert validate() == first
 
 
 def test_an_error_restores_the_generator() -> None:
@@ -357,23 +355,20 @@ def test_a_mean_is_weighted_by_the_samples(module: Module) -> None:
     assert values == [("a", ("value", torch.tensor(1.5)), {})]
 
 
-def test_a_dictionary_is_logged_value_by_value(module: Module) -> None:
-    values, _ = recorded(module, lambda: module.log_dict({"a": 1.0, "b": 2.0}, on_step=True), shares=(1.0,))
-    assert [(name, options) for name, _, options in values] == [("a", {"on_step": True}), ("b", {"on_step": True})]
-
-
-def test_options_are_taken_in_lightnings_order_too(module: Module) -> None:
+def test_options_are_those_of_every_value_and_in_lightnings_order_too(module: Module) -> None:
     values, _ = recorded(
         module,
         lambda: module.log("a", 1.0, True),
         lambda: module.log_dict(dictionary={"b": 1.0}),
-        lambda: module.log_dict({"c": 1.0}, True, False),
+        lambda: module.log_dict({"c": 1.0, "d": 2.0}, True, False),
+        lambda: module.log_dict({"e": 1.0, "f": 2.0}, on_step=True),
         shares=(1.0,),
     )
     assert [(name, options) for name, _, options in values] == [
         ("a", {"prog_bar": True}),
         ("b", {}),
-        ("c", {"prog_bar": True, "logger": False}),
+        *((name, {"prog_bar": True, "logger": False}) for name in "cd"),
+        *((name, {"on_step": True}) for name in "ef"),
     ]
 
 
@@ -409,24 +404,20 @@ def test_another_ranks_metric_is_taken_over(module: Module) -> None:
 # --- partition --------------------------------------------------------------------------------------------------------
 
 
-def test_a_rank_keeps_its_blocks_and_names_those_of_others() -> None:
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_rank_keeps_its_blocks_and_names_those_of_others(rank: int) -> None:
     module = Module()
-    one = make(module, mesh_of(0, 2))
-    assert not one.is_last
+    one = make(module, mesh_of(rank, 2))
+    assert one.is_last == (rank == 1)
     optimizer = torch.optim.SGD([{"params": [module.blocks[i].weight]} for i in (0, 3)])  # type: ignore[list-item]
     share = one.share(module, [optimizer])
-    assert (share.blocks, share.all_blocks) == (("blocks.0.", "blocks.1."), tuple(f"blocks.{i}." for i in range(4)))
-    params = dict(module.named_parameters())
-    assert share.absent == {id(p) for name, p in params.items() if name.startswith(("blocks.2.", "blocks.3."))}
-    assert [len(group["params"]) for group in optimizer.param_groups] == [1, 0]
+    blocks = tuple(f"blocks.{i}." for i in range(4))
+    mine, others = (blocks[:2], blocks[2:]) if rank == 0 else (blocks[2:], blocks[:2])
+    assert (share.blocks, share.all_blocks) == (mine, blocks)
+    assert share.absent == {id(p) for name, p in module.named_parameters() if name.startswith(others)}
+    assert [len(group["params"]) for group in optimizer.param_groups] == [1 - rank, rank]
     assert share.group_names == [[["blocks.0.weight"], ["blocks.3.weight"]]]
     assert share.tied == share.replicas == frozenset()
-
-
-def test_the_last_rank_holds_the_end_of_the_step() -> None:
-    one = make(Module(), mesh_of(1, 2))
-    assert one.is_last
-    assert one.share(Module(), []).blocks == ("blocks.2.", "blocks.3.")
 
 
 @pytest.mark.parametrize(("rank", "replica"), [(0, False), (1, True)])
@@ -491,23 +482,20 @@ def test_operations_are_counted_on_a_copy_without_random_numbers(monkeypatch: py
     assert torch.equal(torch.get_rng_state(), before)
 
 
-def test_a_dry_run_that_fails_elsewhere_is_refused_here(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Pipeline, "_observed", lambda *_: None)
-    mesh = mesh_of()
-    monkeypatch.setattr(mesh.world, "exchange_objects", lambda mine: [mine, "ValueError: theirs"])
-    with pytest.raises(PlanError, match="failed: ValueError: theirs Set partition='parameters'"):
-        make(Module(), mesh, partition="flops")
-
-
-def test_a_dry_run_that_fails_here_is_sent_to_others(monkeypatch: pytest.MonkeyPatch) -> None:
-    def fail(*_: Any) -> None:
+@pytest.mark.parametrize("where", ["here", "elsewhere"])
+def test_a_dry_run_that_fails_is_refused_everywhere(monkeypatch: pytest.MonkeyPatch, where: str) -> None:
+    def observed(*_: Any) -> None:
         torch.rand(1)
-        raise ValueError("mine")
+        if where == "here":
+            raise ValueError("mine")
 
-    monkeypatch.setattr(Pipeline, "_observed", fail)
-    before = torch.get_rng_state()
-    with pytest.raises(PlanError, match="failed: ValueError: mine"):
-        make(Module(), partition="flops")
+    monkeypatch.setattr(Pipeline, "_observed", observed)
+    mesh, before = mesh_of(), torch.get_rng_state()
+    if where == "elsewhere":
+        monkeypatch.setattr(mesh.world, "exchange_objects", lambda mine: [mine, "ValueError: theirs"])
+    words = "mine" if where == "here" else "theirs Set partition='parameters'"
+    with pytest.raises(PlanError, match=f"failed: ValueError: {words}"):
+        make(Module(), mesh, partition="flops")
     assert torch.equal(torch.get_rng_state(), before)
 
 

@@ -51,16 +51,11 @@ def fail() -> None:
     raise CheckpointError("the disk is full")
 
 
-def test_an_error_is_raised_by_default() -> None:
-    saves = saves_of()
-    with pytest.raises(CheckpointError, match="disk is full"), saves.tolerating():
-        fail()
-    assert saves.failed
-
-
-def test_an_error_is_logged_where_training_continues() -> None:
-    saves = saves_of(on_error="continue")
-    with pytest.warns(UserWarning, match="disk is full Training continues"), saves.tolerating():
+@pytest.mark.parametrize("continues", [False, True])
+def test_an_error_is_raised_or_logged_where_training_continues(continues: bool) -> None:
+    saves = saves_of(**({"on_error": "continue"} if continues else {}))
+    said = pytest.warns(UserWarning, match="disk is full Training continues")
+    with said if continues else pytest.raises(CheckpointError, match="disk is full"), saves.tolerating():
         fail()
     assert saves.failed
     with saves.tolerating():
@@ -75,21 +70,18 @@ def removed(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     return paths
 
 
-def test_a_checkpoint_is_removed_at_once_without_a_background_save(removed: list[Any]) -> None:
-    saves_of().remove("old.ckpt")
-    assert removed == ["old.ckpt"]
-
-
-def test_a_checkpoint_stays_after_a_failed_save(removed: list[Any]) -> None:
-    saves = saves_of()
-    saves.failed = True
+@pytest.mark.parametrize(
+    ("rank", "failed", "expected"),
+    [(0, False, ["old.ckpt"]), (0, True, []), (1, False, [])],
+    ids=["at once", "not after a failed save", "not on rank 1"],
+)
+def test_a_checkpoint_is_removed_without_a_background_save(
+    removed: list[Any], rank: int, failed: bool, expected: list[str]
+) -> None:
+    saves = saves_of(rank=rank)
+    saves.failed = failed
     saves.remove("old.ckpt")
-    assert removed == []
-
-
-def test_a_checkpoint_is_removed_on_rank_0_alone(removed: list[Any]) -> None:
-    saves_of(rank=1).remove("old.ckpt")
-    assert removed == []
+    assert removed == expected
 
 
 def test_a_checkpoint_is_removed_when_the_background_save_is_committed(removed: list[Any]) -> None:
@@ -124,19 +116,13 @@ def test_a_link_to_itself_is_not_made(tmp_path: Path, monkeypatch: pytest.Monkey
     assert linked == [(path, str(tmp_path / "last.ckpt"))]
 
 
-def test_the_end_of_a_run_raises_what_a_background_save_raises() -> None:
+@pytest.mark.parametrize("quietly", [False, True])
+def test_the_end_of_a_run_raises_what_a_background_save_raises_or_logs_it(quietly: bool) -> None:
     saves = saves_of()
     saves._saver = saver = Saver(CheckpointError("the disk is full"))  # type: ignore[assignment]
-    with pytest.raises(CheckpointError, match="disk is full"):
-        saves.close(quietly=False)
-    assert saver.closed
-
-
-def test_the_end_of_a_failed_run_only_logs_it() -> None:
-    saves = saves_of()
-    saves._saver = saver = Saver(CheckpointError("the disk is full"))  # type: ignore[assignment]
-    with pytest.warns(UserWarning, match="disk is full"):
-        saves.close(quietly=True)
+    words = "disk is full"
+    with pytest.warns(UserWarning, match=words) if quietly else pytest.raises(CheckpointError, match=words):
+        saves.close(quietly=quietly)
     assert saver.closed
 
 

@@ -135,27 +135,17 @@ def shared_copy() -> tuple[regions.SharedCopy, Tensor]:
     return regions.SharedCopy(axis), torch.randn(3, requires_grad=True) * 1
 
 
-def test_layers_with_the_same_input_share_the_copy() -> None:
-    shared, x = shared_copy()
-    assert shared(x) is shared(x)
-
-
-def test_another_input_gets_its_own_copy() -> None:
-    shared, x = shared_copy()
-    assert shared(x * 1) is not shared(x)
-
-
-def test_an_input_that_was_modified_gets_a_new_copy() -> None:
+@pytest.mark.parametrize(
+    ("other", "same"),
+    [(lambda x: x, True), (lambda x: x * 1, False), (lambda x: x.add_(1), False)],
+    ids=["the same input", "another input", "an input that was modified"],
+)
+def test_layers_share_the_copy_of(other: Callable[[Tensor], Tensor], same: bool) -> None:
     shared, x = shared_copy()
     before = shared(x)
-    x.add_(1)
-    assert shared(x) is not before
-
-
-def test_without_gradients_the_input_itself_is_returned() -> None:
-    shared, x = shared_copy()
+    assert (shared(other(x)) is before) is same
     with torch.no_grad():
-        assert shared(x) is x
+        assert shared(x) is x, "without gradients"
 
 
 def test_the_copy_is_released_with_its_input() -> None:

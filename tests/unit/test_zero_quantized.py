@@ -140,16 +140,19 @@ def test_parts_of_a_model_are_looked_at_one_by_one() -> None:
     assert not any("head" in name for name in names)
 
 
-def test_a_head_in_a_sequence_of_blocks() -> None:
-    blocks = [nn.TransformerEncoderLayer(8, 2, 16) for _ in range(2)]
-    model = nn.Sequential(nn.Embedding(7, 8), *blocks, nn.Linear(8, 7))
-    model.requires_grad_(False)
-    assert chosen(model) == [f"{i}.{name}" for i in (1, 2) for name in BLOCK]
-
-
-def test_a_model_without_blocks() -> None:
-    model = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 7)).requires_grad_(False)
-    assert chosen(model) == ["0.weight", "2.weight"]
+@pytest.mark.parametrize(
+    ("layers", "expected"),
+    [
+        (
+            [nn.Embedding(7, 8), *(nn.TransformerEncoderLayer(8, 2, 16) for _ in range(2)), nn.Linear(8, 7)],
+            [f"{i}.{name}" for i in (1, 2) for name in BLOCK],
+        ),
+        ([nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 7)], ["0.weight", "2.weight"]),
+    ],
+    ids=["blocks and a head", "no blocks"],
+)
+def test_a_sequence(layers: list[nn.Module], expected: list[str]) -> None:
+    assert chosen(nn.Sequential(*layers).requires_grad_(False)) == expected
 
 
 def test_exceptions_are_ends_of_names() -> None:
@@ -191,14 +194,17 @@ def test_routers_and_adapters_keep_their_precision() -> None:
     assert chosen(model) == [*(f"0.0.experts.{i}.weight" for i in range(4)), "1.0.base_layer.weight"]
 
 
-def test_nothing_to_quantize_is_an_error_with_the_cure() -> None:
-    with pytest.raises(PlanError, match=r"Got precision.frozen='nf4', but .*requires_grad_\(False\)"):
-        engine_of(nn.Sequential(nn.Linear(8, 8), nn.Tanh()))
-
-
-def test_nothing_is_quantized_in_64_bits() -> None:
-    with pytest.raises(PlanError, match="no linear layer with a frozen weight in fp32, bf16 or fp16"):
-        engine_of(network(), trainer_precision="64-true")
+@pytest.mark.parametrize(
+    ("model", "options", "words"),
+    [
+        (nn.Sequential(nn.Linear(8, 8), nn.Tanh()), {}, r"Got precision.frozen='nf4', but .*requires_grad_\(False\)"),
+        (network(), {"trainer_precision": "64-true"}, "no linear layer with a frozen weight in fp32, bf16 or fp16"),
+    ],
+    ids=["trainable", "in 64 bits"],
+)
+def test_nothing_to_quantize_is_an_error_with_the_cure(model: nn.Module, options: dict[str, Any], words: str) -> None:
+    with pytest.raises(PlanError, match=words):
+        engine_of(model, **options)
 
 
 def test_an_evaluation_needs_no_frozen_weights() -> None:
@@ -264,26 +270,20 @@ def test_loaded_values_are_rounded_in_one_piece(options: str) -> None:
         assert torch.equal(model[1][0].base.weight, rounded(values.reshape(-1), "nf4").view(WIDTH, WIDTH))
 
 
+@pytest.mark.parametrize("thawed", [True, False])
 @pytest.mark.parametrize("options", OPTIONS)
-def test_a_weight_that_becomes_trainable_starts_from_its_rounded_values(options: str) -> None:
-    model = network()
-    engine = engine_of(model, **OPTIONS[options])
-    before = weights(engine)
-    model.requires_grad_(True)
-    follower = engine_of(model, **OPTIONS[options])
-    assert split(follower)[1] == []
-    assert all(map(torch.equal, weights(follower), before))
-    assert not torch.equal(steps(follower)[0], before[0])
-
-
-@pytest.mark.parametrize("options", OPTIONS)
-def test_another_engine_of_the_model_has_the_same_weights(options: str) -> None:
+def test_a_weight_that_becomes_trainable_starts_from_its_rounded_values(options: str, thawed: bool) -> None:
+    """Also where it stays frozen, another engine of the model has the same weights."""
     model = network()
     engine = engine_of(model, **OPTIONS[options])
     before = steps(engine)
-    follower = engine_on(model, [], precision={"frozen": "nf4"}, **OPTIONS[options])
-    assert len(split(follower)[1]) == 3
+    if thawed:
+        model.requires_grad_(True)
+    optimizers = [adamw(trained(model))] if thawed else []
+    follower = engine_on(model, optimizers, precision={"frozen": "nf4"}, **OPTIONS[options])
+    assert len(split(follower)[1]) == (0 if thawed else 3)
     assert all(map(torch.equal, weights(follower), before))
+    assert not thawed or not torch.equal(steps(follower)[0], before[0])
 
 
 def test_weights_on_a_drive_are_quantized(shelves: list[ShelfTier], tmp_path: Any) -> None:
