@@ -287,8 +287,12 @@ def test_views_of_one_storage_are_kept_once_and_slices_of_large_ones_alone() -> 
     assert saved.regions == offload.storage.stored_bytes == 0
 
 
-def test_a_tensor_that_was_changed_between_two_saves_is_kept_twice() -> None:
-    saved = SavedTensors(ActivationOffload(options(in_flight_bytes=0), CPU), CPU, min_bytes=0, protected=set)
+@pytest.fixture
+def saved() -> SavedTensors:
+    return SavedTensors(ActivationOffload(options(in_flight_bytes=0), CPU), CPU, min_bytes=0, protected=set)
+
+
+def test_a_tensor_that_was_changed_between_two_saves_is_kept_twice(saved: SavedTensors) -> None:
     x = torch.zeros(64)
     first = saved._pack(x)
     x += 1
@@ -297,8 +301,7 @@ def test_a_tensor_that_was_changed_between_two_saves_is_kept_twice() -> None:
     assert saved._unpack(second).sum() == 64
 
 
-def test_an_address_that_is_used_again_is_not_taken_for_the_old_tensor() -> None:
-    saved = SavedTensors(ActivationOffload(options(in_flight_bytes=0), CPU), CPU, min_bytes=0, protected=set)
+def test_an_address_that_is_used_again_is_not_taken_for_the_old_tensor(saved: SavedTensors) -> None:
     handles = [saved._pack(torch.full((1000,), float(i))) for i in range(50)]
     assert [saved._unpack(h)[0].item() for h in handles] == list(range(50))
 
@@ -385,11 +388,14 @@ def test_steps_use_the_same_memory(tier: str, drive: NVMeFolder) -> None:
 
 
 def test_removed_while_a_graph_is_alive(drive: NVMeFolder) -> None:
+    """Nothing lies in the folder: the file has no name, and goes with the process, after ``kill -9`` too."""
     model = Net()
     activations = Activations(model, CPU, offload=options("nvme", in_flight_bytes=0), drive=drive)
     before = threading.active_count()
     with activations.around_forward():
         loss = model(torch.randn(4, 16, WIDTH, requires_grad=True))
+    assert activations.metrics()["stored_bytes"] > 0
+    assert list(Path(drive.path).iterdir()) == []
     activations.remove()
     loss.backward()
     assert all(p.grad is not None for p in model.parameters())
@@ -415,17 +421,6 @@ def test_regions_come_back_in_reverse_before_they_are_asked_for() -> None:
 
 
 # the drive -----------------------------------------------------------------------------------------------------------
-
-
-def test_nothing_lies_in_the_folder(drive: NVMeFolder) -> None:
-    """The file has no name: it goes with the process, after ``kill -9`` too."""
-    model = Net()
-    activations = Activations(model, CPU, offload=options("nvme", in_flight_bytes=0), drive=drive)
-    with activations.around_forward():
-        loss = model(torch.randn(4, 16, WIDTH, requires_grad=True))
-    assert activations.metrics()["stored_bytes"] > 0
-    assert list(Path(drive.path).iterdir()) == []
-    loss.backward()
 
 
 @pytest.fixture

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import signal
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
@@ -227,18 +227,20 @@ def test_the_end_of_a_fit_restores_the_users_handlers(clock: Clock, tmp_path: Pa
     assert signal.getsignal(signal.SIGTERM) is mine
 
 
-def test_slurms_signal_after_a_fit_ends_no_process(clock: Clock, tmp_path: Path, slurm: SimpleNamespace) -> None:
+@pytest.mark.parametrize("in_a_job", [True, False])
+def test_slurms_signal_after_a_fit_ends_no_process_of_a_job(
+    clock: Clock, tmp_path: Path, request: pytest.FixtureRequest, in_a_job: bool
+) -> None:
     """A job whose training is complete and which tests or exports now, or ends, would count as failed."""
+    if in_a_job:
+        request.getfixturevalue("slurm")
     signal.signal(signal.SIGUSR1, signal.SIG_DFL)
     Run(clock, tmp_path).start().end()
-    send(signal.SIGUSR1)
-    assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL, "SIGTERM ends it"
-
-
-def test_a_fit_outside_of_a_job_leaves_no_signal_ignored(clock: Clock, tmp_path: Path) -> None:
-    signal.signal(signal.SIGUSR1, signal.SIG_DFL)
-    Run(clock, tmp_path).start().end()
-    assert signal.getsignal(signal.SIGUSR1) is signal.SIG_DFL
+    if in_a_job:
+        send(signal.SIGUSR1)
+        assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL, "SIGTERM ends it"
+    else:
+        assert signal.getsignal(signal.SIGUSR1) is signal.SIG_DFL
 
 
 def test_lightning_registers_no_handlers_until_the_end_of_the_fit(clock: Clock, tmp_path: Path) -> None:
@@ -277,16 +279,13 @@ def test_a_fit_in_another_thread_is_a_warning(clock: Clock, tmp_path: Path) -> N
     assert signal.getsignal(signal.SIGTERM) is before
 
 
-def test_only_a_fit_installs_handlers(clock: Clock, tmp_path: Path) -> None:
+def test_only_a_fit_installs_handlers_and_is_the_last_of_the_callbacks_then(clock: Clock, tmp_path: Path) -> None:
     before = signal.getsignal(signal.SIGTERM)
     run = Run(clock, tmp_path)
     run.handler.setup(run.trainer, MODULE, "validate")
     assert signal.getsignal(signal.SIGTERM) is before
     assert run.trainer.callbacks == [run.handler, "another"]
-
-
-def test_the_handler_runs_after_all_other_callbacks(clock: Clock, tmp_path: Path) -> None:
-    run = Run(clock, tmp_path).setup()
+    run.setup()
     assert run.trainer.callbacks == ["another", run.handler]
 
 
@@ -308,24 +307,20 @@ def agreements(run: Run, count: int, *, seconds: float = 1.0) -> list[int]:
 
 
 @pytest.mark.parametrize(
-    ("every_s", "seconds", "expected"),
+    ("every_s", "seconds", "steps", "expected"),
     [
-        (0, 1.0, [1, 2, 3, 4, 5, 6, 7]),
-        (3, 1.0, [1, 4, 7]),
-        (3, 2.0, [1, 2, 3, 4, 5, 6, 7]),
-        (3, 1.5, [1, 3, 5, 7]),
-        (NEVER, 1.0, [1]),
+        (0, 1.0, 7, [1, 2, 3, 4, 5, 6, 7]),
+        (3, 1.0, 7, [1, 4, 7]),
+        (3, 2.0, 7, [1, 2, 3, 4, 5, 6, 7]),
+        (3, 1.5, 7, [1, 3, 5, 7]),
+        (NEVER, 1.0, 202, [1, 101, 201]),
     ],
     ids=str,
 )
-def test_ranks_agree_in_steps_of_about_the_given_seconds(
-    clock: Clock, tmp_path: Path, every_s: float, seconds: float, expected: list[int]
+def test_ranks_agree_in_steps_of_about_the_given_seconds_and_after_a_hundred_at_the_latest(
+    clock: Clock, tmp_path: Path, every_s: float, seconds: float, steps: int, expected: list[int]
 ) -> None:
-    assert agreements(Run(clock, tmp_path, check_every_s=every_s).start(), 7, seconds=seconds) == expected
-
-
-def test_ranks_agree_after_a_hundred_steps_at_the_latest(clock: Clock, tmp_path: Path) -> None:
-    assert agreements(Run(clock, tmp_path, check_every_s=NEVER).start(), 202) == [1, 101, 201]
+    assert agreements(Run(clock, tmp_path, check_every_s=every_s).start(), steps, seconds=seconds) == expected
 
 
 def test_the_next_agreement_follows_the_slowest_rank(clock: Clock, tmp_path: Path) -> None:
@@ -391,18 +386,18 @@ def test_a_run_stops_before_the_end_of_its_job_but_not_in_its_first_three_quarte
     assert steps_before(Run(clock, tmp_path, minutes_before_end=minutes)) == expected
 
 
-def test_a_run_may_stop_on_signals_only(clock: Clock, tmp_path: Path, slurm: SimpleNamespace) -> None:
+@pytest.mark.parametrize(
+    ("options", "rank"), [({"minutes_before_end": 0}, 0), ({}, 1)], ids=["signals only", "only rank 0 reads it"]
+)
+def test_the_end_of_the_job_is_not_looked_at(
+    clock: Clock, tmp_path: Path, slurm: SimpleNamespace, options: dict[str, Any], rank: int
+) -> None:
     slurm.end = clock.now + 10
-    run = Run(clock, tmp_path, minutes_before_end=0).start()
+    run = Run(clock, tmp_path, **options)
+    run.trainer.is_global_zero = rank == 0
+    run.start()
     for _ in range(20):
         run.step()
-
-
-def test_only_rank_0_reads_the_end_of_the_job(clock: Clock, tmp_path: Path, slurm: SimpleNamespace) -> None:
-    slurm.end = clock.now + 1
-    run = Run(clock, tmp_path)
-    run.trainer.is_global_zero = False
-    run.start().step()
 
 
 # --- requeueing -------------------------------------------------------------------------------------------------------
@@ -415,20 +410,20 @@ def status_after(run: Run, number: int) -> int:
 
 
 @pytest.mark.parametrize(
-    ("number", "running", "status"),
-    [(signal.SIGUSR1, False, 0), (signal.SIGTERM, True, 0), (signal.SIGTERM, False, 143)],
+    ("number", "running", "options", "status"),
+    [
+        (signal.SIGUSR1, False, {}, 0),
+        (signal.SIGTERM, True, {}, 0),
+        (signal.SIGTERM, False, {}, 143),
+        (signal.SIGUSR1, False, {"requeue": False}, 128 + signal.SIGUSR1),
+    ],
 )
-def test_a_job_is_requeued_but_for_a_sigterm_that_ends_it(
-    clock: Clock, tmp_path: Path, slurm: SimpleNamespace, number: int, running: bool, status: int
+def test_a_job_is_requeued_but_for_a_sigterm_that_ends_it_or_if_that_is_not_wanted(
+    clock: Clock, tmp_path: Path, slurm: SimpleNamespace, number: int, running: bool, options: Any, status: int
 ) -> None:
     slurm.running = running
-    assert status_after(Run(clock, tmp_path), number) == status
+    assert status_after(Run(clock, tmp_path, **options), number) == status
     assert slurm.requeued == (status == 0)
-
-
-def test_a_job_is_not_requeued_if_that_is_not_wanted(clock: Clock, tmp_path: Path, slurm: SimpleNamespace) -> None:
-    assert status_after(Run(clock, tmp_path, requeue=False), signal.SIGUSR1) == 128 + signal.SIGUSR1
-    assert slurm.requeued == 0
 
 
 def test_a_job_that_slurm_does_not_requeue_is_a_warning(clock: Clock, tmp_path: Path, slurm: SimpleNamespace) -> None:
@@ -452,27 +447,15 @@ def test_a_job_has_a_folder_of_its_own(clock: Clock, tmp_path: Path, slurm: Simp
     assert Run(clock, tmp_path).saved() == ["preemption/7/step=1.ckpt"]
 
 
-def test_the_folder_may_be_given(clock: Clock, tmp_path: Path) -> None:
-    run = Run(clock, tmp_path, dirpath=tmp_path / "mine")
-    status_after(run, signal.SIGUSR1)
-    assert run.saved() == ["mine/step=1.ckpt"]
-
-
-def test_a_newer_checkpoint_replaces_the_older_one(clock: Clock, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("step", "removed"), [(5, ["step=1.ckpt"]), (0, [])], ids=["newer", "of the same step"])
+def test_a_newer_checkpoint_replaces_the_older_one(clock: Clock, tmp_path: Path, step: int, removed: list[str]) -> None:
     status_after(Run(clock, tmp_path), signal.SIGUSR1)
     run = Run(clock, tmp_path).start()
-    run.trainer.global_step = 5
+    run.trainer.global_step = step
     send(signal.SIGUSR1)
     run.status()
-    assert run.saved() == ["preemption/local/step=6.ckpt"]
-
-
-def test_a_checkpoint_of_the_same_step_is_not_removed(clock: Clock, tmp_path: Path) -> None:
-    status_after(Run(clock, tmp_path), signal.SIGUSR1)
-    run = Run(clock, tmp_path)
-    status_after(run, signal.SIGUSR1)
-    assert run.trainer.strategy.removed == []
-    assert run.saved() == ["preemption/local/step=1.ckpt"]
+    assert run.trainer.strategy.removed == removed
+    assert run.saved() == [f"preemption/local/step={step + 1}.ckpt"]
 
 
 @pytest.mark.parametrize(("options", "left"), [({}, 0), ({"dirpath": "mine"}, 1)], ids=str)
@@ -496,13 +479,13 @@ def test_a_complete_training_in_a_job_keeps_its_checkpoint(
     assert run.saved() == ["preemption/7/step=1.ckpt"]
 
 
-def test_other_files_of_the_folder_are_not_this_callbacks(clock: Clock, tmp_path: Path) -> None:
+def test_other_files_of_a_given_folder_are_not_this_callbacks(clock: Clock, tmp_path: Path) -> None:
     for name in ("last.ckpt", "step=1.txt"):
         (tmp_path / name).touch()
-    run = Run(clock, tmp_path, dirpath=tmp_path).start()
-    send(signal.SIGUSR1)
-    run.status()
+    run = Run(clock, tmp_path, dirpath=tmp_path)
+    status_after(run, signal.SIGUSR1)
     assert run.trainer.strategy.removed == []
+    assert run.saved() == ["last.ckpt", "step=1.ckpt"]
 
 
 # --- resuming ---------------------------------------------------------------------------------------------------------
@@ -518,18 +501,15 @@ def found(monkeypatch: pytest.MonkeyPatch) -> list[list[str]]:
     return searched
 
 
-def test_a_run_resumes_from_the_newest_checkpoint_of_all_folders(
-    clock: Clock, tmp_path: Path, found: list[list[str]]
+@pytest.mark.parametrize("mine", [None, "mine.ckpt"])
+def test_a_run_resumes_from_the_newest_checkpoint_of_all_folders_unless_the_user_names_one(
+    clock: Clock, tmp_path: Path, found: list[list[str]], mine: str | None
 ) -> None:
     run = Run(clock, tmp_path)
     run.trainer.callbacks.append(ModelCheckpoint(tmp_path / "kept"))
     run.setup()
-    assert run.trainer.restore() == ["new.ckpt"]
-    assert found == [[str(tmp_path / "preemption" / "local"), str(tmp_path / "kept")]]
-
-
-def test_the_users_checkpoint_comes_first(clock: Clock, tmp_path: Path, found: list[list[str]]) -> None:
-    assert Run(clock, tmp_path).setup().trainer.restore("mine.ckpt") == ["mine.ckpt"]
+    assert run.trainer.restore(mine) == [mine or "new.ckpt"]
+    assert mine or found == [[str(tmp_path / "preemption" / "local"), str(tmp_path / "kept")]]
 
 
 @pytest.mark.parametrize("given", [None, "mine.ckpt"])
@@ -542,24 +522,16 @@ def test_what_the_user_allows_holds_for_the_file_that_the_user_names(
     assert connector.weights_only == [True if given is None else weights_only]
 
 
-def later(run: Run) -> None:
-    run.trainer.global_step = 3
-
-
-def fast(run: Run) -> None:
-    run.trainer.fast_dev_run = True
-
-
-def unwanted(run: Run) -> None:
-    run.handler.resume = False
-
-
-@pytest.mark.parametrize("change", [later, fast, unwanted])
+@pytest.mark.parametrize(
+    ("step", "fast", "resume"),
+    [(3, False, True), (0, True, True), (0, False, False)],
+    ids=["later", "fast", "unwanted"],
+)
 def test_a_run_does_not_resume(
-    clock: Clock, tmp_path: Path, found: list[list[str]], change: Callable[[Run], None]
+    clock: Clock, tmp_path: Path, found: list[list[str]], step: int, fast: bool, resume: bool
 ) -> None:
     run = Run(clock, tmp_path)
-    change(run)
+    run.trainer.global_step, run.trainer.fast_dev_run, run.handler.resume = step, fast, resume
     assert run.setup().trainer.restore() == [None]
     assert found == []
 

@@ -25,46 +25,28 @@ def write(place: CheckpointPath, name: str, data: bytes) -> None:
         file.write(data)
 
 
-def test_a_written_file_is_read_back(root: CheckpointPath) -> None:
+def test_a_written_file_is_read_back_with_its_size_and_listed(root: CheckpointPath) -> None:
     write(root, "a", b"abc")
     with root.open("a", "rb") as file:
         assert file.read() == b"abc"
-
-
-def test_the_size_of_a_file_that_exists_and_of_one_that_does_not(root: CheckpointPath) -> None:
-    write(root, "a", b"abc")
     assert (root.size("a"), root.size("b")) == (3, None)
-
-
-def test_entries_are_paths_of_the_same_file_system(root: CheckpointPath) -> None:
-    write(root, "a", b"")
     assert [root.at(entry).name for entry in root.entries()] == ["a"]
 
 
-def test_a_folder_that_does_not_exist_has_no_entries(root: CheckpointPath) -> None:
-    assert root.sibling("missing").entries() == []
-
-
-def test_a_sibling_has_the_same_parent(root: CheckpointPath) -> None:
+def test_a_sibling_has_the_same_parent_and_if_it_does_not_exist_no_entries(root: CheckpointPath) -> None:
     sibling = root.sibling("other")
     assert (sibling.name, sibling.parent.path) == ("other", root.parent.path)
+    assert sibling.entries() == []
+    sibling.remove()
 
 
-def test_rename_moves_the_folder(root: CheckpointPath) -> None:
+def test_a_folder_is_renamed_and_removed(root: CheckpointPath) -> None:
     write(root, "a", b"abc")
     root.rename(root.sibling("new"))
     assert not root.exists()
     assert root.sibling("new").size("a") == 3
-
-
-def test_remove_of_a_folder(root: CheckpointPath) -> None:
-    write(root, "a", b"abc")
-    root.remove()
-    assert not root.taken
-
-
-def test_remove_of_nothing_is_allowed(root: CheckpointPath) -> None:
-    root.sibling("missing").remove()
+    root.sibling("new").remove()
+    assert not root.sibling("new").taken
 
 
 def test_remove_of_a_link_keeps_its_target(tmp_path: Path) -> None:
@@ -80,7 +62,7 @@ def test_a_broken_link_takes_its_name(tmp_path: Path) -> None:
     assert (place.taken, place.exists()) == (True, False)
 
 
-def test_idle_time_counts_from_the_newest_file(tmp_path: Path) -> None:
+def test_idle_time_counts_from_the_newest_file_and_is_unknown_without_one(tmp_path: Path) -> None:
     (tmp_path / "a").touch()
     (tmp_path / "b").touch()
     hour_ago = time.time() - 3600
@@ -89,9 +71,6 @@ def test_idle_time_counts_from_the_newest_file(tmp_path: Path) -> None:
     assert CheckpointPath(tmp_path).idle_for() == pytest.approx(3600, abs=60)
     os.utime(tmp_path / "b")
     assert CheckpointPath(tmp_path).idle_for() == pytest.approx(0, abs=60)
-
-
-def test_the_idle_time_of_nothing_is_unknown(tmp_path: Path) -> None:
     assert CheckpointPath(tmp_path / "missing").idle_for() is None
 
 

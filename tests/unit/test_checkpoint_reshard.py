@@ -77,24 +77,17 @@ def test_a_placeholder_has_the_full_shape_and_no_elements() -> None:
     assert (placeholder.shape, placeholder.dtype, placeholder.is_meta) == ((3, 5), torch.bfloat16, True)
 
 
-def test_separate_keeps_small_data() -> None:
-    assert separate(*collected(fake_flats()[0]))[1] == {"epoch": 3}
-
-
-def test_separate_names_entries_by_their_keys() -> None:
-    entries, _ = separate(*collected(fake_flats()[0]))
-    assert [entry.path for entry in entries] == [
-        ("model", "a"),
-        ("model", "tied"),
-        ("model", "buffer"),
-        ("optimizer_0", "state", "a", "exp_avg"),
-        ("optimizer_0", "param_groups"),
+def test_separate_keeps_small_data_and_names_entries_by_their_keys() -> None:
+    """Only placeholders have a source."""
+    entries, kept = separate(*collected(fake_flats()[0]))
+    assert kept == {"epoch": 3}
+    assert [(entry.path, entry.source is not None) for entry in entries] == [
+        (("model", "a"), True),
+        (("model", "tied"), True),
+        (("model", "buffer"), False),
+        (("optimizer_0", "state", "a", "exp_avg"), True),
+        (("optimizer_0", "param_groups"), False),
     ]
-
-
-def test_only_placeholders_have_a_source() -> None:
-    entries, _ = separate(*collected(fake_flats()[0]))
-    assert [entry.source is not None for entry in entries] == [True, True, False, True, False]
 
 
 @pytest.mark.parametrize("where", ["state_dict", "mine"])
@@ -120,29 +113,21 @@ def folder(tmp_path: Path) -> Reader:
     return Reader(tmp_path, None)
 
 
-def test_a_saved_tensor_has_the_parameters_values(folder: Reader) -> None:
-    assert torch.equal(SavedTensor(folder, ("model", "a")) + 0, full_values()["a"])
+def test_a_saved_tensor_has_the_parameters_values_and_reads_any_range_or_box(folder: Reader) -> None:
+    saved, full = SavedTensor(folder, ("model", "a")), full_values()["a"]
+    assert torch.equal(saved + 0, full)
+    for start, stop in ((0, 15), (4, 11), (7, 7), (14, 15)):
+        assert torch.equal(saved.range(start, stop), full.flatten()[start:stop])
+    assert torch.equal(saved.box((1, 2), (2, 3)), full[1:3, 2:5])
 
 
-@pytest.mark.parametrize(("start", "stop"), [(0, 15), (4, 11), (7, 7), (14, 15)])
-def test_a_saved_tensor_reads_any_range(folder: Reader, start: int, stop: int) -> None:
-    assert torch.equal(SavedTensor(folder, ("model", "a")).range(start, stop), full_values()["a"].flatten()[start:stop])
-
-
-def test_a_saved_tensor_reads_any_box(folder: Reader) -> None:
-    assert torch.equal(SavedTensor(folder, ("model", "a")).box((1, 2), (2, 3)), full_values()["a"][1:3, 2:5])
-
-
-def test_a_tied_weight_is_written_once(folder: Reader) -> None:
+def test_a_tied_weight_is_written_once_and_unsharded_values_by_the_chosen_rank(folder: Reader) -> None:
     places = folder.metadata.storage_data
-    chunks = {name: [i for index, i in places.items() if index.fqn == f"model.{name}"] for name in ("a", "tied")}
+    names = ("a", "tied", "buffer")
+    chunks = {name: [i for index, i in places.items() if index.fqn == f"model.{name}"] for name in names}
     assert chunks["a"] == chunks["tied"]
     assert {info.relative_path for info in chunks["a"]} == {"__0_0.distcp", "__1_0.distcp"}
-
-
-def test_unsharded_values_are_written_by_the_chosen_rank(folder: Reader) -> None:
-    infos = [info for index, info in folder.metadata.storage_data.items() if index.fqn == "model.buffer"]
-    assert [info.relative_path for info in infos] == ["__0_0.distcp"]
+    assert [info.relative_path for info in chunks["buffer"]] == ["__0_0.distcp"]
 
 
 def test_assemble_gives_lightnings_dictionary(folder: Reader) -> None:

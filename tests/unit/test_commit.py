@@ -439,14 +439,9 @@ def test_a_save_takes_the_name_of_what_was_a_checkpoint(tmp_path: Path, was: str
 def test_saves_of_other_names_are_left_alone(tmp_path: Path) -> None:
     """Names that begin alike, and hidden files of others."""
     others = [
-        ".a.ckpt",
-        ".a.ckpt.x",
-        ".a.ckpt.1.2.partial",
-        ".a.ckpt-v1.id.partial",
-        ".a.ckpt.dead.partial",
-        ".b.ckpt.id.partial",
-        "a.ckpt.old",
-    ]
+        ".a.ckpt", ".a.ckpt.x", ".a.ckpt.1.2.partial", ".a.ckpt-v1.id.partial", ".a.ckpt.dead.partial",
+        ".b.ckpt.id.partial", "a.ckpt.old",
+    ]  # fmt: skip
     for name in others:
         (tmp_path / name).mkdir()
     (tmp_path / ".a.ckpt.0000dead.partial").mkdir()

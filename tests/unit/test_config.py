@@ -175,11 +175,25 @@ def test_every_candidate_of_a_plan_can_be_written_as_it_says() -> None:
         ({"parallel.pipeline": 2, "checkpoint": "file"}, r"Got checkpoint\.format='file' with parallel\.pipeline=2"),
         ({"stage": "auto", "offload": "nvme"}, 'Got offload or parallel with stage="auto"'),
         ({"stage": "auto", "parallel.context": 2}, 'Got offload or parallel with stage="auto"'),
+        # Compiled code.
+        ({"compile": "whole"}, "Got compile='whole', but compile must be"),
+        ({"compile": {"region": "blocks"}}, "no option 'region'. Did you mean 'regions'"),
+        ({"compile": {"regions": "blocks", "mode": "reduce-overhead"}}, "CUDA graphs.*'max-autotune-no-cudagraphs'"),
+        ({"compile": {"regions": "model", "fullgraph": True}}, "graphs end at blocks.*compile='blocks'"),
+        ({"compile": "model", "parallel.pipeline": 2}, "one by one. Set compile='blocks'"),
+        ({"compile": "blocks", "activations": {"checkpointing": "full", "partitioning": True}, "parallel.tensor": 2},
+         "partitioning=True, but compiled code chooses"),
+        # Products in fp8.
+        ({"precision.matmul": "fp8", "precision.frozen": "nf4"}, "quantized weights are rounded"),
+        ({"precision.matmul": "fp8", "parallel.pipeline": 2}, "parallel.pipeline, but a scale.*rowwise_with_gw_hp"),
+        ({"precision.matmul": "fp8", "parallel.context": 2}, "parallel.context, but a scale.*rowwise_with_gw_hp"),
+        ({"precision.matmul": "fp8", "activations.tiling": "mlp"},
+         "activations.tiling, but a scale.*rowwise_with_gw_hp"),
     ],
 )  # fmt: skip
 def test_a_wrong_value_names_its_group_and_the_cure(options: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
-        ZeROStrategy(**nested(options))
+        ZeROStrategy(**nested({"stage": 3, **options}))
 
 
 @pytest.mark.parametrize(
@@ -195,41 +209,6 @@ def test_a_wrong_value_names_its_group_and_the_cure(options: dict[str, Any], mes
 def test_a_group_refuses_names_that_it_does_not_have(make: Any, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         make()
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"compile": "whole"}, "Got compile='whole', but compile must be"),
-        ({"compile": {"region": "blocks"}}, "no option 'region'. Did you mean 'regions'"),
-        ({"compile": {"regions": "blocks", "mode": "reduce-overhead"}}, "CUDA graphs.*'max-autotune-no-cudagraphs'"),
-        ({"compile": {"regions": "model", "fullgraph": True}}, "graphs end at blocks.*compile='blocks'"),
-        ({"compile": "model", "parallel": {"pipeline": 2}}, "one by one. Set compile='blocks'"),
-        (
-            {"compile": "blocks", "activations": {"checkpointing": "full", "partitioning": True},
-             "parallel": {"tensor": 2}},
-            "partitioning=True, but compiled code chooses",
-        ),
-    ],
-)  # fmt: skip
-def test_what_cannot_be_compiled_is_refused(options: dict[str, Any], message: str) -> None:
-    with pytest.raises(ConfigError, match=message):
-        ZeROStrategy(3, **options)
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"precision": {"frozen": "nf4"}}, "quantized weights are rounded"),
-        ({"parallel": {"pipeline": 2}}, "parallel.pipeline, but a scale.*rowwise_with_gw_hp"),
-        ({"parallel": {"context": 2}}, "parallel.context, but a scale.*rowwise_with_gw_hp"),
-        ({"activations": {"tiling": "mlp"}}, "activations.tiling, but a scale.*rowwise_with_gw_hp"),
-    ],
-)
-def test_what_cannot_multiply_in_fp8_is_refused(options: dict[str, Any], message: str) -> None:
-    precision = {"matmul": "fp8", **options.pop("precision", {})}
-    with pytest.raises(ConfigError, match=message):
-        ZeROStrategy(3, precision=precision, **options)
 
 
 def test_what_can_be_compiled() -> None:

@@ -133,10 +133,6 @@ def batch() -> dict[str, Any]:
     return {"x": torch.arange(6000).view(2, 3000), "y": [torch.zeros(0), "text", (1, None)], "z": object()}
 
 
-def test_equal_batches_have_equal_checksums() -> None:
-    assert checksum(batch()) == checksum(batch())
-
-
 @pytest.mark.parametrize(
     "change",
     [
@@ -151,7 +147,7 @@ def test_equal_batches_have_equal_checksums() -> None:
     ],
 )
 def test_other_values_types_and_structures_have_other_checksums(change: dict[str, Any]) -> None:
-    assert checksum({**batch(), **change}) != checksum(batch())
+    assert checksum({**batch(), **change}) != checksum(batch()) == checksum(batch())
 
 
 @pytest.mark.parametrize(

@@ -140,9 +140,12 @@ def test_training_is_the_same_without_it(tmp_path: Path) -> None:
         assert torch.equal(mine, theirs)
 
 
-def test_every_n_steps_is_the_trainers_by_default(tmp_path: Path) -> None:
-    fit(Net(), tmp_path, callbacks=[ExpertMonitor()], log_every_n_steps=4)
-    assert [row["step"] for row in rows(tmp_path)] == [4]
+def test_every_n_steps_is_the_trainers_by_default_and_a_model_without_experts_logs_nothing(tmp_path: Path) -> None:
+    fit(Net(), tmp_path / "a", callbacks=[ExpertMonitor()], log_every_n_steps=4)
+    assert [row["step"] for row in rows(tmp_path / "a")] == [4]
+    trainer = fit(Dense(), tmp_path / "b", callbacks=[ExpertMonitor(1)])
+    assert trainer.global_step == 4
+    assert not (tmp_path / "b" / "0" / "metrics.csv").exists()
 
 
 def test_accumulated_batches_are_one_step(tmp_path: Path) -> None:
@@ -151,12 +154,6 @@ def test_accumulated_batches_are_one_step(tmp_path: Path) -> None:
     assert [row["step"] for row in rows(tmp_path)] == [1, 2]
     kept = module.interval[0][0]
     assert rows(tmp_path)[0]["zero_expert_dropped/layers.0"] == pytest.approx(1 - int(kept.sum()) / 32)
-
-
-def test_a_model_without_experts_logs_nothing(tmp_path: Path) -> None:
-    trainer = fit(Dense(), tmp_path, callbacks=[ExpertMonitor(1)])
-    assert trainer.global_step == 4
-    assert not (tmp_path / "0" / "metrics.csv").exists()
 
 
 def test_a_layer_that_another_rank_holds_adds_nothing(tmp_path: Path) -> None:
@@ -221,20 +218,16 @@ def load(*routed: int, kept: tuple[int, ...] | None = None) -> LayerLoad:
 
 def test_numbers_by_hand() -> None:
     found = scalars({"a": load(6, 2, 0, 0, kept=(3, 2, 0, 0)), "b": load(1, 1)})
-    assert found["zero_expert_largest_load/a"] == 3.0
-    assert found["zero_expert_largest_load/b"] == 1.0
-    assert found["zero_experts/largest_load"] == 3.0
-    assert found["zero_expert_unused/a"] == 0.5
-    assert found["zero_experts/unused"] == pytest.approx(2 / 6)
-    assert found["zero_expert_dropped/a"] == pytest.approx(3 / 8)
-    assert found["zero_experts/dropped"] == pytest.approx(3 / 10)
-    assert [found[f"zero_experts/{name}"] for name in ("entropy", "balance_loss", "z_loss")] == [1.0, 2.0, 3.0]
-
-
-def test_a_layer_that_saw_nothing_has_numbers() -> None:
-    found = scalars({"a": load(0, 0)})
-    assert found["zero_experts/largest_load"] == found["zero_experts/dropped"] == 0.0
-    assert found["zero_experts/unused"] == 1.0
+    expected = {
+        "zero_expert_largest_load/a": 3.0, "zero_expert_largest_load/b": 1.0, "zero_experts/largest_load": 3.0,
+        "zero_expert_unused/a": 0.5, "zero_experts/unused": pytest.approx(2 / 6),
+        "zero_expert_dropped/a": pytest.approx(3 / 8), "zero_experts/dropped": pytest.approx(3 / 10),
+        "zero_experts/entropy": 1.0, "zero_experts/balance_loss": 2.0, "zero_experts/z_loss": 3.0,
+    }  # fmt: skip
+    assert {name: found[name] for name in expected} == expected
+    nothing = scalars({"a": load(0, 0)})
+    assert nothing["zero_experts/largest_load"] == nothing["zero_experts/dropped"] == 0.0
+    assert nothing["zero_experts/unused"] == 1.0
 
 
 def test_the_picture_shows_layers_by_lines_and_experts_by_cells() -> None:

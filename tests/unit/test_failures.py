@@ -42,13 +42,11 @@ def announce(ranks: list[Failures], *places: str) -> list[bool]:
     return [ranks[0].announce(ValueError("mine"), patience_s=5, place=places[0])]
 
 
-def test_ranks_that_fail_at_the_same_place_keep_the_group(ranks: list[Failures]) -> None:
-    assert announce(ranks, "a", "a") == [True]
+@pytest.mark.parametrize(("places", "together"), [("aa", True), ("ab", False)])
+def test_ranks_that_fail_at_the_same_place_keep_the_group(ranks: list[Failures], places: str, together: bool) -> None:
+    assert announce(ranks, *places) == [together]
     assert ranks[0].round == 1
-
-
-def test_ranks_that_fail_at_different_places_do_not(ranks: list[Failures]) -> None:
-    assert announce(ranks, "a", "b") == [False]
+    assert not ranks[0].announce(ValueError("again"), patience_s=0.1), "an earlier round is not counted"
 
 
 def test_a_rank_that_fails_alone_waits_no_longer_than_its_patience(ranks: list[Failures]) -> None:
@@ -56,22 +54,16 @@ def test_a_rank_that_fails_alone_waits_no_longer_than_its_patience(ranks: list[F
     assert ranks[0].round == 0
 
 
-def test_an_earlier_round_is_not_counted(ranks: list[Failures]) -> None:
-    announce(ranks, "a", "a")
-    assert not ranks[0].announce(ValueError("again"), patience_s=0.1)
-
-
-def test_a_broken_connection_becomes_the_reported_error(ranks: list[Failures]) -> None:
-    ranks[1].announce(ValueError("theirs"), patience_s=0)
-    with pytest.raises(RankFailedError, match="another one failed: rank 1: ValueError: theirs") as raised:
+@pytest.mark.parametrize("reported", [True, False])
+def test_a_broken_connection_becomes_the_error_that_was_reported(ranks: list[Failures], reported: bool) -> None:
+    if reported:
+        ranks[1].announce(ValueError("theirs"), patience_s=0)
+        with pytest.raises(RankFailedError, match="another one failed: rank 1: ValueError: theirs") as raised:
+            ranks[0].raise_if_any(RuntimeError("Connection closed"))
+        assert str(raised.value.__cause__) == "Connection closed"
+    else:
         ranks[0].raise_if_any(RuntimeError("Connection closed"))
-    assert str(raised.value.__cause__) == "Connection closed"
-    assert ranks[0].stopped
-
-
-def test_without_a_report_nothing_is_raised(ranks: list[Failures]) -> None:
-    ranks[0].raise_if_any(RuntimeError("Connection closed"))
-    assert not ranks[0].stopped
+    assert ranks[0].stopped is reported
 
 
 def test_a_verdict_comes_before_reports(ranks: list[Failures]) -> None:

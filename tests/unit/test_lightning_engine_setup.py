@@ -35,29 +35,26 @@ def chosen(**options: Any) -> ZeROConfig:
     return run.config
 
 
-def test_without_nvme_no_folder_is_chosen() -> None:
-    assert chosen(offload="cpu").offload.nvme_path == ""
-
-
-@pytest.mark.parametrize("options", [{"offload": "nvme"}, {"activations": {"offload": "nvme"}}], ids=str)
-def test_nvme_goes_to_the_trainers_folder(options: dict[str, Any]) -> None:
-    assert chosen(**options).offload.nvme_path == "/runs/a/nvme"
-
-
-def test_the_environment_names_another_folder(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("LS_STRATEGY_NVME_PATH", "/scratch")
-    assert chosen(offload="nvme").offload.nvme_path == "/scratch"
-
-
-def test_an_option_names_the_folder_before_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("LS_STRATEGY_NVME_PATH", "/scratch")
-    assert chosen(offload={"optimizer": "nvme", "nvme_path": "/mine"}).offload.nvme_path == "/mine"
-
-
-def test_the_rest_of_the_options_stays_with_a_chosen_folder() -> None:
-    config = chosen(offload="nvme", sharding={"prefetch_units": 3})
-    assert config.offload.tiers == {"nvme"}
-    assert config.sharding.prefetch_units == 3
+@pytest.mark.parametrize(
+    ("options", "environment", "path"),
+    [
+        ({"offload": "cpu"}, None, ""),
+        ({"offload": "nvme"}, None, "/runs/a/nvme"),
+        ({"activations": {"offload": "nvme"}}, None, "/runs/a/nvme"),
+        ({"offload": "nvme"}, "/scratch", "/scratch"),
+        ({"offload": {"optimizer": "nvme", "nvme_path": "/mine"}}, "/scratch", "/mine"),
+    ],
+    ids=["without nvme", "the trainer's", "for activations", "of the environment", "of the option"],
+)
+def test_the_folder_of_nvme(
+    options: dict[str, Any], environment: str | None, path: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if environment is not None:
+        monkeypatch.setenv("LS_STRATEGY_NVME_PATH", environment)
+    config = chosen(**options, sharding={"prefetch_units": 3})
+    assert config.offload.nvme_path == path
+    assert config.sharding.prefetch_units == 3, "the rest of the options stays"
+    assert config.offload.tiers == chosen(**options).offload.tiers
 
 
 def test_free_memory_is_read_once_for_several_fits(monkeypatch: pytest.MonkeyPatch) -> None:

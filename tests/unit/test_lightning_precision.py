@@ -55,7 +55,9 @@ def test_the_default_dtype_comes_back_after_an_error() -> None:
 
 
 def test_a_plugin_of_lightning_becomes_ours() -> None:
-    assert ZeROPrecision.from_plugin(MixedPrecision("bf16-mixed", "cpu")).precision == "bf16-mixed"
+    for plugin in (MixedPrecision("bf16-mixed", "cpu"), MixedPrecision("16-mixed", "cpu"), DoublePrecision()):
+        assert ZeROPrecision.from_plugin(plugin).precision == plugin.precision
+    assert ZeROFabricPrecision.from_plugin(ZeROPrecision("16-mixed")).precision == "16-mixed"
     assert ZeROPrecision.from_plugin(HalfPrecision("bf16-true")).policy.cast == torch.bfloat16
 
 
@@ -79,12 +81,6 @@ class Mine(MixedPrecision):
 def test_what_would_be_dropped_silently_is_refused(make: Any, message: str, ours: type[ZeROPrecision]) -> None:
     with pytest.raises(ConfigError, match=message):
         ours.from_plugin(make())
-
-
-def test_plugins_that_do_what_they_say_are_taken() -> None:
-    assert ZeROPrecision.from_plugin(MixedPrecision("16-mixed", "cpu")).precision == "16-mixed"
-    assert ZeROFabricPrecision.from_plugin(ZeROPrecision("16-mixed")).precision == "16-mixed"
-    assert ZeROPrecision.from_plugin(DoublePrecision()).precision == "64-true"
 
 
 def test_a_plugin_without_an_equivalent_is_refused() -> None:
@@ -120,18 +116,19 @@ def test_a_loss_scale_from_a_checkpoint_waits_for_the_engine() -> None:
     assert made.scaler.state == plugin.state_dict() == {"scale": 4.0}
 
 
-def test_the_loss_scale_of_another_strategy_is_loaded() -> None:
+@pytest.mark.parametrize(
+    ("saved", "loaded"),
+    [
+        ({"MixedPrecision": {"scale": 2.0}}, {"scale": 2.0}),
+        ({"MixedPrecision": {"scale": 2.0}, "ZeROPrecision": {"scale": 4.0}}, {}),
+    ],
+    ids=["of another strategy", "unless there is our own"],
+)
+def test_the_loss_scale_is_loaded(saved: dict[str, Any], loaded: dict[str, Any]) -> None:
     plugin, made = ZeROPrecision("16-mixed"), engine()
     plugin.attach(made)
-    plugin.on_load_checkpoint({"MixedPrecision": {"scale": 2.0}})
-    assert made.scaler.state == {"scale": 2.0}
-
-
-def test_our_own_loss_scale_comes_before_that_of_another() -> None:
-    plugin, made = ZeROPrecision("16-mixed"), engine()
-    plugin.attach(made)
-    plugin.on_load_checkpoint({"MixedPrecision": {"scale": 2.0}, "ZeROPrecision": {"scale": 4.0}})
-    assert made.scaler.state == {}
+    plugin.on_load_checkpoint(saved)
+    assert made.scaler.state == loaded
 
 
 @pytest.mark.parametrize(

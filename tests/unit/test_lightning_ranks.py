@@ -45,25 +45,30 @@ def comm(*messages: Any, **more: Any) -> Any:
     return made
 
 
-def test_work_that_succeeds_everywhere_gives_its_result(strategy: ZeROStrategy) -> None:
-    strategy._comm = comm(None)
-    assert strategy.on_all_ranks(lambda: 7) == 7
+@pytest.mark.parametrize(
+    ("theirs", "mine", "error"),
+    [
+        (None, 7, None),
+        ("rank 1: other", ValueError("mine"), (ValueError, "mine")),
+        ("rank 1: no such file", 7, (CheckpointError, "rank 1: no such file")),
+    ],
+    ids=["succeeds everywhere", "fails here", "fails elsewhere"],
+)
+def test_work_gives_its_result_or_an_error_everywhere(
+    strategy: ZeROStrategy, theirs: Any, mine: Any, error: Any
+) -> None:
+    strategy._comm = comm(theirs)
 
+    def work() -> int:
+        if isinstance(mine, Exception):
+            raise mine
+        return mine
 
-def test_work_that_fails_here_raises_its_own_error(strategy: ZeROStrategy) -> None:
-    strategy._comm = comm("rank 1: other")
-
-    def work() -> None:
-        raise ValueError("mine")
-
-    with pytest.raises(ValueError, match="mine"):
-        strategy.on_all_ranks(work)
-
-
-def test_work_that_fails_elsewhere_raises_here(strategy: ZeROStrategy) -> None:
-    strategy._comm = comm("rank 1: no such file")
-    with pytest.raises(CheckpointError, match="rank 1: no such file"):
-        strategy.on_all_ranks(lambda: 7)
+    if error is None:
+        assert strategy.on_all_ranks(work) == 7
+    else:
+        with pytest.raises(error[0], match=error[1]):
+            strategy.on_all_ranks(work)
 
 
 class Failed:
@@ -78,10 +83,22 @@ class Failed:
         monkeypatch.setattr(dist, "destroy_process_group", lambda: self.events.append("destroy"))
 
 
-def test_an_error_on_one_rank_breaks_the_connections(strategy: ZeROStrategy, monkeypatch: pytest.MonkeyPatch) -> None:
-    failed = Failed(strategy, monkeypatch, all_failed=False)
-    strategy.on_exception(ValueError("mine"))
-    assert failed.events == ["announce", "abandon", "break", "destroy"]
+@pytest.mark.parametrize(
+    ("error", "all_failed", "events"),
+    [
+        (ValueError("mine"), False, ["announce", "abandon", "break", "destroy"]),
+        (PlanError("of one pipeline stage"), False, ["announce", "abandon", "break", "destroy"]),
+        (ValueError("mine"), True, ["announce"]),
+        (RankFailedError("rank 1: ..."), True, ["announce", "break", "destroy"]),
+    ],
+    ids=["on one rank", "a refusal on one rank", "on all ranks keeps the group", "of another rank"],
+)
+def test_an_error_breaks_the_connections(
+    strategy: ZeROStrategy, monkeypatch: pytest.MonkeyPatch, error: Exception, all_failed: bool, events: list[str]
+) -> None:
+    failed = Failed(strategy, monkeypatch, all_failed=all_failed)
+    strategy.on_exception(error)
+    assert failed.events == events
 
 
 def test_an_error_is_announced_even_if_the_engine_cannot_give_up_its_step(
@@ -99,35 +116,12 @@ def test_an_error_is_announced_even_if_the_engine_cannot_give_up_its_step(
     assert failed.events == ["announce", "abandon", "break", "destroy"]
 
 
-def test_an_error_on_all_ranks_keeps_the_group(strategy: ZeROStrategy, monkeypatch: pytest.MonkeyPatch) -> None:
-    failed = Failed(strategy, monkeypatch, all_failed=True)
-    strategy.on_exception(ValueError("mine"))
-    assert failed.events == ["announce"]
-
-
-def test_a_rank_that_another_one_has_failed_leaves_too(strategy: ZeROStrategy, monkeypatch: pytest.MonkeyPatch) -> None:
-    failed = Failed(strategy, monkeypatch, all_failed=True)
-    strategy.on_exception(RankFailedError("rank 1: ..."))
-    assert failed.events == ["announce", "break", "destroy"]
-
-
-def test_a_refusal_on_one_rank_is_announced_like_any_failure(
-    strategy: ZeROStrategy, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    failed = Failed(strategy, monkeypatch, all_failed=False)
-    strategy.on_exception(PlanError("of one pipeline stage"))
-    assert failed.events == ["announce", "abandon", "break", "destroy"]
-
-
-def test_an_interrupt_of_one_process_lets_it_save(strategy: ZeROStrategy) -> None:
-    assert strategy.all_interrupted()
-    assert not strategy._alone
-
-
-def test_an_interrupt_after_another_ranks_failure_does_not_save(strategy: ZeROStrategy) -> None:
-    strategy._comm = comm(failures=SimpleNamespace(stopped=True))
-    assert not strategy.all_interrupted()
-    assert strategy._alone
+@pytest.mark.parametrize("stopped", [False, True], ids=["saves", "unless another rank has failed before"])
+def test_an_interrupt_of_one_process(strategy: ZeROStrategy, stopped: bool) -> None:
+    if stopped:
+        strategy._comm = comm(failures=SimpleNamespace(stopped=True))
+    assert strategy.all_interrupted() is not stopped
+    assert strategy._alone is stopped
 
 
 def test_a_backend_that_torch_does_not_know() -> None:

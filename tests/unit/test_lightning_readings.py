@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any
 
@@ -33,31 +34,17 @@ def two_optimizers() -> tuple[nn.Module, Any, list[torch.optim.Optimizer]]:
     return model, strategy_of(engine_on(model, optimizers, stage=1)), optimizers
 
 
-def test_the_norm_of_all_optimizers_is_that_of_the_gradients() -> None:
-    model, strategy, _ = two_optimizers()
-    backward(strategy.engine, 0)
-    expected = torch.nn.utils.get_total_norm([p.grad for p in model.parameters() if p.grad is not None])
-    assert strategy.grad_norm().item() == pytest.approx(expected.item(), rel=1e-6)
-
-
-def test_the_norm_of_one_optimizer_is_that_of_its_parameters() -> None:
+def test_norms_are_those_of_all_gradients_or_of_one_optimizers() -> None:
+    """The optimizer may be Lightning's wrapper, and one that is not the run's is refused."""
     model, strategy, optimizers = two_optimizers()
     backward(strategy.engine, 0)
-    last = [p.grad for p in list(model.parameters())[2:] if p.grad is not None]
-    largest = max(g.abs().max().item() for g in last)
+    grads = [p.grad for p in model.parameters() if p.grad is not None]
+    expected = torch.nn.utils.get_total_norm(grads)
+    assert strategy.grad_norm().item() == pytest.approx(expected.item(), rel=1e-6)
+    largest = max(g.abs().max().item() for g in grads[2:])
     assert strategy.grad_norm(float("inf"), optimizer=optimizers[1]).item() == pytest.approx(largest, rel=1e-6)
-
-
-def test_the_optimizer_may_be_lightnings_wrapper() -> None:
-    _, strategy, optimizers = two_optimizers()
-    backward(strategy.engine, 0)
     wrapper = LightningOptimizer(optimizers[0])
     assert torch.equal(strategy.grad_norm(optimizer=wrapper), strategy.grad_norm(optimizer=optimizers[0]))
-
-
-def test_the_norm_of_a_foreign_optimizer_is_refused() -> None:
-    model, strategy, _ = two_optimizers()
-    backward(strategy.engine, 0)
     with pytest.raises(StateError, match=r"Got a AdamW .* that configure_optimizers has not returned\. Pass one of"):
         strategy.grad_norm(optimizer=adamw(model.parameters()))
 
@@ -81,16 +68,13 @@ def test_a_replica_has_a_number_and_a_count() -> None:
     assert (strategy.data_parallel_rank, strategy.data_parallel_size) == (2, 5)
 
 
-def test_there_is_no_loss_scale_without_fp16() -> None:
-    assert strategy_of(SimpleNamespace(scaler=None)).loss_scale is None
-    assert strategy_of(SimpleNamespace(scaler=SimpleNamespace(scale=64.0))).loss_scale == 64.0
-
-
-def test_bytes_steps_and_waits_are_the_engines() -> None:
+@pytest.mark.parametrize(("scaler", "scale"), [(None, None), (SimpleNamespace(scale=64.0), 64.0)], ids=["", "fp16"])
+def test_bytes_steps_waits_and_the_loss_scale_are_the_engines(scaler: Any, scale: float | None) -> None:
     engine = SimpleNamespace(
-        memory_bytes=lambda: {"parameters": 8}, precision="policy", skipped_steps=3, exposed_step_s=0.5
+        memory_bytes=lambda: {"parameters": 8}, precision="policy", skipped_steps=3, exposed_step_s=0.5, scaler=scaler
     )
     strategy = strategy_of(engine)
+    assert strategy.loss_scale == scale
     assert strategy.memory_bytes() == {"parameters": 8}
     assert (strategy.precision_policy, strategy.skipped_steps, strategy.exposed_step_s) == ("policy", 3, 0.5)
 
@@ -105,20 +89,17 @@ def test_gathered_parameters_of_a_part_are_full_inside(as_module: bool) -> None:
             assert torch.equal(mine, theirs)
 
 
-def test_what_is_written_to_gathered_parameters_is_kept_if_wanted() -> None:
+@pytest.mark.parametrize("modify", [True, False])
+def test_what_is_written_to_gathered_parameters_is_kept_if_wanted_and_an_error_otherwise(modify: bool) -> None:
     model, strategy = trained()
-    with strategy.gathered_parameters(modify=True), torch.no_grad():
+    said = nullcontext() if modify else pytest.raises(StateError, match="modify")
+    with said, strategy.gathered_parameters(modify=modify), torch.no_grad():
         for p in model.parameters():
             p.fill_(2.0)
-    assert all((values == 2.0).all() for values in weights(strategy.engine))
-    steps(strategy.engine, 1)  # from these values
-    assert all((values - 2.0).abs().max() < 0.1 for values in weights(strategy.engine))
-
-
-def test_a_write_to_gathered_parameters_is_an_error_otherwise() -> None:
-    model, strategy = trained()
-    with pytest.raises(StateError, match="modify"), strategy.gathered_parameters(), torch.no_grad():
-        next(model.parameters()).fill_(2.0)
+    if modify:
+        assert all((values == 2.0).all() for values in weights(strategy.engine))
+        steps(strategy.engine, 1)  # from these values
+        assert all((values - 2.0).abs().max() < 0.1 for values in weights(strategy.engine))
 
 
 def test_nothing_can_be_read_before_the_set_up() -> None:

@@ -57,38 +57,28 @@ def boundary(is_last: bool) -> Any:
     return SimpleNamespace(epoch_loop=SimpleNamespace(batch_progress=batches), _loaded_from_state_dict=False)
 
 
-def test_an_iterator_between_epochs_draws_from_the_saved_states() -> None:
-    resume = pending(fit_loop=boundary(True))
+@pytest.mark.parametrize("between_epochs", [True, False])
+def test_an_iterator_between_epochs_draws_from_the_saved_states(between_epochs: bool) -> None:
+    """In the middle of an epoch it draws as before."""
+    resume = pending(fit_loop=boundary(between_epochs))
     with resume.making_iterators():
-        assert float(torch.rand(1)) == drawn(5)
-    torch.manual_seed(6)
-    resume.restore_random_states()
-    second = torch.rand(2, generator=torch.Generator().manual_seed(5))[1]
-    assert float(torch.rand(1)) == float(second)  # continues after the draw
-
-
-def test_an_iterator_in_the_middle_of_an_epoch_draws_as_before() -> None:
-    resume = pending(fit_loop=boundary(False))
-    with resume.making_iterators():
-        assert float(torch.rand(1)) == drawn(6)
+        assert float(torch.rand(1)) == drawn(5 if between_epochs else 6)
     assert resume.pending
+    if between_epochs:
+        torch.manual_seed(6)
+        resume.restore_random_states()
+        second = torch.rand(2, generator=torch.Generator().manual_seed(5))[1]
+        assert float(torch.rand(1)) == float(second)  # continues after the draw
 
 
-def test_a_plain_module_is_loaded_at_once() -> None:
-    module, other = nn.Linear(2, 1), nn.Linear(2, 1)
-    resume_of(module).load_weights(other.state_dict(), strict=True)
+@pytest.mark.parametrize(("precision", "dtype"), [("32-true", torch.float32), ("64-true", torch.float64)])
+def test_a_plain_module_is_loaded_at_once_with_all_bits(precision: str, dtype: torch.dtype) -> None:
+    module, other = nn.Linear(2, 1), nn.Linear(2, 1, dtype=dtype)
+    resume = resume_of(module, precision=precision)
+    resume.load_weights(other.state_dict(), strict=True)
     assert torch.equal(module.weight, other.weight)
-
-
-def test_a_plain_module_of_a_run_in_fp64_takes_all_bits() -> None:
-    module, other = nn.Linear(2, 1), nn.Linear(2, 1, dtype=torch.float64)
-    resume_of(module, precision="64-true").load_weights(other.state_dict(), strict=True)
-    assert torch.equal(module.weight, other.weight)
-
-
-def test_a_strict_load_of_a_plain_module_refuses_missing_names() -> None:
     with pytest.raises(RuntimeError, match="Missing key"):
-        resume_of(nn.Linear(2, 1)).load_weights({}, strict=True)
+        resume.load_weights({}, strict=True)
 
 
 def test_weights_of_a_meta_module_wait_for_the_engine(monkeypatch: pytest.MonkeyPatch) -> None:

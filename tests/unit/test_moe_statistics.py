@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 
 from ls_strategy.moe.statistics import Counts
@@ -16,14 +17,10 @@ def counted() -> Counts:
     return counts
 
 
-def test_pairs_are_summed_over_calls() -> None:
+def test_pairs_are_summed_and_values_are_means_over_calls() -> None:
     statistics = counted().statistics(CPU)
     assert statistics.routed.tolist() == [4, 4, 4]
     assert statistics.kept.tolist() == [2, 3, 4]
-
-
-def test_values_are_means_over_calls() -> None:
-    statistics = counted().statistics(CPU)
     values = [v.item() for v in (statistics.entropy, statistics.balance_loss, statistics.z_loss)]
     assert values == [2.0, 3.0, 4.0]
     assert statistics.calls == 2
@@ -42,15 +39,12 @@ def test_statistics_are_copies() -> None:
     assert before.routed.tolist() == [4, 4, 4]
 
 
-def test_reset_keeps_the_loads() -> None:
+@pytest.mark.parametrize("reset", [True, False])
+def test_loads_are_taken_once_and_a_reset_keeps_them(reset: bool) -> None:
     counts = counted()
-    counts.reset()
-    assert counts.statistics(CPU).calls == 0
+    if reset:
+        counts.reset()
+    assert counts.statistics(CPU).calls == (0 if reset else 2)
     assert counts.take_loads(CPU).tolist() == [4.0, 4.0, 4.0]
-
-
-def test_loads_are_taken_once() -> None:
-    counts = counted()
-    counts.take_loads(CPU)
     assert counts.take_loads(CPU).tolist() == [0.0, 0.0, 0.0]
-    assert counts.statistics(CPU).calls == 2
+    assert counts.statistics(CPU).calls == (0 if reset else 2)

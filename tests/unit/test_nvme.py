@@ -36,8 +36,20 @@ SIZES = {
 BIG = (30_000, "torch.float32")
 
 
-def make_nvme(directory, sizes=SIZES, *, buffer_bytes=256 << 10, buffers=6, **options):
-    return NVMeTier(directory, sizes, io=IO, rank=0, buffer_bytes=buffer_bytes, buffers=buffers, **options)
+MADE = []
+
+
+@pytest.fixture(autouse=True)
+def closed():
+    yield
+    while MADE:
+        MADE.pop().close()
+
+
+def make_nvme(directory, sizes=SIZES, *, io=IO, buffer_bytes=256 << 10, buffers=6, **options):
+    """A tier that is closed after the test."""
+    MADE.append(NVMeTier(directory, sizes, io=io, rank=0, buffer_bytes=buffer_bytes, buffers=buffers, **options))
+    return MADE[-1]
 
 
 def values(key, sizes=SIZES, seed=0):
@@ -57,7 +69,7 @@ def read(tier, key, start=0, stop=None):
 def tier(request, tmp_path):
     if request.param.startswith("nvme"):
         io = NVMeIOConfig(block_bytes=8192, parallelism=3, queue_depth=8, direct=request.param == "nvme")
-        made = NVMeTier(tmp_path, SIZES, io=io, rank=0, buffer_bytes=256 << 10, buffers=6)
+        made = make_nvme(tmp_path, io=io)
     else:
         made = ResidentTier(SIZES, lambda numel, dtype: torch.empty(numel, dtype=dtype), request.param)
     yield made
@@ -202,7 +214,6 @@ class TestNVMe:
             tier.get(BIG)
         tier.put(BIG, values(BIG))  # in portions by itself
         assert torch.equal(read(tier, BIG, 16384), values(BIG)[16384:])
-        tier.close()
 
     def test_a_loan_that_ended_is_refused(self, tmp_path):
         tier = make_nvme(tmp_path)
@@ -212,7 +223,6 @@ class TestNVMe:
             lease.wait()
         with pytest.raises(StateError, match="released or put"):
             tier.put(BIG, lease)
-        tier.close()
 
     def test_ends_inside_a_page_are_refused(self, tmp_path):
         tier = make_nvme(tmp_path, buffers=1)
@@ -223,7 +233,6 @@ class TestNVMe:
         with pytest.raises(AssertionError, match="put into state"):
             tier.put(BIG, torch.zeros(30_000, dtype=torch.bfloat16))
         assert not read(tier, BIG).any()
-        tier.close()
 
     def test_a_get_sees_a_write_that_is_still_under_way(self, tmp_path, monkeypatch):
         tier = make_nvme(tmp_path)
@@ -235,7 +244,6 @@ class TestNVMe:
         threading.Timer(0.1, may_write.set).start()
         assert torch.equal(read(tier, small), values(small))
         assert may_write.is_set()
-        tier.close()
 
     def test_a_released_buffer_is_lent_again_when_its_read_is_over(self, tmp_path, monkeypatch):
         tier, small = make_nvme(tmp_path, buffers=1), (4097, "torch.uint8")
@@ -246,7 +254,6 @@ class TestNVMe:
         lease = tier.get(small)
         assert may_read.is_set(), "two reads into one buffer"
         lease.release()
-        tier.close()
 
     def test_counters(self, tmp_path):
         tier = make_nvme(tmp_path)
@@ -256,7 +263,6 @@ class TestNVMe:
         padded = -(-30_000 * 4 // 4096) * 4096
         assert (tier.bytes_written, tier.bytes_read) == (padded, padded)
         assert tier.busy_s > 0
-        tier.close()
 
     def test_loans_survive_close(self, tmp_path):
         tier = make_nvme(tmp_path)
@@ -275,7 +281,6 @@ class TestNVMe:
             tier.get(BIG, 4096, 8192)
         leases[0].release()
         assert not read(tier, BIG, 4096, 8192).any()
-        tier.close()
 
     def test_get_waits_for_a_buffer_that_comes_back(self, tmp_path):
         tier = make_nvme(tmp_path, buffers=1)
@@ -283,7 +288,6 @@ class TestNVMe:
         lease.wait()
         threading.Timer(0.05, lease.release).start()
         assert not read(tier, BIG).any()
-        tier.close()
 
 
 class TestErrors:
@@ -308,7 +312,6 @@ class TestErrors:
             lease.release()
         for _ in range(10):  # its buffer came back
             assert not read(tier, BIG).any()
-        tier.close()
 
     @pytest.mark.parametrize(
         ("number", "cure"), [(errno.EIO, "dmesg"), (errno.ENOSPC, "Free space"), (errno.EFBIG, "ulimit")]
@@ -324,7 +327,6 @@ class TestErrors:
         for call in (tier.flush, lambda: tier.get(BIG), lambda: tier.put(BIG, values(BIG))):
             with pytest.raises(NVMeError):
                 call()
-        tier.close()
 
     def test_a_read_of_what_could_not_be_written_fails(self, tmp_path, monkeypatch):
         tier = make_nvme(tmp_path)
@@ -333,14 +335,13 @@ class TestErrors:
             tier.put(BIG, values(BIG))
             with pytest.raises(NVMeError):
                 read(tier, BIG)
-        tier.close()
 
     def test_an_error_of_writing_back_from_the_page_cache_is_kept(self, tmp_path, monkeypatch):
         def refuse(fd):
             raise OSError(errno.EIO, "Input/output error")
 
         io = NVMeIOConfig(direct=False)
-        tier = NVMeTier(tmp_path, SIZES, io=io, rank=0)
+        tier = make_nvme(tmp_path, io=io)
         tier.put(BIG, values(BIG))
         with monkeypatch.context() as patch:
             patch.setattr(os, "fdatasync", refuse)
@@ -348,7 +349,6 @@ class TestErrors:
                 tier.flush()
         with pytest.raises(NVMeError, match="writing back"):
             tier.get(BIG)
-        tier.close()
 
     def test_an_error_that_nobody_asked_for_is_logged(self, tmp_path, monkeypatch, caplog):
         tier = make_nvme(tmp_path)
@@ -368,7 +368,6 @@ class TestErrors:
             lease.wait()
         may_read.set()
         monkeypatch.setattr("ls_strategy.tiers.file_io.STALLED_S", 10.0)
-        tier.close()
 
     def test_a_full_drive_is_an_error_at_the_start(self, tmp_path):
         too_much = shutil.disk_usage(tmp_path).free + (1 << 30)
@@ -478,7 +477,6 @@ class TestFile:
         assert not list(tmp_path.iterdir())
         tier.put(BIG, values(BIG))
         assert torch.equal(read(tier, BIG), values(BIG))
-        tier.close()
 
     def test_close_gives_space_back_though_a_forked_process_holds_the_file(self, tmp_path):
         tier = make_nvme(tmp_path)

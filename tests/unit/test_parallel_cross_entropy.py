@@ -75,25 +75,17 @@ WAYS: list[dict[str, Any]] = [
 
 @pytest.mark.parametrize("options", WAYS, ids=lambda o: ",".join(o) or "mean")
 @pytest.mark.parametrize(("dim", "sizes"), [(1, (3, 2)), (1, (5, 0)), (0, (3, 3))])
-def test_the_loss_of_shards(dim, sizes, options) -> None:
-    target = TARGET.clamp(min=0) if "ignore_index" in options else TARGET
-    for loss, _ in on_shards(dim, sizes, target, **options):
-        torch.testing.assert_close(loss, expected(target, **options)[0], rtol=1e-12, atol=1e-12)
-
-
-@pytest.mark.parametrize("options", WAYS, ids=lambda o: ",".join(o) or "mean")
-@pytest.mark.parametrize(("dim", "sizes"), [(1, (3, 2)), (0, (3, 3))])
-def test_the_gradient_of_shards(dim, sizes, options) -> None:
+def test_the_loss_and_the_gradient_of_shards(dim, sizes, options) -> None:
     """Along the tokens every rank gives ``size`` times its gradient, since these are averaged."""
     target = TARGET.clamp(min=0) if "ignore_index" in options else TARGET
-    grads = torch.cat([grad for _, grad in on_shards(dim, sizes, target, **options)], dim)
+    found = on_shards(dim, sizes, target, **options)
+    loss, grad = expected(target, **options)
+    for mine, _ in found:
+        torch.testing.assert_close(mine, loss, rtol=1e-12, atol=1e-12)
+        assert torch.equal(mine, found[0][0]), "all ranks have the same bits"
     scale = len(sizes) if dim == 0 else 1
-    torch.testing.assert_close(grads, scale * expected(target, **options)[1], rtol=1e-12, atol=1e-12)
-
-
-def test_all_ranks_have_the_same_bits() -> None:
-    first, second = on_shards(1, (3, 2))
-    assert torch.equal(first[0], second[0])
+    grads = torch.cat([grad for _, grad in found], dim)
+    torch.testing.assert_close(grads, scale * grad, rtol=1e-12, atol=1e-12)
 
 
 def possible(target: Tensor = TARGET, weight: Any = None, **options: Any) -> bool:
@@ -101,25 +93,21 @@ def possible(target: Tensor = TARGET, weight: Any = None, **options: Any) -> boo
     return cross_entropy(logits(), logits(), [shard], target, weight, Options(**options)) is not NotImplemented
 
 
-def test_class_indices_are_possible() -> None:
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"target": logits().softmax(1)},
+        {"size_average": False},
+        {"reduce": True},
+        {"reduction": "batchmean"},
+        {"weight": torch.ones(CLASSES), "label_smoothing": 0.1},
+        {"weight": torch.ones(CLASSES, requires_grad=True)},
+    ],
+    ids=["probabilities", "size_average", "reduce", "batchmean", "weights with smoothing", "trained weights"],
+)
+def test_only_class_indices_with_plain_options_are_not_left_to_torch(options) -> None:
     assert possible()
-
-
-def test_class_probabilities_are_left_to_torch() -> None:
-    assert not possible(logits().softmax(1))
-
-
-@pytest.mark.parametrize("options", [{"size_average": False}, {"reduce": True}, {"reduction": "batchmean"}])
-def test_deprecated_and_unknown_reductions_are_left_to_torch(options) -> None:
     assert not possible(**options)
-
-
-def test_class_weights_with_smoothing_are_left_to_torch() -> None:
-    assert not possible(weight=torch.ones(CLASSES), label_smoothing=0.1)
-
-
-def test_trained_class_weights_are_left_to_torch() -> None:
-    assert not possible(weight=torch.ones(CLASSES, requires_grad=True))
 
 
 def test_classes_that_share_a_dimension_are_left_to_torch() -> None:

@@ -86,25 +86,26 @@ def on_two_ranks(body: Any) -> list[Any]:
     return on_ranks(2, on_rank)
 
 
-def test_outputs_are_those_of_one_process() -> None:
-    for y in on_two_ranks(lambda model, _: model(X).detach()):
-        torch.testing.assert_close(y, network()(X).detach())
-
-
-def test_gradients_are_those_of_one_process() -> None:
+def test_outputs_and_gradients_are_those_of_one_process() -> None:
     expected = network()
-    expected(X).square().sum().backward()
+    output = expected(X)
+    output.square().sum().backward()
+    shapes: list[Any] = []
 
-    def body(model: nn.Module, parallel: Any) -> list[tuple[Any, Any]]:
-        model(X).square().sum().backward()
-        return [(p.grad, parallel.parts.get(id(p))) for p in model.parameters()]
+    def body(model: nn.Module, parallel: Any) -> tuple[torch.Tensor, list[tuple[Any, Any]]]:
+        model.get_submodule("1.1.norm").register_forward_hook(lambda _m, _args, y: shapes.append(tuple(y.shape)))
+        y = model(X)
+        y.square().sum().backward()
+        return y.detach(), [(p.grad, parallel.parts.get(id(p))) for p in model.parameters()]
 
-    for rank in on_two_ranks(body):
+    for y, rank in on_two_ranks(body):
+        torch.testing.assert_close(y, output.detach())
         for (name, parameter), (grad, part) in zip(expected.named_parameters(), rank, strict=True):
             full = parameter.grad
             assert full is not None
             local = full if part is None else torch.cat([full.narrow(part.dim, *run) for run in part.runs], part.dim)
             torch.testing.assert_close(grad, local, msg=lambda m, name=name: f"{name}: {m}")
+    assert shapes == [(2, 3, 4)] * 2, "between the layers of a block each rank has its tokens"
 
 
 class Memory(Mixer):
@@ -146,17 +147,6 @@ def test_other_hidden_states_get_the_gradients_of_all_ranks() -> None:
 
     for grad in on_ranks(2, on_rank):
         torch.testing.assert_close(grad, expected.encoder.weight.grad)
-
-
-def test_between_the_layers_of_a_block_each_rank_has_its_tokens() -> None:
-    shapes: list[Any] = []
-
-    def body(model: nn.Module, _: Any) -> None:
-        model.get_submodule("1.1.norm").register_forward_hook(lambda _m, _args, y: shapes.append(tuple(y.shape)))
-        model(X)
-
-    on_two_ranks(body)
-    assert shapes == [(2, 3, 4)] * 2
 
 
 def test_tokens_that_are_not_divisible_are_refused() -> None:

@@ -97,44 +97,29 @@ def sharded(name: str, body: Callable[[nn.Module, Any], Any], size: int = 2) -> 
     return on_ranks(size, on_rank)
 
 
+def local(value: Tensor | None, part: Any) -> Tensor:
+    assert value is not None
+    return value if part is None else torch.cat([value.narrow(part.dim, *run) for run in part.runs], part.dim)
+
+
 @pytest.mark.parametrize("name", CASES)
-def test_outputs(name: str) -> None:
-    expected = run(build(name), CASES[name][2]())
-    for y in sharded(name, lambda model, _: run(model, CASES[name][2]())):
+def test_values_outputs_and_gradients_are_those_of_one_process(name: str) -> None:
+    full = build(name)
+    values = [p.detach().clone() for p in full.parameters()]
+    expected = run(full, CASES[name][2]())
+
+    def body(model: nn.Module, parallel: Any) -> tuple[Tensor, list[tuple[Any, Any, Any]]]:
+        assert bool(parallel.parts) == (name != "replicate")
+        mine = [p.detach().clone() for p in model.parameters()]
+        y = run(model, CASES[name][2]())
+        params = list(model.parameters())
+        return y, [(v, p.grad, parallel.parts.get(id(p))) for v, p in zip(mine, params, strict=True)]
+
+    for y, rank in sharded(name, body):
         torch.testing.assert_close(y, expected, rtol=1e-5, atol=1e-5)
-
-
-@pytest.mark.parametrize("name", CASES)
-def test_gradients(name: str) -> None:
-    full = build(name)
-    run(full, CASES[name][2]())
-
-    def body(model: nn.Module, parallel: Any) -> list[tuple[Any, Any]]:
-        run(model, CASES[name][2]())
-        return [(p.grad, parallel.parts.get(id(p))) for p in model.parameters()]
-
-    for rank in sharded(name, body):
-        for parameter, (grad, part) in zip(full.parameters(), rank, strict=True):
-            expected = parameter.grad
-            assert expected is not None
-            if part is not None:
-                expected = torch.cat([expected.narrow(part.dim, *run) for run in part.runs], part.dim)
-            torch.testing.assert_close(grad, expected, rtol=1e-5, atol=1e-5)
-
-
-@pytest.mark.parametrize("name", [name for name in CASES if name != "replicate"])
-def test_every_rank_holds_its_part_of_the_values(name: str) -> None:
-    full = build(name)
-
-    def body(model: nn.Module, parallel: Any) -> list[tuple[Any, Any]]:
-        assert parallel.parts
-        return [(p.detach(), parallel.parts.get(id(p))) for p in model.parameters()]
-
-    for rank in sharded(name, body):
-        for expected, (value, part) in zip(full.parameters(), rank, strict=True):
-            if part is not None:
-                expected = torch.cat([expected.narrow(part.dim, *run) for run in part.runs], part.dim)
-            assert torch.equal(value, expected)
+        for value, parameter, (mine, grad, part) in zip(values, full.parameters(), rank, strict=True):
+            assert torch.equal(mine, local(value, part))
+            torch.testing.assert_close(grad, local(parameter.grad, part), rtol=1e-5, atol=1e-5)
 
 
 def test_values_become_those_of_rank_0() -> None:
@@ -147,15 +132,11 @@ def test_values_become_those_of_rank_0() -> None:
     assert all((weight == 1).all() for weight in on_ranks(2, body))
 
 
-def test_attributes_hold_local_lengths() -> None:
+def test_attributes_hold_local_lengths_and_the_padding_index_of_the_rank_that_holds_it() -> None:
     for model in sharded("column, row", lambda model, _: model):
         assert (model.up.out_features, model.down.in_features) == (INNER // 2, INNER // 2)
-
-
-@pytest.mark.parametrize(("rank", "index"), [(0, None), (1, 0)])
-def test_the_padding_index_is_that_of_the_rank_that_holds_it(rank: int, index: int | None) -> None:
     models = sharded("vocabulary", lambda model, _: model)
-    assert models[rank].embedding.padding_idx == index
+    assert [model.embedding.padding_idx for model in models] == [None, 0]
 
 
 def test_a_partial_gradient_is_summed() -> None:

@@ -76,43 +76,25 @@ def on_shards(body: Callable[[Net, SequenceParallel], Any], net: Callable[[], Ne
     return on_ranks(2, on_rank, "sequence")
 
 
-def test_the_loss_is_that_of_one_process() -> None:
-    for loss in on_shards(lambda model, _: loss_of(model).detach()):
-        torch.testing.assert_close(loss, loss_of(Net()).detach())
+@pytest.mark.parametrize("head", [True, False])
+def test_the_loss_and_averaged_gradients_are_those_of_one_process(head: bool) -> None:
+    """Without a head, tokens are gathered after the last block."""
 
+    def run(model: Net) -> tuple[Tensor, list[Any]]:
+        output = model(hidden(), head=head)
+        if head:
+            assert not isinstance(output, ShardedLogits) or output.local.shape == (2, TOKENS // 2, CLASSES)
+        loss = loss_of(model) if head else output.square().sum()
+        loss.backward()
+        return (loss if head else output).detach(), [p.grad for p in model.parameters() if p.grad is not None]
 
-def test_averaged_gradients_are_those_of_one_process() -> None:
-    def body(model: Net, _: SequenceParallel) -> list[Any]:
-        loss_of(model).backward()
-        return [p.grad for p in model.parameters()]
-
-    expected = Net()
-    loss_of(expected).backward()
-    for parameter, *grads in zip(expected.parameters(), *on_shards(body), strict=True):
-        torch.testing.assert_close(sum(grads) / 2, parameter.grad)
-
-
-def test_logits_are_sharded_along_the_tokens() -> None:
-    for logits in on_shards(lambda model, _: model(hidden())):
-        assert isinstance(logits, ShardedLogits)
-        assert logits.local.shape == (2, TOKENS // 2, CLASSES)
-
-
-def test_without_a_head_tokens_are_gathered_after_the_last_block() -> None:
-    expected = Net()(hidden(), head=False)
-    for output in on_shards(lambda model, _: model(hidden(), head=False), head=None):
+    expected, gradients = run(Net())
+    found = on_shards(lambda model, _: run(model), **({} if head else {"head": None}))
+    assert not head or all(isinstance(y, ShardedLogits) for y in on_shards(lambda model, _: model(hidden())))
+    for output, _ in found:
         torch.testing.assert_close(output, expected)
-
-
-def test_averaged_gradients_through_gathered_tokens() -> None:
-    def body(model: Net, _: SequenceParallel) -> list[Any]:
-        model(hidden(), head=False).square().sum().backward()
-        return [p.grad for p in model.blocks.parameters()]
-
-    expected = Net()
-    expected(hidden(), head=False).square().sum().backward()
-    for parameter, *grads in zip(expected.blocks.parameters(), *on_shards(body, head=None), strict=True):
-        torch.testing.assert_close(sum(grads) / 2, parameter.grad)
+    for gradient, *grads in zip(gradients, *(grads for _, grads in found), strict=True):
+        torch.testing.assert_close(sum(grads) / 2, gradient)
 
 
 @pytest.mark.parametrize("tokens", [1, 3, 7])
@@ -128,14 +110,11 @@ def test_without_gradients_other_lengths_run_unsharded(tokens: int) -> None:
         torch.testing.assert_close(output, expected)
 
 
-def test_a_copy_runs_on_all_tokens() -> None:
-    expected = Net()(hidden())
-    for output in on_shards(lambda model, _: copy.deepcopy(model)(hidden())):
-        torch.testing.assert_close(output, expected)
-
-
-def test_removal_restores_the_blocks() -> None:
+@pytest.mark.parametrize("removed", [False, True], ids=["a copy", "after removal"])
+def test_all_tokens_run_through(removed: bool) -> None:
     def body(model: Net, parallel: SequenceParallel) -> Tensor:
+        if not removed:
+            return copy.deepcopy(model)(hidden())
         parallel.remove()
         parallel.remove()
         assert "forward" not in vars(model.blocks[0])

@@ -9,6 +9,7 @@ import struct
 import sys
 import time
 from pathlib import Path
+from typing import Any
 from xml.etree import ElementTree
 
 import pytest
@@ -359,26 +360,25 @@ def test_columns_keep_extremes_counts_and_order(values: list[float], most: int) 
 
 
 @pytest.mark.parametrize(
-    ("value", "shown"),
-    [(0.0, "0"), (12.3456, "12.35"), (0.000123456, "0.0001235"), (123456.0, "123,456"), (1e12, "1.000e+12"),
-     (math.nan, "NaN"), (-math.inf, "-inf"), (None, ""), (1.0, "1"), (-2.50, "-2.5")],
+    ("show", "value", "shown"),
+    [(number, 0.0, "0"), (number, 12.3456, "12.35"), (number, 0.000123456, "0.0001235"), (number, 123456.0, "123,456"),
+     (number, 1e12, "1.000e+12"), (number, math.nan, "NaN"), (number, -math.inf, "-inf"), (number, None, ""),
+     (number, 1.0, "1"), (number, -2.50, "-2.5"), (short, 20_000.0, "20k"), (short, 2.5e6, "2.5M"),
+     (short, 2e-5, "2e-5"), (short, 0.25, "0.25"), (short, 0, "0")],
 )  # fmt: skip
-def test_numbers(value: float | None, shown: str) -> None:
-    assert number(value) == shown
+def test_numbers(show: Any, value: float | None, shown: str) -> None:
+    assert show(value) == shown
 
 
-@pytest.mark.parametrize(
-    ("value", "shown"), [(20_000.0, "20k"), (2.5e6, "2.5M"), (2e-5, "2e-5"), (0.25, "0.25"), (0, "0")]
-)
-def test_short_numbers(value: float, shown: str) -> None:
-    assert short(value) == shown
+def in_a_fresh_process(code: str) -> int:
+    code = f"import sys; from ls_strategy.extras.cli import main\n{code}"
+    return os.spawnv(os.P_WAIT, sys.executable, [sys.executable, "-c", code])
 
 
 def test_the_report_needs_no_torch(tmp_path: Path) -> None:
     csv_log(tmp_path, {"loss": [1.0]})
-    code = f"import sys; from ls_strategy.extras.cli import main\nassert main(['report', {str(tmp_path)!r}]) == 0\n"
-    code += "assert not [m for m in ('torch', 'lightning') if m in sys.modules]"
-    assert os.spawnv(os.P_WAIT, sys.executable, [sys.executable, "-c", code]) == 0
+    code = f"assert main(['report', {str(tmp_path)!r}]) == 0\n"
+    assert in_a_fresh_process(f"{code}assert not [m for m in ('torch', 'lightning') if m in sys.modules]") == 0
 
 
 def test_a_page_is_the_same_again_whatever_the_user_has_set_in_matplotlib(tmp_path: Path) -> None:
@@ -407,8 +407,6 @@ def test_without_a_package_the_command_says_what_to_install_before_it_reads(
 
 def test_help_and_the_package_import_nothing_that_draws() -> None:
     code = """
-import sys, ls_strategy
-from ls_strategy.extras.cli import main
 for words in (["--help"], ["report", "--help"], ["plan", "--help"]):
     try:
         main(words)
@@ -416,18 +414,16 @@ for words in (["--help"], ["report", "--help"], ["plan", "--help"]):
         pass
 assert not {"matplotlib", "jinja2", "numpy"} & set(sys.modules)
 """
-    assert os.spawnv(os.P_WAIT, sys.executable, [sys.executable, "-c", code]) == 0
+    assert in_a_fresh_process(code) == 0
 
 
 @pytest.mark.wide
 def test_a_run_of_a_million_points_is_read_within_the_memory_of_its_file(tmp_path: Path) -> None:
     with (csv_log(tmp_path, {"loss": [1.0]})).open("a") as file:
         file.writelines(f"0,{i % 7},{i}\n" for i in range(1_000_000))
-    code = "import pathlib, re; from ls_strategy.extras.cli import main\n"
-    code += f"assert main(['report', {str(tmp_path)!r}]) == 0\n"
+    code = f"import pathlib, re\nassert main(['report', {str(tmp_path)!r}]) == 0\n"
     code += "most = re.search(r'VmHWM:\\s*(\\d+) kB', pathlib.Path('/proc/self/status').read_text())[1]\n"
-    code += "assert int(most) < 250_000, most"
-    assert os.spawnv(os.P_WAIT, sys.executable, [sys.executable, "-c", code]) == 0
+    assert in_a_fresh_process(f"{code}assert int(most) < 250_000, most") == 0
 
 
 # --- plans and slow ranks ---------------------------------------------------------------------------------------------

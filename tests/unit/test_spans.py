@@ -130,21 +130,20 @@ def test_many_changes_are_folded_without_loss(clock: Clock, recorder: SpanRecord
 # --- beside computation -----------------------------------------------------------------------------------------------
 
 
-def test_nothing_is_done_when_off() -> None:
-    works = (Work(),)
+def test_nothing_is_done_when_off_and_without_detail_only_phases_are_noted() -> None:
+    works, recorder = (Work(),), SpanRecorder(torch.device("cpu"))
     assert SpanRecorder.active is None
-    assert spans.followed(works, "all_gather", 8) is works
-    assert isinstance(spans.waiting(COMMUNICATION), nullcontext)
-    assert isinstance(spans.copying("to host", 8), nullcontext)
-    with spans.phase(FORWARD):
-        spans.sent("all_gather", 8)
-        spans.at_unit("block")
-
-
-def test_without_detail_only_phases_are_noted(recorder: SpanRecorder) -> None:
-    works = (Work(),)
-    assert spans.followed(works, "all_gather", 8) is works
-    assert isinstance(spans.waiting(COMMUNICATION), nullcontext)
+    for on in (False, True):
+        if on:
+            recorder.start()
+        assert spans.followed(works, "all_gather", 8) is works
+        assert isinstance(spans.waiting(COMMUNICATION), nullcontext)
+        with spans.phase(FORWARD):
+            spans.sent("all_gather", 8)
+            spans.at_unit("block")
+        if not on:
+            assert isinstance(spans.copying("to host", 8), nullcontext)
+    recorder.stop()
 
 
 def record_of(recorder: SpanRecorder) -> SpanRecord:

@@ -23,9 +23,9 @@ from ls_strategy.checkpoint.files import as_bytes
 from ls_strategy.checkpoint.safetensors import DTYPES, export_safetensors
 from ls_strategy.config import NVMeIOConfig
 from ls_strategy.errors import CheckpointError, ConfigError, PlanError, StateError
+from ls_strategy.extras.inference import stream
 from ls_strategy.extras.inference.fill import open_weights
 from ls_strategy.extras.inference.storage import DeviceBuffers, StoredBlocks
-from ls_strategy.extras.inference.stream import stream_blocks
 from ls_strategy.layout import TensorPart
 from ls_strategy.tiers.file_io import DirectFile, NVMeError
 from ls_strategy.tiers.link import Link
@@ -110,6 +110,22 @@ def drive(tmp_path):
     return {"tier": "nvme", "path": tmp_path / "drive", "io": IO, "allow_ram": True}
 
 
+MADE: list[Any] = []
+
+
+def stream_blocks(*args: Any, **options: Any) -> Any:
+    MADE.append(stream.stream_blocks(*args, **options))
+    return MADE[-1]
+
+
+@pytest.fixture(autouse=True)
+def closed():
+    """Every handle is closed at the end of its test."""
+    yield
+    while MADE:
+        MADE.pop().close()
+
+
 def run(model: nn.Module, tokens: Tensor = TOKENS) -> Any:
     with torch.no_grad():
         return model(tokens)
@@ -132,17 +148,15 @@ def test_streamed_forwards_equal_resident_ones_bit_for_bit(options):
             for _ in range(3):
                 assert torch.equal(model(TOKENS), expected)
     assert torch.equal(model(TOKENS), expected)  # parameters are frozen: nothing asks for gradients
-    handle.close()
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.float16])
 def test_other_dtypes_are_kept(drive, dtype):
     model = Net().to(dtype)
     expected = run(model)
-    handle = stream_blocks(model, **drive)
+    stream_blocks(model, **drive)
     assert torch.equal(run(model), expected)
     assert model.blocks[0].up.weight.dtype == dtype
-    handle.close()
 
 
 def with_parameters_as_buffers() -> Net:
@@ -163,11 +177,10 @@ def test_buffers_that_are_parameters_stay_buffers(drive):
     torch.manual_seed(1)
     model = with_parameters_as_buffers()
     names, expected = names_in(model), run(model)
-    handle = stream_blocks(model, **drive)
+    stream_blocks(model, **drive)
     for _ in range(2):
         assert torch.equal(run(model), expected)
         assert names_in(model) == names
-    handle.close()
 
 
 def test_buffers_that_are_parameters_stay_buffers_where_they_are_moved_and_cast(drive):
@@ -189,7 +202,7 @@ def test_buffers_that_are_parameters_stay_buffers_where_they_are_moved_and_cast(
 
 def test_blocks_may_run_in_any_order_and_be_left_out(drive):
     resident, model = Net(), Net()
-    handle = stream_blocks(model, **drive)
+    stream_blocks(model, **drive)
     for order in ([3, 1, 0], [2], [0, 1, 2, 3], [1, 1, 1], [3, 2, 1, 0]):
         for net in (resident, model):
             net.order = order
@@ -198,7 +211,6 @@ def test_blocks_may_run_in_any_order_and_be_left_out(drive):
             for i in order:
                 x, y = resident.blocks[i](x), model.blocks[i](y)
         assert torch.equal(x, y), order
-    handle.close()
 
 
 def test_the_order_of_the_last_pass_is_expected_again(drive):
@@ -214,7 +226,6 @@ def test_the_order_of_the_last_pass_is_expected_again(drive):
             block(x)
     read = [i for what, i in handle.trace if what == "read"]
     assert read == [0, 1, *(2, 3, 4) * 3, 2, 3]  # nothing twice, and the decoder's first blocks under way
-    handle.close()
 
 
 def test_the_next_block_is_read_before_one_has_computed(drive):
@@ -234,7 +245,6 @@ def test_the_next_block_is_read_before_one_has_computed(drive):
     assert handle.waited_s > 0
     size = sum(-(-4096 // 4096) * -(-b.nbytes // 4096) * 4096 for b in handle._blocks)
     assert handle.bytes_read >= 2 * size
-    handle.close()
 
 
 def test_starting_to_read_does_not_wait_for_the_drive(drive, monkeypatch):
@@ -261,7 +271,6 @@ def test_starting_to_read_does_not_wait_for_the_drive(drive, monkeypatch):
     monkeypatch.setattr(DirectFile, "read", wait)
     assert torch.equal(run(model), expected)
     assert computed == [False]
-    handle.close()
 
 
 @pytest.mark.wide
@@ -288,7 +297,6 @@ def test_reading_and_computing_take_the_longer_of_both_and_not_the_sum(drive, mo
     assert min(times) > 0.9 * blocks * read_s
     assert min(times) < 0.85 * blocks * (read_s + compute_s), times
     assert handle.waited_s > 0
-    handle.close()
 
 
 def test_everything_can_be_streamed(options):
@@ -300,7 +308,6 @@ def test_everything_can_be_streamed(options):
         assert torch.equal(run(model), expected)
     assert model.table.weight is model.head.weight
     assert model.table.weight.isnan().all()
-    handle.close()
 
 
 def test_a_block_that_calls_itself_stays_until_it_is_done(drive):
@@ -314,9 +321,8 @@ def test_a_block_that_calls_itself_stays_until_it_is_done(drive):
     x = torch.ones(1, WIDTH)
     with torch.no_grad():
         expected = model[1](model[0](x))
-        handle = stream_blocks(nn.ModuleDict({"blocks": model}), **drive)
+        stream_blocks(nn.ModuleDict({"blocks": model}), **drive)
         assert torch.equal(model[1](model[0](x)), expected)
-    handle.close()
 
 
 def test_what_blocks_share_stays(drive):
@@ -325,12 +331,11 @@ def test_what_blocks_share_stays(drive):
         for block in net.blocks:
             block.norm = net.norm
             block.up.weight = net.blocks[0].up.weight
-    handle = stream_blocks(model, **drive)
+    stream_blocks(model, **drive)
     assert not model.norm.weight.isnan().any()
     assert not model.blocks[2].up.weight.isnan().any()
     assert model.blocks[2].up.bias.isnan().all()
     assert torch.equal(run(model), run(resident))
-    handle.close()
 
 
 def test_blocks_without_weights_of_their_own_are_refused(drive):
@@ -378,7 +383,7 @@ def test_two_models_in_two_threads(drive):
 def test_weights_outside_of_the_forward_are_no_numbers_or_errors(options):
     model = Net()
     shapes = {name: (p.shape, p.dtype, p.device) for name, p in model.named_parameters()}
-    handle = stream_blocks(model, **options)
+    stream_blocks(model, **options)
     run(model)
     block = model.blocks[1]
     assert {name: (p.shape, p.dtype, p.device) for name, p in model.named_parameters()} == shapes
@@ -392,7 +397,6 @@ def test_weights_outside_of_the_forward_are_no_numbers_or_errors(options):
         block.packed(torch.ones(1, WIDTH))
     assert block.packed.table.tolist() == list(range(WIDTH))  # a table that is not saved stays
     assert not model.table.weight.isnan().any()
-    handle.close()
 
 
 def test_the_state_dict_reads_what_rests(options):
@@ -445,17 +449,16 @@ def test_changes_in_the_forward_are_refused(drive):
 
     model = Net()
     model.blocks[1] = Counts()
-    handle = stream_blocks(model, **drive)
+    stream_blocks(model, **drive)
     for context in (torch.no_grad, torch.inference_mode):
         with context(), pytest.raises(StateError, match=r"packed\.weight was written to.*in its forward"):
             model(TOKENS)
-    handle.close()
 
 
 def test_loading_copying_and_gradients_are_refused(drive):
     model = Net()
     state = model.state_dict()
-    handle = stream_blocks(model, **drive)
+    stream_blocks(model, **drive)
     with pytest.raises(StateError, match="Load them before"):
         model.load_state_dict(state)
     with pytest.raises(StateError, match="cannot be pickled"):
@@ -465,7 +468,6 @@ def test_loading_copying_and_gradients_are_refused(drive):
     with pytest.raises(StateError, match=r"no_grad"):
         model.blocks[0](torch.ones(1, WIDTH, requires_grad=True))
     assert torch.equal(run(model), run(Net()))
-    handle.close()
 
 
 def test_what_is_no_plain_tensor_is_refused(drive):
@@ -517,7 +519,7 @@ def test_after_close_the_model_says_that_its_weights_are_gone(options):
 
 def test_an_exception_in_the_middle_of_a_forward_leaves_the_model_usable(options):
     model, expected = Net(), run(Net())
-    handle = stream_blocks(model, **options)
+    stream_blocks(model, **options)
     for i in (0, 2, 3):
         model.blocks[i].fails = True
         with pytest.raises(ArithmeticError):
@@ -525,13 +527,12 @@ def test_an_exception_in_the_middle_of_a_forward_leaves_the_model_usable(options
         assert model.blocks[i].up.weight.isnan().all()
         model.blocks[i].fails = False
         assert torch.equal(run(model), expected)
-    handle.close()
 
 
 def test_an_interrupt_in_the_middle_of_a_forward_leaves_the_model_usable(options):
     """KeyboardInterrupt goes past the hooks of torch."""
     model, expected = Net(), run(Net())
-    handle = stream_blocks(model, **options)
+    stream_blocks(model, **options)
 
     def interrupt(*_: object) -> None:
         raise KeyboardInterrupt
@@ -543,12 +544,11 @@ def test_an_interrupt_in_the_middle_of_a_forward_leaves_the_model_usable(options
         hook.remove()
         assert torch.equal(run(model), expected)
         assert model.blocks[i].up.weight.isnan().all()
-    handle.close()
 
 
 def test_a_drive_that_fails_is_an_error_and_the_next_forward_reads_again(drive, monkeypatch):
     model, expected = Net(), run(Net())
-    handle = stream_blocks(model, **drive)
+    stream_blocks(model, **drive)
     move, left = DirectFile.read, [3]
 
     def fail(self, view, offset):
@@ -563,7 +563,6 @@ def test_a_drive_that_fails_is_an_error_and_the_next_forward_reads_again(drive, 
     assert model.blocks[0].up.weight.isnan().all()
     for _ in range(2):
         assert torch.equal(run(model), expected)
-    handle.close()
 
 
 def test_bytes_that_changed_on_the_drive_are_an_error_if_asked_for(drive):
@@ -576,14 +575,13 @@ def test_bytes_that_changed_on_the_drive_are_an_error_if_asked_for(drive):
     os.close(fd)
     with pytest.raises(StateError, match="is not what was written"):
         repeat(model, 2)
-    handle.close()
 
 
 @pytest.mark.wide
 def test_files_and_threads_end_with_the_model(drive):
     before = set(threading.enumerate())
     model = Net()
-    handle: Any = stream_blocks(model, **drive)
+    handle: Any = stream.stream_blocks(model, **drive)
     run(model)
     fd = handle._storage.tier._file.fd
     assert os.fstat(fd).st_blocks > 0
@@ -597,7 +595,7 @@ def test_files_and_threads_end_with_the_model(drive):
 
 def test_another_thread_in_the_middle_is_refused(drive):
     model = Net()
-    handle = stream_blocks(model, **drive)
+    stream_blocks(model, **drive)
     errors = []
 
     def other(*_: object) -> None:
@@ -616,7 +614,6 @@ def test_another_thread_in_the_middle_is_refused(drive):
     assert torch.equal(run(model), expected)
     assert "one thread at a time" in errors[0]
     hook.remove()
-    handle.close()
 
 
 def test_options_that_make_no_sense(tmp_path, monkeypatch):
@@ -644,7 +641,6 @@ def test_blocks_can_be_named(drive):
     assert handle.names == ["blocks.2", "blocks.0"]
     assert torch.equal(run(model), expected)
     assert not model.blocks[1].up.weight.isnan().any()
-    handle.close()
 
 
 def test_a_block_may_be_prepared_before_it_is_stored(drive):
@@ -878,7 +874,6 @@ def test_llama_generates_the_same_tokens(stream_all, drive):
     assert len(handle.names) == (7 if stream_all else 4)
     assert torch.equal(generate(model), expected)
     assert torch.equal(run(model, torch.arange(1, 7).view(1, 6)).logits, logits)
-    handle.close()
 
 
 def test_llama_on_meta_is_filled_from_its_folder_or_fills_itself(tmp_path, drive):
@@ -896,7 +891,6 @@ def test_llama_on_meta_is_filled_from_its_folder_or_fills_itself(tmp_path, drive
         model = transformers.LlamaForCausalLM(config).eval()
     handle = stream_blocks(model, **drive)
     assert run(model, torch.arange(6).view(1, 6)).logits.isfinite().all()
-    handle.close()
 
 
 def test_encoder_and_decoder_generate_the_same_tokens(drive):
@@ -911,7 +905,6 @@ def test_encoder_and_decoder_generate_the_same_tokens(drive):
     assert len(handle.names) == 6
     for _ in range(2):
         assert torch.equal(generate(model), expected)
-    handle.close()
 
 
 def test_the_gpt_of_the_recipe_is_filled_by_itself(drive):
@@ -934,7 +927,6 @@ def test_the_gpt_of_the_recipe_is_filled_by_itself(drive):
     model = copy.deepcopy(resident)
     handle = stream_blocks(model, **drive)
     assert torch.equal(model.generate(tokens, 5, temperature=0), first)
-    handle.close()
 
 
 # --- other ways -------------------------------------------------------------------------------------------------------
@@ -947,9 +939,8 @@ def test_a_checkpoint_folder_fills_the_network_of_its_module(tmp_path, drive):
     tensors = {("state_dict", f"network.{name}"): t for name, t in resident.state_dict().items()}
     write_folder(tmp_path / "folder.ckpt", tensors, {}, {})
     model = on_meta()
-    handle = stream_blocks(model, fill_from=tmp_path / "folder.ckpt", **drive)
+    stream_blocks(model, fill_from=tmp_path / "folder.ckpt", **drive)
     assert torch.equal(run(model, X), run(resident, X))
-    handle.close()
 
 
 def test_a_device_with_memory_of_its_own_gets_blocks_through_buffers(drive, monkeypatch):
@@ -1006,11 +997,10 @@ def test_compiled_blocks_are_streamed(drive):
     model, expected = Net(), run(Net())
     for block in model.blocks:
         block.compile(backend="eager")
-    handle = stream_blocks(model, **drive)
+    stream_blocks(model, **drive)
     for _ in range(3):
         assert torch.allclose(run(model), expected, atol=1e-6)
     assert model.blocks[0].up.weight.isnan().all()
-    handle.close()
 
 
 @pytest.mark.parametrize("wanted", ["int8", "int4"])
@@ -1048,9 +1038,8 @@ def test_blocks_are_quantised_one_by_one_while_they_are_filled(drive):
     model = build()
     quantizer = Quantizer(model, "int8")
     torch.manual_seed(0)
-    handle = stream_blocks(model, prepare=lambda _, block: quantizer.apply(block), **drive)
+    stream_blocks(model, prepare=lambda _, block: quantizer.apply(block), **drive)
     assert torch.equal(run(model, tokens), run(resident, tokens))
-    handle.close()
 
 
 @pytest.mark.slow

@@ -6,6 +6,7 @@ import os
 import tempfile
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -108,6 +109,10 @@ def test_results_come_in_rank_order_from_a_working_group(world_size: int) -> Non
     assert [r.item() for r in results] == [sum(range(10, 10 + world_size))] * world_size
 
 
+def _lambda_result(rank: int, world_size: int) -> object:
+    return lambda: rank
+
+
 def test_an_exception_keeps_its_type_and_names_its_rank() -> None:
     with pytest.raises(KeyError, match="told to fail on 1") as caught:
         spawn(_raise_on, 2, 1)
@@ -117,19 +122,15 @@ def test_an_exception_keeps_its_type_and_names_its_rank() -> None:
     assert "_raise_on" in cause.text
 
 
-def test_an_exception_that_cannot_travel_is_still_reported() -> None:
-    with pytest.raises(RankDiedError, match="1 and 2") as caught:
-        spawn(_raise_unpicklable, 1)
-    assert "_TwoArgumentsError" in str(caught.value.__cause__)
-
-
-def test_a_result_that_cannot_travel_is_an_error() -> None:
-    with pytest.raises(Exception, match="pickle"):
-        spawn(_lambda_result, 1)
-
-
-def _lambda_result(rank: int, world_size: int) -> object:
-    return lambda: rank
+@pytest.mark.parametrize(
+    ("body", "error", "words"),
+    [(_raise_unpicklable, RankDiedError, "1 and 2"), (_lambda_result, Exception, "pickle")],
+    ids=["an exception", "a result"],
+)
+def test_what_cannot_travel_is_still_reported(body: Any, error: type[Exception], words: str) -> None:
+    with pytest.raises(error, match=words) as caught:
+        spawn(body, 1)
+    assert body is _lambda_result or "_TwoArgumentsError" in str(caught.value.__cause__)
 
 
 @pytest.mark.wide
@@ -204,12 +205,9 @@ def test_no_group_unless_asked_for() -> None:
 
 def test_a_trainer_on_each_rank_takes_part_in_one_run() -> None:
     first, second = spawn(_trainer, 2, init_process_group=False)
-    assert (first["environment"], first["world_size"], first["rank"], second["rank"]) == (
-        "TorchElasticEnvironment",
-        2,
-        0,
-        1,
-    )
+    assert [(each["environment"], each["world_size"], each["rank"]) for each in (first, second)] == [
+        ("TorchElasticEnvironment", 2, rank) for rank in range(2)
+    ]
     assert torch.equal(first["weight"], second["weight"])
 
 

@@ -28,26 +28,20 @@ def maker(model: nn.Module, **options: object) -> Materializer:
     return Materializer(model, CPU, options.pop("parts", {}), Mesh.data_only(Comm(None, None)), **options)  # type: ignore[arg-type]
 
 
-def test_values_are_those_of_the_plain_constructor() -> None:
+def test_values_are_those_of_the_plain_constructor_and_parameters_keep_their_identity() -> None:
     torch.manual_seed(3)
     plain = network()
     model = meta_network()
+    before = list(model.parameters())
     torch.manual_seed(3)
     made = maker(model)
-    for p in list(model.parameters()):
+    for p in before:
         made.provide([p])
     made.finish()
     assert {k: v.tolist() for k, v in model.state_dict().items()} == {
         k: v.tolist() for k, v in plain.state_dict().items()
     }
-
-
-def test_parameters_keep_their_identity() -> None:
-    model = meta_network()
-    before = list(model.parameters())
-    maker(model).finish()
     assert all(a is b for a, b in zip(before, model.parameters(), strict=True))
-    assert not any(p.is_meta for p in before)
 
 
 def test_only_as_many_modules_are_filled_as_a_unit_needs() -> None:
@@ -56,11 +50,14 @@ def test_only_as_many_modules_are_filled_as_a_unit_needs() -> None:
     assert [p.is_meta for p in model.parameters()] == [False, False, True, True, True, True]
 
 
-def test_values_of_the_user_stay() -> None:
+def test_values_of_the_user_and_attributes_of_a_filled_parameter_stay() -> None:
     model = meta_network()
     model[0].bias = nn.Parameter(torch.full((6,), 5.0))
+    model[0].weight.decays = False
     maker(model).finish()
     assert model[0].bias.tolist() == [5.0] * 6
+    assert not model[0].weight.is_meta
+    assert model[0].weight.decays is False
 
 
 def test_a_part_has_the_values_of_the_full_parameter() -> None:
@@ -110,15 +107,6 @@ def test_a_boundary_casts_in_and_out_until_it_is_removed() -> None:
     boundary.remove()
     assert module(torch.ones(2, dtype=torch.bfloat16)).dtype == torch.bfloat16
     assert seen == [torch.float32, torch.bfloat16]
-
-
-def test_attributes_of_a_filled_parameter_stay() -> None:
-    with torch.device("meta"):
-        layer = nn.Linear(2, 3)
-    layer.weight.decays = False  # type: ignore[attr-defined]
-    maker(layer).provide(list(layer.parameters()))
-    assert not layer.weight.is_meta
-    assert layer.weight.decays is False  # type: ignore[attr-defined]
 
 
 @pytest.mark.parametrize("kind", [nn.LSTM, nn.GRU])

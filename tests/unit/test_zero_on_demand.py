@@ -27,17 +27,14 @@ def weight(model: Sharded, block: int) -> Tensor:
     return model.net.blocks[block].weight  # type: ignore[return-value]
 
 
-def test_only_the_last_buffers_stay_gathered(model: Sharded) -> None:
-    for block in range(4):
+@pytest.mark.parametrize(("used", "stay"), [((0, 1, 2, 3), (2, 3)), ((0, 1, 0, 2), (0, 2))])
+def test_only_the_buffers_that_were_used_last_stay_gathered(
+    model: Sharded, used: tuple[int, ...], stay: tuple[int, ...]
+) -> None:
+    for block in used:
         weight(model, block).sum()
-    assert gathered(model) == ["blocks.2", "blocks.3"]
+    assert gathered(model) == [f"blocks.{block}" for block in stay]
     assert len(gathered(model)) == KEPT
-
-
-def test_a_buffer_that_is_used_again_stays(model: Sharded) -> None:
-    for block in (0, 1, 0, 2):
-        weight(model, block).sum()
-    assert gathered(model) == ["blocks.0", "blocks.2"]
 
 
 def test_one_operation_may_use_more_buffers_than_stay(model: Sharded) -> None:
@@ -47,15 +44,10 @@ def test_one_operation_may_use_more_buffers_than_stay(model: Sharded) -> None:
     assert len(gathered(model)) == KEPT
 
 
-def test_idle_buffers_are_released(model: Sharded) -> None:
+def test_idle_buffers_are_released_and_if_nothing_views_them_freed(model: Sharded) -> None:
     weight(model, 0).sum()
     model.on_demand.release_idle()
     assert gathered(model) == []
-
-
-def test_a_released_buffer_that_nothing_views_is_freed(model: Sharded) -> None:
-    weight(model, 0).sum()
-    model.on_demand.release_idle()
     assert model.flats[1].full.untyped_storage().size() == 0
 
 

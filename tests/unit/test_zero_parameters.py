@@ -62,25 +62,14 @@ VALUES: dict[str, Callable[[Tensor], Any]] = {
 }
 
 
-@pytest.mark.parametrize("name", NO_VALUES)
-def test_what_needs_no_values_gathers_nothing(model: Sharded, name: str) -> None:
-    NO_VALUES[name](weight_of(model))
-    assert not is_gathered(model)
+@pytest.mark.parametrize(("name", "gathers"), [*((n, False) for n in NO_VALUES), *((n, True) for n in VALUES)])
+def test_only_what_needs_values_gathers_them(model: Sharded, name: str, gathers: bool) -> None:
+    (VALUES if gathers else NO_VALUES)[name](weight_of(model))
+    assert is_gathered(model) is gathers
 
 
-@pytest.mark.parametrize("name", VALUES)
-def test_what_needs_values_gathers_them(model: Sharded, name: str) -> None:
-    VALUES[name](weight_of(model))
-    assert is_gathered(model)
-
-
-def test_gathered_values_are_the_masters(model: Sharded) -> None:
-    flat = model.units[1].flats[0]
-    assert torch.equal(weight_of(model).sum(), flat.master[:9].sum())
-
-
-def test_an_operation_gathers_only_the_parameters_that_it_uses(model: Sharded) -> None:
-    weight_of(model, 1).sum()
+def test_an_operation_gathers_the_masters_of_only_the_parameters_that_it_uses(model: Sharded) -> None:
+    assert torch.equal(weight_of(model, 1).sum(), model.units[2].flats[0].master[:9].sum())
     assert [is_gathered(model, block) for block in range(3)] == [False, True, False]
 
 
@@ -90,19 +79,14 @@ def test_unnoticed_nothing_is_gathered(model: Sharded) -> None:
     assert not is_gathered(model)
 
 
-def test_a_deep_copy_is_a_plain_parameter(model: Sharded) -> None:
-    copied = copy.deepcopy(weight_of(model))
+@pytest.mark.parametrize(("stage", "way"), [(3, copy.deepcopy), (1, lambda p: pickle.loads(pickle.dumps(p)))])
+def test_a_deep_copy_or_a_pickle_is_a_plain_parameter(stage: Any, way: Callable[[Any], Any]) -> None:
+    model = sharded(stage)
+    assert type(weight_of(model)) is (ResidentParameter if stage == 1 else ShardedParameter)
+    copied = way(weight_of(model))
     assert type(copied) is nn.Parameter
     assert torch.equal(copied, weight_of(model))
     assert copied.data_ptr() != weight_of(model).data_ptr()
-
-
-def test_a_pickle_is_a_plain_parameter() -> None:
-    model = sharded(1)
-    assert type(weight_of(model)) is ResidentParameter
-    loaded = pickle.loads(pickle.dumps(weight_of(model)))
-    assert type(loaded) is nn.Parameter
-    assert torch.equal(loaded, weight_of(model))
 
 
 def test_a_parameter_class_of_another_library_is_left_alone() -> None:

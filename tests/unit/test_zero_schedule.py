@@ -31,18 +31,14 @@ def take(engine: Engine) -> None:
         ({"stage": 1}, False),
         ({"stage": 1, "offload": OffloadConfig(optimizer="cpu", delay_after=1)}, False),
         ({"stage": 3, "offload": OffloadConfig(parameters="cpu")}, False),
+        ({"stage": 1, "offload": "cpu", "halves": True}, False),
     ],
 )
-def test_only_offloaded_states_are_updated_early(options: dict[str, Any], allowed: bool) -> None:
-    _model, engine = small(**options)
-    assert engine.schedule.allows_early is allowed
-
-
-def test_two_optimizers_are_not_updated_early() -> None:
+def test_only_offloaded_states_of_one_optimizer_are_updated_early(options: dict[str, Any], allowed: bool) -> None:
     model = network()
-    halves = [list(model[:1].parameters()), list(model[1:].parameters())]
-    engine = engine_on(model, [adamw(half) for half in halves], stage=1, offload="cpu")
-    assert not engine.schedule.allows_early
+    parts = [model[:1], model[1:]] if options.pop("halves", False) else [model]
+    engine = engine_on(model, [adamw(part.parameters()) for part in parts], **options)
+    assert engine.schedule.allows_early is allowed
 
 
 def test_updates_are_submitted_in_the_order_of_the_forward(monkeypatch: pytest.MonkeyPatch) -> None:
