@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -188,33 +189,19 @@ def one_rank_fails(rank: int, when: str) -> Iterator[None]:
         RankFile.close = plain  # type: ignore[method-assign]
 
 
+@pytest.mark.parametrize(
+    ("when", "steps", "left"), [("1.ckpt", 3, []), ("3.ckpt", 8, ["1.ckpt"])], ids=["by the next save", "at the end"]
+)
 @on_ranks(2)
-def test_an_error_in_the_background_is_raised_by_the_next_save(rank: int, world_size: int, tmp_path: Path) -> None:
+def test_an_error_in_the_background_is_raised(
+    rank: int, world_size: int, when: str, steps: int, left: list[str], tmp_path: Path
+) -> None:
     module = SavesTwice()
-    with (
-        one_rank_fails(rank, "1.ckpt"),
-        pytest.raises(CheckpointError, match=r"1\.ckpt failed: rank 1: OSError: .*No space left"),
-    ):
-        fit(
-            folders(3, background=True),
-            module,
-            default_root_dir=tmp_path,
-        )
-    assert len(module.losses) == 3
-    assert not list(tmp_path.iterdir())
-
-
-@on_ranks(2)
-def test_an_error_in_the_background_is_raised_at_the_end(rank: int, world_size: int, tmp_path: Path) -> None:
-    module = SavesTwice()
-    with one_rank_fails(rank, "3.ckpt"), pytest.raises(CheckpointError, match=r"3\.ckpt failed: rank 1"):
-        fit(
-            folders(3, background=True),
-            module,
-            default_root_dir=tmp_path,
-        )
-    assert len(module.losses) == 8
-    assert [f.name for f in tmp_path.iterdir()] == ["1.ckpt"]
+    message = rf"{re.escape(when)} failed: rank 1: OSError: .*No space left"
+    with one_rank_fails(rank, when), pytest.raises(CheckpointError, match=message):
+        fit(folders(3, background=True), module, default_root_dir=tmp_path)
+    assert len(module.losses) == steps
+    assert [f.name for f in tmp_path.iterdir()] == left
 
 
 @pytest.mark.parametrize("background", [False, True])

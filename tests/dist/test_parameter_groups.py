@@ -138,8 +138,7 @@ class ByHand(Joins):
 
     def training_step(self, batch: Any, i: int) -> None:
         optimizer: Any = self.optimizers()
-        loss = self.noted_loss(batch)
-        self.manual_backward(loss)
+        self.manual_backward(self.noted_loss(batch))
         self.clip_gradients(optimizer, gradient_clip_val=0.1, gradient_clip_algorithm="norm")
         optimizer.step()
         optimizer.zero_grad()
@@ -365,8 +364,7 @@ class Accumulates(Joins):
 
     def training_step(self, batch: Any, i: int) -> None:
         optimizer: Any = self.optimizers()
-        loss = self.noted_loss(batch)
-        self.manual_backward(loss / 3)
+        self.manual_backward(self.noted_loss(batch) / 3)
         if i == 2:
             optimizer.step()
             optimizer.zero_grad()
@@ -437,10 +435,13 @@ class Sam(torch.optim.Optimizer):
                 closure()
             for p, move in zip(params, moves, strict=True):
                 p.sub_(move)
-        for p in params:
-            if p.grad is not None:
-                p.sub_(p.grad, alpha=self.param_groups[0]["lr"])
+        self.descend(self.param_groups[0]["lr"])
         return loss
+
+    def descend(self, rate: float) -> None:
+        for p in self.param_groups[0]["params"]:
+            if p.grad is not None:
+                p.sub_(p.grad, alpha=rate)
 
 
 class Ahead(Sam):
@@ -448,15 +449,12 @@ class Ahead(Sam):
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> Any:  # type: ignore[override]
-        params = [p for group in self.param_groups for p in group["params"]]
         if closure is not None:
-            for p in params:
+            for p in self.param_groups[0]["params"]:
                 p.mul_(0.9)
             with torch.enable_grad():
                 closure()
-        for p in params:
-            if p.grad is not None:
-                p.sub_(p.grad, alpha=0.05)
+        self.descend(0.05)
 
 
 class ByTheLoss(Sam):
@@ -466,9 +464,7 @@ class ByTheLoss(Sam):
     def step(self, closure: Any = None) -> Any:  # type: ignore[override]
         with torch.enable_grad():
             loss = 1.0 if closure is None else float(closure())
-        for p in self.param_groups[0]["params"]:
-            if p.grad is not None:
-                p.sub_(p.grad, alpha=0.05 * loss)
+        self.descend(0.05 * loss)
 
 
 class ByTheTrend(ByTheLoss):
@@ -481,9 +477,7 @@ class ByTheTrend(ByTheLoss):
         with torch.enable_grad():
             loss = 1.0 if closure is None else float(closure())
         rate, self.last = 0.05 if loss <= self.last else 0.01, loss
-        for p in self.param_groups[0]["params"]:
-            if p.grad is not None:
-                p.sub_(p.grad, alpha=rate)
+        self.descend(rate)
 
 
 class Asserts(Sam):
@@ -514,9 +508,7 @@ class Sometimes(Sam):
             loss = closure() if closure is not None else None
             if type(self).calls % 25 == 0 and closure is not None:
                 loss = closure()
-        for p in self.param_groups[0]["params"]:
-            if p.grad is not None:
-                p.sub_(p.grad, alpha=0.05)
+        self.descend(0.05)
         return loss
 
 
@@ -530,9 +522,7 @@ class Once(Sam):
         with torch.enable_grad():
             loss = closure() if closure is not None else None
         type(self).calls += closure is not None
-        for p in self.param_groups[0]["params"]:
-            if p.grad is not None:
-                p.sub_(p.grad, alpha=0.05)
+        self.descend(0.05)
         return loss
 
 
@@ -699,14 +689,8 @@ class FrozenAtFirst(InNone):
             self.blocks[0].requires_grad_(True)
 
 
-class FrozenOwn(OwnOptimizer):
-    def build(self) -> None:
-        super().build()
-        self.blocks[0].requires_grad_(False)
-
-    def on_train_epoch_start(self) -> None:
-        if self.current_epoch == 2:
-            self.blocks[0].requires_grad_(True)
+class FrozenOwn(FrozenAtFirst, OwnOptimizer):
+    pass
 
 
 @pytest.mark.sample(1)
@@ -770,8 +754,7 @@ class BothStep(TheSame):
 
     def training_step(self, batch: Any, i: int) -> None:
         first, second = self.optimizers()  # type: ignore[misc]
-        loss = self.noted_loss(batch)
-        self.manual_backward(loss)
+        self.manual_backward(self.noted_loss(batch))
         first.step()
         second.step()
         (first if i % 2 else second).zero_grad()
@@ -782,8 +765,7 @@ class DropsBetween(Shared):
 
     def training_step(self, batch: Any, i: int) -> None:
         first, second = self.optimizers()  # type: ignore[misc]
-        loss = self.noted_loss(batch)
-        self.manual_backward(loss)
+        self.manual_backward(self.noted_loss(batch))
         first.step()
         first.zero_grad(set_to_none=i % 2 == 0)
         self.seen.append(sum(float(p.grad.norm()) for p in self.parameters() if p.grad is not None))
@@ -798,8 +780,7 @@ class ClipsBetween(BothStep):
         optimizers: Any = self.optimizers()
         first, second = optimizers
         first.zero_grad()
-        loss = self.noted_loss(batch)
-        self.manual_backward(loss)
+        self.manual_backward(self.noted_loss(batch))
         if i % 2:
             self.clip_gradients(first, gradient_clip_val=0.05, gradient_clip_algorithm="norm")
         else:
@@ -824,8 +805,7 @@ class Accumulated(Shared):
 
     def training_step(self, batch: Any, i: int) -> None:
         first, second = self.optimizers()  # type: ignore[misc]
-        loss = self.noted_loss(batch)
-        self.manual_backward(loss)
+        self.manual_backward(self.noted_loss(batch))
         if i % 2:
             first.step()
             first.zero_grad()

@@ -104,13 +104,14 @@ class Batches:
         yield from self.indices.view(-1, BATCH, 1)
 
 
-class StatefulBatches(Batches):
+class Stateful:
+    """Its state is the number of batches that it has given."""
+
     done, loaded = 0, False
 
-    @override
-    def __iter__(self) -> Iterator[Tensor]:
+    def __iter__(self) -> Any:
         first, self.loaded = (self.done if self.loaded else 0), False
-        for self.done, batch in enumerate(list(super().__iter__())[first:], first + 1):
+        for self.done, batch in enumerate(list(super().__iter__())[first:], first + 1):  # type: ignore[misc]
             yield batch
         self.done = 0
 
@@ -119,6 +120,10 @@ class StatefulBatches(Batches):
 
     def load_state_dict(self, state: dict[str, int]) -> None:
         self.done, self.loaded = state["done"], True
+
+
+class StatefulBatches(Stateful, Batches):
+    pass
 
 
 class ModuleStream(Stream, nn.Module):
@@ -604,25 +609,11 @@ def test_ranks_of_different_lengths_read_their_own_numbers_again(rank: int, worl
         assert run(4, ckpt=tmp_path / f"step={step}.ckpt") == whole[done[rank] :]
 
 
-class StatefulLoader(DataLoader):
-    """Has a state, and no length, so that Lightning fetches a batch ahead."""
-
-    done, loaded = 0, False
-
-    def __iter__(self) -> Any:
-        first, self.loaded = (self.done if self.loaded else 0), False
-        for self.done, batch in enumerate(list(super().__iter__())[first:], first + 1):
-            yield batch
-        self.done = 0
+class StatefulLoader(Stateful, DataLoader):
+    """Has no length either, so that Lightning fetches a batch ahead."""
 
     def __len__(self) -> int:
         raise TypeError("nobody knows")
-
-    def state_dict(self) -> dict[str, int]:
-        return {"done": self.done}
-
-    def load_state_dict(self, state: dict[str, int]) -> None:
-        self.done, self.loaded = state["done"], True
 
 
 @pytest.mark.wide
