@@ -20,8 +20,7 @@ from pathlib import Path
 from benchmarks.catalogue import Bench, benches
 from benchmarks.record import RECORDS, ROOT
 
-_HERE = ""
-"""``--record`` without a value."""
+_HERE = ""  # ``--record`` without a value
 
 
 def arguments(bench: Bench, args: argparse.Namespace, more: Sequence[str]) -> list[str]:

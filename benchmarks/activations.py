@@ -40,12 +40,10 @@ SEEDS = "0 for weights and data"
 QUICK = ("--width", "64", "--layers", "2", "--length", "64", "--batch", "1", "--rounds", "2")
 
 CPU = torch.device("cpu")
-UNCOUNTED = 2
-"""Rounds that allocate."""
+UNCOUNTED = 2  # rounds that allocate
 
 
 def build(width: int, layers: int, length: int) -> nn.Module:
-    """The recipe's GPT, byte tokens."""
     from recipes.gpt.network import GPT, GPTConfig
 
     torch.manual_seed(0)
@@ -53,7 +51,6 @@ def build(width: int, layers: int, length: int) -> nn.Module:
 
 
 def choices(in_flight_bytes: int) -> dict[str, dict[str, Any]]:
-    """Arguments of `Activations` by name."""
     offload = ActivationOffloadConfig(
         tier="nvme", min_bytes=1 << 16, in_flight_bytes=in_flight_bytes, staging_bytes=in_flight_bytes
     )
@@ -123,7 +120,6 @@ def bench(sizes: tuple[int, int, int], batch: int, rounds: int, in_flight_bytes:
 
 
 def main() -> None:
-    """Parse, measure, print, write the record."""
     parser = record.parser(__doc__, rounds=7)
     parser.add_argument("--width", type=int, default=512)
     parser.add_argument("--layers", type=int, default=6)

@@ -58,10 +58,7 @@ class ByHand(nn.Linear):
 
 
 class Adapted(pl.LightningModule):
-    """A frozen Llama with adapters."""
-
     def __init__(self, *, by_hand: bool, width: int, layers: int) -> None:
-        """Build it on the host."""
         from transformers import LlamaConfig, LlamaForCausalLM
 
         super().__init__()
@@ -83,11 +80,9 @@ class Adapted(pl.LightningModule):
             )
 
     def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
-        """Return the model's own loss."""
         return self.model(input_ids=batch[0], labels=batch[0], use_cache=False).loss
 
     def configure_optimizers(self) -> Any:
-        """AdamW on the adapters."""
         return torch.optim.AdamW([p for p in self.parameters() if p.requires_grad], lr=1e-3)
 
 
@@ -120,7 +115,6 @@ def run_rank(rank: int, world_size: int, args: dict[str, Any]) -> Any:
 
 
 def main() -> None:
-    """Parse, measure, print a table, write the record."""
     from ls_strategy.testing import spawn
 
     parser = record.parser(__doc__, rounds=12, rounds_help="Trainers per contender")

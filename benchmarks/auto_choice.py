@@ -40,10 +40,7 @@ QUICK = ("--rounds", "1", "--steps", "4", "--models", "wide", "--width", "64")
 
 
 class Block(nn.Module):
-    """A wide layer."""
-
     def __init__(self, width: int) -> None:
-        """Of ``width`` inputs and outputs."""
         super().__init__()
         self.norm, self.linear = nn.LayerNorm(width), nn.Linear(width, width)
 
@@ -53,10 +50,7 @@ class Block(nn.Module):
 
 
 class Wide(pl.LightningModule):
-    """Ten wide layers."""
-
     def __init__(self, width: int) -> None:
-        """Build."""
         super().__init__()
         self.blocks = nn.ModuleList(Block(width) for _ in range(10))
 
@@ -68,7 +62,6 @@ class Wide(pl.LightningModule):
         return (x * x).mean()
 
     def configure_optimizers(self) -> Any:
-        """AdamW."""
         return torch.optim.AdamW(self.parameters(), lr=1e-3)
 
 
@@ -90,7 +83,6 @@ def made(model: str, width: int, samples: int) -> tuple[pl.LightningModule, Data
 
 
 def fit(strategy: Any, model: str, width: int, steps: int, world_size: int) -> float:
-    """Median seconds of a step."""
     module, data = made(model, width, 4 * steps * world_size)
     clock = Clock()
     trainer = bare_trainer(strategy, world_size, max_steps=steps, callbacks=[clock])
@@ -178,7 +170,6 @@ def result_of(chosen: Sequence[str], predicted: Sequence[dict[str, float]], time
 
 
 def main() -> None:
-    """Parse, measure, print a table, write the record."""
     from ls_strategy.testing import spawn
 
     parser = record.parser(__doc__, rounds=6, rounds_help="Trainers per candidate")

@@ -12,25 +12,14 @@ _PRIME = "PrimeIntellect-ai/prime-rl, pull request 3234"
 
 @dataclass(frozen=True)
 class Bar:
-    """A figure to reach."""
-
-    of: str
-    """A contender, or two with a slash between them."""
-
-    size: str | None
-    """A key of `SIZES`. None: any."""
-
-    tokens: int
-    """Per optimizer step."""
-
+    of: str  # a contender, or two with a slash between them
+    size: str | None  # a key of `SIZES`. None: any.
+    tokens: int  # per optimizer step
     quantity: Literal["tokens_per_s", "mfu", "ratio"]
     value: float
     source: str
-    differs: str
-    """What is not the same there."""
-
-    gpu: str = "H200"
-    """Part of the name of the GPU that it was measured on."""
+    differs: str  # what is not the same there
+    gpu: str = "H200"  # part of the name of the GPU that it was measured on
 
 
 BARS = (

@@ -22,19 +22,14 @@ FOLDER = Path(__file__).parent
 
 @dataclass(frozen=True)
 class Bench:
-    """One of them."""
-
     name: str
-    """Of the module."""
-
     line: str
     minutes: float
     quick: tuple[str, ...]
     spread: str
     seeds: str
     record: str
-    has_rounds: bool
-    """Whether it takes ``--rounds``."""
+    has_rounds: bool  # whether it takes ``--rounds``
 
 
 def benches(folder: Path = FOLDER) -> dict[str, Bench]:

@@ -59,20 +59,14 @@ from tests.processes import anonymous_bytes
 from tests.trainers import bare_trainer
 
 MINUTES = 5
-SAMPLES = 64
-"""Per rank in the step that follows a save."""
-
+SAMPLES = 64  # per rank in the step that follows a save
 SPREAD = "quartiles over rounds"
 SEEDS = "none set: times do not depend on the values"
-KINDS = ("seconds", "call", "stall", "memory", "first")
-"""What is measured of every save."""
-
+KINDS = ("seconds", "call", "stall", "memory", "first")  # what is measured of every save
 QUICK = ("--width", "64", "--layers", "2", "--rounds", "2")
 
 
 class Model(pl.LightningModule):
-    """Square layers, each one unit."""
-
     def __init__(self, width: int, layers: int) -> None:
         super().__init__()
         self.layers = nn.ModuleList([nn.Linear(width, width) for _ in range(layers)])
@@ -142,8 +136,8 @@ class Saves:
     def __init__(self, rank: int, ranks: int, width: int, layers: int, root: Path) -> None:
         """Train nothing yet."""
         self.rank, self.ranks, self.width, self.layers, self.root = rank, ranks, width, layers, root
+        # That save in the background, by where their states are, and one that writes files.
         self.trainers: dict[str, pl.Trainer] = {}
-        """That save in the background, by where their states are, and one that writes files."""
         self.named: dict[str, Callable[[], Callable[[], Any]]] = {
             "torch.save": self.torch_save,
             "one file": partial(self.folder, _nothing, background=False, **{"checkpoint.format": "file"}),
@@ -295,7 +289,6 @@ def summarise(by_rank: list[dict[str, Any]], nbytes: int, unit_bytes: int) -> di
 
 
 def main() -> None:
-    """Parse, measure, print, write the record."""
     parser = record.parser(__doc__, rounds=9)
     parser.add_argument("--width", type=int, default=2048)
     parser.add_argument("--layers", type=int, default=12)

@@ -35,7 +35,6 @@ STRATEGIES = {
 
 
 def main() -> None:
-    """Parse, run, write the record."""
     parser = record.parser(__doc__)
     parser.add_argument("--only", nargs="+", default=[], help="these habits alone")
     parser.add_argument("--strategies", nargs="+", choices=list(STRATEGIES), default=list(STRATEGIES))

@@ -59,7 +59,6 @@ class Alternating(pl.Callback):
         return self._checks.get(name)
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
-        """The first turn."""
         self._next(trainer, pl_module)
 
     def on_after_backward(self, trainer: Any, pl_module: Any) -> None:
@@ -108,7 +107,6 @@ def run_rank(rank: int, world_size: int, options: dict[str, Any]) -> Any:
 
 
 def main() -> None:
-    """Parse, measure, print a table, write the record."""
     from ls_strategy.testing import spawn
 
     parser = record.parser(__doc__, rounds=6, rounds_help="turns with each setting")

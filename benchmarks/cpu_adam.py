@@ -56,7 +56,6 @@ class Buffers:
 
 
 def ours(b: Buffers, moment_format: moments.MomentFormat, mixed: bool) -> Callable[[], None]:
-    """This package."""
     if moment_format == "fp32":
         stored = moments.Moment(b.exp_avg, None, True), moments.Moment(b.exp_avg_sq, None, False)
     else:
@@ -92,7 +91,6 @@ def torch_fused(b: Buffers, mixed: bool) -> Callable[[], None]:
 
 
 def deepspeed(b: Buffers, mixed: bool) -> Callable[[], None]:
-    """DeepSpeed's kernel."""
     os.environ.setdefault("DS_ACCELERATOR", "cpu")
     from deepspeed.ops.adam import DeepSpeedCPUAdam  # pyright: ignore[reportMissingImports]
 
@@ -118,7 +116,6 @@ def triad(b: Buffers) -> Callable[[], object]:
 
 
 def jobs(b: Buffers) -> dict[str, Callable[[], None]]:
-    """Everything that takes part."""
     table = {
         "triad": triad(b),
         "fp32": ours(b, "fp32", mixed=False),
@@ -154,7 +151,6 @@ def summarise(times: dict[str, list[float]], numel: int) -> dict[str, Any]:
 
 
 def main() -> None:
-    """Parse, measure, print, write the record."""
     parser = record.parser(__doc__, rounds=15)
     parser.add_argument("--numel", type=int, default=1 << 26, help="elements of the flat buffer")
     parser.add_argument("--threads", type=int, default=2, help="compute threads")

@@ -32,9 +32,7 @@ SEEDS = "7 for weights and data"
 QUICK = ("--cases", "stage2-fp32")
 
 FILES = ("zero2_fp16", "zero2_offload", "zero3_offload")
-DRIVE = ("zero3_nvme",)
-"""Last, since DeepSpeed has to be compiled for them."""
-
+DRIVE = ("zero3_nvme",)  # last, since DeepSpeed has to be compiled for them
 CASES: dict[str, Case] = {
     f"{name}-{precision}": Case(name, precision)
     for precision, names in (
@@ -83,15 +81,9 @@ def fit(rank: int, world_size: int, case: Case, cache: str) -> tuple[list[float]
 class Comparison:
     """Of one case, all ranks."""
 
-    largest_difference: float
-    """Of a loss, relative to DeepSpeed's."""
-
-    weight_difference: float
-    """Largest of any weight."""
-
-    moved: float
-    """How far the weight moved that moved least, of the largest element of each tensor."""
-
+    largest_difference: float  # of a loss, relative to DeepSpeed's
+    weight_difference: float  # largest of any weight
+    moved: float  # how far the weight moved that moved least, of the largest element of each tensor
     losses: int
     first_loss: float
     last_loss: float
@@ -123,7 +115,6 @@ def compare(case: Case, folder: Path) -> Comparison:
 
 
 def main() -> None:
-    """Parse, compare, print, write the record."""
     parser = record.parser(__doc__)
     parser.add_argument("--cases", nargs="+", choices=list(CASES), default=list(CASES))
     parser.add_argument("--directory", type=Path, default=None, help="folder on a disk, for what is offloaded")

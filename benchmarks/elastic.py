@@ -63,10 +63,7 @@ def ranks_of(agent: int) -> list[int]:
 
 
 class Run:
-    """The program under ``torchrun``."""
-
     def __init__(self, folder: Path, ranks: int, losses: int, steps: int) -> None:
-        """Start it."""
         folder.mkdir()
         self.folder, self.memory, self.log = folder, folder / "memory", folder / "log"
         shared = Path("/dev/shm")
@@ -114,7 +111,6 @@ class Run:
 
 
 def main() -> None:
-    """Parse, measure, print a table, write the record."""
     parser = record.parser(__doc__)
     parser.add_argument("--losses", type=int, default=50, help="ranks that are killed, one after the other")
     parser.add_argument("--steps", type=int, default=720, help="optimizer steps of the run")

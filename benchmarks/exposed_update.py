@@ -60,12 +60,8 @@ QUICK = (
 )  # fmt: skip
 
 H100_FLOPS = 400e12
-H100_COPIED = 28e9
-"""Elements per second, one direction."""
-
-H100_UPDATED = 400e9 / 28
-"""Elements per second, all ranks of a host together."""
-
+H100_COPIED = 28e9  # elements per second, one direction
+H100_UPDATED = 400e9 / 28  # elements per second, all ranks of a host together
 LIMIT = 0.15
 NETWORK: dict[str, Any] = {"num_layers": 8, "width": 128, "num_heads": 4}
 BLOCK = 256
@@ -75,8 +71,6 @@ STRATEGIES = ("zero2_offload", "zero3_offload", "zero3_nvme")
 
 @dataclass(frozen=True)
 class Run:
-    """One Trainer."""
-
     strategy: str
     clip: bool = False
     overlap: bool = True
@@ -114,17 +108,14 @@ class Lane:
 class Later:
     """What `ls_strategy.tiers.link.Arrival` is to a CUDA event."""
 
-    waited_s = 0.0
-    """Seconds that the training thread has waited for new parameters on the bus (stage 2)."""
-
+    waited_s = 0.0  # seconds that the training thread has waited for new parameters on the bus (stage 2)
+    # Seconds that it has waited for parameters of stage 3 to be read. Not the update's, but the step's.
     brought_s = 0.0
-    """Seconds that it has waited for parameters of stage 3 to be read. Not the update's, but the step's."""
 
     def __init__(self) -> None:
         self.done = threading.Event()
 
     def wait_on_host(self) -> None:
-        """Block this thread."""
         self.done.wait()
 
     def wait_on_device(self) -> None:
@@ -160,13 +151,11 @@ class Bus:
         return result
 
     def land(self, to: Any, *args: Any, **options: Any) -> None:
-        """`Averages.land`."""
         self._land(to, *args, **options)
         if to._flat.gradient_tier != "device" and to.values is not None:
             to.landing = to._flat.store.in_background(self.down.take(to.values.numel()).wait_on_host)
 
     def update(self, portion: Any) -> None:
-        """`_ChunkUpdate.update`."""
         started = time.perf_counter()
         self._update(portion)
         if portion._update.states.resident:
@@ -190,19 +179,16 @@ class Bus:
         self._lasts(change.numel() * 10 / 28, started)
 
     def write(self, portion: Any) -> None:
-        """`_ChunkUpdate.write`."""
         flat, sent = portion._update.flat, portion._out is not None and portion._update.flat.param_tier == "device"
         self._write(portion)
         if sent:
             flat.arriving = self.up.take(portion._hi - portion._lo)
 
     def copy_out(self, job: Any) -> None:
-        """`CopyOut.update`."""
         self._copy_out(job)
         job._flat.arriving = self.up.take(job._flat.stepped[1] - job._flat.stepped[0])
 
     def to_device(self, target: Tensor, source: Tensor) -> Later:
-        """`Link.to_device`."""
         target.copy_(source)
         return self.up.take(target.numel())
 
@@ -260,7 +246,6 @@ class Clock(pl.Callback):
 
 
 def train(run: Run, steps: int, tokens: int, flops: float) -> Clock:
-    """One Trainer."""
     pl.seed_everything(0, verbose=False)
     data = torch.randint(256, (steps * (tokens // BLOCK), BLOCK + 1))
     clock = Clock()
@@ -305,7 +290,6 @@ def row_of(run: Run, clocks: dict[Run, list[Clock]]) -> dict[str, Any]:
 
 
 def main() -> None:
-    """Parse, measure, print a table, write the record."""
     parser = record.parser(__doc__, rounds=2, rounds_help="Trainers of each kind")
     parser.add_argument("--strategies", nargs="+", default=STRATEGIES, help="aliases")
     parser.add_argument("--settings", nargs="+", default=SETTINGS, choices=SETTINGS)

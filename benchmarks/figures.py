@@ -114,11 +114,8 @@ def documents() -> list[Path]:
 class Untraced:
     """Of one text."""
 
-    figures: list[str]
-    """That look measured, are not traced and are not allowed, each with the words around it."""
-
-    used: set[str]
-    """Which of the allowed words were there."""
+    figures: list[str]  # that look measured, are not traced and are not allowed, each with the words around it
+    used: set[str]  # which of the allowed words were there
 
 
 def untraced(text: str, allowed: Iterable[str] = ()) -> Untraced:

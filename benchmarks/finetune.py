@@ -96,7 +96,6 @@ def summary(runs: dict[str, dict[str, dict[str, float]]]) -> dict[str, dict[str,
 
 
 def main() -> None:
-    """Parse, measure, print, write the record."""
     parser = record.parser(__doc__)
     parser.add_argument("--seeds", type=int, default=2, help="runs of each kind")
     parser.add_argument("--steps", type=int, default=200, help="optimizer steps")

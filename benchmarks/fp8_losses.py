@@ -9,11 +9,9 @@ emulates the products of fp8 with the same rounding, so the losses are those of 
 
 from __future__ import annotations
 
-import functools
 from pathlib import Path
 
-from benchmarks import record
-from benchmarks.moments import NETWORK, compare, measure, show, train
+from benchmarks.moments import bench, train
 from ls_strategy import Float8Config
 from ls_strategy.lightning.strategy import ZeROStrategy
 
@@ -33,18 +31,7 @@ def with_products(steps: int, name: str, seed: int, cache: Path) -> dict[str, fl
 
 
 def main() -> None:
-    """Parse, measure, print a table, write the record."""
-    parser = record.parser(__doc__)
-    parser.add_argument("--seeds", type=int, default=3, help="runs of each format")
-    parser.add_argument("--steps", type=int, default=300, help="optimizer steps")
-    args = parser.parse_args()
-    runs = measure(FORMATS, functools.partial(with_products, args.steps), args.seeds)
-    table = compare(runs, "bf16")
-    show(table, "bf16")
-    found = {
-        **record.header("fp8_losses"), "network": NETWORK, "steps": args.steps, "results": table, "runs": runs,
-    }  # fmt: skip
-    record.write(args.record, found)
+    bench("fp8_losses", __doc__, FORMATS, with_products, steps=300, baseline="bf16")
 
 
 if __name__ == "__main__":

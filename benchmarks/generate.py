@@ -64,7 +64,6 @@ def as_llama(model: GPT) -> Any:
 
 
 def bench(shape: str, batch: int, prompt: int, new: int, rounds: int) -> dict[str, Any]:
-    """One line of the table."""
     model = build(shape, prompt + new)
     llama = as_llama(model)
     tokens = torch.randint(model.config.vocab_size, (batch, prompt), generator=torch.Generator().manual_seed(1))
@@ -87,7 +86,6 @@ def bench(shape: str, batch: int, prompt: int, new: int, rounds: int) -> dict[st
 
 
 def line(row: dict[str, Any]) -> str:
-    """One row of the table."""
     texts = [f"{row['shape']:20} batch {row['batch']:<3}{row[OURS]['ms_per_token']:>9.3f} ms"]
     for name, found in row.items():
         if isinstance(found, dict) and name != OURS:
@@ -97,7 +95,6 @@ def line(row: dict[str, Any]) -> str:
 
 
 def main() -> None:
-    """Parse, measure, print, write the record."""
     parser = record.parser(__doc__, rounds=15)
     parser.add_argument("--prompt", type=int, default=64, help="tokens of each prompt")
     parser.add_argument("--new", type=int, default=128, help="tokens that follow")

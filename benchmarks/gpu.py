@@ -47,7 +47,6 @@ QUICK = (
 PARTS = ("throughput", "largest", "cifar")
 TIERS = ("zero3_offload", "zero3_nvme")
 GOALS = {"seconds until 94 % of CIFAR-10, on one H200": 5.0}
-"""Besides `benchmarks.bars`."""
 
 
 def throughput(args: argparse.Namespace) -> dict[str, Any]:
@@ -118,7 +117,6 @@ def cifar(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def options() -> argparse.ArgumentParser:
-    """The command line."""
     parser = record.parser(__doc__, rounds=3, rounds_help="Trainers per contender")
     parser.add_argument("--parts", nargs="+", default=list(PARTS), choices=PARTS)
     parser.add_argument("--device", default="cuda", choices=["cuda", "cpu"], help="cpu: to see that it runs")
@@ -144,7 +142,6 @@ def options() -> argparse.ArgumentParser:
 
 
 def main() -> None:
-    """Parse, measure, print, write the record."""
     began = time.monotonic()
     parser = options()
     args = parser.parse_args()

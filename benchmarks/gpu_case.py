@@ -29,8 +29,7 @@ from tests.trainers import quiet
 if TYPE_CHECKING:
     from benchmarks.gpu_trainers import Case
 
-UNCOUNTED = 4
-"""Steps that allocate, build kernels and measure where to step."""
+UNCOUNTED = 4  # steps that allocate, build kernels and measure where to step
 
 
 class OffloadingParallel(ModelParallelStrategy):

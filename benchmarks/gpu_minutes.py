@@ -16,26 +16,15 @@ from benchmarks.gpu_case import config_of
 from benchmarks.gpu_trainers import SIZES, Case, in_process, line_of, ratios, summary
 from recipes.gpt.network import GPT, GPTConfig
 
-START_S = 30.0
-"""Assumed for what a Trainer does before its first step: imports, the device, kernels."""
-
-INIT_PER_S = 1e8
-"""Assumed parameters that the host initializes per second."""
-
-SHARE = 0.4
-"""Assumed share of the device's peak, until cases have been measured."""
-
-CPU_FLOPS, OTHER_FLOPS = 1e10, 100e12
-"""Assumed peak of the host, and of a GPU that `benchmarks.bars` does not list."""
-
-WRITE_S = 1.0
-"""Left for the record when a case has to be ended."""
+START_S = 30.0  # assumed for what a Trainer does before its first step: imports, the device, kernels
+INIT_PER_S = 1e8  # assumed parameters that the host initializes per second
+SHARE = 0.4  # assumed share of the device's peak, until cases have been measured
+CPU_FLOPS, OTHER_FLOPS = 1e10, 100e12  # assumed peak of the host, and of a GPU that `benchmarks.bars` does not list
+WRITE_S = 1.0  # left for the record when a case has to be ended
 
 
 @dataclass(frozen=True)
 class Planned:
-    """A case of the program."""
-
     contender: str
     size: str
     tokens: int
@@ -43,7 +32,6 @@ class Planned:
 
     @property
     def name(self) -> str:
-        """In the record."""
         return f"{self.contender}, {self.size} at {self.tokens}"
 
 

@@ -15,8 +15,7 @@ from benchmarks.contest import spread
 from benchmarks.record import ROOT
 
 CONTENDERS = ("zero2", "zero2_offload", "fsdp2", "fsdp2_offload", "deepspeed2", "deepspeed2_offload")
-MARK = "RESULT "
-"""Begins the line in which a case says what it found."""
+MARK = "RESULT "  # begins the line in which a case says what it found
 
 
 @dataclass(frozen=True)
@@ -31,17 +30,11 @@ class Shape:
     mlp: str = "gelu"
     positions: str = "learned"
     recompute: bool = False
-    kv_heads: int | None = None
-    """None: as many as heads."""
-
-    vocabulary: int = 50304
-    """GPT-2's 50257, rounded up to a multiple of 64."""
-
-    tied: bool = True
-    """Whether the embedding is the output layer, too."""
-
+    kv_heads: int | None = None  # none: as many as heads
+    vocabulary: int = 50304  # GPT-2's 50257, rounded up to a multiple of 64
+    tied: bool = True  # whether the embedding is the output layer, too
+    # Whether this package keeps only those bits of the masters that the weights in bf16 do not have.
     split_masters: bool = False
-    """Whether this package keeps only those bits of the masters that the weights in bf16 do not have."""
 
 
 SIZES = {
@@ -63,13 +56,9 @@ many FLOPs. States of 16 bytes per parameter, 124 GB, leave room for activations
 
 @dataclass(frozen=True)
 class Case:
-    """One Trainer."""
-
     contender: str
     shape: Shape
-    tokens: int
-    """Per optimizer step: a multiple of a micro-batch."""
-
+    tokens: int  # per optimizer step: a multiple of a micro-batch
     steps: int
     device: str
     nvme_path: str

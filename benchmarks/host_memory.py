@@ -61,8 +61,6 @@ CGROUPS = Path("/sys/fs/cgroup/memory")
 
 @dataclass(frozen=True)
 class Case:
-    """One process."""
-
     moments: str
     clip: bool
     strategy: str = "zero3_offload"
@@ -70,14 +68,10 @@ class Case:
     width: int = 1024
     steps: int = 6
     master_weights: Any = True
-    nvme_path: str = ""
-    """Folder of the NVMe tier, for a strategy that has one."""
-
+    nvme_path: str = ""  # folder of the NVMe tier, for a strategy that has one
+    # The kernel refuses more than this (without a cgroup, twice this) above what there is after the tiny model.
     allowed_bytes: int = 0
-    """The kernel refuses more than this (without a cgroup, twice this) above what there is after the tiny model."""
-
-    cgroup: str = ""
-    """The memory cgroup (version 1) that enforces it; without one the data segment's limit does."""
+    cgroup: str = ""  # the memory cgroup (version 1) that enforces it; without one the data segment's limit does
 
 
 def status(field: str) -> int:
@@ -101,27 +95,22 @@ class Block(nn.Module):
 
 
 class Model(pl.LightningModule):
-    """Equal blocks, built on meta."""
-
     def __init__(self, blocks: int, width: int) -> None:
         super().__init__()
         self.shape = (blocks, width)
 
     def configure_model(self) -> None:
-        """Build, once."""
         if not hasattr(self, "blocks"):
             blocks, width = self.shape
             self.blocks = nn.ModuleList([Block(width) for _ in range(blocks)])
 
     def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
-        """Some loss."""
         x = batch[0]
         for block in self.blocks:
             x = block(x)
         return x.square().mean()
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
-        """AdamW."""
         return torch.optim.AdamW(self.parameters(), lr=1e-4)
 
 
@@ -133,7 +122,6 @@ class Scale(pl.Callback):
         self.held: dict[str, int] = {}
 
     def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
-        """Wait for updates, then weigh."""
         for flat in trainer.strategy.require_engine().flats:
             flat.wait_updated()
         self.rss.append(status("VmRSS"))
@@ -248,7 +236,6 @@ def limited(case: Case) -> dict[str, Any]:
 
 
 def main() -> None:
-    """Parse, measure, print a table, write the record."""
     parser = record.parser(__doc__)
     parser.add_argument("--blocks", type=int, default=96, help="equal units")
     parser.add_argument("--width", type=int, default=1024, help="a block has about 4 width**2 parameters")

@@ -45,11 +45,8 @@ QUICK = ("--units", "4", "--rounds", "2")
 
 WIDTH = 16
 BATCH = 2
-UNCOUNTED = 3
-"""Rounds in which contenders allocate, learn the order of units, and build kernels."""
-
+UNCOUNTED = 3  # rounds in which contenders allocate, learn the order of units, and build kernels
 WORLDS = {"alone": 1, "unsent": 1, "gloo": 2}
-"""Processes of each world."""
 
 PARTS = ("forward", "backward", "update")
 
@@ -123,10 +120,6 @@ def _done(value: Tensor) -> torch.futures.Future[Tensor]:
     return result
 
 
-def _fsdp2(model: nn.Module) -> Loop:
-    return _loop(sharded_by_fsdp2(model, Setting("", 0, 0, 0)))
-
-
 def _ours(stage: int) -> Callable[[nn.Module], Loop]:
     def build(model: nn.Module) -> Loop:
         from ls_strategy.config import ShardingConfig, ZeROConfig
@@ -167,7 +160,7 @@ def _comm() -> Any:
 CONTENDERS: dict[str, Callable[[nn.Module], Loop]] = {
     "plain": _loop,
     "ddp": _ddp,
-    "fsdp2": _fsdp2,
+    "fsdp2": lambda model: _loop(sharded_by_fsdp2(model, Setting("", 0, 0, 0))),
     **{f"zero{stage}": _ours(stage) for stage in range(4)},
 }
 
@@ -233,7 +226,6 @@ def measure(world: str, units: int, rounds: int, steps: int, names: Sequence[str
 
 
 def show(world: str, units: int, rows: dict[str, Any]) -> None:
-    """Print a table."""
     print(f"\n{world}, {units} units: us per unit above the plain loop [quartiles], and over FSDP2's")
     for name, row in rows.items():
         cells = []
@@ -245,7 +237,6 @@ def show(world: str, units: int, rows: dict[str, Any]) -> None:
 
 
 def main() -> None:
-    """Parse, measure, print tables, write the record."""
     parser = record.parser(__doc__, rounds=20, rounds_help="counted turns of each contender")
     parser.add_argument("--units", type=int, nargs="+", default=[100, 300], help="blocks; default: %(default)s")
     parser.add_argument("--steps", type=int, default=2, help="per turn; default: %(default)s")

@@ -48,7 +48,6 @@ def engine_of(name: str, width: int, layers: int, length: int) -> InferenceEngin
 
 
 def bench(engines: dict[str, InferenceEngine], batch: int, new: int, rounds: int) -> list[dict[str, Any]]:
-    """A row per format."""
     prompts = torch.randint(3, 8192, (batch, 1), generator=torch.Generator().manual_seed(1))
     greedy = SamplingConfig(temperature=0)
     bandwidths: list[float] = []
@@ -78,7 +77,6 @@ def bench(engines: dict[str, InferenceEngine], batch: int, new: int, rounds: int
 
 
 def line(row: dict[str, Any]) -> str:
-    """One row of the table."""
     low, middle, high = row["times_faster"]
     speed = f"{row['ms_per_step']:>9.3f} ms  {middle:.2f} [{low:.2f}, {high:.2f}] times faster"
     share = f"{100 * row['bandwidth_share']:.0f} % of {row['triad_gbs']} GB/s"
@@ -86,7 +84,6 @@ def line(row: dict[str, Any]) -> str:
 
 
 def main() -> None:
-    """Parse, measure, print, write the record."""
     parser = record.parser(__doc__, rounds=9)
     parser.add_argument("--width", type=int, default=1024)
     parser.add_argument("--layers", type=int, default=12)

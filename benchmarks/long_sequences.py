@@ -26,8 +26,7 @@ SPREAD = "none: bytes of tensors are counted"
 SEEDS = "0 for weights and data"
 QUICK = ("--width", "64", "--layers", "1", "--vocabulary", "512", "--lengths", "128")
 
-CHOICES = ("none", "chunked loss", "and recompute", "and tiles")
-"""Each has what those before it have."""
+CHOICES = ("none", "chunked loss", "and recompute", "and tiles")  # each has what those before it have
 
 
 def peak_bytes(sizes: tuple[int, int, int], length: int, choice: str) -> int:
@@ -55,7 +54,6 @@ def peak_bytes(sizes: tuple[int, int, int], length: int, choice: str) -> int:
 
 
 def main() -> None:
-    """Parse, measure, print, write the record."""
     parser = record.parser(__doc__)
     parser.add_argument("--width", type=int, default=128)
     parser.add_argument("--layers", type=int, default=2)

@@ -9,12 +9,10 @@ among them: they have the bits of fp32.
 
 from __future__ import annotations
 
-import functools
 from pathlib import Path
 from typing import Any
 
-from benchmarks import record
-from benchmarks.moments import NETWORK, compare, measure, show, train
+from benchmarks.moments import bench, train
 from ls_strategy.lightning.strategy import ZeROStrategy
 
 MINUTES = 4
@@ -32,18 +30,7 @@ def with_masters(steps: int, name: str, seed: int, cache: Path) -> dict[str, flo
 
 
 def main() -> None:
-    """Parse, measure, print a table, write the record."""
-    parser = record.parser(__doc__)
-    parser.add_argument("--seeds", type=int, default=3, help="runs of each format")
-    parser.add_argument("--steps", type=int, default=300, help="optimizer steps")
-    args = parser.parse_args()
-    runs = measure(tuple(FORMATS), functools.partial(with_masters, args.steps), args.seeds)
-    table = compare(runs)
-    show(table)
-    found = {
-        **record.header("masters"), "network": NETWORK, "steps": args.steps, "results": table, "runs": runs,
-    }  # fmt: skip
-    record.write(args.record, found)
+    bench("masters", __doc__, tuple(FORMATS), with_masters, steps=300)
 
 
 if __name__ == "__main__":

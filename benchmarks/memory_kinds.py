@@ -51,13 +51,9 @@ CHOICES: dict[str, dict[str, Any]] = {
         "stage": 3, "activations": {"checkpointing": "full", "loss": "chunked"}, "offload": {"optimizer": "cpu"},
     },
 }  # fmt: skip
-"""Each is a set of options of the strategy."""
 
-TIMELINE = "zero3"
-"""The choice of which the record has every reading of the step."""
-
-ON_HOST = ("masters", "optimizer", "gradients")
-"""Kinds that `offload.optimizer` moves to host memory."""
+TIMELINE = "zero3"  # the choice of which the record has every reading of the step
+ON_HOST = ("masters", "optimizer", "gradients")  # kinds that `offload.optimizer` moves to host memory
 
 
 class Measured(Monitor):
@@ -129,7 +125,6 @@ def most(readings: list[tuple[float, str, dict[str, int]]], options: dict[str, A
 
 
 def main() -> None:
-    """Parse, measure, print, write the record."""
     parser: argparse.ArgumentParser = record.parser(__doc__)
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--width", type=int, default=128)

@@ -51,7 +51,6 @@ CASES = {
     "dropless, k=1, uneven": {"k": 1, "drop_tokens": False},
     "dropless, k=2, uneven": {"k": 2, "drop_tokens": False},
 }
-"""Options of the layer by name."""
 
 Step = Callable[[Tensor, Tensor], Tensor]
 
@@ -161,7 +160,6 @@ def bench(ranks: int, sizes: dict[str, int], rounds: int, names: list[str]) -> d
 
 
 def main() -> None:
-    """Parse, measure, print, write the record."""
     parser = record.parser(__doc__, rounds=15)
     parser.add_argument("--ranks", type=int, nargs="+", default=[1, 2])
     parser.add_argument("--tokens", type=int, default=2048, help="per rank")

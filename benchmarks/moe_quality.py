@@ -64,7 +64,6 @@ def train(contender: str, seed: int, steps: int, cache: Path) -> dict[str, float
 
 
 Runs = dict[str, dict[str, dict[str, float]]]
-"""By contender and seed."""
 
 
 def compare(runs: Runs) -> dict[str, dict[str, float]]:
@@ -87,7 +86,6 @@ def compare(runs: Runs) -> dict[str, dict[str, float]]:
 
 
 def show(table: dict[str, dict[str, float]]) -> None:
-    """Print one line per contender."""
     columns = ("seeds", "val", "margin", "margin_spread", "parameters", "flops_per_token", "seconds")
     print(f"{'':10}" + "".join(f"{c:>17}" for c in columns))
     for contender, row in table.items():
@@ -108,7 +106,6 @@ def begin(path: Path | None, steps: int) -> dict[str, Any]:
 
 
 def main() -> None:
-    """Parse, measure, print a table, write the record."""
     parser = record.parser(__doc__)
     parser.add_argument("--contenders", nargs="+", choices=list(CONTENDERS), default=list(CONTENDERS))
     parser.add_argument("--seeds", type=int, default=3, help="runs of each contender")

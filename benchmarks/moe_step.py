@@ -33,7 +33,6 @@ EXPERTS: dict[str, dict[str, Any]] = {
     "capacity": {"num_experts": [8], "k": 2},
     "dropless": {"num_experts": [8], "k": 2, "drop_tokens": False},
 }
-"""Options of the network's experts by contender."""
 
 
 def run_rank(rank: int, ranks: int, sizes: dict[str, int], rounds: int, steps: int, stage: ZeroStage) -> Any:
@@ -72,7 +71,6 @@ def run_rank(rank: int, ranks: int, sizes: dict[str, int], rounds: int, steps: i
 
 
 def main() -> None:
-    """Parse, measure, print a table, write the record."""
     from ls_strategy.testing import spawn
 
     parser = record.parser(__doc__, rounds=7, rounds_help="Trainers per contender")

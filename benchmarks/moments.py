@@ -8,7 +8,6 @@ difference is worth is judged by the spread of the fp32 runs over seeds.
 
 from __future__ import annotations
 
-import functools
 import statistics
 import tempfile
 from collections.abc import Callable, Sequence
@@ -33,8 +32,7 @@ FORMATS = ("fp32", "bf16", "int8")
 KINDS = ("final", "mean", "val")
 NETWORK: dict[str, Any] = {"num_layers": 2, "num_heads": 4, "width": 64}
 BLOCK = 128
-LAST = 50
-"""Steps at the end whose mean loss is the final loss."""
+LAST = 50  # steps at the end whose mean loss is the final loss
 
 
 class Losses(pl.Callback):
@@ -44,7 +42,6 @@ class Losses(pl.Callback):
         self.values: list[Tensor] = []
 
     def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
-        """Keep it."""
         self.values.append(outputs["loss"].detach().clone())
 
     def means(self, trainer: Any) -> dict[str, float]:
@@ -84,7 +81,6 @@ def compare(runs: dict[str, list[dict[str, float]]], baseline: str = "fp32") -> 
 
 
 def show(table: dict[str, dict[str, float]], baseline: str = "fp32") -> None:
-    """Print one line per format."""
     width = max(map(len, table)) + 2
     print(" " * width + "".join(f"{k:>10}{'- ' + baseline:>10}{'noise':>8}" for k in KINDS))
     for form, row in table.items():
@@ -92,32 +88,32 @@ def show(table: dict[str, dict[str, float]], baseline: str = "fp32") -> None:
         print(f"{form:{width}}" + "".join(cells))
 
 
-def measure(
-    formats: Sequence[str], run: Callable[[str, int, Path], dict[str, float]], seeds: int
-) -> dict[str, list[dict[str, float]]]:
-    """Every format and seed, in turns; ``run`` trains with a format, a seed and a folder for the text."""
+def bench(
+    name: str, doc: str | None, formats: Sequence[str], run: Callable[[int, str, int, Path], dict[str, float]], *,
+    steps: int, baseline: str = "fp32",
+) -> None:  # fmt: skip
+    """Parse, train every format and seed in turns, print a table, and write the record.
+
+    ``run`` trains so many steps with a format, a seed and a folder for the text.
+    """
+    parser = record.parser(doc)
+    parser.add_argument("--seeds", type=int, default=3, help="runs of each format")
+    parser.add_argument("--steps", type=int, default=steps, help="optimizer steps")
+    args = parser.parse_args()
     quiet()
     runs: dict[str, list[dict[str, float]]] = {m: [] for m in formats}
     with tempfile.TemporaryDirectory() as cache:
-        for seed in range(1, seeds + 1):
-            for name in formats:
-                runs[name].append(run(name, seed, Path(cache)))
-    return runs
+        for seed in range(1, args.seeds + 1):
+            for each in formats:
+                runs[each].append(run(args.steps, each, seed, Path(cache)))
+    table = compare(runs, baseline)
+    show(table, baseline)
+    found = {**record.header(name), "network": NETWORK, "steps": args.steps, "results": table, "runs": runs}
+    record.write(args.record, found)
 
 
 def main() -> None:
-    """Parse, measure, print a table, write the record."""
-    parser = record.parser(__doc__)
-    parser.add_argument("--seeds", type=int, default=3, help="runs of each format")
-    parser.add_argument("--steps", type=int, default=400, help="optimizer steps")
-    args = parser.parse_args()
-    runs = measure(FORMATS, functools.partial(with_moments, args.steps), args.seeds)
-    table = compare(runs)
-    show(table)
-    found = {
-        **record.header("moments"), "network": NETWORK, "steps": args.steps, "results": table, "runs": runs,
-    }  # fmt: skip
-    record.write(args.record, found)
+    bench("moments", __doc__, FORMATS, with_moments, steps=400)
 
 
 if __name__ == "__main__":

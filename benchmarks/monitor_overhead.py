@@ -47,7 +47,6 @@ class Inside:
     """CPU seconds of this thread in some methods; one that another of them calls counts once."""
 
     def __init__(self) -> None:
-        """None yet."""
         self.seconds = 0.0
         self._depth = 0
         self._thread = threading.get_ident()
@@ -81,10 +80,9 @@ class Alternating(pl.Callback):
         from ls_strategy.spans import SpanRecorder
 
         self.monitor = Monitor(peak_tflops=1.0)
+        # Seconds of the training thread in each turn with the monitor.
         self.inside: dict[str, list[float]] = {WITH: [], IMAGES: []}
-        """Seconds of the training thread in each turn with the monitor."""
-        self.thread: list[float] = []
-        """Seconds of the training thread in each turn."""
+        self.thread: list[float] = []  # seconds of the training thread in each turn
         self._account = Inside()
         self._account.watch(self.monitor, "on_train_batch_end", "on_before_optimizer_step")
         self._account.watch(SpanRecorder, "enter", "leave", "sample", "follow")
@@ -101,7 +99,6 @@ class Alternating(pl.Callback):
         return len(self._turns) * self._steps
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
-        """The first turn."""
         self._next(trainer, pl_module)
 
     def on_before_optimizer_step(self, trainer: Any, pl_module: Any, optimizer: Any) -> None:
@@ -175,7 +172,6 @@ def per_image(inside: dict[str, list[float]], thread: list[float], steps: int) -
 
 
 def main() -> None:
-    """Parse, measure, print a table, write the record."""
     from ls_strategy.testing import spawn
 
     parser = record.parser(__doc__, rounds=30, rounds_help="turns with and without it")

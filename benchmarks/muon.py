@@ -47,7 +47,6 @@ def train(contender: str, seed: int, steps: int, cache: Path) -> dict[str, float
 
 
 Runs = dict[str, dict[str, dict[str, float]]]
-"""By contender with rate, and seed."""
 
 
 def compare(runs: Runs) -> dict[str, dict[str, float]]:
@@ -68,7 +67,6 @@ def compare(runs: Runs) -> dict[str, dict[str, float]]:
 
 
 def main() -> None:
-    """Parse, measure, print, write the record."""
     parser = record.parser(__doc__)
     parser.add_argument("--seeds", type=int, default=3, help="runs of each contender")
     parser.add_argument("--steps", type=int, default=200, help="optimizer steps")

@@ -102,7 +102,6 @@ def compare(times: dict[str, list[float]], ranks: int) -> dict[str, Any]:
 
 
 def main() -> None:
-    """Parse, measure, print, write the record."""
     from ls_strategy.testing import spawn
 
     parser = record.parser(__doc__, rounds=8, rounds_help="Trainers per contender")

@@ -42,15 +42,12 @@ SEEDS = "none set: times do not depend on the values"
 QUICK = ("--gib", "0.04", "--rounds", "2")
 
 Verb = Literal["read", "write"]
-Contender = Callable[[Verb], float]
-"""Moves everything once; returns the seconds."""
-
+Contender = Callable[[Verb], float]  # moves everything once; returns the seconds
 MIB = 1 << 20
 FIO = [("psync", 1, 1), ("psync", 8, 1), ("libaio", 1, 8), ("libaio", 8, 4)]
 """I/O engine, block in MiB, blocks under way."""
 
-HUGE_PAGES = 24
-"""Of 2 MiB, that fio needs for four blocks of 8 MiB, with room for what it aligns."""
+HUGE_PAGES = 24  # of 2 MiB, that fio needs for four blocks of 8 MiB, with room for what it aligns
 
 
 def fio(directory: Path, nbytes: int, ioengine: str, block_mib: int, depth: int, memory: str) -> Contender:
@@ -183,7 +180,6 @@ def measure(present: dict[str, Contender], rounds: int) -> dict[str, dict[Verb, 
 
 
 def main() -> None:
-    """Parse, measure, print a table, write the record."""
     parser = record.parser(__doc__, rounds=9)
     parser.add_argument("directory", type=Path, nargs="?", default=Path.cwd(), help="on the drive; default: here")
     parser.add_argument("--gib", type=float, default=1.0, help="bytes moved in each direction, round and contender")

@@ -29,8 +29,6 @@ class Axis:
 
 @dataclass(frozen=True)
 class Line:
-    """One series of ``(x, y)``."""
-
     name: str
     points: Sequence[tuple[float, float]]
     dashed: bool = False
@@ -54,12 +52,7 @@ def chart(title: str, x: Axis, y: Axis, lines: Sequence[Line], limits: Mapping[s
             round(bottom - y.share(point[1]) * (bottom - _TOP), 1),
         )
 
-    parts = [
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {_WIDTH} {_HEIGHT}" font-family="sans-serif" '
-        f'font-size="12" role="img" aria-label={quoteattr(title)}>',
-        f'<rect width="{_WIDTH}" height="{_HEIGHT}" fill="white"/>',
-        _text(_LEFT, 18, title, size=14),
-    ]
+    parts = _begin(title, _HEIGHT, (_LEFT, 18))
     for label, value in x.ticks.items():
         across, _ = at((value, y.low))
         parts += [_rule(across, _TOP, across, bottom), _text(across, bottom + 18, label, anchor="middle")]
@@ -75,6 +68,15 @@ def chart(title: str, x: Axis, y: Axis, lines: Sequence[Line], limits: Mapping[s
     for number, line in enumerate(lines):
         parts += _series(line, [at(point) for point in line.points], COLOURS[number % len(COLOURS)], number, right)
     return "\n".join([*parts, "</svg>", ""])
+
+
+def _begin(title: str, height: int, at: tuple[int, int] = (12, 20)) -> list[str]:
+    return [
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {_WIDTH} {height}" font-family="sans-serif" '
+        f'font-size="12" role="img" aria-label={quoteattr(title)}>',
+        f'<rect width="{_WIDTH}" height="{height}" fill="white"/>',
+        _text(*at, title, size=14),
+    ]
 
 
 def _series(line: Line, points: list[tuple[float, float]], colour: str, number: int, right: float) -> list[str]:
@@ -99,16 +101,11 @@ def _rule(x0: float, y0: float, x1: float, y1: float) -> str:
 
 @dataclass(frozen=True)
 class Bar:
-    """One row of a panel."""
-
     name: str
     value: float
-    low: float | None = None
-    """Lower quartile, if the record has it."""
+    low: float | None = None  # lower quartile, if the record has it
     high: float | None = None
-    """Upper quartile."""
-    label: str = ""
-    """Text to the right of the bar. Empty: the value with two digits after the point."""
+    label: str = ""  # text to the right of the bar. Empty: the value with two digits after the point.
 
 
 @dataclass(frozen=True)
@@ -117,12 +114,10 @@ class Panel:
 
     title: str
     bars: Sequence[Bar]
+    # Value at the left edge. 0 draws bars; anything else draws dots, because a bar that is cut misleads.
     origin: float = 0.0
-    """Value at the left edge. 0 draws bars; anything else draws dots, because a bar that is cut misleads."""
-    line: tuple[str, float] | None = None
-    """A vertical line with its name, for example that of the baseline."""
-    least_end: float = 0.0
-    """The axis ends here or later."""
+    line: tuple[str, float] | None = None  # a vertical line with its name, for example that of the baseline
+    least_end: float = 0.0  # the axis ends here or later
 
     @property
     def end(self) -> float:
@@ -131,8 +126,7 @@ class Panel:
         return max([*values, self.least_end, self.line[1] if self.line else 0.0])
 
 
-_ROW, _LABEL = 26, 96
-"""Height of a row, and space for the label at the right of a panel, in pixels."""
+_ROW, _LABEL = 26, 96  # height of a row, and space for the label at the right of a panel, in pixels
 
 
 def bars(title: str, panels: Sequence[Panel], *, own: str = "zero", one_scale: bool = True) -> str:
@@ -152,10 +146,7 @@ def bars(title: str, panels: Sequence[Panel], *, own: str = "zero", one_scale: b
     width = (_WIDTH - left) / len(panels)
     height = 66 + _ROW * len(names) + 14
     parts = [
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {_WIDTH} {height}" font-family="sans-serif" '
-        f'font-size="12" role="img" aria-label={quoteattr(title)}>',
-        f'<rect width="{_WIDTH}" height="{height}" fill="white"/>',
-        _text(12, 20, title, size=14),
+        *_begin(title, height),
         *(_text(left - 10, 66 + _ROW * (i + 0.5) + 4, name, anchor="end") for i, name in enumerate(names)),
     ]
     for number, panel in enumerate(panels):
@@ -302,7 +293,6 @@ def activations(record: Record) -> str:
 
 
 def drive(record: Record) -> str:
-    """Speed of reading and writing."""
     panels = [
         Panel(f"{way}, GB/s", [Bar(n, r[way]["gbs"], r[way]["gbs_q1"], r[way]["gbs_q3"]) for n, r in both])
         for both in [list(record["results"].items())]
@@ -339,10 +329,7 @@ def memory_by_choice(record: Record) -> str:
     end = 10 * math.ceil(largest / 10)
     title = f"Where the memory of a rank is at the peak of a step, {record['ranks']} ranks"
     parts = [
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {_WIDTH} {height}" font-family="sans-serif" '
-        f'font-size="12" role="img" aria-label={quoteattr(title)}>',
-        f'<rect width="{_WIDTH}" height="{height}" fill="white"/>',
-        _text(12, 20, title, size=14),
+        *_begin(title, height),
         *_kinds_legend([k for k in KINDS if any(k in r["kinds"] for r in results.values())], 12, 34),
     ]
     for value in range(0, end + 1, 10):
@@ -374,10 +361,7 @@ def memory_timeline(record: Record) -> str:
 
     title = f"Memory of rank 0 over one step of {record['timeline']['choice']}"
     parts = [
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {_WIDTH} {height}" font-family="sans-serif" '
-        f'font-size="12" role="img" aria-label={quoteattr(title)}>',
-        f'<rect width="{_WIDTH}" height="{height}" fill="white"/>',
-        _text(12, 20, title, size=14),
+        *_begin(title, height),
         *_kinds_legend([k for k in KINDS if any(held.get(k) for _, _, held in readings)], 12, 34),
     ]
     each = width / len(readings)

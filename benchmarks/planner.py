@@ -21,7 +21,6 @@ QUICK = ()
 
 
 def bench(ranks: int) -> dict[str, Any]:
-    """Bytes and ratios by combination."""
     everyones = measured(ranks, tuple(range(len(IDS))))
     results: dict[str, Any] = {}
     for index, name in enumerate(IDS):
@@ -39,7 +38,6 @@ def bench(ranks: int) -> dict[str, Any]:
 
 
 def main() -> None:
-    """Parse, measure, print, write the record."""
     parser = record.parser(__doc__)
     parser.add_argument("--ranks", type=int, default=2)
     args = parser.parse_args()

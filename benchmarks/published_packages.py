@@ -41,8 +41,7 @@ PROGRAMS: dict[str, tuple[str, str, str, str]] = {
 """Package, the Lightning package that it imports, its module, and the strategy that is trusted, by program."""
 
 STRATEGIES = ("zero1", "zero2", "zero3", "zero3_offload")
-FEW = 5
-"""Steps that count as early."""
+FEW = 5  # steps that count as early
 
 
 def losses(program: str, strategy: str, *, nudged: bool = False) -> list[float]:
@@ -69,7 +68,6 @@ def difference(ours: list[float], trusted: list[float]) -> float:
 
 
 def measure(program: str) -> dict[str, Any]:
-    """A program under all strategies."""
     package, host, _, trusted_strategy = PROGRAMS[program]
     trusted = losses(program, trusted_strategy)
     found: dict[str, Any] = {
@@ -86,7 +84,6 @@ def measure(program: str) -> dict[str, Any]:
 
 
 def main() -> None:
-    """Parse, run, write the record."""
     parser = record.parser(__doc__)
     parser.add_argument("--programs", nargs="+", choices=[*PROGRAMS, "none"], default=list(PROGRAMS))
     args = parser.parse_args()

@@ -99,7 +99,6 @@ def compared(runs: dict[str, list[dict[str, float]]]) -> dict[str, dict[str, flo
 
 
 def main() -> None:
-    """Parse, measure, print a table, write the record."""
     parser = record.parser(__doc__)
     parser.add_argument("--seeds", type=int, default=3, help="runs of each format")
     parser.add_argument("--steps", type=int, default=300, help="optimizer steps")

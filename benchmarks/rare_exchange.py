@@ -37,9 +37,7 @@ SEEDS = "1 to --seeds, for weights and the order of the text"
 QUICK = ("--seeds", "1", "--steps", "9", "--every", "9")
 
 NETWORK: dict[str, Any] = {"num_layers": 2, "num_heads": 4, "width": 64}
-BLOCK, BATCH, LR = 64, 8, 3e-3
-"""Per rank; AdamW with the recipe's schedule. `LR` is that of the pretraining, too."""
-
+BLOCK, BATCH, LR = 64, 8, 3e-3  # per rank; AdamW with the recipe's schedule. `LR` is that of the pretraining, too.
 CONTENDERS: dict[str, dict[str, Any] | None] = {
     "DDP": None,
     "outer momentum 0.9": {},
@@ -47,8 +45,7 @@ CONTENDERS: dict[str, dict[str, Any] | None] = {
 }
 """Options of `DiLoCo`."""
 
-FIRST = "pretraining"
-"""The DDP run that the others go on from."""
+FIRST = "pretraining"  # the DDP run that the others go on from
 
 
 def train(rank: int, _: int, contender: str, seed: int, run: dict[str, Any]) -> dict[str, float]:
@@ -94,7 +91,6 @@ class _Sent(pl.Callback):
 
 
 Runs = dict[str, dict[str, dict[str, float]]]
-"""By contender, and seed."""
 
 
 def compare(runs: Runs) -> dict[str, dict[str, float]]:
@@ -114,7 +110,6 @@ def compare(runs: Runs) -> dict[str, dict[str, float]]:
 
 
 def main() -> None:
-    """Parse, measure, print, write the record."""
     parser = record.parser(__doc__)
     parser.add_argument("--seeds", type=int, default=3, help="runs of each contender")
     parser.add_argument("--steps", type=int, default=300, help="optimizer steps")

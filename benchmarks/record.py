@@ -18,8 +18,7 @@ from typing import Any
 from benchmarks.catalogue import benches
 
 ROOT = Path(__file__).parents[1]
-RECORDS = Path("benchmarks/records")
-"""Below `ROOT`."""
+RECORDS = Path("benchmarks/records")  # below `ROOT`
 
 REQUIRED = (
     "benchmark",

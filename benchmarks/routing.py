@@ -26,8 +26,7 @@ SPREAD = "quartiles over rounds"
 SEEDS = "0 for data"
 QUICK = ("--tokens", "64", "--width", "32", "--rounds", "2")
 
-Ways = dict[str, Callable[[], Any]]
-"""By name, "kernel" first."""
+Ways = dict[str, Callable[[], Any]]  # by name, "kernel" first
 
 
 class Routed:
@@ -141,7 +140,6 @@ def compare(ways: Ways, rounds: int, tolerance: float) -> dict[str, Any]:
 
 
 def bench(tokens: int, width: int, rounds: int) -> list[dict[str, Any]]:
-    """All shapes."""
     results: list[dict[str, Any]] = []
     for experts in (8, 64):
         for k in (1, 2):
@@ -162,14 +160,12 @@ def bench(tokens: int, width: int, rounds: int) -> list[dict[str, Any]]:
 
 
 def line(row: dict[str, Any]) -> str:
-    """One row of the table."""
     ratios = ", ".join(f"{k} {v[1]:.2f} [{v[0]:.2f}, {v[2]:.2f}]" for k, v in row.items() if isinstance(v, list))
     head = f"{row['operation']:32} E={row['experts']:<4}k={row['k']:<2}{row['dtype']:9}"
     return f"{head}{row['kernel_us']:>9.1f} us  {ratios}"
 
 
 def main() -> None:
-    """Parse, measure, print, write the record."""
     parser = record.parser(__doc__, rounds=41)
     parser.add_argument("--tokens", type=int, default=4096)
     parser.add_argument("--width", type=int, default=512)

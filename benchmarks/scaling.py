@@ -29,9 +29,8 @@ from torch.utils.data import DataLoader, TensorDataset
 from benchmarks import record
 from ls_strategy.config import RecomputeConfig, ShardingConfig, TierConfig, ZeROConfig
 from ls_strategy.extras.planner.candidates import Candidate
-from ls_strategy.extras.planner.forecast import Forecast, Forecaster, Run
+from ls_strategy.extras.planner.forecast import RANKS, Forecast, Forecaster, Run
 from ls_strategy.extras.planner.hardware import Hardware
-from ls_strategy.extras.planner.scaling import RANKS
 from ls_strategy.extras.planner.simulated import simulated
 from ls_strategy.extras.planner.states import ModelStates, moment_bytes
 from ls_strategy.extras.planner.step import training_step
@@ -58,9 +57,7 @@ MODELS: dict[str, GPTConfig] = {
 }
 """``gpt_1b3.yaml`` and ``gpt_7b.yaml`` of the recipe, and one that is ten times larger."""
 
-SMALL = GPTConfig(vocab_size=96, block_size=32, num_layers=4, num_heads=4, width=96)
-"""What real ranks train."""
-
+SMALL = GPTConfig(vocab_size=96, block_size=32, num_layers=4, num_heads=4, width=96)  # what real ranks train
 _FULL, _CPU = RecomputeConfig(policy="full"), TierConfig(tier="cpu")
 CANDIDATES = (
     Candidate(0, recompute=_FULL),
@@ -70,16 +67,12 @@ CANDIDATES = (
     Candidate(2, _CPU, recompute=_FULL),
     Candidate(3, _CPU, _CPU, recompute=_FULL),
 )
-PRINTED_GB = {0: 120, 1: 31.4, 2: 16.6, 3: 1.9}
-"""By stage, in figure 1."""
-
+PRINTED_GB = {0: 120, 1: 31.4, 2: 16.6, 3: 1.9}  # by stage, in figure 1
 FIGURE_NUMEL, FIGURE_RANKS = 7_500_000_000, 64
 PRECISION, STEPS = "bf16-true", 2
 
 
 class Trained(pl.LightningModule):
-    """A GPT and its loss."""
-
     def __init__(self, config: GPTConfig) -> None:
         super().__init__()
         self.network = GPT(config)
@@ -90,7 +83,6 @@ class Trained(pl.LightningModule):
         return nn.functional.cross_entropy(self.network(tokens).float().flatten(0, 1), targets.flatten())
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
-        """AdamW."""
         return torch.optim.AdamW(self.parameters(), lr=1e-3, fused=True)
 
 
@@ -162,11 +154,8 @@ def figure_1() -> dict[str, Any]:
 class Counted:
     """Of one rank and strategy."""
 
-    sent: int
-    """Bytes that left the process in the last step."""
-
-    peak: int
-    """Bytes of live tensor storages, at most, from the first step on."""
+    sent: int  # bytes that left the process in the last step
+    peak: int  # bytes of live tensor storages, at most, from the first step on
 
 
 class Count(pl.Callback):
@@ -193,11 +182,9 @@ class Count(pl.Callback):
             dist.batch_isend_irecv = exchange
 
     def on_train_start(self, *_: Any) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
-        """Begin."""
         self.live.reset_peak()
 
     def on_train_batch_end(self, *_: Any) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
-        """A step is over."""
         self.sent.append(self.now)
 
 
@@ -244,7 +231,6 @@ def checked(ranks: int) -> dict[str, dict[str, int]]:
 
 
 def main() -> None:
-    """Parse, forecast, count, print, write the record."""
     parser = record.parser(__doc__)
     parser.add_argument("--models", nargs="+", choices=list(MODELS), default=list(MODELS), help="on paper")
     parser.add_argument("--ranks", nargs="+", type=int, default=list(RANKS), help="GPUs on paper")

@@ -51,9 +51,7 @@ CONTENDERS: dict[str, dict[str, Any] | None] = {
 }
 """Options of ``sharding`` at stage 3."""
 
-UNCOUNTED = 2
-"""Steps of a Trainer that allocate."""
-
+UNCOUNTED = 2  # steps of a Trainer that allocate
 MOST_OFF = 0.02
 """How far the last loss may be from the baseline's, relative to it: rounding changes it, and a mistake more."""
 
@@ -64,8 +62,7 @@ class Clock(pl.Callback):
     def __init__(self, steps: int) -> None:
         """Count steps from `UNCOUNTED` to the last."""
         self.seconds: list[float] = []
-        self.crossed = 0
-        """Sent by this node."""
+        self.crossed = 0  # sent by this node
         self._steps, self._last = steps, 0.0
 
     def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
@@ -170,7 +167,6 @@ def check(results: dict[str, dict[str, Any]]) -> None:
 
 
 def main() -> None:
-    """Parse, measure, print a table, write the record."""
     parser = record.parser(__doc__, rounds=5, rounds_help="Trainers per contender")
     parser.add_argument("--rate", default="200mbit", help="of the link in each direction, as tc reads it")
     parser.add_argument("--ranks-per-node", type=int, default=2, choices=(1, 2, 4), help="one leaves hpZ out")

@@ -53,11 +53,8 @@ SIZES: dict[str, dict[str, Any]] = {
     "1300M": {"num_layers": 24, "width": 2048, "num_heads": 16},
 }
 LR = 3e-4
-UNCOUNTED = 2
-"""Rounds that allocate and build kernels."""
-
-Step = Callable[[Tensor, Tensor], Tensor]
-"""Trains on tokens and targets (B, T); returns the loss, detached."""
+UNCOUNTED = 2  # rounds that allocate and build kernels
+Step = Callable[[Tensor, Tensor], Tensor]  # trains on tokens and targets (B, T); returns the loss, detached
 
 
 @dataclass(frozen=True)
@@ -69,8 +66,7 @@ class Setting:
     batch: int
     block: int
     device: Literal["cpu", "cuda"] = "cpu"
-    steps: int = 1
-    """Of one turn."""
+    steps: int = 1  # of one turn
 
     @property
     def bf16(self) -> bool:
@@ -79,7 +75,6 @@ class Setting:
 
     @property
     def place(self) -> torch.device:
-        """This rank's device."""
         return torch.device(self.device, torch.cuda.current_device()) if self.device == "cuda" else torch.device("cpu")
 
 
@@ -87,7 +82,6 @@ Builder = Callable[[nn.Module, Setting], Step]
 
 
 def build_model(size: str, block_size: int) -> nn.Module:
-    """The recipe's GPT, byte tokens."""
     from recipes.gpt.network import GPT, GPTConfig
 
     torch.manual_seed(0)
@@ -309,7 +303,6 @@ def baseline_of(names: Sequence[str], ranks: int) -> str:
 
 
 def show(size: str, result: dict[str, Any], baseline: str) -> None:
-    """Print a table."""
     print(f"\n{size}: {result['parameters']:,} parameters, {result['batch']} x {result['block']} tokens per rank")
     print(f"{'':12}{'median s':>10}{'x ' + baseline:>10}{'q1':>8}{'q3':>8}{'loss diff':>12}")
     for name, row in result["contenders"].items():
@@ -321,7 +314,6 @@ def show(size: str, result: dict[str, Any], baseline: str) -> None:
 
 
 def main() -> None:
-    """Parse, measure, print a table, write the record."""
     parser = record.parser(__doc__, rounds=12, rounds_help="counted turns of each contender")
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="default: %(default)s")
     parser.add_argument("--ranks", type=int, default=None, help="on this machine; default: 2, or the GPUs there are")

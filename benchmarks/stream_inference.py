@@ -49,16 +49,13 @@ SEED = 5
 
 @dataclass(frozen=True)
 class Case:
-    """One process that generates."""
-
     blocks: int
     width: int
     nvme_path: str
     new_tokens: int = 4
     batch: int = 2
+    # The kernel refuses more than this (without a cgroup, twice this) above what there is after a tiny model.
     allowed_bytes: int = 0
-    """The kernel refuses more than this (without a cgroup, twice this) above what there is after a tiny model."""
-
     cgroup: str = ""
 
 
@@ -84,7 +81,6 @@ class Decoding:
     """One batch that goes on and on; it starts again when its sequences are full."""
 
     def __init__(self, model: GPT, batch: int) -> None:
-        """Nothing is computed yet."""
         self.model, self.batch = model, batch
         self.cache = model.make_cache()
         self.produced = self.cache_length = 0
@@ -219,7 +215,6 @@ def speeds(args: argparse.Namespace, folder: str) -> dict[str, Any]:
 
 
 def main() -> None:
-    """Parse, measure, print, write the record."""
     parser = record.parser(__doc__, rounds=9)
     parser.add_argument("directory", type=Path, nargs="?", default=Path.cwd(), help="on the drive; default: here")
     parser.add_argument("--blocks", type=int, default=16)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -65,7 +65,7 @@ def _adam(record: dict[str, Any]) -> list[list[str]]:
 
     def cell(job: dict[str, Any], peer: str) -> str:
         ratio = job.get(f"times_faster_than_{peer}")
-        return f"{ratio['median']:.2f} [{ratio['q1']:.2f}, {ratio['q3']:.2f}]" if ratio else ""
+        return _spread(ratio) if ratio else ""
 
     peers = ("torch", "deepspeed", "fp32_moments")
     rows = [["job", "over torch fused", "over DeepSpeedCPUAdam", "over fp32 moments"]]
@@ -93,8 +93,7 @@ def _slow_network(record: dict[str, Any]) -> list[list[str]]:
     """By contender: how much faster than full stage 3, and what crosses the link."""
     rows = [["", "times faster", "MB per step"]]
     for name, r in record["results"].items():
-        fast = r["times_faster"]
-        faster = "" if name == record["baseline"] else f"{fast['median']:.2f} [{fast['q1']:.2f}, {fast['q3']:.2f}]"
+        faster = "" if name == record["baseline"] else _spread(r["times_faster"])
         rows.append([name, faster, f"{r['crossed_bytes'] / 1e6:.1f}"])
     return rows
 
@@ -113,11 +112,6 @@ def _exposed_update(record: dict[str, Any]) -> list[list[str]]:
 
 def _checkpoint(record: dict[str, Any]) -> list[list[str]]:
     """One row per way to save."""
-
-    def cell(quartiles: list[float]) -> str:
-        low, middle, high = quartiles
-        return f"{middle:.2f} [{low:.2f}, {high:.2f}]"
-
     results = record["results"]
     columns = {
         "call_over_folder": "until the call returns, share of a folder's time",
@@ -126,9 +120,9 @@ def _checkpoint(record: dict[str, Any]) -> list[list[str]]:
     columns = {key: title for key, title in columns.items() if all(key in r for r in results.values())}
     rows = [["", "speed over DCP", *columns.values(), "peak memory, units"]]
     for name, r in results.items():
-        speed = "-" if name == "copy alone" else cell(r["times_faster_than_dcp"])
+        speed = "-" if name == "copy alone" else _between(r["times_faster_than_dcp"])
         peak = max(r["memory_over_unit"], r["first_memory_over_unit"])
-        rows.append([name, speed, *(cell(r[key]) for key in columns), f"{peak:.2f}"])
+        rows.append([name, speed, *(_between(r[key]) for key in columns), f"{peak:.2f}"])
     return rows
 
 
@@ -147,7 +141,13 @@ def _muon_step(record: dict[str, Any]) -> list[list[str]]:
     """One row per stage: what Muon adds to a step."""
     rows = [["", "added, over the iterations' share of a rank", "bytes sent per element of a matrix"]]
     for name, cell in record["results"].items():
-        rows.append([f"{name}, {record['ranks']} ranks", _quartiles(cell, 2), f"{cell['bytes_per_element']:.2f}"])
+        rows.append(
+            [
+                f"{name}, {record['ranks']} ranks",
+                _between([cell["ratio_q1"], cell["ratio"], cell["ratio_q3"]]),
+                f"{cell['bytes_per_element']:.2f}",
+            ]
+        )
     return rows
 
 
@@ -182,9 +182,13 @@ def _parity(record: dict[str, Any]) -> list[list[str]]:
     return [head, *rows]
 
 
-def _quartiles(cell: dict[str, float], digits: int = 3) -> str:
-    """Of a ratio."""
-    return f"{cell['ratio']:.{digits}f} [{cell['ratio_q1']:.{digits}f}, {cell['ratio_q3']:.{digits}f}]"
+def _between(quartiles: Sequence[float], digits: int = 2) -> str:
+    low, middle, high = quartiles
+    return f"{middle:.{digits}f} [{low:.{digits}f}, {high:.{digits}f}]"
+
+
+def _spread(cell: dict[str, float], digits: int = 2) -> str:
+    return _between([cell["q1"], cell["median"], cell["q3"]], digits)
 
 
 def _long_sequences(record: dict[str, Any]) -> list[list[str]]:
@@ -289,7 +293,7 @@ def _inference(record: dict[str, Any]) -> list[list[str]]:
     rows = [["weights", "MB read per step", *(f"speedup, batch {batch}" for batch in batches)]]
     for form in formats:
         found = [results[form, batch] for batch in batches]
-        speedups = ("{1:.2f} [{0:.2f}, {2:.2f}]".format(*r["times_faster"]) for r in found)
+        speedups = (_between(r["times_faster"]) for r in found)
         rows.append([f"`{form}`", f"{found[0]['weights_mb']:.0f}", *speedups])
     return rows
 
@@ -302,16 +306,12 @@ def _generate(record: dict[str, Any]) -> list[list[str]]:
     batches = list(next(iter(by_shape.values())))
     rows = [["network", *(f"batch {batch}" for batch in batches)]]
     for shape, found in by_shape.items():
-        ratios = (found[batch]["transformers dynamic"]["ratio"] for batch in batches)
-        rows.append([shape, *("{1:.2f} [{0:.2f}, {2:.2f}]".format(*ratio) for ratio in ratios)])
+        rows.append([shape, *(_between(found[batch]["transformers dynamic"]["ratio"]) for batch in batches)])
     return rows
 
 
 def _host_time(world: str) -> Callable[[dict[str, Any]], list[list[str]]]:
     """One row per contender, with the most units that were measured."""
-
-    def cell(spread: dict[str, float], digits: int) -> str:
-        return f"{spread['median']:.{digits}f} [{spread['q1']:.{digits}f}, {spread['q3']:.{digits}f}]"
 
     def rows_of(record: dict[str, Any]) -> list[list[str]]:
         by_units = record["results"][world]
@@ -319,7 +319,7 @@ def _host_time(world: str) -> Callable[[dict[str, Any]], list[list[str]]]:
         rows = [[f"{units} units", "us", "over FSDP2's"]]
         for name, row in by_units[units].items():
             if name != "plain":
-                rows.append([f"`{name}`", cell(row["step"]["us"], 0), cell(row["step"]["over_fsdp2"], 2)])
+                rows.append([f"`{name}`", _spread(row["step"]["us"], 0), _spread(row["step"]["over_fsdp2"])])
         return rows
 
     return rows_of
@@ -367,7 +367,6 @@ def render(text: str) -> str:
 
 
 def draw(path: str) -> str:
-    """The picture that belongs there."""
     name, made_by = PICTURES[path]
     return made_by(json.loads((ROOT / RECORDS / f"{name}.json").read_text()))
 

@@ -46,12 +46,10 @@ class Clock(pl.Callback):
     """Seconds from one batch's end to the next's."""
 
     def __init__(self) -> None:
-        """Start empty."""
         self.seconds: list[float] = []
         self._last = 0.0
 
     def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
-        """Take the time."""
         now = time.perf_counter()
         if batch_idx >= 2:  # the first steps allocate
             self.seconds.append(now - self._last)
@@ -62,16 +60,13 @@ class UsersCallback(pl.Callback):
     """What a user may have written before knowing of this package: it says nothing about what it reads."""
 
     def __init__(self) -> None:
-        """Start at nothing."""
         self.tokens = 0
         self.losses: list[float] = []
 
     def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
-        """Count."""
         self.tokens += batch[0].numel()
 
     def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
-        """Keep the loss."""
         self.losses.append(float(outputs["loss"]))
 
 
@@ -92,10 +87,7 @@ def module_of(name: str, size: str, block: int, regions: str | None = None) -> p
     from recipes.gpt.network import GPTConfig
 
     class FullyShardedGPT(GPTModule):
-        """Shards itself."""
-
         def configure_model(self) -> None:
-            """Build, then shard every block."""
             if self.model is not None:
                 return
             super().configure_model()
@@ -106,10 +98,7 @@ def module_of(name: str, size: str, block: int, regions: str | None = None) -> p
             fully_shard(self.network, mesh=mesh)
 
     class CompiledGPT(GPTModule):
-        """Compiles itself."""
-
         def configure_model(self) -> None:
-            """Build, then compile."""
             if self.model is None:
                 super().configure_model()
                 compile_parts(self.network)
@@ -179,7 +168,6 @@ def check_losses(losses: dict[str, float], baseline: str) -> None:
 
 
 def main() -> None:
-    """Parse, measure, print a table, write the record."""
     from ls_strategy.testing import spawn
 
     parser = record.parser(__doc__, rounds=12, rounds_help="Trainers per strategy")

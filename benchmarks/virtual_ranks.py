@@ -65,7 +65,6 @@ def run_rank(rank: int, world_size: int, args: dict[str, Any]) -> Any:
 
 
 def main() -> None:
-    """Parse, measure, print a table, write the record."""
     from ls_strategy.testing import spawn
 
     parser = record.parser(__doc__, rounds=12, rounds_help="Trainers per contender")

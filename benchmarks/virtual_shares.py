@@ -75,14 +75,12 @@ class Throttle:
             self.by = "stopping the process for two thirds of the time"
 
     def begin(self) -> None:
-        """Slow this process down."""
         if self.by.startswith("cpu"):
             (self._group / "cgroup.procs").write_text(str(os.getpid()))
         else:
             self._stops = subprocess.Popen([sys.executable, "-c", _STOPS])
 
     def end(self) -> None:
-        """Return to full speed."""
         if self.by.startswith("cpu"):
             (self._group.parent / "cgroup.procs").write_text(str(os.getpid()))
         elif self._stops is not None:
@@ -129,7 +127,6 @@ def run_rank(rank: int, world_size: int, args: dict[str, Any]) -> Any:
 
 
 def main() -> None:
-    """Parse, measure, print a table, write the record."""
     from ls_strategy.testing import spawn
 
     parser = record.parser(__doc__, rounds=12, rounds_help="Trainers per contender")

@@ -47,7 +47,6 @@ class SimCLR(pl.LightningModule):
 
 
 def main(strategy: str) -> None:
-    """Train on scikit-learn's digits."""
     pl.seed_everything(1)
     images = torch.tensor(load_digits().images, dtype=torch.float32)[:, None] / 16
     loader = DataLoader(TensorDataset(images[:640]), batch_size=32, shuffle=True, drop_last=True)

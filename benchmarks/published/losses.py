@@ -8,9 +8,7 @@ from typing import Any
 
 import torch
 
-MARK = "LOSSES "
-"""Start of the line."""
-
+MARK = "LOSSES "  # start of the line
 NUDGE = "LS_BENCH_NUDGE"
 """Variable: with 1, all weights change by a unit in the last place before training. What comes of that is rounding."""
 

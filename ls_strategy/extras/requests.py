@@ -18,19 +18,14 @@ from typing import IO, Any
 
 from typing_extensions import override
 
-LINE_BYTES = 64 * 1024
-"""The longest line."""
-
+LINE_BYTES = 64 * 1024  # the longest line
 ALIVE_S = 5.0
 """Seconds between two lines of one who has nothing to say yet, so that the other side knows that it is there."""
 
 _CHUNK_BYTES = 1 << 20
 
-_STRANGER_S = 10.0
-"""Seconds in which a new connection has to send the secret."""
-
-_MOST_STRANGERS = 64
-"""Connections that have not sent the secret yet: each takes a file descriptor of this process."""
+_STRANGER_S = 10.0  # seconds in which a new connection has to send the secret
+_MOST_STRANGERS = 64  # connections that have not sent the secret yet: each takes a file descriptor of this process
 
 
 class RequestServer(socketserver.ThreadingTCPServer):
@@ -45,8 +40,8 @@ class RequestServer(socketserver.ThreadingTCPServer):
 
     def __init__(self, address: tuple[str, int], *args: Any, **kwargs: Any) -> None:
         """Listen at host and port; the arguments are those of the base class."""
+        # Connections that have not sent the secret, and since when they are there, by id, the oldest first.
         self._strangers: dict[int, tuple[socket.socket, float]] = {}
-        """Connections that have not sent the secret, and since when they are there, by id, the oldest first."""
         self._changing = threading.Lock()
         if ":" in address[0]:
             self.address_family = socket.AF_INET6
@@ -91,7 +86,6 @@ class RequestHandler(socketserver.StreamRequestHandler):
     """Answers the requests of one connection, one after the other. Subclasses define `answer`."""
 
     key: str
-    """The secret."""
 
     @override
     def setup(self) -> None:

@@ -56,8 +56,7 @@ class CropSampler(DistributedSampler[int]):
         # As many as fit after the largest offset of a pass, block_size - 1.
         self.num_crops = max((num_tokens - block_size) // block_size, 0)
         self.block_size = block_size
-        self.first = 0
-        """Position in the stream of all ranks, in crops."""
+        self.first = 0  # position in the stream of all ranks, in crops
         crops: Sequence[int] = range(self.num_crops)
         super().__init__(crops, num_replicas, rank, seed=seed, drop_last=True)  # type: ignore[arg-type]
         self.num_samples = self.num_crops // num_replicas

@@ -96,8 +96,7 @@ class TextStream:
         self._tokenizer, self._stop = tokenizer, [text for text in stop if text]
         self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
         self._held = ""
-        self.ended = False
-        """Whether a stop text was found."""
+        self.ended = False  # whether a stop text was found
 
     def add(self, token: int) -> str:
         """Return the text that can be shown after ``token``."""

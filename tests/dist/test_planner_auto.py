@@ -21,9 +21,9 @@ from ls_strategy.distributed.comm import make_comm
 from ls_strategy.errors import ConfigError, PlanError
 from ls_strategy.extras.planner import fit as planner_fit
 from ls_strategy.extras.planner import learned
+from ls_strategy.extras.planner.fit import OutOfMemory
 from ls_strategy.extras.planner.hardware import Hardware
 from ls_strategy.extras.planner.micro_speeds import _seconds, measure
-from ls_strategy.extras.planner.out_of_memory import OutOfMemory
 from ls_strategy.extras.planner.speeds import Speeds
 from ls_strategy.lightning.strategy import ZeROStrategy
 from ls_strategy.spans import SpanRecorder

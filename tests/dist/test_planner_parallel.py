@@ -19,8 +19,7 @@ from ls_strategy.config import RecomputeConfig, ZeROConfig, nested
 from ls_strategy.extras.planner.candidates import Candidate
 from ls_strategy.extras.planner.choice import Question
 from ls_strategy.extras.planner.forecast import Run as PlannedRun
-from ls_strategy.extras.planner.job import Job
-from ls_strategy.extras.planner.parallelism import Parallelism
+from ls_strategy.extras.planner.parallelism import Job, Parallelism
 from ls_strategy.extras.planner.partitioned import partitioned
 from ls_strategy.lightning.strategy import ZeROStrategy
 from ls_strategy.precision import resolve_precision

@@ -14,8 +14,8 @@ import pytest
 from benchmarks.record import RECORDS, ROOT
 from benchmarks.scaling import CANDIDATES, MODELS, SMALL, checked, figure_1, forecaster_of, scaled
 from ls_strategy.config import ShardingConfig, ZeROConfig
+from ls_strategy.extras.planner.forecast import RANKS
 from ls_strategy.extras.planner.hardware import Hardware
-from ls_strategy.extras.planner.scaling import RANKS
 from tests import papers
 from tests.marks import slow
 

@@ -18,8 +18,7 @@ from torch import Tensor, nn
 from ls_strategy import spans
 from ls_strategy.errors import ConfigError, PlanError, StateError
 from ls_strategy.extras.callbacks import monitor as monitor_file
-from ls_strategy.extras.callbacks.bytes_in_use import bytes_in_use
-from ls_strategy.extras.callbacks.monitor import Monitor, _tokens
+from ls_strategy.extras.callbacks.monitor import Monitor, _tokens, bytes_in_use
 from ls_strategy.extras.callbacks.step_trace import RankTrace
 from ls_strategy.lightning.strategy import ZeROStrategy
 from ls_strategy.spans import BACKWARD, DATA, FORWARD, SpanRecorder

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from ls_strategy.errors import CheckpointError
+from ls_strategy.extras.deepspeed.checkpoint import InParts, places
 from ls_strategy.extras.deepspeed.folder import Files
-from ls_strategy.extras.deepspeed.placement import InParts, places
 
 GROUPS = [{"a": (3, 5), "b": (7,)}, {"c": (4,), "scalar": ()}]
 

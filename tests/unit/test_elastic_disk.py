@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 
 from ls_strategy.errors import StateError
-from ls_strategy.extras.callbacks.elastic_disk import newest_of_run
+from ls_strategy.extras.callbacks.continued import newest_of_run
 
 
 def flip(path: Path) -> None:

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 import ls_strategy
 from ls_strategy import PlanError
-from ls_strategy.extras.inference.refused import REASONS, refuse_known
+from ls_strategy.extras.inference.engine import REASONS, refuse_known
 from ls_strategy.parallel.tensor.plans import resolve_tensor_plan
 from ls_strategy.parallel.tensor.policy import is_policy, styles_of_policy
 from ls_strategy.parallel.tensor.resolved_plan import resolve

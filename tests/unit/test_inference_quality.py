@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.nn import functional
 
 import ls_strategy
-from ls_strategy.extras.inference.perplexity import perplexity
+from ls_strategy.extras.inference.measure import perplexity
 from ls_strategy.extras.inference.quantize import weight_bytes
 from recipes.gpt.model import warmup_cosine
 from recipes.gpt.network import GPT, GPTConfig

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from ls_strategy.extras.inference.read_ahead import ReadAhead
+from ls_strategy.extras.inference.stream import ReadAhead
 
 
 class Storage:

@@ -15,10 +15,9 @@ from ls_strategy.distributed.comm import Comm
 from ls_strategy.errors import ConfigError, PlanError
 from ls_strategy.extras.planner.candidates import Candidate, ladder
 from ls_strategy.extras.planner.choice import Question, choose, explain, smallest
-from ls_strategy.extras.planner.forecast import Forecaster, Run, lacks_of, lightest, reason, table
+from ls_strategy.extras.planner.forecast import Forecaster, Run, lacks_of, lightest, reason, scale, scaling_table, table
 from ls_strategy.extras.planner.hardware import Hardware
 from ls_strategy.extras.planner.micro_speeds import measure
-from ls_strategy.extras.planner.scaling import scale, scaling_table
 from ls_strategy.extras.planner.simulated import simulated
 from ls_strategy.extras.planner.sizes import parse_rate
 from ls_strategy.extras.planner.states import ModelStates, moment_bytes

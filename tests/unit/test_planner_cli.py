@@ -15,7 +15,7 @@ from ls_strategy.extras import cli
 from ls_strategy.extras.cli import plan
 from ls_strategy.extras.planner import learned
 from ls_strategy.extras.planner.hardware import Hardware
-from ls_strategy.extras.planner.measured_file import add
+from ls_strategy.extras.planner.learned import add
 from tests.unit.test_cli_json import check
 from tests.unit.test_planner_learned import HERE, STEP, measured
 

@@ -10,9 +10,9 @@ import pytest
 from ls_strategy.config import ZeROConfig
 from ls_strategy.distributed.mesh import MeshShape
 from ls_strategy.extras.planner.candidates import Candidate
-from ls_strategy.extras.planner.combinations import FULL, SELECTIVE, can_group, candidates_of, jobs_of
 from ls_strategy.extras.planner.hardware import Hardware
 from ls_strategy.extras.planner.parallelism import Parallelism
+from ls_strategy.extras.planner.search import FULL, SELECTIVE, can_group, candidates_of, jobs_of
 
 PLAIN = Hardware(ranks=64, ranks_per_node=8, tflops=300, link_gbs=100)
 WITH_ALL = replace(PLAIN, node_gbs=12.5, bus_gbs=25, drive=10**12, drive_gbs=2)

@@ -7,8 +7,8 @@ from types import SimpleNamespace
 import pytest
 
 from ls_strategy.errors import ConfigError
-from ls_strategy.extras.planner.costs import _far
 from ls_strategy.extras.planner.hardware import Hardware, _free_on_nvme
+from ls_strategy.extras.planner.search import _far
 from ls_strategy.extras.planner.sizes import parse_bytes, show_bytes
 from ls_strategy.host_memory import _left_in_control_group
 

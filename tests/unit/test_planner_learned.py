@@ -16,12 +16,11 @@ import torch
 
 from ls_strategy.config import TierConfig
 from ls_strategy.extras.planner import fit as planner_fit
-from ls_strategy.extras.planner import learned, measured_file
+from ls_strategy.extras.planner import learned
 from ls_strategy.extras.planner.candidates import Candidate
 from ls_strategy.extras.planner.choice import Choice, better_than, lesson_here, yaml_of
 from ls_strategy.extras.planner.hardware import Hardware
-from ls_strategy.extras.planner.learned import MeasuredRun, compared, corrected, taught
-from ls_strategy.extras.planner.measured_file import add, forget, load
+from ls_strategy.extras.planner.learned import MeasuredRun, add, compared, corrected, forget, load, taught
 from ls_strategy.extras.planner.speeds import Speeds
 from ls_strategy.extras.planner.work import StepWork, Work
 from tests.unit.test_planner_speeds import forecast
@@ -146,7 +145,7 @@ def test_what_is_written_is_read_again_for_its_machine(cache: Path):
     assert add(replace(run, machine="other"))
     assert load("machine") == [run]
     assert len(load()) == 2
-    assert stat.S_IMODE(measured_file.path().stat().st_mode) == 0o600
+    assert stat.S_IMODE(learned.path().stat().st_mode) == 0o600
     assert forget() == 2
     assert load() == []
     assert forget() == 0
@@ -192,7 +191,7 @@ def test_what_would_have_helped_most_is_clearly_faster_and_comes_with_its_yaml()
 
 
 def test_the_file_keeps_the_newest_runs(cache: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(measured_file, "_MOST_RUNS", 3)
+    monkeypatch.setattr(learned, "_MOST_RUNS", 3)
     for at in range(5):
         add(measured(STEP, HERE, at=at))
     assert [run.at for run in load()] == [2, 3, 4]
@@ -237,10 +236,10 @@ def test_times_that_cannot_be_are_damage(cache: Path, damage: dict[str, float]):
 
 def test_a_file_that_others_may_write_is_not_read_and_their_folder_not_written(cache: Path):
     add(measured(STEP, HERE))
-    measured_file.path().chmod(0o666)
+    learned.path().chmod(0o666)
     with pytest.warns(UserWarning, match="all users may write"):
         assert load() == []
-    measured_file.path().chmod(0o600)
+    learned.path().chmod(0o600)
     cache.chmod(0o777)
     with pytest.warns(UserWarning, match="all users may write"):
         assert load() == []

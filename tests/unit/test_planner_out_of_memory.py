@@ -8,7 +8,7 @@ from contextlib import contextmanager
 import pytest
 import torch
 
-from ls_strategy.extras.planner.out_of_memory import OutOfMemory, is_out_of_memory, raise_explained
+from ls_strategy.extras.planner.fit import OutOfMemory, is_out_of_memory, raise_explained
 
 
 @contextmanager

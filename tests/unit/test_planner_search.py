@@ -18,21 +18,17 @@ from torch.nn import functional
 from ls_strategy.config import ActivationOffloadConfig, RecomputeConfig, TierConfig, ZeROConfig
 from ls_strategy.errors import ConfigError, PlanError
 from ls_strategy.extras import cli
-from ls_strategy.extras.cli import plan_search
+from ls_strategy.extras.cli import plan as plan_search
 from ls_strategy.extras.planner import search as search_module
 from ls_strategy.extras.planner.block_steps import BlockSteps, Known, NotUniform, sharded_size
 from ls_strategy.extras.planner.candidates import Candidate
 from ls_strategy.extras.planner.choice import Question
-from ls_strategy.extras.planner.combinations import FULL, jobs_of
-from ls_strategy.extras.planner.costs import bubble_of
 from ls_strategy.extras.planner.forecast import Run
-from ls_strategy.extras.planner.front import explanation, front_table
 from ls_strategy.extras.planner.hardware import Hardware
-from ls_strategy.extras.planner.job import Job
-from ls_strategy.extras.planner.parallelism import Parallelism
+from ls_strategy.extras.planner.parallelism import Job, Parallelism
 from ls_strategy.extras.planner.partitioned import partitioned
 from ls_strategy.extras.planner.pieces import SHORT, Composer, Span
-from ls_strategy.extras.planner.search import search
+from ls_strategy.extras.planner.search import FULL, bubble_of, explanation, front_table, jobs_of, search
 from ls_strategy.extras.plots.front import draw_front
 from ls_strategy.parallel.pipeline.schedules import make_table
 from ls_strategy.parallel.pipeline.simulate import simulate

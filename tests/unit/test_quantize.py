@@ -13,7 +13,7 @@ import ls_strategy
 from ls_strategy import ConfigError, PlanError, StateError
 from ls_strategy.extras.inference import rounding
 from ls_strategy.extras.inference.linear import QuantizedLinear, quantize_linear
-from ls_strategy.extras.inference.perplexity import perplexity
+from ls_strategy.extras.inference.measure import perplexity
 from ls_strategy.extras.inference.quantize import weight_bytes
 from ls_strategy.ops.linear import pack, spell_out_int4, spell_out_int8
 

@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from ls_strategy.extras.callbacks.own_times import ROWS, common_steps
 from ls_strategy.extras.callbacks.slow_ranks import SlowRank, SlowRanks, median_of_others
+from ls_strategy.extras.callbacks.stragglers import ROWS, common_steps
 from ls_strategy.spans import PHASES
 
 STEP_S = torch.tensor([0.030, 0.055, 0.008, 0.001, 0.003], dtype=torch.float64)

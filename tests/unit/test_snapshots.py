@@ -22,9 +22,9 @@ from ls_strategy.extras.callbacks.elastic import ElasticTraining, _run_of
 from ls_strategy.extras.snapshots import memory as memory_module
 from ls_strategy.extras.snapshots import progress
 from ls_strategy.extras.snapshots.find import listing, newest
-from ls_strategy.extras.snapshots.identity import agent_store_is_shared, run_name
 from ls_strategy.extras.snapshots.memory import Memory, name_of, node_id, root, step_of
 from ls_strategy.extras.snapshots.nodes import Nodes
+from ls_strategy.extras.snapshots.progress import agent_store_is_shared, run_name
 from ls_strategy.extras.snapshots.remote import close_snapshots, open_snapshot
 from ls_strategy.extras.snapshots.server import Peer, Server, addresses
 from tests.limits import wall

@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 import pytest
 
-from ls_strategy.extras.callbacks.spike_window import SpikeWindow, limit_of
+from ls_strategy.extras.callbacks.spike_guard import SpikeWindow, limit_of
 
 Draw = Callable[[random.Random, int], float]
 

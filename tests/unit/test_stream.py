@@ -185,7 +185,7 @@ def test_buffers_that_are_parameters_stay_buffers(drive):
 
 def test_buffers_that_are_parameters_stay_buffers_where_they_are_moved_and_cast(drive):
     from ls_strategy.extras.inference.engine import _cast
-    from ls_strategy.extras.inference.store_blocks import _move_rest
+    from ls_strategy.extras.inference.stream import _move_rest
 
     for change in (lambda m: _cast(m, torch.float32), lambda m: _cast(m, torch.bfloat16)):
         model = with_parameters_as_buffers()

@@ -9,8 +9,7 @@ from typing import Any
 import pytest
 from lightning.pytorch.callbacks import Timer
 
-from ls_strategy.extras.callbacks.intervals import Interval
-from ls_strategy.extras.callbacks.time_left import TimeLeft
+from ls_strategy.extras.callbacks.intervals import Interval, TimeLeft
 from ls_strategy.spans import FORWARD, VALIDATION
 
 

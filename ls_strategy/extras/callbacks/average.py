@@ -16,7 +16,7 @@ from ls_strategy.checked import at_least, between, checked
 from ls_strategy.checkpoint.full import full_state_dict, masters_from_state_dict
 from ls_strategy.engine import Engine
 from ls_strategy.errors import PlanError, StateError
-from ls_strategy.extras.callbacks.sharded import zero_strategy
+from ls_strategy.extras.callbacks.during_fit import zero_strategy
 from ls_strategy.host.pytorch import Callback, pl
 from ls_strategy.precision import at_least_fp32
 from ls_strategy.zero.flat.flat_buffer import FlatBuffer
@@ -45,8 +45,7 @@ class ShardedEMA(Callback):
         self._average: list[Tensor] = []
         self._last_step = 0
         self._swapped = False
-        self._exact: dict[int, Tensor] = {}
-        """While swapped: averages, by number, that the masters cannot hold."""
+        self._exact: dict[int, Tensor] = {}  # while swapped: averages, by number, that the masters cannot hold
         self._loaded: Mapping[str, Tensor] | None = None
 
     @override

@@ -19,9 +19,8 @@ from ls_strategy.extras.callbacks.corruption_digest import GradientWatch, Stored
 from ls_strategy.extras.callbacks.corruption_examine import Examination, Finding
 from ls_strategy.extras.callbacks.corruption_repeat import RecordedStep
 from ls_strategy.extras.callbacks.corruption_replay import Replay, StepsAgainError
-from ls_strategy.extras.callbacks.during_fit import DuringFit
+from ls_strategy.extras.callbacks.during_fit import DuringFit, zero_strategy
 from ls_strategy.extras.callbacks.rewind import HostCopies, refuse_own_states
-from ls_strategy.extras.callbacks.sharded import zero_strategy
 from ls_strategy.extras.callbacks.spike_guard import SpikeGuard
 from ls_strategy.host.pytorch import Callback, is_overridden, pl, rank_zero_warn
 from ls_strategy.lightning._private import unwrap_optimizer
@@ -29,11 +28,8 @@ from ls_strategy.lightning.loop.call import StepCall
 from ls_strategy.lightning.strategy import ZeROStrategy
 from ls_strategy.transient import Method
 
-MOST_FAILURES = 2
-"""Failures of one rank that end the run."""
-
-_MOST_NAMES = 3
-"""Buffers that a message names."""
+MOST_FAILURES = 2  # failures of one rank that end the run
+_MOST_NAMES = 3  # buffers that a message names
 
 
 class CorruptionCheck(DuringFit):
@@ -75,39 +71,27 @@ class CorruptionCheck(DuringFit):
             ConfigError: the value is out of its range.
         """
         self.every = every
-        self.found = 0
-        """Checks of this run that have found something."""
-        self.failures: dict[int, int] = {}
-        """How often each rank was wrong."""
+        self.found = 0  # checks of this run that have found something
+        self.failures: dict[int, int] = {}  # how often each rank was wrong
+        # Called on all ranks when `failures` have grown. Returns whether the run goes on without ranks that were wrong
+        # twice: then they do not end it. Set during a fit.
         self.on_failure: Callable[[], bool] | None = None
-        """Called on all ranks when `failures` have grown. Returns whether the run goes on without ranks that were wrong
-        twice: then they do not end it. Set during a fit."""
-        self._ignored: set[int] = set()
-        """Buffers whose gradients do not repeat."""
-        self._engine: Engine | None = None
-        """The engine of `_ignored`."""
+        self._ignored: set[int] = set()  # buffers whose gradients do not repeat
+        self._engine: Engine | None = None  # the engine of `_ignored`
         self._step: RecordedStep | None = None
         self._watch: GradientWatch | None = None
         self._stored: StoredWeights | None = None
         self._stored_at = -1
-        self._copies: HostCopies | None = None
-        """Of optimizer states. Later ones take their memory."""
-        self._new: dict[int, Tensor] = {}
-        """Digests of what this rank has written in the last step."""
-        self._sending: Callable[[], None] | None = None
-        """Ends the subscription to new weights."""
+        self._copies: HostCopies | None = None  # of optimizer states. Later ones take their memory.
+        self._new: dict[int, Tensor] = {}  # digests of what this rank has written in the last step
+        self._sending: Callable[[], None] | None = None  # ends the subscription to new weights
         self._buffers = 0
-        self._early = False
-        """What the engine's ``early_step`` was."""
-        self._edits = False
-        """Whether user code may change gradients after a backward."""
+        self._early = False  # what the engine's ``early_step`` was
+        self._edits = False  # whether user code may change gradients after a backward
         self._undo: Method | None = None
-        self._replay: Replay | None = None
-        """Runs the steps between two checks again."""
-        self._passed = False
-        """Whether the running step was checked, and is right."""
-        self._counted = -1
-        """The step after which steps were counted last."""
+        self._replay: Replay | None = None  # runs the steps between two checks again
+        self._passed = False  # whether the running step was checked, and is right
+        self._counted = -1  # the step after which steps were counted last
         self._warned = False
 
     # fit -------------------------------------------------------------------------------------------------------------
@@ -160,7 +144,6 @@ class CorruptionCheck(DuringFit):
 
     @override
     def release(self) -> None:
-        """Leave the fit loop as it was."""
         self._end_step()
         if self._undo is not None:
             self._undo.remove()
@@ -174,7 +157,6 @@ class CorruptionCheck(DuringFit):
 
     @override
     def verdict(self, trainer: pl.Trainer) -> str:
-        """Return what was found."""
         whose = ", ".join(f"{count} times rank {rank}" for rank, count in sorted(self.failures.items()))
         return f"{self.found} checks have found wrong values ({whose or 'no rank is known'})" if self.found else ""
 
@@ -190,7 +172,6 @@ class CorruptionCheck(DuringFit):
         self._watch = self._step = None
 
     def _drop_stored(self) -> None:
-        """Free the copies of weights."""
         if self._stored is not None:
             self._stored.end()
         self._stored, self._stored_at, self._new = None, -1, {}

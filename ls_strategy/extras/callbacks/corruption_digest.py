@@ -16,7 +16,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any
 
 import torch
@@ -187,22 +186,20 @@ class _Arriving:
 class WeightReport:
     """What a rank says of its weights when some rank has found that they differ."""
 
+    # Digests of every shard of the buffers that all ranks hold in full; of the full buffer where it has one.
     replicas: dict[int, list[int]] = field(default_factory=dict)
-    """Digests of every shard of the buffers that all ranks hold in full; of the full buffer where it has one."""
+    # Which of them this rank has written after the last step, and its digest then.
     when_new: dict[int, tuple[int, int]] = field(default_factory=dict)
-    """Which of them this rank has written after the last step, and its digest then."""
+    # Tensors that only this rank has, and that have changed: `_Own.buffer` by place in its own `StoredWeights.own`.
     changed: dict[int, int] = field(default_factory=dict)
-    """Tensors that only this rank has, and that have changed: `_Own.buffer` by place in its own `StoredWeights.own`."""
-    restorable: bool = True
-    """Whether there are good copies of these."""
+    restorable: bool = True  # whether there are good copies of these
 
 
 @dataclass
 class _Own:
     """A tensor that only this rank has, as it was after the last step."""
 
-    buffer: int
-    """Index of the flat buffer; from one above those and the module's buffers on, of the optimizer."""
+    buffer: int  # index of the flat buffer; from one above those and the module's buffers on, of the optimizer
     tensor: Callable[[], Tensor | None]
     digest: int
     copy: Tensor | None
@@ -221,10 +218,8 @@ class StoredWeights:
         """
         self.engine = engine
         engine.wait()
-        self.written: list[int] = []
-        """Buffers that user code has written to since, in order."""
-        self._states_written: list[int] = []
-        """Optimizers whose states were written to since, as `_Own.buffer` has them."""
+        self.written: list[int] = []  # buffers that user code has written to since, in order
+        self._states_written: list[int] = []  # optimizers whose states were written to since, as `_Own.buffer` has them
         self._undo = [_noting(flat, "write_master", i, self.written) for i, flat in enumerate(engine.flats)]
         self._shared = [i for i, flat in enumerate(engine.flats) if flat.resident and not flat.offloaded]
         mine = {i: bits_of(_own_slice(engine.flats[i])) for i in self._shared if i not in new} | dict(new)
@@ -250,7 +245,7 @@ class StoredWeights:
         copies = [None if host is None else host.of(tensor) for _, tensor in found]
         digests = numbers([bits_of(tensor) for _, tensor in found])
         for (k, tensor), copy, digest in zip(found, copies, digests, strict=True):
-            self.own.append(_Own(first + k, partial(_itself, tensor), digest, copy))
+            self.own.append(_Own(first + k, lambda tensor=tensor: tensor, digest, copy))
 
     def end(self) -> None:
         """Stop noting what user code writes."""
@@ -402,10 +397,6 @@ def _states(engine: Engine) -> list[tuple[int, Tensor]]:
             if type(tensor) is Tensor and (id(tensor) in kept or storage_key(tensor) not in storages)
         ]
     return found
-
-
-def _itself(tensor: Tensor) -> Tensor:
-    return tensor
 
 
 def _noting(owner: Any, name: str, index: int, written: list[int]) -> Method:

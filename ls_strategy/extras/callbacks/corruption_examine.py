@@ -21,11 +21,8 @@ from ls_strategy.extras.callbacks.corruption_digest import GradientWatch, Stored
 from ls_strategy.extras.callbacks.corruption_repeat import RecordedStep
 from ls_strategy.extras.callbacks.corruption_verdict import Repetition, Verdict, judge
 
-_MOST_RUNS = 7
-"""Runs of one step, the first one included, after which it is given up."""
-
-_Run = tuple[list[int], Tables]
-"""The virtual ranks that a rank has computed, and the digests."""
+_MOST_RUNS = 7  # runs of one step, the first one included, after which it is given up
+_Run = tuple[list[int], Tables]  # the virtual ranks that a rank has computed, and the digests
 
 
 @dataclass
@@ -33,8 +30,7 @@ class _Local:
     """What one rank exchanges when something differs."""
 
     weights: WeightReport
-    runs: list[_Run]
-    """Since the weights were right."""
+    runs: list[_Run]  # since the weights were right
     host: str
 
 
@@ -42,19 +38,16 @@ class _Local:
 class Finding:
     """What a check has found: buffers, by rank."""
 
+    # Weights that were wrong; as `_Own.buffer` has them, optimizers whose states were. Restored, unless `unknown`.
     weights: dict[int, set[int]] = field(default_factory=dict)
-    """Weights that were wrong; as `_Own.buffer` has them, optimizers whose states were. Restored, unless `unknown`."""
-    gradients: dict[int, set[int]] = field(default_factory=dict)
-    """Gradients, or averages, that were wrong in one run."""
+    gradients: dict[int, set[int]] = field(default_factory=dict)  # gradients, or averages, that were wrong in one run
+    # Ranks of which one or more are wrong, where no right value is known.
     unknown: set[int] = field(default_factory=set)
-    """Ranks of which one or more are wrong, where no right value is known."""
     unknown_buffers: set[int] = field(default_factory=set)
+    # Gradients that are others in every run, on more than one rank.
     not_repeatable: set[int] = field(default_factory=set)
-    """Gradients that are others in every run, on more than one rank."""
-    hosts: list[str] = field(default_factory=list)
-    """By rank."""
-    repeated: bool = False
-    """Whether the step uses the values of a later run than the first one."""
+    hosts: list[str] = field(default_factory=list)  # by rank
+    repeated: bool = False  # whether the step uses the values of a later run than the first one
 
     @property
     def culprits(self) -> list[int]:

@@ -30,8 +30,7 @@ from ls_strategy.distributed.comm import Comm
 from ls_strategy.distributed.rounds import Split, VirtualRound
 from ls_strategy.engine import Engine
 from ls_strategy.extras._lightning import silenced
-from ls_strategy.extras.callbacks.attributes import Attributes, put
-from ls_strategy.extras.callbacks.before_step import BeforeStep
+from ls_strategy.extras.callbacks.before_step import Attributes, BeforeStep, put
 from ls_strategy.extras.callbacks.corruption_digest import StoredWeights, bits_of, digests_of_weights, fold, numbers
 from ls_strategy.host.pytorch import pl
 from ls_strategy.lightning._private import metric_snapshot, training_loaders
@@ -39,15 +38,13 @@ from ls_strategy.lightning.loop.call import StepCall
 from ls_strategy.lightning.strategy import ZeROStrategy
 from ls_strategy.lightning.virtual.ranks import VirtualRanks
 
-Streams = dict[int, RandomStream]
-"""Random states by virtual rank."""
+Streams = dict[int, RandomStream]  # random states by virtual rank
 
 
 class Between:
     """What hooks change in attributes after ``training_step``, and in buffers after backward, until the next one."""
 
     def __init__(self, module: nn.Module) -> None:
-        """Begin after ``training_step``."""
         self._module, self._attributes = module, Attributes(module)
         self._buffers = _buffers_of(module)
 
@@ -88,12 +85,10 @@ class MicroBatch:
 
     call: StepCall
     batch: Any
-    others: list[Any]
-    """Batches of this process's other virtual ranks."""
+    others: list[Any]  # batches of this process's other virtual ranks
     random: RandomStream
     streams: Streams
-    prepare: Callable[[], None]
-    """Does again what hooks have done since the micro-batch before."""
+    prepare: Callable[[], None]  # does again what hooks have done since the micro-batch before
 
     @classmethod
     def of(cls, call: StepCall, strategy: ZeROStrategy, prepare: Callable[[], None]) -> MicroBatch:
@@ -141,8 +136,7 @@ class MovedRanks(VirtualRanks):
         super().__init__(own._parallel, own._strategy, own.count)
         self.random, self._has_hooks = own.random, own._has_hooks
         self._split = Rotated(own.split.shares, shift)
-        self.batches: list[Any] = []
-        """The batches of all but the first one."""
+        self.batches: list[Any] = []  # the batches of all but the first one
 
     @property
     @override
@@ -189,8 +183,8 @@ class RecordedStep:
         self._between: Between | None = None
         self._weights = digests_of_weights(engine)
         self._writes = 0 if stored is None else len(stored.written)
+        # What the first run has left: functions that put back metrics and random states, and the rest.
         self._after: tuple[Callable[[], None], Attributes, BeforeStep, Callable[[], None]] | None = None
-        """What the first run has left: functions that put back metrics and random states, and the rest."""
 
     def add(self, call: StepCall) -> None:
         """Record a micro-batch that is about to run."""

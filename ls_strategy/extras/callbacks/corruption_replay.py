@@ -27,12 +27,10 @@ from ls_strategy.host.pytorch import Callback, pl, rank_zero_warn
 from ls_strategy.lightning._private import training_loaders
 from ls_strategy.lightning.strategy import ZeROStrategy
 
-MOST_BYTES = 2 << 30
-"""Bytes of batches that one rank keeps."""
+MOST_BYTES = 2 << 30  # bytes of batches that one rank keeps
 
 
-MOST_RETURNS = 2
-"""How often training goes back to one copy."""
+MOST_RETURNS = 2  # how often training goes back to one copy
 
 
 class StepsAgainError(Exception):
@@ -44,10 +42,8 @@ class _Fetched:
     """A batch, as the loop got it."""
 
     value: Any
-    others: list[Any]
-    """By loader: the batches of this process's other virtual ranks; None if there are none."""
-    random: Callable[[], None]
-    """Puts back the random states of after the fetch."""
+    others: list[Any]  # by loader: the batches of this process's other virtual ranks; None if there are none
+    random: Callable[[], None]  # puts back the random states of after the fetch
     is_last: bool
 
 
@@ -59,12 +55,9 @@ class Replay:
     ) -> None:
         """Begin before the first batch of a fit. ``went_back`` is called when the steps begin again. Collective."""
         self._trainer, self._strategy, self._owner, self._went_back = trainer, strategy, owner, went_back
-        self._verified = True
-        """Whether all steps so far are right, as far as a check can say."""
-        self._unchecked = 0
-        """Steps since the copy that no check has seen."""
-        self._returns = 0
-        """How often the steps since the copy have begun again."""
+        self._verified = True  # whether all steps so far are right, as far as a check can say
+        self._unchecked = 0  # steps since the copy that no check has seen
+        self._returns = 0  # how often the steps since the copy have begun again
         self._copy: Copy | None = None
         self._batches: list[_Fetched] = []
         self._again: deque[_Fetched] = deque()

@@ -18,12 +18,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-Vote = tuple[int, int]
-"""A rank, and the digest of what it has computed or has stored."""
-
-Digests = Mapping[int, Sequence[int]]
-"""Digests by buffer, by rank or by virtual rank."""
-
+Vote = tuple[int, int]  # a rank, and the digest of what it has computed or has stored
+Digests = Mapping[int, Sequence[int]]  # digests by buffer, by rank or by virtual rank
 TABLES = ("sent", "averaged", "held")
 """What a repetition leaves, in the order in which one follows from the other. See `Repetition`."""
 
@@ -32,34 +28,21 @@ TABLES = ("sent", "averaged", "held")
 class Repetition:
     """What one run of forward and backward has come to, on all ranks."""
 
-    by: Mapping[int, int]
-    """The rank that has computed each virtual rank; without virtual ranks, every rank itself."""
-
-    sent: Digests
-    """Gradients as they are sent, by virtual rank, or by rank."""
-
-    averaged: Digests
-    """Averages of the shards that a rank reduces, by rank."""
-
-    held: Digests
-    """Averages as the optimizer would read them, by rank; at stage 0 they were gathered."""
+    by: Mapping[int, int]  # the rank that has computed each virtual rank; without virtual ranks, every rank itself
+    sent: Digests  # gradients as they are sent, by virtual rank, or by rank
+    averaged: Digests  # averages of the shards that a rank reduces, by rank
+    held: Digests  # averages as the optimizer would read them, by rank; at stage 0 they were gathered
 
 
 @dataclass
 class Verdict:
     """What follows from all repetitions so far."""
 
-    right: set[int] = field(default_factory=set)
-    """Which of them are right on all ranks."""
-
-    wrong: dict[int, set[int]] = field(default_factory=dict)
-    """Buffers that each rank has got wrong once."""
-
+    right: set[int] = field(default_factory=set)  # which of them are right on all ranks
+    wrong: dict[int, set[int]] = field(default_factory=dict)  # buffers that each rank has got wrong once
+    # Buffers for which each rank gives other values whenever it is asked.
     unsteady: dict[int, set[int]] = field(default_factory=dict)
-    """Buffers for which each rank gives other values whenever it is asked."""
-
-    suspects: set[int] = field(default_factory=set)
-    """Ranks of which one is wrong, if nothing says which one."""
+    suspects: set[int] = field(default_factory=set)  # ranks of which one is wrong, if nothing says which one
 
 
 def elect(votes: Sequence[Vote]) -> tuple[int | None, set[int]]:

@@ -13,11 +13,12 @@ from torch import Tensor
 from typing_extensions import override
 
 from ls_strategy.checked import above, at_least, between, checked
+from ls_strategy.distributed.comm import Comm
 from ls_strategy.engine import Engine
 from ls_strategy.errors import ConfigError, StateError
 from ls_strategy.extras._lightning import before_iterators
-from ls_strategy.extras.callbacks import island_data, island_report, outer_state
-from ls_strategy.extras.callbacks.sharded import zero_strategy
+from ls_strategy.extras.callbacks import island_data, outer_state
+from ls_strategy.extras.callbacks.during_fit import zero_strategy
 from ls_strategy.extras.islands import buffers, fingerprint
 from ls_strategy.extras.islands.client import HubClient, parse_address, read_secret
 from ls_strategy.extras.islands.member import Contribution, Member, Result
@@ -27,15 +28,49 @@ from ls_strategy.host.pytorch import pl, rank_zero_info, rank_zero_warn
 from ls_strategy.lightning.connection import ConnectedCallback
 from ls_strategy.lightning.strategy import ZeROStrategy
 
-_MOST_ATTEMPTS = 5
-"""To take part in the last round."""
 
-_COMPARED_BATCHES = 2
-"""Batches of a run whose digests islands compare: equal ones mean equal data."""
+def _settled(world: Comm, result: Result) -> Result:
+    """Return the result of a round if it is of one kind on all ranks. Collective.
+
+    Otherwise connections of single ranks have broken: StateError on all ranks.
+    """
+    kinds = world.exchange_objects(result.what)
+    if len(set(kinds)) > 1:
+        raise StateError(
+            f"the ranks of this island have lost the hub one by one: a round is {', '.join(map(repr, kinds))} on ranks "
+            f"0 to {len(kinds) - 1}. Start the island again from its last checkpoint; the others go on meanwhile."
+        )
+    return result
 
 
-def _warn(text: str) -> None:
-    rank_zero_warn(text)
+def _refused(world: Comm, member: Member, result: Result) -> set[int]:
+    """Report the islands whose contribution did not count, and return them. Collective."""
+    found = dict(pair for each in world.exchange_objects(result.refused) for pair in each)
+    for island, why in sorted(found.items()):
+        rank_zero_warn(
+            f"DiLoCo: round {member.round} went on without the contribution of island {island}, which has sent "
+            f"{why}. Look for a divergence there: its learning rate, its data, its hardware."
+        )
+    return set(found)
+
+
+def _log_round(trainer: pl.Trainer, world: Comm, member: Member, result: Result, waited: float) -> None:
+    """Give the loggers the figures of a round. Collective."""
+    square, longest = (list(each) for each in zip(*world.exchange_objects((result.square, waited)), strict=True))
+    values = {
+        "diloco/outer_norm": sum(square) ** 0.5,
+        "diloco/islands": float(len(result.islands)),
+        "diloco/wait_s": max(longest),
+        "diloco/round_s": result.seconds,
+        "diloco/round": float(member.round),
+        "diloco/sent_mib": member.client.sent_bytes / 2**20,
+    }
+    for logger in trainer.loggers:
+        logger.log_metrics(values, step=trainer.global_step)
+
+
+_MOST_ATTEMPTS = 5  # to take part in the last round
+_COMPARED_BATCHES = 2  # batches of a run whose digests islands compare: equal ones mean equal data
 
 
 class DiLoCo(ConnectedCallback):
@@ -126,10 +161,9 @@ class DiLoCo(ConnectedCallback):
 
     def _forget(self) -> None:
         self._member: Member | None = None
-        self._sent: Contribution | None = None
-        """What the round in flight is about."""
+        self._sent: Contribution | None = None  # what the round in flight is about
+        # A round whose result waits: the step after which it is used, and its buffers.
         self._merge: tuple[int, list[Place]] | None = None
-        """A round whose result waits: the step after which it is used, and its buffers."""
         self._buffers_change: Tensor | None = None
         self._begun = self._first = self._last_step = 0
         self._batches: list[int] = []
@@ -171,7 +205,7 @@ class DiLoCo(ConnectedCallback):
         who = {"island": self.island, "rank": strategy.global_rank, "ranks": strategy.world_size}
         given = self.secret
         secret = "" if given is None else strategy.on_all_ranks(lambda: read_secret(given))
-        self._member = Member(HubClient(self._address, secret, who, self.patience_s, _warn), outer)
+        self._member = Member(HubClient(self._address, secret, who, self.patience_s, rank_zero_warn), outer)
         self._load(pl_module, engine, list(outer.shards))
         self._follow(engine, pl_module)
         if self.island and strategy.virtual is None:
@@ -206,7 +240,9 @@ class DiLoCo(ConnectedCallback):
         engine.stepper.unfreezing.follow()
         strategy.on_all_ranks(lambda: island_data.check_loaders(trainer, strategy))
         engine.wait()
-        member.fingerprint = {**self._options(), **member.outer.fingerprint(engine), **island_data.own_folder(trainer)}
+        names = ("islands", "every", "fragments", "delay", "mixing", "outer_lr", "outer_momentum", "wire")
+        options = {name: getattr(self, name) for name in names}
+        member.fingerprint = {**options, **member.outer.fingerprint(engine), **island_data.own_folder(trainer)}
         self._begun = self._first = self._last_step = trainer.global_step
         saved = self._loaded.get("diloco")
         if saved is not None:
@@ -234,10 +270,6 @@ class DiLoCo(ConnectedCallback):
         member.outer.merge(zero_strategy(trainer, self).require_engine(), list(member.outer.shards), 0.0)
         if member.buffers is not None:
             buffers.write(module, member.buffers)
-
-    def _options(self) -> dict[str, Any]:
-        names = ("islands", "every", "fragments", "delay", "mixing", "outer_lr", "outer_momentum", "wire")
-        return {name: getattr(self, name) for name in names}
 
     # steps -----------------------------------------------------------------------------------------------------------
 
@@ -323,14 +355,14 @@ class DiLoCo(ConnectedCallback):
         assert sent is not None
         started = time.perf_counter()
         world = strategy.require_engine().mesh.world
-        result = island_report.settled(world, strategy.on_all_ranks(member.settle))
+        result = _settled(world, strategy.on_all_ranks(member.settle))
         waited = time.perf_counter() - started
         self._sent = None
         if result.what == "done":
             self._merge = self._begun + self.delay, sent.places
             self._buffers_change = None if result.buffers is None else buffers.change(sent.buffers, result.buffers)
-            island_report.log(trainer, world, member, result, waited)
-            if self.island in island_report.refused(world, member, result):
+            _log_round(trainer, world, member, result, waited)
+            if self.island in _refused(world, member, result):
                 self._start_afresh(trainer, module)
         elif result.what == "ends":
             self._end(trainer, module)
@@ -372,7 +404,6 @@ class DiLoCo(ConnectedCallback):
             self._end(trainer, pl_module)
 
     def _end(self, trainer: pl.Trainer, module: pl.LightningModule) -> None:
-        """Take part in the last round."""
         strategy, member = zero_strategy(trainer, self), self._member
         assert member is not None
         if self._merge is not None:
@@ -391,8 +422,8 @@ class DiLoCo(ConnectedCallback):
             buffers.write(module, result.buffers)
         self._begun = trainer.global_step
         world = strategy.require_engine().mesh.world
-        island_report.log(trainer, world, member, result, 0.0)
-        island_report.refused(world, member, result)
+        _log_round(trainer, world, member, result, 0.0)
+        _refused(world, member, result)
 
     def _last_round(self, trainer: pl.Trainer, module: pl.LightningModule) -> Result:
         """Exchange everything; come back and repeat it if the others were faster. Collective.
@@ -406,7 +437,7 @@ class DiLoCo(ConnectedCallback):
             self._begin(trainer, module, ends=True)
             self._sent = None
             world = strategy.require_engine().mesh.world
-            result = island_report.settled(world, strategy.on_all_ranks(member.settle))
+            result = _settled(world, strategy.on_all_ranks(member.settle))
             if result.what == "done":
                 return result
             self._come_back(trainer, module, result)
@@ -424,7 +455,6 @@ class DiLoCo(ConnectedCallback):
 
     @override
     def teardown(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
-        """Leave the other islands."""
         self._close()
 
     def _close(self) -> None:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from typing_extensions import override
 
+from ls_strategy.errors import PlanError
 from ls_strategy.host.pytorch import Callback, pl, rank_zero_info
+from ls_strategy.lightning.strategy import ZeROStrategy
 
 
 class DuringFit(Callback):
@@ -21,7 +23,6 @@ class DuringFit(Callback):
 
     @override
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Leave the fit loop, and report."""
         self.release()
         text = self.verdict(trainer)
         if text:
@@ -29,10 +30,25 @@ class DuringFit(Callback):
 
     @override
     def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
-        """Leave the fit loop."""
         self.release()
 
     @override
     def teardown(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
-        """Leave the fit loop."""
         self.release()
+
+
+# --- the strategy that the callbacks of this package require ----------------------------------------------------------
+
+
+def zero_strategy(trainer: pl.Trainer, callback: Callback) -> ZeROStrategy:
+    """Return the Trainer's `ZeROStrategy`.
+
+    Raises:
+        PlanError: the Trainer has another strategy.
+    """
+    if not isinstance(trainer.strategy, ZeROStrategy):
+        raise PlanError(
+            f"{type(callback).__name__} reads shards, and strategy={type(trainer.strategy).__name__} has none. "
+            'Use strategy="zero0" to "zero3", or leave the callback out.'
+        )
+    return trainer.strategy

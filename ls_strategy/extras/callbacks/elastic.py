@@ -29,16 +29,16 @@ from ls_strategy.extras._lightning import (
     overwrite_saved_config,
 )
 from ls_strategy.extras.callbacks import elastic_errors
+from ls_strategy.extras.callbacks.continued import newest_of_run
+from ls_strategy.extras.callbacks.continued import run_of as _run_of
 from ls_strategy.extras.callbacks.corruption_check import CorruptionCheck
-from ls_strategy.extras.callbacks.elastic_disk import newest_of_run
-from ls_strategy.extras.callbacks.elastic_disk import run_of as _run_of
 from ls_strategy.extras.callbacks.elastic_failures import Failures, LeftOutError
 from ls_strategy.extras.callbacks.preemption import PreemptionHandler
 from ls_strategy.extras.snapshots import progress
 from ls_strategy.extras.snapshots.find import Found, listing
-from ls_strategy.extras.snapshots.identity import agent_store_is_shared, run_name
 from ls_strategy.extras.snapshots.memory import Memory, root
 from ls_strategy.extras.snapshots.nodes import Nodes
+from ls_strategy.extras.snapshots.progress import agent_store_is_shared, run_name
 from ls_strategy.extras.snapshots.remote import close_snapshots, open_snapshot
 from ls_strategy.extras.snapshots.verify import Damage, newest_whole
 from ls_strategy.extras.snapshots.write import InMemory
@@ -49,12 +49,8 @@ from ls_strategy.lightning.connection import ConnectedCallback
 from ls_strategy.lightning.strategy import ZeROStrategy
 from ls_strategy.lightning.virtual.data import VirtualLoader
 
-_COST = 0.01
-"""The share of the time that snapshots may take with ``max_repeated_steps="auto"``."""
-
-_MOST_STEPS = 1000
-"""Limits ``"auto"`` where steps are short."""
-
+_COST = 0.01  # the share of the time that snapshots may take with ``max_repeated_steps="auto"``
+_MOST_STEPS = 1000  # limits ``"auto"`` where steps are short
 _PERMANENT = (ConfigError, PlanError, CheckpointError, StateError, MisconfigurationException)
 """Errors about what the user has given: the same at every start."""
 
@@ -117,25 +113,22 @@ class ElasticTraining(ConnectedCallback):
         self._run = ""
         self._nodes: Nodes | None = None
         self._failures: Failures | None = None
-        self._leaving: list[int] = []
-        """Ranks that are left out after the running step."""
+        self._leaving: list[int] = []  # ranks that are left out after the running step
         self._progress: progress.Progress | None = None
         self._undo: Any = None
         self._found: Found | None = None
         self._left_out: list[Damage] = []
-        self._trained = False
-        """Whether this start has trained a step."""
+        self._trained = False  # whether this start has trained a step
         self._lost_at = 0.0
         self._last_step = -1
         self._lost_steps = 0
         self._reports = False
         self._every = 1
         self._due = 0
+        # Steps of the newest snapshot, and of the newest one that is known to be complete; the same on all ranks.
         self._begun = self._complete = 0
-        """Steps of the newest snapshot, and of the newest one that is known to be complete; the same on all ranks."""
         self._since = 0.0
-        self.taken = 0
-        """Snapshots that this process has begun in the running fit."""
+        self.taken = 0  # snapshots that this process has begun in the running fit
         self._error: CheckpointError | None = None
 
     # start -----------------------------------------------------------------------------------------------------------

@@ -14,18 +14,13 @@ import traceback
 from collections.abc import Mapping
 from pathlib import Path
 
-NOTE = "ended"
-"""The file in the memory of a run with the error that ended a start before its first step."""
-
+NOTE = "ended"  # the file in the memory of a run with the error that ended a start before its first step
 AGAIN = (
     "the start before this one ended with the same error, before a step, and so would the next. torchrun ends without "
     "using up its restarts."
 )
-_USUAL_PORT = 29400
-"""Where launchers meet if no port is given."""
-
-_LISTENS = "0A"
-"""A state of sockets in ``/proc/net/tcp``."""
+_USUAL_PORT = 29400  # where launchers meet if no port is given
+_LISTENS = "0A"  # a state of sockets in ``/proc/net/tcp``
 
 
 def came_again(folder: Path, error: BaseException, ranks: int) -> bool:

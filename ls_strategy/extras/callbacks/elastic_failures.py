@@ -18,8 +18,7 @@ from ls_strategy.extras.callbacks import elastic_errors
 from ls_strategy.extras.callbacks.corruption_check import MOST_FAILURES
 from ls_strategy.extras.snapshots.nodes import Node, Nodes
 
-NOTE = "failures"
-"""The file in the memory of a run with how often each place was wrong."""
+NOTE = "failures"  # the file in the memory of a run with how often each place was wrong
 
 
 class LeftOutError(StateError):

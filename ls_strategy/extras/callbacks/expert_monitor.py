@@ -29,20 +29,11 @@ _UNUSED = (40, 40, 40)
 class LayerLoad:
     """The load of one layer's experts in an interval, over all ranks; on the CPU."""
 
-    routed: Tensor
-    """``(E,)`` fp64: pairs of token and expert, before any was dropped."""
-
-    kept: Tensor
-    """``(E,)`` fp64: pairs that were computed."""
-
-    entropy: float
-    """Entropy of the router's probabilities in nats, mean over tokens."""
-
-    balance_loss: float
-    """Unweighted; 1 when loads are even."""
-
-    z_loss: float
-    """Unweighted."""
+    routed: Tensor  # ``(E,)`` fp64: pairs of token and expert, before any was dropped
+    kept: Tensor  # ``(E,)`` fp64: pairs that were computed
+    entropy: float  # entropy of the router's probabilities in nats, mean over tokens
+    balance_loss: float  # unweighted; 1 when loads are even
+    z_loss: float  # unweighted
 
     @property
     def largest(self) -> float:
@@ -110,7 +101,6 @@ class ExpertMonitor(Callback):
 
     @override
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Find the layers."""
         self._layers = {name: m for name, m in pl_module.named_modules() if isinstance(m, SparseLayer)}
         self._picture_step, self._charts = None, Charts()
         self._draws = draws(trainer, "ExpertMonitor")
@@ -129,7 +119,6 @@ class ExpertMonitor(Callback):
 
     @override
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Stop measuring."""
         axis = _axis(trainer)
         if axis is not None:
             axis.waits = None

@@ -17,7 +17,7 @@ from ls_strategy.checked import above, at_least, checked
 from ls_strategy.checkpoint.output import check_target
 from ls_strategy.checkpoint.save import SaveTarget
 from ls_strategy.errors import ConfigError
-from ls_strategy.extras.callbacks.sharded import zero_strategy
+from ls_strategy.extras.callbacks.during_fit import zero_strategy
 from ls_strategy.extras.huggingface.contents import DTYPES, FolderContents, Kind, contents_of, find_model
 from ls_strategy.extras.huggingface.hub import HubUploads
 from ls_strategy.extras.huggingface.target import FolderTarget
@@ -26,8 +26,7 @@ from ls_strategy.lightning.strategy import ZeROStrategy
 
 _STEP = "{step}"
 
-_PAUSE_S = 0.1
-"""Seconds between two questions whether an upload has ended."""
+_PAUSE_S = 0.1  # seconds between two questions whether an upload has ended
 
 
 class HuggingFaceExport(Callback):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Callable
 from dataclasses import asdict
@@ -19,15 +20,13 @@ from ls_strategy._torch import tree_iter
 from ls_strategy.checked import above, at_least, checked
 from ls_strategy.errors import PlanError, StateError
 from ls_strategy.extras._lightning import around_fetches
-from ls_strategy.extras.callbacks.bytes_in_use import bytes_in_use, memory_metrics, sent_bytes
-from ls_strategy.extras.callbacks.intervals import MIB, FitTable, Interval, Sample
+from ls_strategy.extras.callbacks.during_fit import zero_strategy
+from ls_strategy.extras.callbacks.intervals import MIB, FitTable, Interval, Sample, TimeLeft
 from ls_strategy.extras.callbacks.run_file import RunFile
-from ls_strategy.extras.callbacks.sharded import zero_strategy
 from ls_strategy.extras.callbacks.slow_ranks import SlowRank
 from ls_strategy.extras.callbacks.step_figures import StepFigures, log_images
 from ls_strategy.extras.callbacks.step_trace import RankTrace, merged
 from ls_strategy.extras.callbacks.stragglers import Stragglers, tell
-from ls_strategy.extras.callbacks.time_left import TimeLeft
 from ls_strategy.extras.plots.charts import ByteUnit, Charts, unit_for
 from ls_strategy.extras.plots.ranks import draw_ranks
 from ls_strategy.host.fabric import get_available_flops
@@ -42,9 +41,43 @@ from ls_strategy.host.pytorch import (
 from ls_strategy.lightning.strategy import ZeROStrategy
 from ls_strategy.spans import DATA, PHASES, VALIDATION, SpanRecord, SpanRecorder, Window
 
-_WITHOUT_LOGGING = 50
-"""Steps per interval if nothing is logged."""
 
+def sent_bytes(strategy: ZeROStrategy) -> int:
+    """Return the bytes that this rank has sent for sharded states, and to its tensor- and context-parallel groups."""
+    meters = (strategy.traffic, strategy.tensor_parallel_traffic, strategy.context_parallel_traffic)
+    return sum(sum(meter.bytes.values()) for meter in {id(m): m for m in meters}.values())
+
+
+def memory_metrics(strategy: ZeROStrategy, unit: ByteUnit) -> dict[str, float]:
+    """Return the scalars of the memory in use now, and of the peak since the last call."""
+    states = strategy.memory_bytes()
+    group = f"zero_memory_{unit.name}"
+    result = {f"{group}/{k}": v / unit.nbytes for k, v in states.items()}
+    device = strategy.root_device
+    if dev.is_accelerator(device):
+        peak = dev.peak_bytes(device, reset=True)
+        result[f"{group}/peak"] = peak / unit.nbytes
+        result[f"{group}/activations"] = max(peak - sum(states.values()), 0) / unit.nbytes
+    return result
+
+
+def bytes_in_use(strategy: ZeROStrategy) -> dict[str, int]:
+    """Return the bytes in use now, by category."""
+    held = dict(strategy.memory_bytes())
+    if dev.is_accelerator(strategy.root_device):
+        allocated = dev.allocated_bytes(strategy.root_device)
+        held["activations"] = max(allocated - sum(held.values()), 0)
+        held["allocated"] = allocated
+    offloaded = strategy.activations.metrics().get("zero_activations/stored_bytes")
+    if offloaded is not None:
+        held["offloaded"] = int(offloaded)
+    statistics = Path("/proc/self/statm")  # Linux
+    if statistics.exists():
+        held["process"] = int(statistics.read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+    return held
+
+
+_WITHOUT_LOGGING = 50  # steps per interval if nothing is logged
 _ALWAYS = ("zero/skipped_steps", "zero/exposed_update_ms", "zero/exposed_update", "zero_stragglers/slowest_rank")
 """Scalars for which 0 is information."""
 
@@ -144,12 +177,10 @@ class Monitor(Callback):
         self.trace_step = trace_step
         self.picture_every_n_steps = picture_every_n_steps
         self._figures = StepFigures(picture_every_n_steps)
-        self._draws = False
-        """Whether the step of the current window is drawn."""
+        self._draws = False  # whether the step of the current window is drawn
         self._run_file = RunFile()
         self._stragglers: Stragglers | None = None
-        self._ranks_drawn: int | None = None
-        """The step at which ranks were drawn last."""
+        self._ranks_drawn: int | None = None  # the step at which ranks were drawn last
         self._time_left: TimeLeft | None = None
         self._recorder: SpanRecorder | None = None
         self._undo: Callable[[], None] | None = None
@@ -161,21 +192,17 @@ class Monitor(Callback):
         self._exposed_before = 0.0
         self._step_before = 0
         self._last_step = 0
-        self._stride = 1
-        """Optimizer steps of the last batch that took any: manual optimization may take several."""
+        self._stride = 1  # optimizer steps of the last batch that took any: manual optimization may take several
         self._window_from = 0
-        self._window: tuple[Window, int] | None = None
-        """The recording of this interval, and its steps."""
+        self._window: tuple[Window, int] | None = None  # the recording of this interval, and its steps
         self._norms: dict[str, Tensor] = {}
         self._charts = Charts()
-        self._unit: ByteUnit | None = None
-        """The unit of memory in this fit."""
+        self._unit: ByteUnit | None = None  # the unit of memory in this fit
 
     # fit -------------------------------------------------------------------------------------------------------------
 
     @override
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Start the clock."""
         strategy = zero_strategy(trainer, self)
         monitors = [c for c in trainer.callbacks if isinstance(c, Monitor)]  # type: ignore[attr-defined]
         if len(monitors) > 1:
@@ -199,7 +226,6 @@ class Monitor(Callback):
 
     @override
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Show the table."""
         if self._recorder is not None and trainer.global_step > self._step_before:
             strategy = zero_strategy(trainer, self)
             self._table.add(self._interval(trainer, strategy, self._utilisation(pl_module, strategy)))
@@ -211,13 +237,11 @@ class Monitor(Callback):
 
     @override
     def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
-        """Stop recording."""
         self._run_file.end(trainer, exception)
         self._stop()
 
     @override
     def teardown(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
-        """Stop recording."""
         self._stop()
 
     def _stop(self) -> None:
@@ -237,7 +261,6 @@ class Monitor(Callback):
 
     @override
     def on_validation_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Continue with the time of steps."""
         if self._recorder is None:
             return
         self._recorder.leave(VALIDATION)

@@ -9,7 +9,7 @@ from typing_extensions import override
 
 from ls_strategy.checked import at_least, checked
 from ls_strategy.errors import PlanError
-from ls_strategy.extras.callbacks.sharded import zero_strategy
+from ls_strategy.extras.callbacks.during_fit import zero_strategy
 from ls_strategy.extras.callbacks.step_figures import draws
 from ls_strategy.extras.plots import pipeline as figure
 from ls_strategy.host.pytorch import Callback, pl

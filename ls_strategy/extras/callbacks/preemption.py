@@ -35,9 +35,7 @@ from ls_strategy.host.pytorch import Callback, ModelCheckpoint, SIGTERMException
 from ls_strategy.lightning._private import deliver_sigterm
 from ls_strategy.lightning.strategy import ZeROStrategy
 
-_MAX_STEPS_BETWEEN_CHECKS = 100
-"""Limits the delay if steps become slow after their number was chosen."""
-
+_MAX_STEPS_BETWEEN_CHECKS = 100  # limits the delay if steps become slow after their number was chosen
 _RANK_BITS = 32
 
 

@@ -33,8 +33,7 @@ from ls_strategy.extras._lightning import (
     loop_progress,
     saved_paths,
 )
-from ls_strategy.extras.callbacks.attributes import Attributes
-from ls_strategy.extras.callbacks.before_step import BeforeStep
+from ls_strategy.extras.callbacks.before_step import Attributes, BeforeStep
 from ls_strategy.host.pytorch import Callback, pl, rank_zero_info
 from ls_strategy.host_memory import free_host_memory
 from ls_strategy.lightning.strategy import ZeROStrategy
@@ -43,8 +42,7 @@ from ls_strategy.zero.step.optimizer import ShardedOptimizer
 
 _MIB = 2**20
 
-_STATE_BYTES = 8.0
-"""Per element, of an optimizer whose states are not known before its first step: two moments in fp32."""
+_STATE_BYTES = 8.0  # per element, of an optimizer whose states are not known before its first step: two moments in fp32
 
 
 @runtime_checkable

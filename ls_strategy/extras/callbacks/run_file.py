@@ -24,7 +24,6 @@ class RunFile:
     """The file of one fit. Written by rank 0 only, and only where a logger has a folder for this run."""
 
     def __init__(self) -> None:
-        """Start without a file; `start` sets it."""
         self._path: Path | None = None
 
     def start(self, trainer: pl.Trainer, strategy: ZeROStrategy) -> None:

@@ -25,21 +25,11 @@ from torch import Tensor
 
 from ls_strategy.spans import BACKWARD, DATA, FORWARD, OPTIMIZER, PHASES
 
-SLOW = 1.2
-"""A rank is slow if it takes so many times as long as the median of its peers."""
-
-WINDOW = 16
-"""Steps over which ratios are reported."""
-
-_NEITHER = math.log(1.1)
-"""What lies above speaks for a slow rank, what lies below against it: half way to `SLOW`."""
-
-_CUT = 0.4
-"""Most that one step counts, as a logarithm."""
-
-_LEAST_SUM = 0.9
-"""Threshold without noise: a rank 1.3 x as slow passes it in six steps."""
-
+SLOW = 1.2  # a rank is slow if it takes so many times as long as the median of its peers
+WINDOW = 16  # steps over which ratios are reported
+_NEITHER = math.log(1.1)  # what lies above speaks for a slow rank, what lies below against it: half way to `SLOW`
+_CUT = 0.4  # most that one step counts, as a logarithm
+_LEAST_SUM = 0.9  # threshold without noise: a rank 1.3 x as slow passes it in six steps
 _LEAST_STEPS = 6
 
 _FALSE_ALARMS = 14.0
@@ -48,11 +38,8 @@ _FALSE_ALARMS = 14.0
 _COLUMNS = ("step", FORWARD, BACKWARD, OPTIMIZER, DATA)
 """What is tested. Not what lies between the phases: rank 0 alone logs and draws."""
 
-_SHARE, _LEAST_S = 0.05, 0.002
-"""An excess below this share of the median step, or below these seconds, does not count."""
-
-_NOISE_STEPS = 64
-"""Steps over which the variance is averaged."""
+_SHARE, _LEAST_S = 0.05, 0.002  # an excess below this share of the median step, or below these seconds, does not count
+_NOISE_STEPS = 64  # steps over which the variance is averaged
 
 
 @dataclass(frozen=True)
@@ -60,23 +47,12 @@ class SlowRank:
     """A rank that takes longer than its peers."""
 
     rank: int
-    peers: int
-    """The number of the other ranks with the same work."""
-
-    since: int
-    """The first slow step, as ``trainer.global_step`` counts them when they end."""
-
-    phase: str
-    """Where it loses most."""
-
-    ratio: float
-    """Own time of a step, over the median of the others."""
-
-    seconds: float
-    """Own time of a step in the phase."""
-
-    others_s: float
-    """The same of the others' median."""
+    peers: int  # the number of the other ranks with the same work
+    since: int  # the first slow step, as ``trainer.global_step`` counts them when they end
+    phase: str  # where it loses most
+    ratio: float  # own time of a step, over the median of the others
+    seconds: float  # own time of a step in the phase
+    others_s: float  # the same of the others' median
 
 
 def median_of_others(values: Tensor) -> Tensor:
@@ -110,15 +86,13 @@ class SlowRanks:
         """``groups``: every rank is in one of them."""
         self._groups = [torch.tensor(group) for group in groups]
         self._peers = {rank: len(group) - 1 for group in groups for rank in group}
-        self.slow: dict[int, SlowRank] = {}
-        """By rank, as they were when they were found."""
+        self.slow: dict[int, SlowRank] = {}  # by rank, as they were when they were found
         shape = (len(self._peers), len(_COLUMNS))
         self._sums = _Sums(shape)
         self._is_slow = torch.zeros(shape, dtype=torch.bool)
         self._noise = torch.zeros(shape, dtype=torch.float64)
         self._noise_steps = 0
-        self._last = torch.zeros((0, *shape), dtype=torch.float64)
-        """The logarithms of the last step, if there was one."""
+        self._last = torch.zeros((0, *shape), dtype=torch.float64)  # the logarithms of the last step, if there was one
         self._window: deque[tuple[int, Tensor]] = deque(maxlen=WINDOW)
 
     def add(self, steps: Sequence[int], seconds: Tensor) -> tuple[list[SlowRank], list[tuple[SlowRank, int]]]:

@@ -8,7 +8,9 @@ from __future__ import annotations
 import contextlib
 import copy
 import math
-from collections.abc import Callable, Mapping
+from collections import deque
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from statistics import median
 from typing import Any
 
 import torch
@@ -21,14 +23,78 @@ from ls_strategy.checked import above, at_least, checked
 from ls_strategy.errors import PlanError, StateError
 from ls_strategy.extras._lightning import accumulates, around_left_out_steps, before_batches, uncount_for_loggers
 from ls_strategy.extras.callbacks.before_step import BeforeStep
-from ls_strategy.extras.callbacks.during_fit import DuringFit
+from ls_strategy.extras.callbacks.during_fit import DuringFit, zero_strategy
 from ls_strategy.extras.callbacks.rewind import Copy, refuse_own_states, refuse_rewind, report_copy
-from ls_strategy.extras.callbacks.sharded import zero_strategy
-from ls_strategy.extras.callbacks.spike_window import SpikeWindow
 from ls_strategy.host.pytorch import pl, rank_zero_warn
 from ls_strategy.lightning._private import unwrap_optimizer
 from ls_strategy.lightning.strategy import ZeROStrategy
 from ls_strategy.transient import Method
+
+_SIGMA = 1.4826  # the standard deviation of a normal distribution in units of its median absolute deviation
+_LEAST_DEVIATION = 0.01
+"""The least deviation as a share of the level, so that a window of nearly equal values does not refuse the next one."""
+
+_LEVEL = 0.95
+"""Share of the window that lies below the level. The median would refuse a rare kind of batch with a higher loss."""
+
+_MOST_LOG = 690.0  # of a limit that fits into fp64
+
+
+class SpikeWindow:
+    """The latest values of a number. The one invariant: a value that was refused is not in it."""
+
+    def __init__(self, length: int, deviations: float) -> None:
+        """``length``: of the window; ``deviations``: how many the limit lies above the level."""
+        self._length, self._deviations = length, deviations
+        self._values: deque[float] = deque(maxlen=length)
+
+    def limit(self) -> float:
+        """Return the limit of the next value; infinite until the window is half full."""
+        if 2 * len(self._values) < self._length:
+            return math.inf
+        return limit_of(self._values, self._deviations)
+
+    def refuses(self, value: float) -> bool:
+        """Return whether a value is above the limit or not finite."""
+        return not math.isfinite(value) or value > self.limit()
+
+    def add(self, value: float) -> None:
+        """Add a value."""
+        self._values.append(value)
+
+    def state(self) -> list[float]:
+        """Return the values."""
+        return list(self._values)
+
+    def restore(self, values: Iterable[float]) -> None:
+        """Continue with the result of `state`, also that of a longer window."""
+        self._values.clear()
+        self._values.extend(values)
+
+
+def limit_of(values: Iterable[float], deviations: float) -> float:
+    """Return the limit: the level of the values and so many robust deviations above it.
+
+    The level is the 95th percentile, the deviation 1.4826 times the median absolute deviation. Of positive values it is
+    also computed from their logarithms, as gradient norms are skewed, and the larger limit counts.
+    """
+    found = sorted(values)
+    limit = _above(found, deviations, least=_LEAST_DEVIATION)
+    if found[0] > 0:
+        skewed = _above([math.log(value) for value in found], deviations)
+        limit = max(limit, math.exp(skewed) if skewed < _MOST_LOG else math.inf)
+    return limit
+
+
+def _above(found: Sequence[float], deviations: float, least: float = 0.0) -> float:
+    """Return the limit of sorted values, whose deviation is at least a share ``least`` of their level."""
+    center, level = median(found), found[math.ceil(_LEVEL * len(found)) - 1]
+    deviation = _SIGMA * median(abs(value - center) for value in found)
+    if not deviation:  # more than half of them are equal, which says nothing about the others
+        deviation = found[-1] - center
+    deviation = max(deviation, least * abs(level))
+    return level + deviations * deviation if deviation or not least else math.inf
+
 
 _BEGINNING: Mapping[str, Any] = {
     "windows": {}, "skipped": 0, "undone": 0, "in_row": 0, "returned_to": -1, "epoch": (-1, 0), "owed": False
@@ -88,34 +154,26 @@ class SpikeGuard(DuringFit):
         """
         self.max_skips = max_skips
         self.rewind_steps = rewind_steps
-        self.skipped = 0
-        """Steps that the run has left out because of their own loss or gradients."""
-        self.undone = 0
-        """Steps before these that the run has gone back over."""
+        self.skipped = 0  # steps that the run has left out because of their own loss or gradients
+        self.undone = 0  # steps before these that the run has gone back over
         self._copy: Copy | None = None
+        # Of the copy: the windows, the batches of the epoch, and how many of these were left out.
         self._at_copy: tuple[dict[str, list[float]], int, int] = {}, 0, 0
-        """Of the copy: the windows, the batches of the epoch, and how many of these were left out."""
-        self._returned_to = -1
-        """The step to which training has gone back last, if no copy was taken since."""
+        self._returned_to = -1  # the step to which training has gone back last, if no copy was taken since
         self._reported_bytes = 0
         self._windows = {name: SpikeWindow(window, deviations) for name in ("loss", "grad_norm")}
         self._in_row = 0
-        self._left_out = False
-        """Whether the step of the current batch is left out."""
-        self._owed = False
-        """Whether the loop is still to count that batch for the loggers, or has when the run resumes."""
-        self._batches = 0
-        """Batches since the last step."""
-        self._epoch = (-1, 0)
-        """An epoch, and how many of its batches were left out."""
+        self._left_out = False  # whether the step of the current batch is left out
+        self._owed = False  # whether the loop is still to count that batch for the loggers, or has when the run resumes
+        self._batches = 0  # batches since the last step
+        self._epoch = (-1, 0)  # an epoch, and how many of its batches were left out
+        # Losses since the last step, by the number of the rank or of the virtual rank.
         self._noted: dict[int, list[Tensor]] = {}
-        """Losses since the last step, by the number of the rank or of the virtual rank."""
         self._before: BeforeStep | None = None
+        # Whether random states are restored between the next fetch and its batch, because the run resumes.
         self._takes_again = False
-        """Whether random states are restored between the next fetch and its batch, because the run resumes."""
         self._undo: list[Callable[[], None]] = []
-        self._loaded = False
-        """Whether the next fit continues from a checkpoint."""
+        self._loaded = False  # whether the next fit continues from a checkpoint
 
     # fit -------------------------------------------------------------------------------------------------------------
 
@@ -133,7 +191,6 @@ class SpikeGuard(DuringFit):
 
     @override
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Take part in the fit loop."""
         strategy = zero_strategy(trainer, self)
         self.release()
         if trainer.global_step == 0 and not self._loaded:  # the first fit, or that of another model
@@ -159,14 +216,12 @@ class SpikeGuard(DuringFit):
 
     @override
     def release(self) -> None:
-        """Leave the fit loop as it was."""
         while self._undo:
             self._undo.pop()()
         self._before = self._copy = None
 
     @override
     def verdict(self, trainer: pl.Trainer) -> str:
-        """Return how many steps were left out."""
         if not self.skipped:
             return ""
         back = f", and gone back over {self.undone} more" if self.undone else ""
@@ -212,7 +267,6 @@ class SpikeGuard(DuringFit):
     def on_train_batch_start(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
     ) -> None:
-        """Count the batch."""
         self._batches += 1
         if self._takes_again and self._before is not None:
             self._takes_again = False
@@ -368,7 +422,6 @@ class SpikeGuard(DuringFit):
 
     @override
     def state_dict(self) -> dict[str, Any]:
-        """Return the windows and the counts."""
         return {
             "windows": {name: window.state() for name, window in self._windows.items()},
             "skipped": self.skipped,
@@ -381,7 +434,6 @@ class SpikeGuard(DuringFit):
 
     @override
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Continue with them."""
         self._loaded = True
         self._restore(state_dict)
 

@@ -20,9 +20,7 @@ from ls_strategy.extras.plots.figure import CURE, Band, Colour, add_legend, figu
 from ls_strategy.host.pytorch import pl, rank_zero_info
 from ls_strategy.spans import BACKWARD, COMMUNICATION, COPY, DATA, FORWARD, OPTIMIZER, OTHER, Span, SpanRecord
 
-SHOWN_RANKS = 8
-"""Ranks of the step's figure."""
-
+SHOWN_RANKS = 8  # ranks of the step's figure
 PHASES: dict[str, tuple[Colour, str]] = {
     FORWARD: ((86, 180, 233), "forward"),
     BACKWARD: ((0, 114, 178), "backward"),
@@ -54,11 +52,8 @@ KINDS: dict[str, tuple[Colour, str]] = {
 class RankStep:
     """Data of one rank that the figures need: its trace, and its peak memory."""
 
-    trace: RankTrace
-    """Without spans on ranks that the figure of the step does not show."""
-
-    peak_bytes: int
-    """The most of all kinds together."""
+    trace: RankTrace  # without spans on ranks that the figure of the step does not show
+    peak_bytes: int  # the most of all kinds together
 
 
 class StepFigures:

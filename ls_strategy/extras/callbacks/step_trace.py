@@ -10,9 +10,7 @@ from ls_strategy.spans import COMMUNICATION, COPY, Span, SpanRecord
 from ls_strategy.spans.chrome_trace import ChromeTrace
 
 _TRAINING, _WAITS = 0, 1
-_LANES = {COMMUNICATION: 100, COPY: 200}
-"""Numbers of the first rows; spans that overlap go into separate rows."""
-
+_LANES = {COMMUNICATION: 100, COPY: 200}  # numbers of the first rows; spans that overlap go into separate rows
 _MIB = 1 << 20
 _PROCESS = "process"
 
@@ -22,8 +20,7 @@ class RankTrace:
     """A rank's step and its offset to the system clock, which must be synchronised between hosts."""
 
     record: SpanRecord
-    shift_s: float
-    """From ``time.perf_counter`` to ``time.time``."""
+    shift_s: float  # from ``time.perf_counter`` to ``time.time``
 
     @classmethod
     def of(cls, record: SpanRecord) -> RankTrace:

@@ -36,8 +36,7 @@ from ls_strategy.extras.cli.parser import Parser, did_you_mean, print_error
 SUBCOMMANDS = (bench_inference, consolidate, doctor, inspect, meet, new, plan, report, submit, tune_io)
 """Modules with ``add(subcommands)``, which adds a parser; its ``run`` takes the arguments and returns the status."""
 
-_STDOUT, _STDERR = 1, 2
-"""File descriptors."""
+_STDOUT, _STDERR = 1, 2  # file descriptors
 
 
 def make_parser() -> Parser:

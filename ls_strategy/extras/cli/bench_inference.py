@@ -304,7 +304,7 @@ def _tokens(args: argparse.Namespace, model: nn.Module, vocabulary: int) -> Tens
 
 
 def _perplexity(forward: Any, text: Tensor, args: argparse.Namespace) -> float:
-    from ls_strategy.extras.inference.perplexity import perplexity
+    from ls_strategy.extras.inference.measure import perplexity
 
     return perplexity(forward, text, context=args.context, windows=args.windows)
 

@@ -170,7 +170,6 @@ def _export(args: argparse.Namespace, pairs: list[tuple[str, str]], progress: Pr
 
 
 def _export_for_transformers(args: argparse.Namespace, progress: ProgressLine) -> None:
-    """Write a folder for ``from_pretrained``."""
     import torch
 
     from ls_strategy.extras.huggingface.from_checkpoint import export_for_transformers
@@ -219,7 +218,6 @@ class ProgressLine:
     """A status line on stderr: overwritten on a terminal; otherwise only the last one is printed."""
 
     def __init__(self, name: str) -> None:
-        """``name`` is what is written."""
         self._name = name
         self._started = time.monotonic()
         self._shown = 0.0

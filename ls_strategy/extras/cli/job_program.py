@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -61,6 +62,26 @@ def _find(name: str, places: Any) -> Any:
         return next((spec for spec in finders if spec is not None), None)
     except (ImportError, ValueError):  # no name of a module
         return None
+
+
+class Program:
+    """Runs cases until the time is over, with a record that is valid whenever this process is killed."""
+
+    def __init__(self, args: argparse.Namespace) -> None:
+        configs, extra = arguments.yaml_files(args.config), args.extra
+        self.configs, self.module = configs, args.module or infer_module(configs[0])
+        self.name: str = args.name or f"{self.module.rsplit('.', 1)[-1]}-{configs[-1].stem}"
+        self.trainer = trainer_options(configs)
+        self.tasks: int = args.tasks_per_node or args.gpus_per_node or 1
+        follow = accelerator_option(self.trainer, extra, args.gpus_per_node)
+        check_geometry(self.trainer, extra, nodes=args.nodes, tasks=self.tasks)
+        check_elastic(args.elastic, configs, extra, nodes=args.nodes, tasks=self.tasks)
+        added = [HANDLER, *([ELASTIC] if args.elastic else [])]
+        callbacks = [option for each in added for option in handler_option(configs, extra, each)]
+        # After ``python -m module``.
+        self.words: list[str] = ["fit", *(f"--config={c}" for c in configs), *callbacks, *extra, *follow]
+        self.version = version_option(self.trainer, extra)
+        self.env = [variable(text) for text in args.env]
 
 
 def trainer_options(configs: Sequence[Path]) -> dict[str, Any]:

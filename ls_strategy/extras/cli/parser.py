@@ -11,9 +11,7 @@ import textwrap
 from collections.abc import Iterable
 from typing import NoReturn
 
-_WIDTH = 100
-"""A longer error is broken after its sentences."""
-
+_WIDTH = 100  # a longer error is broken after its sentences
 _SENTENCE_END = re.compile(r"(?<=[.!?])\s+(?=[A-Z`'\"(])")
 
 

@@ -18,9 +18,84 @@ from ls_strategy.checked import accept, at_least
 from ls_strategy.errors import ConfigError, LSError, PlanError
 from ls_strategy.extras.cli import arguments, job_program
 from ls_strategy.extras.cli.arguments import keep_what_follows_two_dashes
-from ls_strategy.extras.cli.plan_longest import Reached
-from ls_strategy.extras.cli.plan_search import add_search, check_search, found_json, found_lines, run_search
 from ls_strategy.extras.cli.status_line import Progress
+
+_NAMED = 4  # combinations without time that are named
+
+
+def add_search(parser: argparse.ArgumentParser) -> None:
+    """Add the options."""
+    parser.add_argument(
+        "--search", action="store_true",
+        help="also search tensor, context, expert and pipeline parallelism, with the same global batch, and print "
+        "memory against time; needs --tflops and --link",
+    )  # fmt: skip
+    parser.add_argument(
+        "--search-seconds", type=arguments.number(), default=9.0, metavar="S",
+        help="begin nothing new in the search after this time (default: %(default)s)",
+    )  # fmt: skip
+    parser.add_argument(
+        "--picture", type=Path, metavar="FILE", help="with --search: draw memory against time into a file, as front.png"
+    )
+
+
+def check_search(args: argparse.Namespace) -> None:
+    """Refuse options that the search needs and does not have.
+
+    Raises:
+        ConfigError: with the cure.
+    """
+    if args.picture is not None and not args.search:
+        raise ConfigError("Got --picture without --search, which finds what it shows. Add --search.")
+    if args.search and (args.tflops is None or args.link is None):
+        raise ConfigError(
+            "Got --search without --tflops and --link, but it compares times. Give both, for example --tflops 300 "
+            "--link 50; with several nodes also --inter-node 100Gbit."
+        )
+    if args.picture is not None and not args.picture.parent.is_dir():
+        raise ConfigError(f"Got --picture {args.picture}, but {args.picture.parent} is no folder. Create it first.")
+    if args.picture is not None:
+        from ls_strategy.extras.plots.front import check_picture
+
+        check_picture(args.picture)
+
+
+def run_search(args: argparse.Namespace, question: Any, hardware: Any) -> Any:
+    """Search, and draw the picture if there is one to draw. Returns a `ls_strategy.extras.planner.search.Found`."""
+    from ls_strategy.extras.planner.search import search
+
+    found = search(question, hardware, seconds=args.search_seconds)
+    if args.picture is not None and found.front:
+        from ls_strategy.extras.plots.front import draw_front
+
+        points = [(o.costs.seconds[1], o.peak.device / 1e9) for o in found.front]
+        draw_front(points, f"memory against time, {hardware.ranks} ranks", "s per step, at most", "GB", args.picture)
+    return found
+
+
+def found_lines(found: Any, hardware: Any) -> list[str]:
+    """Return what the search found, for the terminal."""
+    from ls_strategy.extras.planner.search import NO_TIME, explanation, front_table
+
+    lines = [front_table(found)] if found.options else []
+    lines += explanation(found, hardware)
+    late = [what for what, why in found.skipped.items() if why == NO_TIME]
+    if late:
+        more = "" if len(late) <= _NAMED else f" and {len(late) - _NAMED} more"
+        lines.append(f"not tried, no time was left (--search-seconds): {'; '.join(late[:_NAMED])}{more}")
+    lines += [f"without {what}: {why}" for what, why in found.skipped.items() if why != NO_TIME]
+    return lines
+
+
+def found_json(found: Any) -> dict[str, Any]:
+    """Return what the search found, for JSON."""
+    return {
+        "global_batch": found.global_batch,
+        "seconds": found.seconds,
+        "front": [option.to_dict() for option in found.front],
+        "traced": found.traced,
+        "skipped": found.skipped,
+    }
 
 
 def add(subcommands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -81,17 +156,21 @@ def add(subcommands: argparse._SubParsersAction[argparse.ArgumentParser]) -> Non
 def run(args: argparse.Namespace) -> int:
     """Predict and print. Returns 1 if nothing fits."""
     if args.forget:
-        return _forget()
+        from ls_strategy.extras.planner.learned import forget, path
+
+        print(f"removed {forget()} measured run(s): {path()}")
+        return 0
     configs, module = _check(args)
     print("... importing torch and Lightning", file=sys.stderr, flush=True)
     from ls_strategy.extras.planner.choice import lesson_here, timed_by
-    from ls_strategy.extras.planner.forecast import fastest, lightest
-    from ls_strategy.extras.planner.scaling import scale
+    from ls_strategy.extras.planner.forecast import fastest, lightest, scale
+    from ls_strategy.extras.planner.reach import Reached
 
     cli = build(module, configs, args.extra)
     trainer = trainer_options(cli)
     hardware = hardware_of(args, trainer)
-    _require_a_limit(args, hardware)
+    if args.longest and hardware.device_room is None:
+        raise ConfigError(_NO_LIMIT)  # any length would fit
     with explaining_the_program(module):
         question = question_of(cli, trainer)
     progress = Progress()
@@ -129,14 +208,6 @@ def run(args: argparse.Namespace) -> int:
     return 0 if result.fits else 1
 
 
-def _forget() -> int:
-    from ls_strategy.extras.planner.learned import path
-    from ls_strategy.extras.planner.measured_file import forget
-
-    print(f"removed {forget()} measured run(s): {path()}")
-    return 0
-
-
 def _check(args: argparse.Namespace) -> tuple[list[Path], str]:
     """Return the files and the program, after everything that can be wrong without running it.
 
@@ -172,7 +243,7 @@ class Result:
     lesson: Any
     bubbles: dict[str, float]
     rows: list[Any]
-    reach: Reached | None
+    reach: Any
     found: Any
 
     @property
@@ -202,8 +273,7 @@ class Result:
 
     def to_text(self) -> str:
         """Return the tables and what they mean."""
-        from ls_strategy.extras.planner.forecast import assumptions, reason, table
-        from ls_strategy.extras.planner.scaling import scaling_table
+        from ls_strategy.extras.planner.forecast import assumptions, reason, scaling_table, table
 
         precision, batch = self.question.precision.name, _shapes(self.question.batch)
         lines = [f"{self.module}: {self.numel:,} parameters in {precision}, batch of one rank: {batch}"]
@@ -228,16 +298,6 @@ class Result:
 _NO_LIMIT = (
     "Got --longest without a limit of memory. Give --gpu-memory, for example 80GB; for a run on the CPU --host-memory."
 )
-
-
-def _require_a_limit(args: argparse.Namespace, hardware: Any) -> None:
-    """Refuse ``--longest`` where any length would fit.
-
-    Raises:
-        ConfigError: the memory is not known.
-    """
-    if args.longest and hardware.device_room is None:
-        raise ConfigError(_NO_LIMIT)
 
 
 def hardware_of(args: argparse.Namespace, trainer: dict[str, Any]) -> Any:
@@ -282,8 +342,7 @@ def devices_named(devices: Any) -> int:
         return 0
 
 
-_MOST_CELLS = 200_000
-"""Maximum ranks times micro-batches of a pipeline that is simulated."""
+_MOST_CELLS = 200_000  # maximum ranks times micro-batches of a pipeline that is simulated
 
 
 class _Built(BaseException):

@@ -5,8 +5,7 @@ from __future__ import annotations
 import sys
 import time
 
-_EVERY_S = 5.0
-"""Where lines are not overwritten, a count is printed at most this often."""
+_EVERY_S = 5.0  # where lines are not overwritten, a count is printed at most this often
 
 
 def show_status(text: str) -> None:
@@ -21,7 +20,6 @@ class Progress:
     """Shows the phases of work, and how far one is."""
 
     def __init__(self) -> None:
-        """Show nothing yet."""
         self._shown = time.monotonic()
 
     def phase(self, text: str) -> None:

@@ -13,7 +13,6 @@ from ls_strategy.errors import StateError
 from ls_strategy.extras.cli import arguments, job_program, submit_elsewhere
 
 FOLDER = "slurm"
-"""Folder of scripts and logs, in the current folder."""
 
 
 def add(subcommands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -113,32 +112,15 @@ def run(args: argparse.Namespace) -> int:
     submit_elsewhere.check_target(args)
     if args.to != "slurm":
         return submit_elsewhere.run(args)
-    configs = arguments.yaml_files(args.config)
-    module = args.module or job_program.infer_module(configs[0])
-    name = args.name or f"{module.rsplit('.', 1)[-1]}-{configs[-1].stem}"
-    script = Path(FOLDER) / f"{name}-{time.strftime('%Y%m%d-%H%M%S')}.sbatch"
-    trainer = job_program.trainer_options(configs)
-    tasks = args.tasks_per_node or args.gpus_per_node or 1
-    follow = job_program.accelerator_option(trainer, args.extra, args.gpus_per_node)
-    job_program.check_geometry(trainer, args.extra, nodes=args.nodes, tasks=tasks)
-    job_program.check_elastic(args.elastic, configs, args.extra, nodes=args.nodes, tasks=tasks)
+    program = job_program.Program(args)
+    script = Path(FOLDER) / f"{program.name}-{time.strftime('%Y%m%d-%H%M%S')}.sbatch"
+    devices = '"$SLURM_NTASKS_PER_NODE"' if args.elastic is None else program.tasks
     job = Job(
-        name=name,
-        command=[
-            sys.executable, "-m", module, "fit",
-            *(f"--config={c}" for c in configs),
-            *job_program.handler_option(configs, args.extra, job_program.HANDLER),
-            *(job_program.handler_option(configs, args.extra, job_program.ELASTIC) if args.elastic else []),
-            *args.extra,
-            *follow,
-        ],
-        raw=[
-            '--trainer.num_nodes="$SLURM_JOB_NUM_NODES"',
-            '--trainer.devices="$SLURM_NTASKS_PER_NODE"' if args.elastic is None else f"--trainer.devices={tasks}",
-            *job_program.version_option(trainer, args.extra),
-        ],
+        name=program.name,
+        command=[sys.executable, "-m", program.module, *program.words],
+        raw=['--trainer.num_nodes="$SLURM_JOB_NUM_NODES"', f"--trainer.devices={devices}", *program.version],
         nodes=args.nodes,
-        tasks_per_node=tasks,
+        tasks_per_node=program.tasks,
         gpus_per_node=args.gpus_per_node,
         cpus_per_task=args.cpus_per_task,
         time=args.time,
@@ -151,20 +133,20 @@ def run(args: argparse.Namespace) -> int:
         signal_lead_s=args.signal_lead_s,
         elastic=args.elastic,
         setup=args.setup,
-        env=[job_program.variable(text) for text in args.env],
+        env=program.env,
         python=sys.executable,
         folder=FOLDER,
         script=str(script),
-    )  # fmt: skip
+    )
     text = render(job)
     if args.dry_run:
         print(text, end="")
         return 0
     job_id = _write_and_submit(script, text)
-    log = f"{FOLDER}/{name}-{job_id}_*" if args.array else f"{FOLDER}/{name}-{job_id}"
+    log = f"{FOLDER}/{program.name}-{job_id}{'_*' if args.array else ''}"
     print(f"submitted {script} as job {job_id}\n")
     first = "rank-0.log" if args.elastic is None else "node-0.log"
-    _say_how_to_watch(job_id, f"{log}.log {log}/{first}", job_program.log_folder(trainer))
+    _say_how_to_watch(job_id, f"{log}.log {log}/{first}", job_program.log_folder(program.trainer))
     return 0
 
 

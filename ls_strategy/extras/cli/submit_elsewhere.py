@@ -77,11 +77,12 @@ def check_target(args: argparse.Namespace) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Write the file of the job and print how to start it."""
-    configs = arguments.yaml_files(args.config)
-    module = args.module or job_program.infer_module(configs[0])
-    name = args.name or _default_name(module, configs, args.to)
+    program = job_program.Program(args)
+    module, name = program.module, program.name
+    if args.name is None and args.to == "kubeflow":
+        name = name.lower().replace("_", "-").replace(".", "-")
     path = Path(args.to) / f"{name}-{time.strftime('%Y%m%d-%H%M%S')}.{'sh' if args.to == 'torchrun' else 'yaml'}"
-    text = _render(args, configs, module, name, str(path))
+    text = _render(args, program, name, str(path))
     if args.to == "kubeflow" and args.image is None:
         print(
             "note: no --image is given, so Kubernetes uses the image of the runtime. It has torch, but neither your "
@@ -98,44 +99,28 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def _default_name(module: str, configs: Sequence[Path], to: str) -> str:
-    name = f"{module.rsplit('.', 1)[-1]}-{configs[-1].stem}"
-    return name.lower().replace("_", "-").replace(".", "-") if to == "kubeflow" else name
-
-
-def _render(args: argparse.Namespace, configs: Sequence[Path], module: str, name: str, path: str) -> str:
+def _render(args: argparse.Namespace, program: job_program.Program, name: str, path: str) -> str:
     from ls_strategy.extras.clouds import kubeflow, skypilot, torchrun
     from ls_strategy.extras.clouds.run import Run, Storage
 
     if args.to != "torchrun":
-        _check_paths(configs, args.to)
-    trainer = job_program.trainer_options(configs)
-    ranks = args.tasks_per_node or args.gpus_per_node or 1
-    follow = job_program.accelerator_option(trainer, args.extra, args.gpus_per_node)
-    job_program.check_geometry(trainer, args.extra, nodes=args.nodes, tasks=ranks)
-    job_program.check_elastic(args.elastic, configs, args.extra, nodes=args.nodes, tasks=ranks)
+        _check_paths(program.configs, args.to)
     storage = None if args.storage is None else Storage.parse(args.storage)
-    root = _root_option(args, trainer, name, storage)
     job = Run(
         name=name,
-        module=module,
+        module=program.module,
         arguments=[
-            "fit",
-            *(f"--config={config}" for config in configs),
-            *job_program.handler_option(configs, args.extra, job_program.HANDLER),
-            *(job_program.handler_option(configs, args.extra, job_program.ELASTIC) if args.elastic else []),
-            *args.extra,
-            *follow,
+            *program.words,
             f"--trainer.num_nodes={args.nodes}",
-            f"--trainer.devices={ranks}",
-            *root,
-            *(option.replace('"job_$job"', name) for option in job_program.version_option(trainer, args.extra)),
+            f"--trainer.devices={program.tasks}",
+            *_root_option(args, program.trainer, name, storage),
+            *(option.replace('"job_$job"', name) for option in program.version),
         ],
         nodes=args.nodes,
-        ranks_per_node=ranks,
+        ranks_per_node=program.tasks,
         gpus_per_node=args.gpus_per_node,
         cpus_per_rank=args.cpus_per_task,
-        env=[job_program.variable(text) for text in args.env],
+        env=program.env,
         setup=args.setup,
         seconds_to_save=args.signal_lead_s,
         storage=storage,

@@ -16,8 +16,7 @@ _NAME = re.compile(r"[a-z]([-a-z0-9]{0,40}[a-z0-9])?")
 """Of a DNS label, short enough for the names of pods that are made of it."""
 
 _MANAGER = "ls-strategy.io/submit"
-_AFTER_SAVING_S = 30
-"""Seconds that torchrun and Kubernetes may take in addition."""
+_AFTER_SAVING_S = 30  # seconds that torchrun and Kubernetes may take in addition
 
 
 def render(run: Run, *, runtime: str, path: str) -> str:

@@ -20,9 +20,7 @@ _VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 class Storage:
     """Storage that outlives the machines of a run, and the path where its processes see it."""
 
-    source: str
-    """On Kubernetes the name of a PersistentVolumeClaim, for SkyPilot the address of a bucket."""
-
+    source: str  # on Kubernetes the name of a PersistentVolumeClaim, for SkyPilot the address of a bucket
     path: str
 
     @classmethod
@@ -50,8 +48,6 @@ class Run:
     """What runs as ``python -m``."""
 
     arguments: Sequence[str]
-    """Of the module."""
-
     nodes: int = 1
     ranks_per_node: int = 1
     gpus_per_node: int = 0

@@ -14,8 +14,7 @@ from ls_strategy.extras.clouds.run import Run, to_yaml
 from ls_strategy.extras.clouds.torchrun import in_lines
 
 _PORT = 29400
-_RESTARTS = 3
-"""Of the job after errors: the nodes that stay also end with one when the ranks have saved."""
+_RESTARTS = 3  # of the job after errors: the nodes that stay also end with one when the ranks have saved
 
 
 def render(run: Run, *, gpu_type: str | None, spot: bool, path: str) -> str:

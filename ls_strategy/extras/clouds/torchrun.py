@@ -8,9 +8,7 @@ from collections.abc import Sequence
 from ls_strategy.errors import ConfigError
 from ls_strategy.extras.clouds.run import Run
 
-_RESTARTS = 20
-"""Of each agent. An error of the program repeats as often."""
-
+_RESTARTS = 20  # of each agent. An error of the program repeats as often.
 _PORT = 29400
 
 

@@ -8,6 +8,7 @@ one process with the same global batches, or DDP. It stands on Lightning and tor
 
 from __future__ import annotations
 
+from collections import Counter
 from typing import Any
 
 __all__ = ["fully_shard"]
@@ -16,10 +17,30 @@ __all__ = ["fully_shard"]
 def fully_shard(module: Any) -> None:
     """Shard a LightningModule by FSDP2 over the ranks, as torch's documentation does.
 
-    Every child with parameters is a unit, and every layer of an `torch.nn.Sequential`. If the module owns parameters
-    itself, it is a unit too, and its steps gather them. For ``ModelParallelStrategy(data_parallel_size=devices,
-    tensor_parallel_size=1)``. Without a mesh (outside of a run) the module stays as it is.
+    Every child with parameters is a unit, and every layer of an `torch.nn.Sequential`. What is left is a unit whose
+    parameters the module's steps gather: its own parameters, and children that share one, since FSDP2 wants these in
+    one unit. For ``ModelParallelStrategy(data_parallel_size=devices, tensor_parallel_size=1)``. Without a mesh (outside
+    of a run) the module stays as it is.
     """
-    from ls_strategy.extras.conformance.prepare import fully_shard as shard
+    from torch import nn
+    from torch.distributed import fsdp
 
-    shard(module)
+    if module.device_mesh is None:
+        return
+    mesh = module.device_mesh["data_parallel"]
+    uses = Counter(id(p) for child in module.children() for p in child.parameters())
+    alone = [
+        c
+        for c in module.children()
+        if all(uses[id(p)] == 1 for p in c.parameters()) and next(c.parameters(), None) is not None
+    ]
+    covered = {id(p) for child in alone for p in child.parameters()}
+    needs_root = any(id(p) not in covered for p in module.parameters())
+    for child in alone:
+        for each in (*(child if isinstance(child, nn.Sequential) else ()), child):
+            if not isinstance(each, fsdp.FSDPModule):  # this is called again before each run
+                fsdp.fully_shard(each, mesh=mesh)
+    if needs_root and not isinstance(module, fsdp.FSDPModule):
+        fsdp.fully_shard(module, mesh=mesh)
+        for step in ("training_step", "validation_step", "test_step", "predict_step"):
+            fsdp.register_fsdp_forward_method(module, step)

@@ -21,8 +21,7 @@ from ls_strategy.extras.conformance.habit import Habit
 from ls_strategy.extras.conformance.habits import all_habits
 from ls_strategy.extras.conformance.ranks import preload
 from ls_strategy.extras.conformance.specification import Specification, SpecificationError, parse
-from ls_strategy.extras.conformance.suite import Suite, SuiteError
-from ls_strategy.extras.conformance.table import Verdicts, is_serious, terminal
+from ls_strategy.extras.conformance.suite import Suite, SuiteError, Verdicts, is_serious, terminal
 from ls_strategy.extras.conformance.verdict import TOLERANCE, Verdict
 
 _EPILOG = """
@@ -40,7 +39,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line, and return its exit status."""
     given, chosen, strategies = check(arguments)
     if given.list:
-        print("\n".join(_listed(chosen)))
+        print("\n".join(f"{each.name}\n    {each.does}\n    right: {each.right}" for each in chosen))
         return 0
     if given.keep is not None:
         return _run(given, chosen, strategies, given.keep)
@@ -85,10 +84,6 @@ def _ranks(text: str) -> int:
     if count < 2:
         raise argparse.ArgumentTypeError(f"got {count}, but habits of ranks need two or more")
     return count
-
-
-def _listed(habits: list[Habit]) -> list[str]:
-    return [f"{each.name}\n    {each.does}\n    right: {each.right}" for each in habits]
 
 
 def _chosen(parser: argparse.ArgumentParser, only: list[str] | None) -> list[Habit]:

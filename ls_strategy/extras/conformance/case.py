@@ -30,8 +30,7 @@ class Note:
     """A value that a rank has noted."""
 
     value: Any
-    over: Over
-    """Which values of the ranks are compared: that of each, their mean, or that of rank 0."""
+    over: Over  # which values of the ranks are compared: that of each, their mean, or that of rank 0
 
 
 @dataclass
@@ -39,8 +38,7 @@ class Notes:
     """All that a rank has noted in a phase."""
 
     notes: dict[str, Note] = field(default_factory=dict)
-    claims: list[tuple[str, bool]] = field(default_factory=list)
-    """What has to hold, and whether it does."""
+    claims: list[tuple[str, bool]] = field(default_factory=list)  # what has to hold, and whether it does
 
 
 @dataclass
@@ -48,22 +46,12 @@ class Case:
     """One phase of a habit on one rank."""
 
     rank: int
-    processes: int
-    """How many there are in this phase."""
-
-    ranks: int
-    """How many ranks the batches are for: ``--devices``, also where one process stands for all."""
-
-    folder: Path
-    """Shared by all processes of all phases."""
-
-    specification: Specification | None
-    """The strategy. None: a plain Trainer."""
-
+    processes: int  # how many there are in this phase
+    ranks: int  # how many ranks the batches are for: ``--devices``, also where one process stands for all
+    folder: Path  # shared by all processes of all phases
+    specification: Specification | None  # the strategy. None: a plain Trainer.
     accelerator: str
-    before: Notes | None = None
-    """What this rank has noted in the phase before."""
-
+    before: Notes | None = None  # what this rank has noted in the phase before
     made: Notes = field(default_factory=Notes)
 
     # --- what is run ---
@@ -181,8 +169,7 @@ class Case:
         (self.folder / "armed").touch()
 
 
-ROWS = 4
-"""Of each rank, in each batch."""
+ROWS = 4  # of each rank, in each batch
 
 
 class Block(nn.Module):

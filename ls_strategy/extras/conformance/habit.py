@@ -29,17 +29,11 @@ class Phase:
 
     code: Code
 
-    ranks: Literal["all", "one"] = "all"
-    """How many processes: as many as ``--devices`` says, or one."""
-
-    strategy: Literal["own", "ddp", "none"] = "own"
-    """The one under test, Lightning's DDP, or a plain Trainer."""
-
+    ranks: Literal["all", "one"] = "all"  # how many processes: as many as ``--devices`` says, or one
+    strategy: Literal["own", "ddp", "none"] = "own"  # the one under test, Lightning's DDP, or a plain Trainer
+    # This rank gets SIGKILL as soon as something under ``case.saves`` changes after ``case.arm``.
     killed_rank: int | None = None
-    """This rank gets SIGKILL as soon as something under ``case.saves`` changes after ``case.arm``."""
-
-    loses_data: bool = False
-    """Whether an error here means that something that was saved is gone."""
+    loses_data: bool = False  # whether an error here means that something that was saved is gone
 
 
 @dataclass
@@ -47,25 +41,18 @@ class Habit:
     """One thing people do, and the right answer."""
 
     name: str
-    does: str
-    """One sentence: what the program does."""
-
-    right: str
-    """What is right, as the end of a sentence that begins with "right:"."""
-
+    does: str  # one sentence: what the program does
+    right: str  # what is right, as the end of a sentence that begins with "right:"
+    # The run whose numbers are right: one process with the same global batches, or DDP. ``nobody``: the habit itself
+    # says what is right, with ``case.claim``.
     trusted: Literal["one", "ddp", "nobody"]
-    """The run whose numbers are right: one process with the same global batches, or DDP. ``nobody``: the habit itself
-    says what is right, with ``case.claim``."""
-
+    # Whether the trusted run repeats all phases, or shows in the first alone what all of them have to give.
     trusted_phases: Literal["all", "first"]
-    """Whether the trusted run repeats all phases, or shows in the first alone what all of them have to give."""
-
     ends: Literal["well", "in an error"]
 
+    # A regular expression. Where ranks have written it to their output, another answer than the right one is not
+    # silent.
     warning: str | None
-    """A regular expression. Where ranks have written it to their output, another answer than the right one is not
-    silent."""
-
     phases: list[Phase] = field(default_factory=list)
 
     def then(

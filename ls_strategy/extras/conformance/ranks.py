@@ -44,12 +44,8 @@ class Report:
     """How the code of a phase has ended on a rank."""
 
     notes: Notes
-    at: float = 0.0
-    """Seconds since the epoch."""
-
-    error: str = ""
-    """Type of the exception; empty if there was none."""
-
+    at: float = 0.0  # seconds since the epoch
+    error: str = ""  # type of the exception; empty if there was none
     message: str = ""
 
 
@@ -57,18 +53,11 @@ class Report:
 class Ending:
     """How a phase has ended."""
 
-    reports: list[Report | None]
-    """By rank; None: the process ended, or was ended, without one."""
-
+    reports: list[Report | None]  # by rank; None: the process ended, or was ended, without one
     exit_codes: list[int | None]
-    hung: list[int] = field(default_factory=list)
-    """Ranks that had not ended at the limit."""
-
-    stood_at: str = ""
-    """Where the first of these was."""
-
-    said: str = ""
-    """What the ranks have written to their standard output and error."""
+    hung: list[int] = field(default_factory=list)  # ranks that had not ended at the limit
+    stood_at: str = ""  # where the first of these was
+    said: str = ""  # what the ranks have written to their standard output and error
 
 
 @dataclass(frozen=True)
@@ -77,22 +66,14 @@ class Job:
 
     habit: str
     index: int
-    """Of the phase."""
-
     ranks: int
     folder: Path
-    """Shared by the phases."""
-
     specification: Specification | None
     accelerator: str
-    limit_s: float
-    """On a machine that runs nothing else."""
-
+    limit_s: float  # on a machine that runs nothing else
+    # Of processes that a rank starts itself, such as workers of loaders: the default, as in a program of its own.
     start_method: str
-    """Of processes that a rank starts itself, such as workers of loaders: the default, as in a program of its own."""
-
-    one_process: bool = False
-    """The trusted run on one process, which has the rows of all ranks."""
+    one_process: bool = False  # the trusted run on one process, which has the rows of all ranks
 
     @property
     def phase(self) -> Phase:

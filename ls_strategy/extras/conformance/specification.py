@@ -27,12 +27,9 @@ class Specification:
     """A strategy, picklable: it is made again for every Trainer."""
 
     label: str
-    target: str
-    """Alias, or dotted path of a class."""
-
+    target: str  # alias, or dotted path of a class
+    # Keywords; the text ``devices`` as an `ast.Name` stands for the number of ranks.
     arguments: tuple[tuple[str, Any], ...] = ()
-    """Keywords; the text ``devices`` as an `ast.Name` stands for the number of ranks."""
-
     prepare_path: str | None = None
 
     def make(self, devices: int) -> Any:

@@ -25,9 +25,7 @@ Outcome = Literal[
 ]
 
 SERIOUS: tuple[Outcome, ...] = ("silently other", "hang", "lost data")
-TOLERANCE = 1e-6
-"""Largest difference that is rounding: relative to the largest number of a tensor, all in fp32."""
-
+TOLERANCE = 1e-6  # largest difference that is rounding: relative to the largest number of a tensor, all in fp32
 _DO = (
     "Add|Call|Change|Choose|Consider|Convert|Copy|Define|Disable|Do not|Drop|Enable|Give|Install|Keep|Leave|Let|Load|"
     "Make|Move|Omit|Override|Pass|Place|Please|Put|Read|Register|Remove|Replace|Run|Save|Set|Start|Switch|Take|Train|Try|Turn|"
@@ -180,8 +178,7 @@ class _Compared:
     found: dict[str, list[Any]]
     right: dict[str, list[Any]]
 
-    is_part: bool
-    """Whether the right notes are those of the undisturbed run, of which this phase repeats some."""
+    is_part: bool  # whether the right notes are those of the undisturbed run, of which this phase repeats some
 
     def values(self) -> Iterator[tuple[float, str]]:
         """Yield by how much each value that both have is wrong, and a text on it."""

@@ -16,8 +16,7 @@ from typing_extensions import override
 
 from ls_strategy.checked import above, at_least, checked
 from ls_strategy.errors import PlanError, StateError
-from ls_strategy.extras.data_efficiency.schedule import Kind, Schedule
-from ls_strategy.extras.data_efficiency.scheduled import ScheduledCallback
+from ls_strategy.extras.data_efficiency.schedule import Kind, Schedule, ScheduledCallback
 from ls_strategy.host.pytorch import is_param_in_hook_signature, pl
 from ls_strategy.lightning.strategy import ZeROStrategy
 
@@ -68,8 +67,7 @@ class SequenceCurriculum(ScheduledCallback):
             )
         )
         self.unit = unit
-        self.tokens = 0
-        """Tokens of all ranks in the optimizer steps so far. Counted with ``unit="tokens"``."""
+        self.tokens = 0  # tokens of all ranks in the optimizer steps so far. Counted with ``unit="tokens"``.
         self._pending = 0
         self._strategy: Any = None
 

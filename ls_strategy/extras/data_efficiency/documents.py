@@ -34,18 +34,13 @@ class _Runs:
     """Runs of tokens of one document, of all sequences of a batch one after another."""
 
     lengths: list[int]
+    # ``(runs + 1,)``, int32, from 0, on the device of the queries; None for tensors without values.
     ends: Tensor | None = None
-    """``(runs + 1,)``, int32, from 0, on the device of the queries; None for tensors without values."""
-
-    device: torch.device | None = None
-    """Where ``ends`` are."""
-
-    version: int | None = None
-    """Of the tensor with the numbers."""
+    device: torch.device | None = None  # where ``ends`` are
+    version: int | None = None  # of the tensor with the numbers
 
 
-_KNOWN: WeakIdKeyDictionary = WeakIdKeyDictionary()
-"""The `_Runs` of tensors with numbers of documents."""
+_KNOWN: WeakIdKeyDictionary = WeakIdKeyDictionary()  # the `_Runs` of tensors with numbers of documents
 
 
 @untraced

@@ -25,11 +25,8 @@ from ls_strategy.checked import checked
 from ls_strategy.errors import ConfigError
 from ls_strategy.ranges import at_least
 
-IGNORED = -100
-"""Target of tokens without a loss, as in `torch.nn.functional.cross_entropy`."""
-
-PADDING = -1
-"""Number of the document of padding tokens."""
+IGNORED = -100  # target of tokens without a loss, as in `torch.nn.functional.cross_entropy`
+PADDING = -1  # number of the document of padding tokens
 
 
 class PackedDocuments(Dataset[dict[str, Tensor]]):

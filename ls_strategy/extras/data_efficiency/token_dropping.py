@@ -26,8 +26,7 @@ from ls_strategy.blocks import repeated_blocks
 from ls_strategy.checked import above, at_least, checked
 from ls_strategy.device import generator_of
 from ls_strategy.errors import PlanError, StateError
-from ls_strategy.extras.data_efficiency.schedule import Schedule
-from ls_strategy.extras.data_efficiency.scheduled import ScheduledCallback
+from ls_strategy.extras.data_efficiency.schedule import Schedule, ScheduledCallback
 from ls_strategy.host.pytorch import pl, rank_zero_info
 from ls_strategy.lightning.strategy import ZeROStrategy
 from ls_strategy.parallel.context.tokens import Call, hidden_states, map_tensors, token_dim
@@ -93,8 +92,7 @@ class RandomTokenDropping(ScheduledCallback):
         self.classes = tuple(classes or ())
         self.whole_ends = whole_ends
         self._forwards: list[DroppingForward] = []
-        self._sequence_ranks = 1
-        """Ranks that shard the tokens of a sequence. Each keeps the same number."""
+        self._sequence_ranks = 1  # ranks that shard the tokens of a sequence. Each keeps the same number.
 
     @override
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
@@ -178,8 +176,7 @@ class DroppingForward(Forward):
     def __init__(self, module: nn.Module, place: int = 0) -> None:
         """Replace the block's forward. ``place`` is mixed into the random numbers."""
         module = uncompiled(module)
-        self.kept: int | None = None
-        """Tokens to process; None: all."""
+        self.kept: int | None = None  # tokens to process; None: all
         self._place = place
         self._takes_positions = "positions" in inspect.signature(module.forward).parameters
         super().__init__(module)

@@ -7,20 +7,230 @@ and so do keys that would change results if they were ignored.
 
 from __future__ import annotations
 
+import difflib
 import json
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from ls_strategy.checked import accept
 from ls_strategy.config import LossScaleConfig, NVMeIOConfig, TierConfig
 from ls_strategy.errors import ConfigError
-from ls_strategy.extras.deepspeed.found import Found, Row
-from ls_strategy.extras.deepspeed.keys import KEYS
+from ls_strategy.extras.deepspeed.keys import KEYS, AnyBlock, Key, Table
 from ls_strategy.extras.deepspeed.optimizers import OptimizerBlock, SchedulerBlock
-from ls_strategy.extras.deepspeed.trainer import TrainerSettings
+
+
+@dataclass(frozen=True)
+class TrainerSettings:
+    """Settings of the configuration. None leaves a setting to the Trainer."""
+
+    precision: str | None = None  # the ``Trainer(precision=...)`` with DeepSpeed's arithmetic
+    accepted_precisions: tuple[str, ...] = ()  # precisions that do not contradict the configuration
+    gradient_clip_val: float | None = None  # largest norm of all gradients; 0 disables clipping
+    accumulate_grad_batches: int | None = None
+    micro_batch_size: int | None = None  # samples per batch of one rank's DataLoader
+    train_batch_size: int | None = None  # samples per optimizer step over all data-parallel ranks
+
+    def choose_precision(self, given: str) -> str:
+        """Return the precision to train in. The configuration replaces ``32-true``, the Trainer's default.
+
+        Raises:
+            ConfigError: ``given``, the Trainer's precision, contradicts the configuration.
+        """
+        if self.precision is not None and given == "32-true":
+            return self.precision
+        if self.accepted_precisions and given not in self.accepted_precisions:
+            wanted = self.precision or self.accepted_precisions[0]
+            raise ConfigError(
+                f"Got Trainer(precision={given!r}), but the DeepSpeed configuration requires "
+                f"{' or '.join(self.accepted_precisions)}. Pass precision={wanted!r}, or set enabled of fp16 and bf16 "
+                'to "auto" in the configuration.'
+            )
+        return given
+
+    def choose_clipping(self, given: float | None, *, by_value: bool) -> float | None:
+        """Return the norm to clip to.
+
+        Args:
+            given: The Trainer's ``gradient_clip_val``.
+            by_value: Whether the Trainer clips values instead of the norm.
+
+        Raises:
+            ConfigError: They contradict the configuration.
+        """
+        wanted = self.gradient_clip_val
+        if wanted is None:
+            return given
+        if by_value and wanted > 0:
+            raise ConfigError(
+                f"Got Trainer(gradient_clip_algorithm='value'), but gradient_clipping={wanted:g} of the DeepSpeed "
+                "configuration clips by norm. Delete one of them."
+            )
+        if given is not None and float(given) != wanted:
+            raise ConfigError(
+                f"Got Trainer(gradient_clip_val={given}), but gradient_clipping={wanted:g} in the DeepSpeed "
+                f'configuration. Pass gradient_clip_val={wanted:g}, or write "gradient_clipping": "auto".'
+            )
+        return wanted
+
+    def choose_batches(self, accumulate_grad_batches: int, replicas: int) -> tuple[int, int | None]:
+        """Return micro-batches per step and samples per micro-batch (None: any), from two of the three numbers.
+
+        The configuration replaces ``accumulate_grad_batches=1``, the default. ``replicas`` are data-parallel ranks.
+
+        Raises:
+            ConfigError: The numbers contradict each other or the Trainer.
+        """
+        micro, steps, total = self.micro_batch_size, self.accumulate_grad_batches, self.train_batch_size
+        if steps is None and micro is not None and total is not None:
+            steps = self._quotient(total, micro * replicas, "train_micro_batch_size_per_gpu x ranks", replicas)
+        if steps is not None and accumulate_grad_batches not in (1, steps):
+            raise ConfigError(
+                f"Got Trainer(accumulate_grad_batches={accumulate_grad_batches}), but the DeepSpeed configuration "
+                f"accumulates {steps} micro-batches. Pass accumulate_grad_batches={steps}, or write "
+                '"gradient_accumulation_steps": "auto" and leave train_batch_size out.'
+            )
+        steps = accumulate_grad_batches if steps is None else steps
+        if total is not None:
+            found = self._quotient(total, steps * replicas, "gradient_accumulation_steps x ranks", replicas)
+            if micro is not None and micro != found:
+                raise ConfigError(
+                    f"train_batch_size={total} is not train_micro_batch_size_per_gpu={micro} x accumulation {steps} x "
+                    f"{replicas} data-parallel ranks = {micro * steps * replicas}. Correct one, or leave it out."
+                )
+            micro = found
+        return steps, micro
+
+    @staticmethod
+    def _quotient(total: int, by: int, name: str, replicas: int) -> int:
+        if total % by:
+            raise ConfigError(
+                f"Got train_batch_size={total}, but it must be a multiple of {name} = {by} ({replicas} data-parallel "
+                f'ranks). Use a multiple of {by}, or write "auto" for it.'
+            )
+        return total // by
+
+    def check_loader(self, batch_size: int | None, micro_batch_size: int | None) -> None:
+        """Compare a DataLoader's ``batch_size`` (None: unknown) with the ``micro_batch_size`` of `choose_batches`.
+
+        Raises:
+            ConfigError: They differ.
+        """
+        if batch_size is None or micro_batch_size is None or batch_size == micro_batch_size:
+            return
+        raise ConfigError(
+            f"the training DataLoader has batch_size={batch_size}, but the DeepSpeed configuration has "
+            f"{micro_batch_size} samples per rank and micro-batch. Use the same number, or write "
+            '"train_micro_batch_size_per_gpu": "auto" and leave train_batch_size out.'
+        )
+
+
+@dataclass(frozen=True)
+class Row:
+    """The outcome of one key."""
+
+    key: str
+    value: Any
+    outcome: Literal["mapped", "auto", "ignored"]
+    text: str
+
+
+@dataclass
+class Found:
+    """The values of mapped keys, by dotted key, and a row for every key."""
+
+    values: dict[str, Any] = field(default_factory=dict)
+    rows: dict[str, Row] = field(default_factory=dict)
+
+    def read(self, config: Mapping[str, Any], table: Table, prefix: str) -> None:
+        """Read one block.
+
+        Raises:
+            ConfigError: A key is unknown or refused.
+        """
+        for name, value in config.items():
+            key = prefix + name
+            entry = table.get(name)
+            if entry is None:
+                raise _unknown(key, name, table, prefix)
+            if isinstance(entry, Key):
+                self._key(key, value, entry)
+            elif isinstance(entry, AnyBlock):
+                self._block(key, value, entry)
+            elif isinstance(value, Mapping):
+                self.read(value, entry, f"{key}.")
+            elif value is not None:
+                raise ConfigError(f"Got {key}={value!r}, but {key} is a block with the keys {', '.join(entry)}.")
+
+    def _key(self, key: str, value: Any, entry: Key) -> None:
+        if entry.outcome == "refused" and not any(value == off and type(value) is type(off) for off in entry.off):
+            raise ConfigError(f"Got {key}={value!r} in the DeepSpeed configuration, but {entry.text}.")
+        if value == "auto" and entry.outcome == "mapped":
+            self.rows[key] = Row(key, value, "auto", f"{entry.text}: left to the Trainer, or the default")
+        else:
+            self._accept(key, value, entry)
+
+    def _block(self, key: str, value: Any, entry: AnyBlock) -> None:
+        on = value.get(entry.switch, False) if entry.switch and isinstance(value, Mapping) else bool(value)
+        if entry.key.outcome == "refused" and on:
+            raise ConfigError(f"Got {key} in the DeepSpeed configuration, but {entry.key.text}.")
+        self._accept(key, value, entry.key)
+
+    def _accept(self, key: str, value: Any, entry: Key) -> None:
+        mapped = entry.outcome == "mapped"
+        text = "it is disabled" if entry.outcome == "refused" else entry.text
+        self.rows[key] = Row(key, value, "mapped" if mapped else "ignored", text)
+        if mapped and value is not None:
+            self.values[key] = value
+
+    def note(self, key: str, text: str, *, ignored: bool = False) -> None:
+        """Replace the text of a key that is present."""
+        if key in self.rows:
+            row = self.rows[key]
+            self.rows[key] = Row(key, row.value, "ignored" if ignored else row.outcome, text)
+
+    def flag(self, key: str) -> bool | None:
+        """Return a boolean, or None if the key is missing.
+
+        Raises:
+            ConfigError: The value is not a boolean.
+        """
+        value = self.values.get(key)
+        if value is not None and not isinstance(value, bool):
+            raise ConfigError(f'Got {key}={value!r}. Use true, false or "auto".')
+        return value
+
+    def number(self, key: str, *, least: float, integer: bool = False) -> Any:
+        """Return a number of at least ``least``, or None if the key is missing. Integers may be given as ``5e8``.
+
+        Raises:
+            ConfigError: The value is not such a number.
+        """
+        value = self.values.get(key)
+        if value is None:
+            return None
+        good = isinstance(value, (int, float)) and not isinstance(value, bool) and value >= least
+        if not good or (integer and value != int(value)):
+            kind = "an integer" if integer else "a number"
+            raise ConfigError(f"Got {key}={value!r}. Use {kind} of at least {least:g}.")
+        return int(value) if integer else float(value)
+
+
+def _unknown(key: str, name: str, table: Table, prefix: str) -> ConfigError:
+    elsewhere = [f"{block}.{name}" for block, inner in KEYS.items() if isinstance(inner, dict) and name in inner]
+    close = difflib.get_close_matches(name, table, n=1, cutoff=0.5)
+    if prefix and name in KEYS:
+        hint = f"Did you mean {name}, outside of {prefix.rstrip('.')}?"
+    elif elsewhere:
+        hint = f"Did you mean {elsewhere[0]}?"
+    elif close:
+        hint = f"Did you mean {prefix}{close[0]}?"
+    else:
+        hint = f"Delete it; the known keys are {', '.join(table)}."
+    return ConfigError(f"Got {key}, but DeepSpeed has no such key. {hint}")
+
 
 PathOrDict = str | os.PathLike[str] | Mapping[str, Any]
 
@@ -42,12 +252,8 @@ _WITHOUT_PREFIX = (
 class Translation:
     """A DeepSpeed configuration, translated to this package."""
 
-    strategy: dict[str, Any]
-    """Options of ``ZeROStrategy``, by dotted name: ``offload.optimizer``."""
-
-    trainer: TrainerSettings
-    """Settings of the Trainer and batch sizes."""
-
+    strategy: dict[str, Any]  # options of ``ZeROStrategy``, by dotted name: ``offload.optimizer``
+    trainer: TrainerSettings  # settings of the Trainer and batch sizes
     optimizer: OptimizerBlock | None
     scheduler: SchedulerBlock | None
     rows: tuple[Row, ...]

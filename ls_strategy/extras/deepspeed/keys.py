@@ -17,11 +17,8 @@ class Key:
     """The outcome of one key."""
 
     outcome: Outcome
-    text: str
-    """Mapped: the target. Ignored: why results do not change. Refused: the reason and the cure."""
-
-    off: tuple[Any, ...] = ()
-    """Refused: values that disable the feature. With one of them the key is ignored."""
+    text: str  # mapped: the target. Ignored: why results do not change. Refused: the reason and the cure.
+    off: tuple[Any, ...] = ()  # refused: values that disable the feature. With one of them the key is ignored.
 
 
 @dataclass(frozen=True)
@@ -29,8 +26,7 @@ class AnyBlock:
     """A block with inner keys that are not checked."""
 
     key: Key
-    switch: str = ""
-    """Refused: the inner key that enables the block. Empty: the block's presence enables it."""
+    switch: str = ""  # refused: the inner key that enables the block. Empty: the block's presence enables it.
 
 
 def to(text: str) -> Key:

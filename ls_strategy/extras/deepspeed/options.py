@@ -19,9 +19,7 @@ from ls_strategy.config.option_names import GROUPS, default_of, written_options
 from ls_strategy.errors import ConfigError
 from ls_strategy.extras.deepspeed.config import Translation
 
-TookDefault = Callable[[Any, dict[str, Any]], Collection[str]]
-"""See `with_file`."""
-
+TookDefault = Callable[[Any, dict[str, Any]], Collection[str]]  # see `with_file`
 _ZERO, _SAVED, _BLOCK = "zero_optimization.", "activation_checkpointing.", "zero_optimization.offload_optimizer."
 
 _FIELDS: dict[str, dict[str, str]] = {

@@ -28,8 +28,7 @@ from typing_extensions import override
 
 from ls_strategy.errors import ConfigError
 
-PerGroup = float | Sequence[float]
-"""One value for all parameter groups, or one per group."""
+PerGroup = float | Sequence[float]  # one value for all parameter groups, or one per group
 
 
 class Schedule(LRScheduler):
@@ -41,8 +40,8 @@ class Schedule(LRScheduler):
         """Store the optimizer. Subclasses then call `start`."""
         self.optimizer = optimizer
         self.last_batch_iteration: int = last_batch_iteration
+        # Returns how many steps an fp16 overflow has skipped. As in DeepSpeed, they do not advance the schedule.
         self.skipped_steps: Callable[[], int] | None = None
-        """Returns how many steps an fp16 overflow has skipped. As in DeepSpeed, they do not advance the schedule."""
         self._skipped_before = 0
         self._last_lr: list[Any] = []
 
@@ -82,7 +81,6 @@ class Schedule(LRScheduler):
 
     @override
     def state_dict(self) -> dict[str, Any]:
-        """Return DeepSpeed's state."""
         return {"last_batch_iteration": self.last_batch_iteration}
 
     @override

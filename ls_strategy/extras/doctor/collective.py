@@ -27,9 +27,7 @@ from typing import BinaryIO
 from ls_strategy.distributed.launch import rendezvous
 from ls_strategy.extras.doctor.finding import Finding, one_line
 
-TIMEOUT_S = 60.0
-"""For the start of Python, the import of torch, and the all-reduce."""
-
+TIMEOUT_S = 60.0  # for the start of Python, the import of torch, and the all-reduce
 _ELEMENTS = 1 << 20
 _ROUNDS = 10
 _FROM_LAUNCHERS = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_", "SLURM_")

@@ -11,7 +11,6 @@ from ls_strategy.errors import ConfigError
 from ls_strategy.extras.doctor.finding import Finding, one_line
 
 TOPICS = ("software", "compilers", "kernels", "host", "gpus", "drive", "slurm", "launcher", "collectives")
-"""Names of the checks."""
 
 
 @dataclass(frozen=True)
@@ -19,9 +18,7 @@ class Check:
     """One topic."""
 
     topic: str
-    doing: str
-    """Shown while it runs."""
-
+    doing: str  # shown while it runs
     run: Callable[[], Iterator[Finding]]
 
 

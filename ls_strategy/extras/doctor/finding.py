@@ -18,8 +18,7 @@ class Finding:
     name: str
     value: str
     state: State = "ok"
-    cure: str = ""
-    """What to do. Required unless the state is ``ok``."""
+    cure: str = ""  # what to do. Required unless the state is ``ok``.
 
     def __post_init__(self) -> None:
         if self.state != "ok" and not self.cure:

@@ -13,12 +13,8 @@ from pathlib import Path
 from ls_strategy.extras.doctor.finding import Finding, note_if
 
 CGROUP = Path("/sys/fs/cgroup")
-OPEN_FILES = 4096
-"""Loaders with many workers share tensors through open files, and connections need more."""
-
-SHARED_MEMORY = 1 << 30
-"""Bytes that loaders with several workers and NCCL need. Containers have 64 MiB by default."""
-
+OPEN_FILES = 4096  # loaders with many workers share tensors through open files, and connections need more
+SHARED_MEMORY = 1 << 30  # bytes that loaders with several workers and NCCL need. Containers have 64 MiB by default.
 _MIB = 1 << 20
 _GIB = 1 << 30
 

@@ -30,9 +30,7 @@ from ls_strategy.zero.setup.kept import named_by_authors
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 """Dtypes of the weights that are written, by name."""
 
-Kind = tuple[tuple[int, ...], torch.dtype]
-"""Shape and dtype of a tensor."""
-
+Kind = tuple[tuple[int, ...], torch.dtype]  # shape and dtype of a tensor
 _COMPILED = "_orig_mod"
 
 
@@ -43,8 +41,7 @@ class Promised:
     shape: tuple[int, ...]
     dtype: torch.dtype
     name: str
-    values: dict[str, Tensor]
-    """All tensors by name, lazy or not. Filled before the first value is needed."""
+    values: dict[str, Tensor]  # all tensors by name, lazy or not. Filled before the first value is needed.
 
     def box(self, offsets: tuple[int, ...], sizes: tuple[int, ...]) -> Tensor:
         """Return a rectangular part. Shape: ``sizes``."""
@@ -73,17 +70,12 @@ class Promised:
 class FolderContents:
     """What is in a folder: weights that are not read yet, and small files."""
 
+    # By the start of the files' names (``model``, ``adapter_model``): tensors by name.
     weights: dict[str, dict[str, Tensor]]
-    """By the start of the files' names (``model``, ``adapter_model``): tensors by name."""
-
-    files: dict[str, bytes]
-    """Other files by their path in the folder."""
-
+    files: dict[str, bytes]  # other files by their path in the folder
+    # Where the weights find the tensors of the module, by their names in it. To be filled before writing.
     values: dict[str, Tensor] = field(default_factory=dict)
-    """Where the weights find the tensors of the module, by their names in it. To be filled before writing."""
-
-    max_shard_bytes: int | None = None
-    """Largest file of weights. None: one for each of ``weights``."""
+    max_shard_bytes: int | None = None  # largest file of weights. None: one for each of ``weights``.
 
     @property
     def needed(self) -> set[str]:

@@ -18,11 +18,8 @@ class BlockModules:
     """One unit of streaming: a block, or several modules outside of the blocks that share their weights."""
 
     index: int
-    modules: dict[str, nn.Module]
-    """Modules by their name in the model."""
-
+    modules: dict[str, nn.Module]  # modules by their name in the model
     stack: str
-    """Name of the module list that contains the block."""
 
     @property
     def name(self) -> str:

@@ -96,12 +96,9 @@ class KVCache:
             raise ValueError(f"Got num_layers={num_layers} and max_length={max_length}, but both must be at least 1.")
         self.layers = [LayerCache(self) for _ in range(num_layers)]
         self.max_length = max_length
-        self.length = 0
-        """Slots that are filled, including padding."""
-
+        self.length = 0  # slots that are filled, including padding
+        # The current forward's mask, bool ``(B, 1, T, length)``; None: causal, with T equal to 1 or ``length``.
         self.mask: Tensor | None = None
-        """The current forward's mask, bool ``(B, 1, T, length)``; None: causal, with T equal to 1 or ``length``."""
-
         self._slots: Tensor | None = None
         self._padding: Tensor | None = None
         self._seen: Tensor | None = None

@@ -49,11 +49,8 @@ class Options:
     """The given arguments, translated to options of `init_inference`."""
 
     values: dict[str, Any] = field(default_factory=dict)
-    origins: dict[str, str] = field(default_factory=dict)
-    """Option -> the argument that set it, for error messages."""
-
-    notes: list[str] = field(default_factory=list)
-    """One line for each argument that has no effect here."""
+    origins: dict[str, str] = field(default_factory=dict)  # option -> the argument that set it, for error messages
+    notes: list[str] = field(default_factory=list)  # one line for each argument that has no effect here
 
     def put(self, option: str, value: Any, origin: str) -> None:
         """Set an option. Setting it again to the same value is allowed.

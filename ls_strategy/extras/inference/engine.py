@@ -31,7 +31,6 @@ from ls_strategy.extras.inference.fill import Filler, device_of, needs_filling
 from ls_strategy.extras.inference.generate import generate
 from ls_strategy.extras.inference.linear import Format
 from ls_strategy.extras.inference.quantize import QuantizationReport, Quantizer
-from ls_strategy.extras.inference.refused import refuse_known
 from ls_strategy.extras.inference.stream import StreamedBlocks, stream_blocks
 from ls_strategy.parallel.hooks import Hooks
 from ls_strategy.parallel.logits import gather
@@ -45,6 +44,48 @@ from ls_strategy.parallel.tensor.shard import TensorParallel, apply_tensor_paral
 from ls_strategy.parallel.tensor.vocabulary import output_heads
 from ls_strategy.zero.setup.kept import named_by_authors
 
+# Most unsupported models are refused by their layers (see `ls_strategy.parallel.tensor.plan_from_names`). Listed here
+# are those whose layers look supported, or which need a longer explanation.
+
+_SHARED_TABLES = "its attention multiplies tables of relative positions by projections of full queries and keys"
+_WINDOWS = "its attention over windows reshapes by the number of heads of the configuration, in several functions"
+_LISTS = "it keeps attentions, feed-forwards and norms in separate lists, which are not blocks"
+_STATE = "it mixes tokens by a recurrent state over all channels, not by heads"
+
+REASONS = {
+    "codegen": "one matrix computes query, key and value of four groups of heads, interleaved for other hardware",
+    "deberta": _SHARED_TABLES,
+    "deberta-v2": _SHARED_TABLES,
+    "flaubert": _LISTS,
+    "fsmt": "its attention reshapes time-major tensors by the number of heads and the model's width",
+    "led": _WINDOWS,
+    "longformer": _WINDOWS,
+    "mamba": _STATE,
+    "mamba2": _STATE,
+    "pegasus_x": "its encoder attends within blocks of tokens, reshaped by the width of all heads",
+    "reformer": "its attention hashes tokens into random buckets over all heads",
+    "rwkv": _STATE,
+    "xlm": _LISTS,
+    "xlnet": "its query, key and value are bare parameters, used by einsum",
+}
+"""``model_type`` -> the reason."""
+
+
+def refuse_known(model: nn.Module) -> None:
+    """Refuse the models of `REASONS`.
+
+    Raises:
+        PlanError: the model, or a submodule of it, is listed.
+    """
+    for module in model.modules():
+        kind = getattr(getattr(module, "config", None), "model_type", None)
+        if isinstance(kind, str) and kind in REASONS:
+            raise PlanError(
+                f"tensor_parallel_size: {type(module).__name__} ({kind}) cannot be sharded: {REASONS[kind]}. Set "
+                "tensor_parallel_size=1; use quantize and offload to save memory on one rank."
+            )
+
+
 log = logging.getLogger(__name__)
 
 Tier = Literal["cpu", "nvme"]
@@ -55,7 +96,6 @@ DTYPES = {
     **dict.fromkeys(("bf16", "bfloat16", "bfloat", "torch.bfloat16"), torch.bfloat16),
     **dict.fromkeys(("fp16", "float16", "half", "torch.float16"), torch.float16),
 }  # fmt: skip
-"""Names of dtypes."""
 
 
 @checked(tensor_parallel_size=at_least(1))
@@ -161,14 +201,9 @@ class InferenceEngine(nn.Module):
         super().__init__()
         self.module = module
         self.quantization = quantization
-        """What was quantized; None without quantization."""
 
-        self.stream = stream
-        """The handle that `stream_blocks` returned; None without ``offload``."""
-
-        self.notes = notes
-        """One line for each of DeepSpeed's arguments that has no effect."""
-
+        self.stream = stream  # the handle that `stream_blocks` returned; None without ``offload``
+        self.notes = notes  # one line for each of DeepSpeed's arguments that has no effect
         self._sharded = sharded
         self.eval()
 
@@ -256,9 +291,7 @@ class _ShardedModel:
     def __init__(self, axis: Axis, parallel: TensorParallel | None, biases_later: frozenset[int]) -> None:
         self.axis = axis
         self.parallel = parallel
-        self.biases_later = biases_later
-        """``id`` of the row layers whose bias is added after the sum over ranks."""
-
+        self.biases_later = biases_later  # ``id`` of the row layers whose bias is added after the sum over ranks
         self.hooks = Hooks()
 
     @classmethod

@@ -13,8 +13,7 @@ from torch.nn import functional
 from ls_strategy._torch import onednn_linear
 
 MOST_ROWS = 64
-LEAST_WEIGHTS = 2**21
-"""Smaller weights stay in a core's cache, where MKL is as fast."""
+LEAST_WEIGHTS = 2**21  # smaller weights stay in a core's cache, where MKL is as fast
 
 
 def few_rows_linear(x: Tensor, weight: Tensor) -> Tensor:

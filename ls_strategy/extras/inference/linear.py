@@ -25,22 +25,13 @@ FORMATS: tuple[Format, ...] = ("int8", "int4")
 class QuantizedLinear(nn.Module):
     """A linear layer with a quantized weight. Created by `quantize_linear` only."""
 
-    weight: Tensor
-    """Packed levels: int8 (out, in), or for int4 (out, in / 2)."""
-
-    scales: Tensor
-    """fp32: (out,), or for int4 scales and zeros (out, in / group, 2)."""
-
+    weight: Tensor  # packed levels: int8 (out, in), or for int4 (out, in / 2)
+    scales: Tensor  # fp32: (out,), or for int4 scales and zeros (out, in / group, 2)
     bias: nn.Parameter | None
-    features: tuple[int, int]
-    """Output and input features on this rank."""
-
+    features: tuple[int, int]  # output and input features on this rank
     format: Format
-    dtype: torch.dtype
-    """The weight's dtype before quantization."""
-
-    adds_bias: bool
-    """False for a row layer whose bias is added after the sum over ranks."""
+    dtype: torch.dtype  # the weight's dtype before quantization
+    adds_bias: bool  # false for a row layer whose bias is added after the sum over ranks
 
     def forward(self, input: Tensor) -> Tensor:
         """Multiply ``input`` (..., in) by the weight. Returns (..., out) in the dtype of ``input``.

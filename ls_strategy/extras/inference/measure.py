@@ -6,22 +6,24 @@ the memory bandwidth.
 
 from __future__ import annotations
 
+import math
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional
 
 from ls_strategy import device as dev
 from ls_strategy.errors import ConfigError
 from ls_strategy.extras.inference.engine import InferenceEngine
 from ls_strategy.extras.inference.sampling import SamplingConfig
+from ls_strategy.parallel.logits import gather
 
-_TRIAD_NUMEL = 1 << 24
-"""fp32 elements of each of the three arrays: 64 MiB, larger than a cache."""
+_TRIAD_NUMEL = 1 << 24  # fp32 elements of each of the three arrays: 64 MiB, larger than a cache
 
 
 @dataclass(frozen=True)
@@ -31,23 +33,12 @@ class Speed:
     batch: int
     prompt_length: int
     new_tokens: int
-    first_token_s: float
-    """Seconds from the call to the first new token of every row, which reads the prompt."""
-
-    token_s: float
-    """Seconds from one new token of every row to the next."""
-
-    tokens_per_s: float
-    """New tokens of all rows per second, without the first ones."""
-
-    weights_read: int
-    """Bytes that a step reads on this rank: all weights except embedding tables."""
-
-    triad_gbs: float
-    """Memory bandwidth in GB/s, measured in the same run."""
-
-    bandwidth_share: float
-    """The time to read the weights at that bandwidth, divided by ``token_s``."""
+    first_token_s: float  # seconds from the call to the first new token of every row, which reads the prompt
+    token_s: float  # seconds from one new token of every row to the next
+    tokens_per_s: float  # new tokens of all rows per second, without the first ones
+    weights_read: int  # bytes that a step reads on this rank: all weights except embedding tables
+    triad_gbs: float  # memory bandwidth in GB/s, measured in the same run
+    bandwidth_share: float  # the time to read the weights at that bandwidth, divided by ``token_s``
 
     def to_dict(self) -> dict[str, Any]:
         """Return the fields by name."""
@@ -146,3 +137,45 @@ def triad_gbs(device: torch.device, rounds: int = 5) -> float:
         dev.synchronize(device)
         best = min(best, time.perf_counter() - started)
     return 3 * a.nbytes / best / 1e9
+
+
+# --- perplexity of a model on a text, to measure the cost of quantization ---------------------------------------------
+
+
+@torch.no_grad()
+def perplexity(
+    forward: Callable[[Tensor], Any], tokens: Tensor, *, context: int, batch: int = 8, windows: int | None = None
+) -> float:
+    """Return ``exp`` of the mean cross-entropy in nats per token, over all tokens but the first of each window.
+
+    Collective where ``forward`` is.
+
+    Args:
+        forward: from tokens (B, T) to logits (B, T, V), or to an object with ``logits``.
+        tokens: the text, (N,) int64, on the model's device.
+        context: tokens per window; windows do not overlap. An incomplete last window is omitted.
+        batch: windows per forward.
+        windows: number of windows, spread evenly over the text. None: all.
+
+    Raises:
+        ConfigError: the text is shorter than a window.
+    """
+    if context < 2 or len(tokens) < context:
+        raise ConfigError(
+            f"Got {len(tokens)} tokens of text, but windows of {context} tokens (at least 2): give a longer text, or "
+            "another context."
+        )
+    total, count = 0.0, 0
+    for rows in _batches(tokens, context, batch, windows):
+        output = forward(rows)
+        logits = gather(output if isinstance(output, Tensor) else output.logits)
+        losses = functional.cross_entropy(logits[:, :-1].float().flatten(0, 1), rows[:, 1:].flatten(), reduction="sum")
+        total, count = total + losses.item(), count + rows[:, 1:].numel()
+    return math.exp(total / count)
+
+
+def _batches(tokens: Tensor, context: int, batch: int, windows: int | None) -> Iterator[Tensor]:
+    rows = tokens[: len(tokens) // context * context].view(-1, context)
+    if windows is not None and windows < len(rows):
+        rows = rows[torch.linspace(0, len(rows) - 1, windows).long().to(rows.device)]
+    yield from rows.split(batch)

@@ -18,8 +18,7 @@ from ls_strategy._torch import allow_data_on, make_wrapper, persistent_buffer_na
 from ls_strategy.errors import PlanError, StateError
 from ls_strategy.meta_init.lazy import LazyTensor
 
-Owner = tuple["weakref.ref[nn.Module]", str]
-"""A module, and the tensor's name in it."""
+Owner = tuple["weakref.ref[nn.Module]", str]  # a module, and the tensor's name in it
 
 
 class Placeholder(Tensor):
@@ -120,7 +119,6 @@ class EntryTarget:
         """``device`` is where its values are loaded."""
         self.name, self.owners = name, owners
         self.like = torch.empty_like(tensor, device="meta")
-        """Its shape and dtype."""
 
         self._is_parameter = isinstance(tensor, nn.Parameter)
         self._placeholder = self.prepare(Placeholder(name, tensor, device))

@@ -31,15 +31,10 @@ class QuantizationReport:
     """Report of which linear layers of a model were quantized, and of the bytes saved."""
 
     format: Format
+    # Quantized layers by name; int8 where no int4 group size divides the input features, and for output heads.
     layers: dict[str, Format] = field(default_factory=dict)
-    """Quantized layers by name; int8 where no int4 group size divides the input features, and for output heads."""
-
-    kept: dict[str, str] = field(default_factory=dict)
-    """Linear layers that were not quantized, and why."""
-
-    bytes_before: int = 0
-    """Bytes of parameters and buffers on this rank, each storage counted once."""
-
+    kept: dict[str, str] = field(default_factory=dict)  # linear layers that were not quantized, and why
+    bytes_before: int = 0  # bytes of parameters and buffers on this rank, each storage counted once
     bytes_after: int = 0
 
     def describe(self) -> str:

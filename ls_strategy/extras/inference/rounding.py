@@ -11,14 +11,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-GROUPS = (128, 64, 32)
-"""Group sizes by preference: the first that divides the input features is used."""
-
-_SHRINK = (1.0, 0.95, 0.9, 0.85, 0.8, 0.75)
-"""Ranges that are tried, as fractions of the range of a group's weights."""
-
-_CHUNK_NUMEL = 1 << 22
-"""Weights that are rounded at a time, to bound memory."""
+GROUPS = (128, 64, 32)  # group sizes by preference: the first that divides the input features is used
+_SHRINK = (1.0, 0.95, 0.9, 0.85, 0.8, 0.75)  # ranges that are tried, as fractions of the range of a group's weights
+_CHUNK_NUMEL = 1 << 22  # weights that are rounded at a time, to bound memory
 
 
 def group_size(in_features: int) -> int | None:

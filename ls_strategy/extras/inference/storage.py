@@ -35,8 +35,7 @@ from ls_strategy.tiers.link import Link, host_empty
 from ls_strategy.tiers.nvme import NVMeTier
 from ls_strategy.tiers.nvme_folder import check_path
 
-ALIGN = 64
-"""Bytes. Every tensor of a block starts at a multiple of it, as with torch's allocators."""
+ALIGN = 64  # bytes. Every tensor of a block starts at a multiple of it, as with torch's allocators.
 
 
 @dataclass(frozen=True)
@@ -84,10 +83,10 @@ class DeviceBuffers:
 
     def __init__(self, link: Link, count: int, nbytes: int) -> None:
         self.link = link
+        # Free buffers, each with the event after which it may be overwritten.
         self.free: deque[tuple[Tensor, Any]] = deque(
             (torch.empty(nbytes, dtype=torch.uint8, device=link.device), None) for _ in range(count)
         )
-        """Free buffers, each with the event after which it may be overwritten."""
         self.worker = ThreadPoolExecutor(1, "ls_strategy-stream", link.bind_thread)
 
     def fill(self, lease: Lease, nbytes: int) -> DeviceLease:
@@ -132,20 +131,12 @@ class DeviceLease:
 class BlockStorage:
     """Storage for the blocks of a model: host memory, or files on an NVMe device."""
 
-    tier: Literal["cpu", "nvme"]
-    """Host memory, or an NVMe device."""
-
+    tier: Literal["cpu", "nvme"]  # host memory, or an NVMe device
+    # Folder for ``nvme``. None: the environment variable ``LS_STRATEGY_NVME_PATH``.
     path: str | os.PathLike[str] | None = None
-    """Folder for ``nvme``. None: the environment variable ``LS_STRATEGY_NVME_PATH``."""
-
-    io: NVMeIOConfig | None = None
-    """How the NVMe device is read."""
-
-    allow_ram: bool = False
-    """Accept a folder in memory (tmpfs)."""
-
-    verify: bool = False
-    """Verify blocks by checksums when they are loaded."""
+    io: NVMeIOConfig | None = None  # how the NVMe device is read
+    allow_ram: bool = False  # accept a folder in memory (tmpfs)
+    verify: bool = False  # verify blocks by checksums when they are loaded
 
     def __post_init__(self) -> None:
         if self.tier not in ("cpu", "nvme"):
@@ -205,8 +196,7 @@ class StoredBlocks:
         if prefetch < 1:
             raise ConfigError(f"Got prefetch={prefetch}, but at least one block must be read ahead. Set prefetch=1.")
         self.device = device
-        self.capacity = prefetch + 1
-        """Blocks that may be loaded or in flight at a time."""
+        self.capacity = prefetch + 1  # blocks that may be loaded or in flight at a time
         self.sizes = list(sizes)
         self.buffer_nbytes = max(sizes, default=0)
         self._checksums: dict[int, int] | None = {} if place.verify else None

@@ -14,7 +14,9 @@ from __future__ import annotations
 import os
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal
@@ -22,18 +24,169 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from ls_strategy._torch import tree_iter
+from ls_strategy._torch import allow_data_on, tree_iter
 from ls_strategy.checked import at_least, checked
 from ls_strategy.config import NVMeIOConfig
-from ls_strategy.errors import ConfigError, StateError
+from ls_strategy.errors import ConfigError, PlanError, StateError
 from ls_strategy.extras.inference.blocks import BlockModules, followers, streamed_modules, with_own_weights
 from ls_strategy.extras.inference.fill import Filler, device_of, needs_filling
-from ls_strategy.extras.inference.placeholder import StoredTensor, Target, targets_of
-from ls_strategy.extras.inference.read_ahead import ReadAhead
+from ls_strategy.extras.inference.placeholder import FloatingTarget, StoredTensor, Target, targets_of
 from ls_strategy.extras.inference.storage import BlockStorage, Extent, StoredBlocks, pack
-from ls_strategy.extras.inference.store_blocks import Block, BlockPreparation, store_blocks
 from ls_strategy.layout import TensorPart
 from ls_strategy.tiers.base import Lease
+from ls_strategy.tiers.link import trim_heap
+
+
+@dataclass
+class BlockPreparation:
+    """Steps that prepare a block before it is stored: fill its weights, then change them, for example quantize."""
+
+    shared: set[int]
+    filler: Filler | None
+    prepare: Callable[[str, nn.Module], None] | None
+
+
+@dataclass
+class Block:
+    """A streamed block, stored or loaded."""
+
+    index: int
+    name: str
+    targets: list[Target]
+    slots: list[Extent]
+    nbytes: int
+    nans: list[Tensor] = field(init=False)
+    """The NaN elements that the floating-point tensors show, on the CPU, where checking them is free."""
+
+    _values: dict[int, list[Tensor]] = field(default_factory=dict)
+    """What its targets show, by the address of the buffer."""
+
+    def __post_init__(self) -> None:
+        """Collect the NaN elements."""
+        found = {id(t.nan): t.nan for t in self.targets if isinstance(t, FloatingTarget)}
+        self.nans = [t for t in found.values() if t.device.type == "cpu" and t.dtype.itemsize > 1]
+
+    def show(self, data: Tensor) -> None:
+        """Point the tensors at the block's bytes."""
+        values = self._values.get(data.data_ptr())
+        if values is None:
+            pairs = zip(self.targets, self.slots, strict=True)
+            values = self._values[data.data_ptr()] = [t.prepare(s.view(data)) for t, s in pairs]
+        for target, value in zip(self.targets, values, strict=True):
+            target.show(value)
+
+    def hide(self) -> None:
+        """Release the bytes."""
+        for target in self.targets:
+            target.hide()
+
+    def keep(self, data: Tensor) -> None:
+        """Show copies, each with its own memory. The block must not be hidden again."""
+        for target, slot in zip(self.targets, self.slots, strict=True):
+            target.show(target.prepare(slot.view(data).clone()))
+
+    def changed(self) -> str | None:
+        """Return the name of a tensor that was modified or replaced; None if there is none."""
+        found = next((target.name for target in self.targets if target.changed()), None)
+        if found is None and self.nans:  # writing to ``.data`` does not change a tensor's version
+            found = next((f"a weight of {self.name}" for one in self.nans if not one.isnan()), None)
+        return found
+
+    def forget(self) -> None:
+        """Drop the views of buffers that are about to be freed."""
+        self._values.clear()
+
+
+def store_blocks(
+    model: nn.Module, units: Sequence[BlockModules], storage: StoredBlocks, preparation: BlockPreparation
+) -> list[Block]:
+    """Fill meta tensors and store every block, in the order of registration, in which random weights are drawn."""
+    device, host = storage.device, torch.device("cpu")
+    of_block = {id(m): unit for unit in units for root in unit.modules.values() for m in root.modules()}
+    done: dict[int, Block] = {}
+    for name, module in model.named_modules():
+        unit = of_block.get(id(module))
+        if unit is None:
+            if preparation.filler is not None:
+                preparation.filler.fill(name, module, device)
+        elif unit.index not in done:
+            done[unit.index] = _store_block(unit, storage, preparation, host)
+    _move_rest(model, device)
+    return [done[unit.index] for unit in units]
+
+
+def _store_block(unit: BlockModules, storage: StoredBlocks, preparation: BlockPreparation, host: torch.device) -> Block:
+    for root, block in unit.modules.items():
+        if preparation.filler is not None:
+            for path, module in block.named_modules():
+                preparation.filler.fill(f"{root}.{path}" if path else root, module, host)
+        if preparation.prepare is not None:
+            preparation.prepare(root, block)
+    targets, values = targets_of(unit.modules, storage.device, preparation.shared)
+    slots, nbytes = pack(values)
+    if nbytes > storage.sizes[unit.index]:
+        raise PlanError(
+            f"prepare made block {unit.name!r} larger: {nbytes} bytes, but {storage.sizes[unit.index]} are reserved. "
+            "Convert it to the larger dtype before stream_blocks()."
+        )
+    storage.write(unit.index, slots, values)
+    result = Block(unit.index, unit.name, targets, slots, nbytes)
+    result.hide()
+    del values
+    trim_heap()  # memory for the next block would not fit into the holes that this one leaves
+    return result
+
+
+def _move_rest(model: nn.Module, device: torch.device) -> None:
+    for module in model.modules():
+        for p in module.parameters(recurse=False):
+            if p.device != device:
+                allow_data_on(p, device)
+                p.data = p.data.to(device)
+        for key, buffer in list(module.named_buffers(recurse=False)):
+            if buffer.device != device:
+                module._buffers[key] = buffer.detach().to(device)  # one that is an nn.Parameter stays a buffer
+
+
+class ReadAhead:
+    """The reads in flight, in the order in which the blocks are expected to run: as they ran the last time."""
+
+    def __init__(self, storage: StoredBlocks, sizes: Sequence[int], following: Sequence[int]) -> None:
+        """``following``: for each block, the one expected after it."""
+        self._storage = storage
+        self._sizes = list(sizes)
+        self._following = list(following)
+        self._in_flight: deque[tuple[int, Lease]] = deque()
+        self._last: int | None = None
+        self.trace: list[tuple[str, int]] | None = None
+
+    def take(self, index: int) -> Lease:
+        """Return the lease of the block that runs now. Its read is in flight, or starts now."""
+        if self._last is not None:
+            self._following[self._last] = index
+        self._last = index
+        if not self._in_flight or self._in_flight[0][0] != index:
+            self.drop()
+            self._start(index)
+        return self._in_flight.popleft()[1]
+
+    def fill(self, *, running: bool) -> None:
+        """Start as many reads as there are free buffers. ``running``: whether the running block occupies one."""
+        assert self._last is not None
+        last = self._in_flight[-1][0] if self._in_flight else self._last
+        while len(self._in_flight) + running < self._storage.capacity:
+            last = self._following[last]
+            self._start(last)
+
+    def drop(self) -> None:
+        """Release all reads in flight."""
+        while self._in_flight:
+            self._in_flight.popleft()[1].release()
+
+    def _start(self, index: int) -> None:
+        if self.trace is not None:
+            self.trace.append(("read", index))
+        self._in_flight.append((index, self._storage.start(index, self._sizes[index])))
 
 
 @checked(prefetch=at_least(0))
@@ -143,8 +296,7 @@ class StreamedBlocks:
         self._depth = 0
         self._lease: Lease | None = None
         self._thread = threading.current_thread()
-        self.waited_s = 0.0
-        """Seconds that forwards have waited for blocks so far."""
+        self.waited_s = 0.0  # seconds that forwards have waited for blocks so far
         self._handles: list[Any] = []
         self._blocks = store_blocks(model, units, storage, preparation)
         self._ahead = ReadAhead(storage, [b.nbytes for b in self._blocks], followers(units))

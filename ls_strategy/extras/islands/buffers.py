@@ -14,8 +14,7 @@ from torch import Tensor, nn
 
 from ls_strategy._torch import persistent_buffer_names
 
-DTYPE = torch.float64
-"""In which they are exchanged."""
+DTYPE = torch.float64  # in which they are exchanged
 
 
 def _of(module: nn.Module) -> list[Tensor]:

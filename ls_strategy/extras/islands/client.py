@@ -19,12 +19,8 @@ from ls_strategy.extras.requests import ALIVE_S, keep_alive, request_line
 
 _CONNECT_S = 5.0
 _PAUSE_S = 0.5
-_REFUSALS = 3
-"""Connections that are closed without a word before it counts as a refusal; a busy hub may close one."""
-
-_LEAST_SILENCE_S = 4 * ALIVE_S
-"""A hub that waits for islands says so every few seconds: less than this is no silence."""
-
+_REFUSALS = 3  # connections that are closed without a word before it counts as a refusal; a busy hub may close one
+_LEAST_SILENCE_S = 4 * ALIVE_S  # a hub that waits for islands says so every few seconds: less than this is no silence
 _SECRET_CHARACTERS = 16
 
 
@@ -54,8 +50,7 @@ class HubClient:
         self._link: Link | None = None
         self._busy = threading.Lock()
         self._leaving = threading.Event()
-        self.sent_bytes = 0
-        """Bytes sent, without the lines that begin requests."""
+        self.sent_bytes = 0  # bytes sent, without the lines that begin requests
         self.received_bytes = 0
 
     @property

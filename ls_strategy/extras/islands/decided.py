@@ -34,19 +34,14 @@ class Round:
 
     number: int
     run: str | None
-    ends: bool
-    """Whether it is the last one of its run."""
-
-    messages: dict[int, dict[int, Message[Exchange]]]
-    """By island and rank: of the islands that are in it."""
-
+    ends: bool  # whether it is the last one of its run
+    messages: dict[int, dict[int, Message[Exchange]]]  # by island and rank: of the islands that are in it
     joiners: list[int]
     problem: str | None
+    # By island and rank: the islands whose contribution to the rank's shards cannot be right.
     verdicts: dict[int, dict[int, frozenset[int]]] = field(default_factory=dict)
-    """By island and rank: the islands whose contribution to the rank's shards cannot be right."""
-
+    # By rank: what the last round has led to, for islands that were not in it.
     states: dict[int, Message[State]] = field(default_factory=dict)
-    """By rank: what the last round has led to, for islands that were not in it."""
 
     def reply(self, request: Exchange) -> Reply:
         """Return the bytes of the other islands, and the steps of all of them: nothing else that they have sent."""

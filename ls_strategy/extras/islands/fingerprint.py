@@ -5,11 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-OWN = "own "
-"""Begins the keys of what every island needs for itself."""
-
-_MOST_CHARACTERS = 300
-"""Of one value in a message, which all islands get."""
+OWN = "own "  # begins the keys of what every island needs for itself
+_MOST_CHARACTERS = 300  # of one value in a message, which all islands get
 
 
 def disagreement(prints: Mapping[int, Mapping[int, Mapping[str, Any]]]) -> str | None:

@@ -29,11 +29,8 @@ from ls_strategy.extras.islands.decided import Message, Reply, Round
 from ls_strategy.extras.islands.fingerprint import disagreement
 from ls_strategy.extras.islands.messages import Exchange, Join, Request, State, Verdict
 
-_SEAT_S = 40.0
-"""Seconds that an island which is started again waits until the connections of its lost ranks have ended."""
-
-_LOOK_EVERY_S = 1.0
-"""The most seconds between two looks at the clock."""
+_SEAT_S = 40.0  # seconds that an island which is started again waits until the connections of its lost ranks have ended
+_LOOK_EVERY_S = 1.0  # the most seconds between two looks at the clock
 
 
 _DIFFERENT_RUNS = (
@@ -68,19 +65,17 @@ class Hub:
         """``islands``: how many there are. ``patience_s``: how long a round waits for those that are late."""
         self._islands, self._patience_s = islands, patience_s
         self._changed = threading.Condition()
-        self._seats: dict[tuple[int, int], Connection] = {}
-        """The connection of every rank that is there."""
+        self._seats: dict[tuple[int, int], Connection] = {}  # the connection of every rank that is there
         self._run: str | None = None
         self._number = 0
         self._members: set[int] = set()
-        self._fingerprints: dict[int, Any] = {}
-        """By rank: of the islands that are in."""
+        self._fingerprints: dict[int, Any] = {}  # by rank: of the islands that are in
         self._arrived: dict[int, dict[int, Message[Exchange]]] = {}
         self._deadline: float | None = None
         self._ends = False
         self._decided: Round | None = None
+        # The last round of the run that has ended, until another one begins: for islands that are late.
         self._over: Round | None = None
-        """The last round of the run that has ended, until another one begins: for islands that are late."""
         self._joining: dict[int, dict[int, Join]] = {}
         self._join_deadline: float | None = None
         self._outcomes: dict[tuple[int, int], Reply] = {}
@@ -291,11 +286,10 @@ class Hub:
             if island not in behind:
                 joiners = behind if island == source else []
                 for rank in self._joining.pop(island):
-                    self._outcomes[island, rank] = Reply({"what": "own", "joiners": joiners, **self._position()})
+                    self._outcomes[island, rank] = Reply(
+                        {"what": "own", "joiners": joiners, "run": self._run, "round": self._number}
+                    )
         self._changed.notify_all()
-
-    def _position(self) -> dict[str, Any]:
-        return {"run": self._run, "round": self._number}
 
     def _serve(self, source: int, joiners: list[int]) -> None:
         self._source, self._served, self._states = (source, set(joiners), {}) if joiners else (-1, set(), {})

@@ -14,9 +14,7 @@ from ls_strategy.extras.requests import ALIVE_S, LINE_BYTES
 
 _PIECE_BYTES = 1 << 20
 
-_UNUSUAL_S = 3 * ALIVE_S
-"""Seconds of silence that are reported: whoever waits for a decision hears of it more often."""
-
+_UNUSUAL_S = 3 * ALIVE_S  # seconds of silence that are reported: whoever waits for a decision hears of it more often
 T = TypeVar("T")
 
 

@@ -33,16 +33,10 @@ class Contribution:
     """Contribution of this rank to a round: its part of the pseudo-gradient, and what the hub checks."""
 
     places: list[Place]
-    steps: int
-    """Steps since the last round: without any, the island is only there to get the result."""
-
+    steps: int  # steps since the last round: without any, the island is only there to get the result
     gradient: bytes
-    buffers: Tensor
-    """Empty in rounds without buffers."""
-
-    about: dict[str, Any]
-    """What has to be equal on all islands."""
-
+    buffers: Tensor  # empty in rounds without buffers
+    about: dict[str, Any]  # what has to be equal on all islands
     ends: bool
 
 
@@ -50,19 +44,13 @@ class Contribution:
 class Result:
     """Outcome of a round for this island."""
 
+    # ``fetch``: the hub was lost, and its successor has given this island the state of another one.
     what: Literal["done", "missed", "ends", "fetch"]
-    """``fetch``: the hub was lost, and its successor has given this island the state of another one."""
-
     islands: tuple[int, ...] = ()
-    square: float = 0.0
-    """Sum of squares of this rank's part of the mean pseudo-gradient."""
-
-    buffers: Tensor | None = None
-    """The mean over the islands."""
-
+    square: float = 0.0  # sum of squares of this rank's part of the mean pseudo-gradient
+    buffers: Tensor | None = None  # the mean over the islands
+    # Islands whose contribution this rank refuses, so that it does not count on any rank, and why.
     refused: tuple[tuple[int, str], ...] = ()
-    """Islands whose contribution this rank refuses, so that it does not count on any rank, and why."""
-
     seconds: float = 0.0
 
 
@@ -70,20 +58,13 @@ class Member:
     """This rank's part in the rounds."""
 
     def __init__(self, client: HubClient, outer: Outer) -> None:
-        """Come to no hub yet."""
         self.client, self.outer = client, outer
-        self.fingerprint: dict[str, Any] = {}
-        """What has to be equal on all islands when this one joins."""
-        self.run: str | None = None
-        """Identity of the run that all islands are in; None before the first join."""
+        self.fingerprint: dict[str, Any] = {}  # what has to be equal on all islands when this one joins
+        self.run: str | None = None  # identity of the run that all islands are in; None before the first join
         self.round = 0
-        """The number of rounds so far."""
-        self.over = False
-        """Whether the other islands have ended, and this one is only late."""
-        self.buffers: Tensor | None = None
-        """Their mean in the last round that had any."""
-        self.present: set[int] = set()
-        """The islands in the last round."""
+        self.over = False  # whether the other islands have ended, and this one is only late
+        self.buffers: Tensor | None = None  # their mean in the last round that had any
+        self.present: set[int] = set()  # the islands in the last round
         self._thread = ThreadPoolExecutor(1, "ls_strategy_islands", dev.selecting())
         self._pending: Future[Result] | None = None
 

@@ -12,12 +12,8 @@ from typing import Any
 
 from ls_strategy.extras.requests import short_text, whole_number
 
-PROTOCOL = 2
-"""What ranks and the hub have to agree on before anything else: the form of requests and answers."""
-
-MOST_BYTES = 1 << 40
-"""Of one request or part of an answer."""
-
+PROTOCOL = 2  # what ranks and the hub have to agree on before anything else: the form of requests and answers
+MOST_BYTES = 1 << 40  # of one request or part of an answer
 _MOST_ISLANDS = 1024
 _MOST_RANKS = 1 << 20
 _MOST_NUMBER = 1 << 53
@@ -41,8 +37,7 @@ class Join(Request):
     fingerprint: dict[str, Any]
     run: str | None
     round: int
-    again: bool
-    """Whether this process has been in the run before."""
+    again: bool  # whether this process has been in the run before
 
 
 @dataclass(frozen=True)
@@ -61,8 +56,7 @@ class Verdict(Request):
     """A rank says what it has found in a round."""
 
     round: int
-    refused: frozenset[int]
-    """Islands whose contribution to this rank's shards cannot be right."""
+    refused: frozenset[int]  # islands whose contribution to this rank's shards cannot be right
 
 
 @dataclass(frozen=True)
@@ -70,8 +64,7 @@ class State(Request):
     """A rank sends its part of the state for those that come."""
 
     round: int
-    buffers: int
-    """How many numbers at the end are values of buffers."""
+    buffers: int  # how many numbers at the end are values of buffers
 
 
 def join(request: Mapping[str, Any]) -> Join:

@@ -45,8 +45,7 @@ class Shard:
 
     weights: Tensor
     momentum: Tensor
-    counts: bool
-    """Whether norms count it here: of replicas along the tensor-parallel axis, the first one's do."""
+    counts: bool  # whether norms count it here: of replicas along the tensor-parallel axis, the first one's do
 
 
 class Outer:
@@ -60,8 +59,7 @@ class Outer:
         """
         self._lr, self._mu, self._fragments = lr, momentum, fragments
         self._form: wire.WireFormat = form
-        self.shards: dict[Place, Shard] = {}
-        """Of every buffer that trains, in order of the units."""
+        self.shards: dict[Place, Shard] = {}  # of every buffer that trains, in order of the units
         self.admit(engine)
         units = sum(any(flat.has_optimizer for flat in unit.flats) for unit in engine.units)
         if units < fragments:

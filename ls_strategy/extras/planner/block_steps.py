@@ -16,20 +16,14 @@ from torch import nn
 
 from ls_strategy.config import RecomputeConfig
 from ls_strategy.errors import PlanError
-from ls_strategy.extras.planner.batch import resized
 from ls_strategy.extras.planner.parallelism import Parallelism
 from ls_strategy.extras.planner.pieces import Law, Pieces, cut, starts_like, told
+from ls_strategy.extras.planner.step import resized
 from ls_strategy.extras.planner.trace import Tracer
 
-SIZES = (2, 4)
-"""Ranks along the tensor or the context axis on which steps are traced."""
-
-AXES: tuple[Literal["tensor", "context"], ...] = ("tensor", "context")
-"""Axes along which steps are told."""
-
-METERS = ("flops", "tensor", "context", "expert")
-"""What is counted in traces, by the number of the meter."""
-
+SIZES = (2, 4)  # ranks along the tensor or the context axis on which steps are traced
+AXES: tuple[Literal["tensor", "context"], ...] = ("tensor", "context")  # axes along which steps are told
+METERS = ("flops", "tensor", "context", "expert")  # what is counted in traces, by the number of the meter
 FORMS: dict[Fraction, Callable[[int], Fraction]] = {
     Fraction(1): lambda _size: Fraction(1),
     Fraction(1, 2): lambda size: Fraction(2, size),
@@ -91,11 +85,9 @@ class Known:
     """Results for one model and batch that are reused for other numbers of ranks."""
 
     pieces: dict[Key, Pieces] = field(default_factory=dict)
+    # Elements of every parameter of the first rank, by how layers are sharded and blocks of the trace.
     numels: dict[tuple[Parallelism, int], list[int]] = field(default_factory=dict)
-    """Elements of every parameter of the first rank, by how layers are sharded and blocks of the trace."""
-
-    short: dict[Any, int] = field(default_factory=dict)
-    """How many blocks stood for all, by which axes are used."""
+    short: dict[Any, int] = field(default_factory=dict)  # how many blocks stood for all, by which axes are used
 
     def tells(self, layers: Parallelism) -> bool:
         """Return whether steps on fewer ranks are known from which those of ``layers`` may be extrapolated."""
@@ -113,7 +105,6 @@ class BlockSteps:
         self, tracer: Tracer, module: nn.Module, blocks: Sequence[nn.Module], batch: Any, *,
         parallel: Parallelism, short: int, known: Known,
     ) -> None:  # fmt: skip
-        """Prepare; see `ls_strategy.extras.planner.partitioned`."""
         self._tracer, self._blocks, self._batch = tracer, blocks, batch
         self._layers = replace(parallel, pipeline=1, schedule="1f1b")
         self._short, self._known = short, known

@@ -1,18 +1,19 @@
 """Simulate the engine's flat buffers, buffer pool and reducer: bytes instead of memory.
 
-The rules repeat those of `zero.reduce.Reducer`, `zero.averages.Averages` and `comm.Comm`. A test compares the result
-with the storages of real ranks.
+The rules repeat those of `zero.reduce.Reducer`, `zero.averages.Averages`, `comm.Comm` and `quantized_reduce`. A test
+compares the result with the storages of real ranks.
 """
 
 from __future__ import annotations
 
 from collections import Counter, deque
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 from ls_strategy.config import ActivationOffloadConfig
+from ls_strategy.distributed.comm import SUM_CHUNK, ranks_by_node
 from ls_strategy.distributed.wire_format import FORMATS
-from ls_strategy.extras.planner.hops import SimulatedHops
+from ls_strategy.ops.quantized import TILE
 from ls_strategy.plan import FlatPlan, Plan
 from ls_strategy.zero.flat.states import UpdateState
 from ls_strategy.zero.passes import reduce
@@ -22,34 +23,18 @@ from ls_strategy.zero.passes import reduce
 class Setting:
     """Inputs of a replay besides the trace and the plan."""
 
-    optimizer_bytes: tuple[float, ...]
-    """Bytes per element of each optimizer, see `states.moment_bytes`."""
-
+    optimizer_bytes: tuple[float, ...]  # bytes per element of each optimizer, see `states.moment_bytes`
     micro_batches: int = 1
-    """Micro-batches per optimizer step."""
-
     prefetch_units: int = 1
+    # Updates start in backward: offload, one optimizer, no clipping, no loss scale, no code that reads gradients.
     early_step: bool = True
-    """Updates start in backward: offload, one optimizer, no clipping, no loss scale, no code that reads gradients."""
-
-    native: bool = False
-    """NCCL: the transport reduces, and has its own buffers."""
-
-    wire_fp32: bool = True
-    """NCCL: gradients are reduced in fp32."""
-
-    cuda: bool = False
-    """The device has its own memory: states are copied from the host."""
-
-    step_temporaries: bool = False
-    """Some optimizer's step needs temporaries as large as the stepped shards."""
-
+    native: bool = False  # NCCL: the transport reduces, and has its own buffers
+    wire_fp32: bool = True  # NCCL: gradients are reduced in fp32
+    cuda: bool = False  # the device has its own memory: states are copied from the host
+    step_temporaries: bool = False  # some optimizer's step needs temporaries as large as the stepped shards
     activation_offload: ActivationOffloadConfig | None = None
-    node_size: int | None = None
-    """Ranks per node. None: all are on one."""
-
-    buffers: int = 0
-    """Bytes of the module's buffers."""
+    node_size: int | None = None  # ranks per node. None: all are on one.
+    buffers: int = 0  # bytes of the module's buffers
 
 
 class SimulatedLedger:
@@ -58,9 +43,7 @@ class SimulatedLedger:
     def __init__(self) -> None:
         self.now: Counter[str] = Counter()
         self.total = 0
-        self.relief = 0
-        """Bytes of activations that are currently offloaded."""
-
+        self.relief = 0  # bytes of activations that are currently offloaded
         self.peak = 0
         self.at_peak: dict[str, int] = {}
 
@@ -106,6 +89,90 @@ class SimulatedPool:
         self._free.update(keys)
 
 
+_DEVICE_CHUNK = 16 * SUM_CHUNK  # elements that are worked on at a time on a device, see `quantized_reduce.CHUNK`
+_REFERENCE_BYTES = 13  # temporary bytes per element of `quantize_reference`: three numbers in fp32 and a level
+
+
+class SimulatedHops:
+    """Simulates `quantized_reduce.QuantizedReduce`: the first hop is in flight."""
+
+    def __init__(
+        self, flat: FlatPlan, plan: Plan, setting: Setting, pool: SimulatedPool, ledger: SimulatedLedger
+    ) -> None:  # fmt: skip
+        assert flat.reduced_as is not None
+        self._form = FORMATS[flat.reduced_as]
+        self._layout = flat.layout
+        self._replicas = plan.group[1]
+        first = plan.group[0] * flat.layout.world_size
+        self._nodes = ranks_by_node(range(first, first + flat.layout.world_size), setting.node_size)
+        self._cuda, self._pool, self._ledger = setting.cuda, pool, ledger  # without CUDA, a kernel needs less
+        self._borrowed: list[tuple[int, int]] = []
+        self._hops = self._run()
+        self.advance()
+
+    def advance(self) -> bool:
+        """Start the next hop, if there is one, and return whether there was."""
+        return next(self._hops, None) is not None
+
+    def finish(self) -> None:
+        """Make the other hops, add the last terms, and return all buffers."""
+        while self.advance():
+            pass
+        self._sum_parts([self._layout.shard])
+        self._pool.give(self._borrowed)
+
+    def _run(self) -> Iterator[str]:
+        layout, nodes = self._layout, self._nodes
+        here = next(node for node in nodes if layout.rank in node)
+        cuts = [layout.cuts[r + 1] - layout.cuts[r] for r in range(layout.world_size)]
+        self._exchange([[cuts[node[i]] for node in nodes] for i in range(len(here))], here.index(layout.rank))
+        yield "inside the nodes"
+        place = here.index(layout.rank)
+        if len(nodes) > 1:
+            self._sums([cuts[node[place]] for node in nodes])
+            self._exchange([[cuts[node[place]]] for node in nodes], nodes.index(here))
+            yield "between the nodes"
+        if self._replicas > 1:
+            part = layout.shard // self._replicas
+            self._sums([layout.shard])
+            self._exchange([[part]] * self._replicas, 0)
+            yield "between replicas"
+            self._sums([part])
+            self._pack([part])
+            self._borrow(self._form.nbytes(part) * self._replicas, 1)
+            yield "totals"
+
+    def _exchange(self, parts: Sequence[Sequence[int]], mine: int) -> None:
+        for peer, theirs in enumerate(parts):
+            if peer != mine:
+                self._pack(theirs)
+                self._borrow(sum(self._form.nbytes(n) for n in parts[mine]), 1)
+
+    def _pack(self, parts: Sequence[int]) -> None:
+        self._borrow(sum(self._form.nbytes(n) for n in parts), 1)
+        for numel in parts:
+            at_once = min(numel, _DEVICE_CHUNK)
+            self._for_a_while(at_once * _REFERENCE_BYTES if self._cuda else numel // TILE * 8)
+
+    def _sums(self, parts: Sequence[int]) -> None:
+        before, self._borrowed = self._borrowed, []
+        self._borrow(sum(parts), 4)
+        self._sum_parts(parts)
+        self._pool.give(before)
+
+    def _sum_parts(self, parts: Sequence[int]) -> None:
+        chunk = _DEVICE_CHUNK if self._cuda else SUM_CHUNK
+        for numel in parts:
+            self._for_a_while(2 * 4 * min(numel, chunk))
+
+    def _for_a_while(self, nbytes: int) -> None:
+        self._ledger.add("communication", nbytes)
+        self._ledger.add("communication", -nbytes)
+
+    def _borrow(self, numel: int, itemsize: int) -> None:
+        self._borrowed.append(self._pool.take(numel, itemsize))
+
+
 @dataclass
 class SimulatedFlat:
     """Simulates the parts of one flat buffer that `Gatherer` and the reducer use."""
@@ -113,12 +180,8 @@ class SimulatedFlat:
     plan: FlatPlan
     ledger: SimulatedLedger
     reads_ahead: bool
-    sharded: bool = True
-    """Whether a gather sends something (stage 3)."""
-
-    pool: SimulatedPool | None = None
-    """Of the ranks that shard it."""
-
+    sharded: bool = True  # whether a gather sends something (stage 3)
+    pool: SimulatedPool | None = None  # of the ranks that shard it
     is_fetched: bool = False
     gathering: bool | None = None
     on_demand: None = None
@@ -135,11 +198,9 @@ class SimulatedFlat:
     wire: int = 0
     used: set[str] = field(default_factory=set)
     wide: bool = False
-    landed: bool = False
-    """Whether a micro-batch of this step has left averages."""
+    landed: bool = False  # whether a micro-batch of this step has left averages
 
     def __post_init__(self) -> None:
-        """Begin as `FlatBuffer` does."""
         self.is_fetched |= self.plan.replicated and self.plan.quantized is None
 
     @property
@@ -255,9 +316,7 @@ class SimulatedReducer:
         self.pool = SimulatedPool(ledger)
         self.eager = True
         self.holds = False
-        """See `Reducer`."""
-        self._early_step = False
-        """Whether updates start in this backward: only in the last one before the step."""
+        self._early_step = False  # whether updates start in this backward: only in the last one before the step
         self._trained = trained
         self._next = 0
         self._in_flight: deque[SimulatedFlat] = deque()
@@ -345,7 +404,8 @@ class SimulatedReducer:
         world, shard, size = flat.plan.layout.world_size, flat.plan.layout.shard, self._sent_itemsize(flat)
         self._advance_hops()
         if flat.plan.reduced_as is not None:
-            flat.hops = self._start_hops(flat.plan)
+            flat.hops = SimulatedHops(flat.plan, self.plan, self.setting, self.pool, self.ledger)
+            self._hopping.append(flat.hops)
             return
         if world == 1:
             return
@@ -358,17 +418,7 @@ class SimulatedReducer:
             self.ledger.add("communication", flat.wire)
         flat.pooled = [self.pool.take(shard, wire)]
 
-    def _start_hops(self, plan: FlatPlan) -> SimulatedHops:
-        setting, ledger = self.setting, self.ledger
-        hops = SimulatedHops(
-            plan, self.plan, node_size=setting.node_size, cuda=setting.cuda, pool=self.pool,
-            add=lambda nbytes: ledger.add("communication", nbytes),
-        )  # fmt: skip
-        self._hopping.append(hops)
-        return hops
-
     def _advance_hops(self) -> None:
-        """See `Reducer`."""
         self._hopping = [hops for hops in self._hopping if hops.advance()]
 
     def _too_much(self) -> bool:

@@ -36,14 +36,11 @@ class Candidate:
     """One strategy."""
 
     stage: ZeroStage
-    optimizer: TierConfig | None = None
-    """Where master weights and optimizer states are stored; None: on the device."""
-
+    optimizer: TierConfig | None = None  # where master weights and optimizer states are stored; None: on the device
     parameters: TierConfig | None = None
     recompute: RecomputeConfig | None = None
     activation_offload: ActivationOffloadConfig | None = None
-    by_node: Literal["shard_size", "hpz"] | None = None
-    """Which option of ``sharding`` is ``node``."""
+    by_node: Literal["shard_size", "hpz"] | None = None  # which option of ``sharding`` is ``node``
 
     @property
     def strategy(self) -> str:

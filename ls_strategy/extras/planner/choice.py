@@ -27,33 +27,25 @@ from ls_strategy.extras.planner.forecast import (
     table,
 )
 from ls_strategy.extras.planner.hardware import Hardware, found_here
-from ls_strategy.extras.planner.learned import Better, Lesson, is_on, machine_of, taught, workload_of
-from ls_strategy.extras.planner.measured_file import load
+from ls_strategy.extras.planner.learned import Better, Lesson, is_on, load, machine_of, taught, workload_of
 from ls_strategy.extras.planner.simulated import simulated
 from ls_strategy.extras.planner.sizes import show_bytes
 from ls_strategy.extras.planner.speeds import SAME, Speeds, quickest
 from ls_strategy.extras.planner.step import training_step
 from ls_strategy.precision import PrecisionPolicy
 
-CLEARLY = 0.03
-"""A candidate that saves a smaller share of a step is not worth a change."""
-
-SAME_AS_MEASURED = 0.02
-"""`SAME` where a run of the same model has corrected the speeds."""
+CLEARLY = 0.03  # a candidate that saves a smaller share of a step is not worth a change
+SAME_AS_MEASURED = 0.02  # `SAME` where a run of the same model has corrected the speeds
 
 
 @dataclass(frozen=True)
 class Question:
     """One module and run to plan for."""
 
-    module: nn.Module
-    """A module with a ``training_step``, on any device."""
-
+    module: nn.Module  # a module with a ``training_step``, on any device
     optimizers: Sequence[Optimizer]
     precision: PrecisionPolicy
     batch: Any
-    """A batch of one rank."""
-
     run: Run
 
     @contextmanager
@@ -88,13 +80,8 @@ class Choice:
 
     candidate: Candidate
     words: str
-    """The table, and the reason."""
-
     forecasts: tuple[Forecast, ...]
-    """Of all candidates, with predicted seconds."""
-
-    lesson: Lesson
-    """The speeds by which it was chosen."""
+    lesson: Lesson  # the speeds by which it was chosen
 
     @property
     def step_s(self) -> float:

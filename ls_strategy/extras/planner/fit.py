@@ -17,15 +17,13 @@ from ls_strategy._torch import copy_of_optimizer, tree_iter
 from ls_strategy.checkpoint.random import random_states, restore_random_states
 from ls_strategy.config import ZeROConfig
 from ls_strategy.distributed.comm import Comm
-from ls_strategy.errors import PlanError
+from ls_strategy.errors import LSError, PlanError
 from ls_strategy.extras._lightning import training_data, trains_on_given_data
 from ls_strategy.extras.planner.choice import Choice, Question, better_than, candidate_of, choose, explain, smallest
 from ls_strategy.extras.planner.forecast import Run
 from ls_strategy.extras.planner.hardware import Hardware, found_here
-from ls_strategy.extras.planner.learned import MeasuredRun, compared, corrected, is_on, machine_of
-from ls_strategy.extras.planner.measured_file import add, load
+from ls_strategy.extras.planner.learned import MeasuredRun, add, compared, corrected, is_on, load, machine_of
 from ls_strategy.extras.planner.micro_speeds import measure
-from ls_strategy.extras.planner.out_of_memory import raise_explained
 from ls_strategy.extras.planner.step import first_batch
 from ls_strategy.extras.planner.step_clock import StepClock
 from ls_strategy.extras.run_file import RUN_FILE, append_line
@@ -37,6 +35,37 @@ if TYPE_CHECKING:
     from ls_strategy.lightning.planning import Fit
 
 
+_CPU_MESSAGES = ("can't allocate memory", "not enough memory")
+"""Messages of torch's CPU allocator, which raises a plain RuntimeError."""
+
+
+class OutOfMemory(LSError, RuntimeError):  # noqa: N818 - a RuntimeError, like `torch.OutOfMemoryError`
+    """A step did not fit into memory. The message says what uses how much, and what uses less."""
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Return whether an allocation failed, on a device or on the host."""
+    if isinstance(error, (torch.OutOfMemoryError, MemoryError)):
+        return True
+    return isinstance(error, RuntimeError) and any(message in str(error) for message in _CPU_MESSAGES)
+
+
+def raise_explained(error: BaseException, describe: Callable[[], str]) -> None:
+    """Raise an error with the text of ``describe`` if ``error`` is a failed allocation. Call it where that is handled.
+
+    Raises:
+        OutOfMemory: caused by the allocator's error.
+    """
+    if isinstance(error, OutOfMemory) or not is_out_of_memory(error):
+        return
+    try:
+        explanation = describe()
+    except Exception:  # the first error matters more
+        raise error from None
+    first_line = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+    raise OutOfMemory(f"out of memory: {first_line}\n{explanation}") from error
+
+
 class FitPlanner:
     """Chooses how a strategy trains, with ``stage="auto"``, and explains steps that do not fit into memory."""
 
@@ -44,8 +73,7 @@ class FitPlanner:
         self._hardware: Hardware | None = None
         self._nvme_path = ""
         self._unsharded: list[Optimizer] = []
-        self.planned_step_s: float | None = None
-        """Seconds of an optimizer step, as predicted for what was chosen."""
+        self.planned_step_s: float | None = None  # seconds of an optimizer step, as predicted for what was chosen
 
     def begin(
         self, optimizers: Sequence[Optimizer], comm: Comm, device: torch.device, ranks_per_node: int, nvme_path: str
@@ -161,11 +189,7 @@ def question_of_fit(fit: Fit, optimizers: Sequence[Optimizer]) -> Question:
 
 
 def _check_spare(data: Any) -> None:
-    """Raise if a batch that is taken now would be missing in training.
-
-    Raises:
-        PlanError: with the cure.
-    """
+    """Raise if a batch that is taken now would be missing in training."""
     for loader in tree_iter(getattr(data, "iterables", data)):
         for each in (loader, getattr(loader, "dataset", None)):
             if isinstance(each, Iterator):

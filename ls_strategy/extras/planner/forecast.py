@@ -10,27 +10,23 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from ls_strategy.config import RecomputeConfig, TierName, ZeROConfig
+from ls_strategy.config import RecomputeConfig, TierName, ZeROConfig, ZeroStage
 from ls_strategy.errors import PlanError
 from ls_strategy.extras.planner.buffers import Setting
 from ls_strategy.extras.planner.candidates import Candidate, ladder
 from ls_strategy.extras.planner.hardware import Hardware
-from ls_strategy.extras.planner.offloaded import saved_bytes, with_activations
 from ls_strategy.extras.planner.replay import Peak, replay
 from ls_strategy.extras.planner.simulated import Simulated
 from ls_strategy.extras.planner.sizes import aligned, show_bytes
 from ls_strategy.extras.planner.states import ModelStates, matrix_flops
 from ls_strategy.extras.planner.trace import Step, Trace, Tracer
-from ls_strategy.extras.planner.traffic import StepTraffic, traffic
+from ls_strategy.extras.planner.traffic import StepTraffic, saved_bytes, traffic, with_activations
 from ls_strategy.extras.planner.work import StepWork
 from ls_strategy.plan import FlatPlan, Plan
 from ls_strategy.precision import PrecisionPolicy
 
-EFFICIENCY = 0.4
-"""Fraction of peak FLOP/s that training of large models reaches, for the upper bound of a step's time."""
-
-_HOST_BYTES_OF_NVME = 80 << 20
-"""Staging buffers of the NVMe tier on each rank."""
+EFFICIENCY = 0.4  # fraction of peak FLOP/s that training of large models reaches, for the upper bound of a step's time
+_HOST_BYTES_OF_NVME = 80 << 20  # staging buffers of the NVMe tier on each rank
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,8 +37,6 @@ class Run:
     """Options that no candidate changes: units, prefetch, precision of the states."""
 
     micro_batches: int = 1
-    """Micro-batches per optimizer step."""
-
     clips: bool = False
     """Gradients are clipped, or read between backward and step, so no update starts before backward ends."""
 
@@ -57,20 +51,12 @@ class Forecast:
     candidate: Candidate
     peak: Peak
     traffic: StepTraffic
-    flops: int
-    """Per rank and step."""
-
+    flops: int  # per rank and step
+    # Lower and upper bound of a step: all overlapped at peak speed, or nothing at usual speed. None: unknown.
     seconds: tuple[float, float] | None
-    """Lower and upper bound of a step: all overlapped at peak speed, or nothing at usual speed. None: unknown."""
-
-    lacks: tuple[str, ...]
-    """What it needs more of than is available."""
-
+    lacks: tuple[str, ...]  # what it needs more of than is available
     work: StepWork = field(default_factory=StepWork)
-    """What its step does on this rank."""
-
     assumed: tuple[str, ...] = ()
-    """See `Trace`."""
 
     @property
     def fits(self) -> bool:
@@ -408,3 +394,43 @@ def assumptions(forecasts: Sequence[Forecast]) -> list[str]:
 def next_lighter_in_memory(forecasts: Sequence[Forecast], device_bytes: int) -> Forecast | None:
     """Return the lightest candidate that fits and needs at least 10 % less device memory than ``device_bytes``."""
     return next((f for f in forecasts if f.peak.device < 0.9 * device_bytes and f.fits), None)
+
+
+# --- model states and traffic per rank for large numbers of ranks, by the planner's rules -----------------------------
+
+
+RANKS = (8, 64, 512, 4096)
+STAGES: tuple[ZeroStage, ...] = (0, 1, 2, 3)
+
+
+@dataclass(frozen=True)
+class Scaled:
+    """One stage on one number of ranks."""
+
+    stage: ZeroStage
+    ranks: int
+    state_bytes: int  # per rank, between two steps
+    sent_bytes: int  # per rank and step
+
+
+def scale(forecaster: Forecaster, hardware: Hardware, ranks: Sequence[int] = RANKS) -> list[Scaled]:
+    """Count every stage on every number of ranks, on ``hardware.device``, as `Forecaster.forecast` does for one."""
+    rows: list[Scaled] = []
+    for stage in STAGES:
+        for n in ranks:
+            candidate = Candidate(stage)
+            states = forecaster.states(candidate, n)
+            sent = forecaster.traffic(candidate, n, hardware.device).sent
+            rows.append(Scaled(stage, n, sum(sum(kinds.values()) for kinds in states.values()), sent))
+    return rows
+
+
+def scaling_table(rows: Sequence[Scaled]) -> str:
+    """Return one line per stage, with one column per number of ranks."""
+    ranks = sorted({row.ranks for row in rows})
+    lines = [["", *(f"{n:,} ranks" for n in ranks)]]
+    for stage in sorted({row.stage for row in rows}):
+        by_ranks = {row.ranks: row for row in rows if row.stage == stage}
+        cells = (f"{show_bytes(by_ranks[n].state_bytes)}, {show_bytes(by_ranks[n].sent_bytes)}" for n in ranks)
+        lines.append([f"zero{stage}", *cells])
+    return "\n".join(["per rank: model states, sent per step", *aligned(lines)])

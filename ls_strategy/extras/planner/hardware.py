@@ -20,41 +20,22 @@ class Hardware:
 
     ranks: int = 1
     ranks_per_node: int = 1
-    device: str = "cuda"
-    """``cuda``: devices have their own memory. ``cpu``: the ranks of a node share the host's."""
-
-    device_memory: int | None = None
-    """Bytes per device."""
-
-    host_memory: int | None = None
-    """Bytes per node."""
-
-    drive: int | None = 0
-    """Free bytes on the NVMe device of each node; 0: there is none."""
-
-    tflops: float | None = None
-    """Peak 10**12 operations per second of a device, in the run's precision."""
-
+    device: str = "cuda"  # ``cuda``: devices have their own memory. ``cpu``: the ranks of a node share the host's.
+    device_memory: int | None = None  # bytes per device
+    host_memory: int | None = None  # bytes per node
+    drive: int | None = 0  # free bytes on the NVMe device of each node; 0: there is none
+    tflops: float | None = None  # peak 10**12 operations per second of a device, in the run's precision
+    # 10**9 bytes per second that a rank can send to the others; with ``node_gbs``, to those on its node.
     link_gbs: float | None = None
-    """10**9 bytes per second that a rank can send to the others; with ``node_gbs``, to those on its node."""
-
+    # 10**9 bytes per second that a node can send to the others. None: not known apart from ``link_gbs``.
     node_gbs: float | None = None
-    """10**9 bytes per second that a node can send to the others. None: not known apart from ``link_gbs``."""
-
-    bus_gbs: float | None = None
-    """Between device and host, per direction."""
-
-    drive_gbs: float | None = None
-    """To and from the NVMe device, per rank."""
-
-    reserved_share: float = 0.08
-    """Fraction of memory that the allocator loses to fragmentation."""
-
+    bus_gbs: float | None = None  # between device and host, per direction
+    drive_gbs: float | None = None  # to and from the NVMe device, per rank
+    reserved_share: float = 0.08  # fraction of memory that the allocator loses to fragmentation
+    # Device memory for the driver's context and NCCL's buffers; host memory for all other processes.
     reserved_bytes: int = 1 << 30
-    """Device memory for the driver's context and NCCL's buffers; host memory for all other processes."""
 
     def __post_init__(self) -> None:
-        """Check the numbers of ranks."""
         if self.ranks < 1 or self.ranks_per_node < 1:
             raise ConfigError(
                 f"Got {self.ranks} ranks and {self.ranks_per_node} per node, but both must be at least 1."

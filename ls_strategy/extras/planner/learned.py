@@ -15,26 +15,30 @@ Environment:
 
 from __future__ import annotations
 
+import json
 import math
 import os
 import platform
 import statistics
+import tempfile
+import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
+from typing import Any
 
 import torch
 
 from ls_strategy import __version__
 from ls_strategy import device as dev
 from ls_strategy.extras.planner.speeds import Speeds
-from ls_strategy.extras.planner.work import StepWork
+from ls_strategy.extras.planner.work import StepWork, Work
+from ls_strategy.host.pytorch import rank_zero_warn
 from ls_strategy.ops._build import cache_dir
+from ls_strategy.ops._trust import locked, reason_against
 from ls_strategy.tiers.threads import usable_cores
 
-SWITCH = "LS_STRATEGY_LEARN"
-"""Environment variable that turns learning off."""
-
+SWITCH = "LS_STRATEGY_LEARN"  # environment variable that turns learning off
 GROUPS: dict[str, tuple[str, ...]] = {
     "device": ("flops", "touch"),
     "host": ("operation", "block", "context", "policy", "handover"),
@@ -51,48 +55,29 @@ _SPREAD = {_TOGETHER: 0.5, "device": 0.7, "host": 0.4, "traffic": 0.4, "bus": 0.
 """By how much speeds that were measured by themselves are off: standard deviations of logarithms. What a model computes
 is seldom as fast as the one product of matrices that is measured."""
 
-_STEP_SPREAD = 0.03
-"""The same of measured steps."""
-
+_STEP_SPREAD = 0.03  # the same of measured steps
 _PHASE_SPREAD = 0.25
 """Of measured phases, as a share of the step: ranks wait for each other sometimes in one, and sometimes in another. A
 short phase that they wait in takes many times what it would."""
 
-_OUTLIER = 2.0
-"""Spreads beyond which a step counts as disturbed."""
-
-_MOST = math.log(10)
-"""A factor is at most 10, and at least a tenth."""
-
-_AGING = 0.8
-"""The weight of a run over that of the next one."""
-
-_RECENT = 8
-"""Runs whose speeds are averaged with those that are measured now."""
+_OUTLIER = 2.0  # spreads beyond which a step counts as disturbed
+_MOST = math.log(10)  # a factor is at most 10, and at least a tenth
+_AGING = 0.8  # the weight of a run over that of the next one
+_RECENT = 8  # runs whose speeds are averaged with those that are measured now
 
 
 @dataclass(frozen=True)
 class MeasuredRun:
     """One run."""
 
-    at: float
-    """Seconds since the epoch."""
-
+    at: float  # seconds since the epoch
     machine: str
-    """See `machine_of`."""
-
     workload: str
-    """See `workload_of`."""
-
     name: str
-    """Of the candidate."""
-
     work: StepWork
-    speeds: Speeds
-    """As they were measured when the run began."""
-
+    speeds: Speeds  # as they were measured when the run began
+    # ``step``, and if they are known ``forward``, ``backward``, ``optimizer`` and ``rest``.
     seconds: Mapping[str, float]
-    """``step``, and if they are known ``forward``, ``backward``, ``optimizer`` and ``rest``."""
 
 
 def is_on() -> bool:
@@ -146,17 +131,10 @@ class Lesson:
     """What runs have taught for one workload."""
 
     workload: str
-    now: Speeds | None
-    """As they were measured now; None: nothing was."""
-
-    speeds: Speeds
-    """Corrected."""
-
-    runs: int = 0
-    """Earlier runs on this machine that have corrected them."""
-
-    own: int = 0
-    """Of these, runs of the same model and batch."""
+    now: Speeds | None  # as they were measured now; None: nothing was
+    speeds: Speeds  # corrected
+    runs: int = 0  # earlier runs on this machine that have corrected them
+    own: int = 0  # of these, runs of the same model and batch
 
     def lines(self) -> list[str]:
         """Return what to say about earlier runs: a line, or none."""
@@ -263,11 +241,8 @@ class Better:
     """An option that would have helped."""
 
     name: str
-    seconds: float
-    """Predicted for a step, by what the run has taught."""
-
-    yaml: str
-    """The Trainer's option, on one line."""
+    seconds: float  # predicted for a step, by what the run has taught
+    yaml: str  # the Trainer's option, on one line
 
 
 @dataclass(frozen=True)
@@ -275,13 +250,9 @@ class Comparison:
     """Measured beside predicted times of a run, and the option that would have helped most."""
 
     name: str
-    """What ran."""
-
+    # ``forward``, ``backward``, ``optimizer``, ``rest`` as far as they were measured, and ``step``.
     rows: tuple[PhaseTimes, ...]
-    """``forward``, ``backward``, ``optimizer``, ``rest`` as far as they were measured, and ``step``."""
-
-    better: Better | None
-    """None: no candidate is clearly faster."""
+    better: Better | None  # none: no candidate is clearly faster
 
     def lines(self) -> list[str]:
         """Return it for the log, in three lines at most."""
@@ -300,3 +271,123 @@ def compared(run: MeasuredRun, predicted: Speeds, better: Better | None) -> Comp
     expected |= {"rest": predicted.rest, "step": predicted.seconds(run.work)}
     rows = tuple(PhaseTimes(name, s, run.seconds[name]) for name, s in expected.items() if name in run.seconds)
     return Comparison(run.name, rows, better)
+
+
+# --- the file with measured runs: ``measured_steps.json`` in the cache of this user -----------------------------------
+
+# A file that others could have written, or that is damaged, is ignored with one line in the log: it is no more than a
+# hint. Writers take a lock, add to what is there, and rename a complete file.
+
+
+_FORMAT = 1
+_MOST_RUNS = 64  # runs that are kept; the oldest are dropped
+_MOST_BYTES = 1 << 20  # a larger file is not one of ours
+_ROUNDING = 0.01  # relative, of times that are means of the same steps
+_PATIENCE_S = 5.0  # time to wait for another process that writes. A run that is not kept is no loss.
+
+
+def load(machine: str | None = None) -> list[MeasuredRun]:
+    """Return the runs of a machine, the oldest first; None: of all machines. A bad file is ignored, with a warning."""
+    file = path()
+    try:
+        if not file.exists():
+            return []
+        against = reason_against(file)
+        if against is not None:
+            raise ValueError(against)
+        if file.stat().st_size > _MOST_BYTES:
+            raise ValueError(f"it is larger than {_MOST_BYTES >> 20} MiB")
+        runs = [_run_of(each) for each in _content(file.read_text(encoding="utf-8"))]
+    except (OSError, ValueError, TypeError, LookupError, ArithmeticError, RecursionError) as error:
+        rank_zero_warn(
+            f"Got {file} with steps that were measured before, but it is ignored: {type(error).__name__}: {error}. "
+            "Remove it: ls-strategy plan --forget."
+        )
+        return []
+    return [run for run in runs if machine is None or run.machine == machine]
+
+
+def add(run: MeasuredRun) -> bool:
+    """Add a run to the file. Return whether it could be written; never raises for a bad file or folder."""
+    file = path()
+    try:
+        if reason_against(file.parent) is not None:
+            return False
+        with locked(file.with_suffix(".lock"), time.monotonic() + _PATIENCE_S):
+            runs = [*load(), run][-_MOST_RUNS:]
+            text = json.dumps({"format": _FORMAT, "runs": [asdict(each) for each in runs]})
+            descriptor, temporary = tempfile.mkstemp(prefix=f".{file.name}.", dir=file.parent)
+            try:
+                with os.fdopen(descriptor, "w", encoding="utf-8") as opened:
+                    opened.write(text)
+                Path(temporary).replace(file)
+            except BaseException:
+                Path(temporary).unlink(missing_ok=True)
+                raise
+    except OSError as error:
+        rank_zero_warn(f"{file} cannot be written, so the next plan does not know of this run: {error}.")
+        return False
+    return True
+
+
+def forget() -> int:
+    """Remove the file. Return how many runs it had."""
+    count = len(load())
+    path().unlink(missing_ok=True)
+    return count
+
+
+def _content(text: str) -> Sequence[Any]:
+    found = json.loads(text)
+    if not isinstance(found, dict) or found.get("format") != _FORMAT or not isinstance(found.get("runs"), list):
+        raise ValueError(f"it is not of format {_FORMAT}")
+    return found["runs"]
+
+
+def _run_of(found: Mapping[str, Any]) -> MeasuredRun:
+    """Return a run from JSON.
+
+    Raises:
+        ValueError: something is missing, or is not a number that a measurement can give. So do TypeError and KeyError.
+    """
+    work = dict(found["work"])
+    given: dict[str, Any] = {name: Work(*map(_count, work.pop(name))) for name in ("forward", "backward")}
+    given |= {name: bool(work.pop(name)) for name in ("steps_on_host", "gathers")}
+    given |= {name: _count(value) for name, value in work.items()}
+    speeds = dict(found["speeds"])
+    overlaps = bool(speeds.pop("overlaps"))
+    if set(speeds) != {f.name for f in fields(Speeds)} - {"overlaps"}:
+        raise ValueError("it has other speeds")
+    numbers = {name: _number(value) for name, value in speeds.items()}
+    if min(numbers[name] for name in ("flops", "touch", "link", "bus", "update", "host_update")) <= 0:
+        raise ValueError("it has a speed of 0")
+    seconds = {str(name): _number(value) for name, value in dict(found["seconds"]).items()}
+    if not 0 < seconds["step"] < math.inf:
+        raise ValueError("it has a step without a time")
+    if max(seconds.values()) > (1 + _ROUNDING) * seconds["step"]:
+        raise ValueError("it has a phase that takes longer than its step")
+    done, at = StepWork(**given), Speeds(**numbers, overlaps=overlaps)
+    if not 0 < at.seconds(done) < math.inf:
+        raise ValueError("it has speeds at which its step takes no time, or for ever")
+    return MeasuredRun(
+        at=_number(found["at"]),
+        machine=str(found["machine"]),
+        workload=str(found["workload"]),
+        name=str(found["name"]),
+        work=done,
+        speeds=at,
+        seconds=seconds,
+    )
+
+
+def _number(value: Any) -> float:
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or math.isnan(value) or value < 0:
+        raise ValueError(f"it has {str(value)[:40]!r} in the place of a number")
+    return float(value)
+
+
+def _count(value: Any) -> int:
+    number = _number(value)
+    if math.isinf(number):
+        raise ValueError("it has a count that is infinite")
+    return int(number)

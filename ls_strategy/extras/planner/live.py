@@ -37,7 +37,6 @@ class StorageWatch(TorchDispatchMode):
     """
 
     def __init__(self, changed: Changed) -> None:
-        """``changed`` is called at every change."""
         super().__init__()
         self._changed = changed
         self._known: dict[int, tuple[Any, int, list[int]]] = {}

@@ -24,26 +24,15 @@ from ls_strategy.ops.moments import Moment
 from ls_strategy.ops.update import adamw_
 from ls_strategy.tiers.stream import Stream, Ticket
 
-_SIDE = {True: 4096, False: 384}
-"""Rows of the square matrices that are multiplied, on an accelerator and on the host."""
-
-_SHARD = {True: 4 << 20, False: 1 << 18}
-"""Elements of every rank's shard in the gather that is timed."""
-
-_STEPPED = {True: 16 << 20, False: 1 << 21}
-"""Elements of the update that is timed: more than caches hold."""
-
-_TRIES = 4
-"""Times that each is measured; the shortest counts."""
-
+_SIDE = {True: 4096, False: 384}  # rows of the square matrices that are multiplied, on an accelerator and on the host
+_SHARD = {True: 4 << 20, False: 1 << 18}  # elements of every rank's shard in the gather that is timed
+_STEPPED = {True: 16 << 20, False: 1 << 21}  # elements of the update that is timed: more than caches hold
+_TRIES = 4  # times that each is measured; the shortest counts
 _TURNS_S = 0.02
 """Seconds that a measurement takes at least: the host's scheduler gives a process a few milliseconds at a time."""
 
-_IN_FLIGHT = 8
-"""Messages that are in flight at once, as reductions are."""
-
+_IN_FLIGHT = 8  # messages that are in flight at once, as reductions are
 _LARGE_IN_FLIGHT = 2
-"""The same of large ones."""
 
 _ADAMW_BYTES = 28
 """Per element that AdamW updates: weight and two moments are read and written, the gradient is read; fp32."""
@@ -51,11 +40,8 @@ _ADAMW_BYTES = 28
 _BLOCKS, _CALLS = 8, 16
 """Blocks that are recomputed, and operations of each: many, as a decision about one takes little of a step's time."""
 
-_FEW_CALLS = 8
-"""The same of blocks during which updates run."""
-
-_UPDATES = 2
-"""Updates in flight while backward runs, as `UpdateSchedule` has it."""
+_FEW_CALLS = 8  # the same of blocks during which updates run
+_UPDATES = 2  # updates in flight while backward runs, as `UpdateSchedule` has it
 
 
 def measure(world: Comm, device: torch.device, dtype: torch.dtype) -> Speeds:
@@ -168,7 +154,6 @@ class _Block(nn.Module):
         self.calls = calls
 
     def forward(self, x: Tensor) -> Tensor:
-        """Call operations."""
         for _ in range(self.calls):
             x = x * self.weight
         return x

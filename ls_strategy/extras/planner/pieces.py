@@ -50,8 +50,7 @@ class Change(NamedTuple):
     """Change of the bytes of activations in a piece: at its end, and at its peak."""
 
     net: int
-    high: int
-    """The most above what was there at its beginning."""
+    high: int  # the most above what was there at its beginning
 
 
 class _Storage(NamedTuple):
@@ -71,15 +70,9 @@ class Pieces:
     """A marked trace, cut."""
 
     blocks: int
-    """Blocks of the trace."""
-
     items: dict[Place, list[_Item]]
-    spent: dict[Place, Counter[int]]
-    """What the meters have counted: 0 for FLOPs."""
-
-    passed: dict[int, _Storage]
-    """What passes into each block, and out of the last one."""
-
+    spent: dict[Place, Counter[int]]  # what the meters have counted: 0 for FLOPs
+    passed: dict[int, _Storage]  # what passes into each block, and out of the last one
     sizes: dict[_Storage, int]
     freed: dict[_Storage, Place]
 
@@ -102,7 +95,6 @@ class Pieces:
 
     @cached_property
     def _changes(self) -> dict[Place, Change]:
-        """Return how the bytes of each piece change."""
         changes: dict[Place, Change] = {}
         for place, items in self.items.items():
             now = high = 0
@@ -195,8 +187,7 @@ def cut(trace: Trace, blocks: int, *, whole: bool = True) -> Pieces:  # noqa: C9
     return Pieces(blocks, items, spent, passed, sizes, freed)
 
 
-Law = Callable[[int, int], int | None]
-"""Tells a number from those of two steps; None if it cannot."""
+Law = Callable[[int, int], int | None]  # tells a number from those of two steps; None if it cannot
 
 
 def told(one: Pieces, two: Pieces, size: Law, counts: Sequence[Law]) -> Pieces | None:
@@ -289,11 +280,6 @@ class Composer:
         self._alive.setdefault(micro_batch, set()).add(number)
         return number, Event("bytes", number, nbytes)
 
-    def _free(self, micro_batch: int, number: int) -> Iterator[Event]:
-        if number in self._alive.get(micro_batch, ()):
-            self._alive[micro_batch].discard(number)
-            yield Event("bytes", number, -self._sizes.pop(number))
-
     def _moved(self, storage: _Storage, source: int, block: int) -> _Storage:
         """Return the storage that stands at the same place relative to ``block`` as in the trace."""
         owner, blocks, traced = storage.owner, self._span.blocks, self._pieces.blocks
@@ -355,8 +341,9 @@ class Composer:
             if not in_forward and storage != sent and not (end is not None and end.backward and end.block > source):
                 continue
             number = owned.get(self._moved(storage, source, span.stop - 1))
-            if number is not None:
-                yield from self._free(micro_batch, number)
+            if number is not None and number in self._alive.get(micro_batch, ()):
+                self._alive[micro_batch].discard(number)
+                yield Event("bytes", number, -self._sizes.pop(number))
 
     def backward(self, micro_batch: int) -> Iterator[Event]:
         """Yield a backward. A stage that is not the last has received the gradient of its output."""

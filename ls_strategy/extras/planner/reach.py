@@ -14,11 +14,11 @@ from typing import Any, Literal
 
 from ls_strategy.config import RecomputeConfig
 from ls_strategy.errors import PlanError
-from ls_strategy.extras.planner.batch import length_of, of_length, resized, rows_of
 from ls_strategy.extras.planner.candidates import Candidate
 from ls_strategy.extras.planner.forecast import Forecaster, lacks_of
 from ls_strategy.extras.planner.hardware import Hardware
 from ls_strategy.extras.planner.sizes import aligned, show_bytes
+from ls_strategy.extras.planner.step import length_of, of_length, resized, rows_of
 from ls_strategy.extras.planner.trace import Trace
 
 What = Literal["tokens", "samples"]
@@ -26,8 +26,7 @@ What = Literal["tokens", "samples"]
 MOST: dict[What, int] = {"tokens": 1 << 26, "samples": 1 << 20}
 """Where a search ends: what fits then is limited by something else."""
 
-_EXACT = 256
-"""A length is found up to one part in so many."""
+_EXACT = 256  # a length is found up to one part in so many
 
 
 @dataclass(frozen=True)
@@ -35,14 +34,9 @@ class Reach:
     """Longest samples and largest micro-batch of one candidate."""
 
     candidate: Candidate
-    tokens: int
-    """Of the longest samples that fit, with as many in a batch as now; 0: not even one token."""
-
-    samples: int
-    """Of the largest micro-batch that fits, of samples as long as now; 0: not even one."""
-
-    token_bytes: float
-    """Device bytes of one more token in the batch, on average from the length now up to the longest."""
+    tokens: int  # of the longest samples that fit, with as many in a batch as now; 0: not even one token
+    samples: int  # of the largest micro-batch that fits, of samples as long as now; 0: not even one
+    token_bytes: float  # device bytes of one more token in the batch, on average from the length now up to the longest
 
     def to_dict(self) -> dict[str, Any]:
         """Return the reach for JSON."""
@@ -171,7 +165,6 @@ class Reaches:
         return self._forecaster.peak(candidate, *where, trace=self._steps[what].at(candidate.recompute, size))
 
     def _most(self, what: What, candidate: Candidate, now: int) -> int:
-        """Return the largest size that fits."""
         return largest(lambda size: not lacks_of(self._peak(what, candidate, size), self._hardware), now, MOST[what])
 
 
@@ -204,3 +197,34 @@ def reach_lines(reaches: Sequence[Reach], length: int, samples: int) -> list[str
         f"the batch takes {show_bytes(far.token_bytes)}.",
         f"{wide.candidate.name}: the largest micro-batch, {wide.samples:,} samples of {length:,} tokens.",
     ]
+
+
+class Reached:
+    """Longest samples and largest micro-batch that fit, for every candidate, as text or JSON."""
+
+    def __init__(self, forecaster: Forecaster, hardware: Hardware) -> None:
+        """Search, while the module of a `ls_strategy.extras.planner.forecast.Forecaster` is simulated."""
+        reaches = Reaches(forecaster, hardware)
+        self._length, self._samples = reaches.length, reaches.samples
+        self._found = [reaches.of(candidate) for candidate in forecaster.candidates(hardware)]
+        longest = max(each.tokens for each in self._found)
+        self._accepted = longest <= self._length or reaches.accepts(longest)
+
+    def lines(self) -> list[str]:
+        """Return the lines to print."""
+        lines = reach_lines(self._found, self._length, self._samples)
+        if not self._accepted:
+            lines.append(
+                f"The model does not run on samples of that length as it is configured (now: {self._length:,} tokens). "
+                "Raise its limit, and plan again with it: tables of positions then take more."
+            )
+        return lines
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the result for JSON."""
+        return {
+            "tokens_per_sample_now": self._length,
+            "samples_now": self._samples,
+            "model_accepts_the_longest": self._accepted,
+            "strategies": [each.to_dict() for each in self._found],
+        }

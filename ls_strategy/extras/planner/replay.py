@@ -6,38 +6,31 @@ Gathering uses `zero.gather.Gatherer` itself; buffers and reduction are those of
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from ls_strategy.config import TierName
 from ls_strategy.extras.planner.buffers import Setting, SimulatedFlat, SimulatedLedger, SimulatedReducer, SimulatedUnit
+from ls_strategy.extras.planner.pieces import Passes
 from ls_strategy.extras.planner.trace import Event, Trace, condensed
+from ls_strategy.parallel.pipeline.p2p import LOOKAHEAD
+from ls_strategy.parallel.pipeline.schedules import Action
 from ls_strategy.plan import FlatPlan, Plan
 from ls_strategy.zero.passes.gather import Gatherer
 
-_STEPS = 2
-"""Steps that are replayed. In the second one, everything that the first one allocated exists."""
+_STEPS = 2  # steps that are replayed. In the second one, everything that the first one allocated exists.
 
 
 @dataclass(frozen=True)
 class Peak:
     """Bytes on one rank."""
 
-    device: int
-    """Peak on the device."""
-
-    at_peak: dict[str, int]
-    """Its parts: ``parameters masters gradients optimizer activations communication buffers``."""
-
-    cpu: int
-    """In host memory: offloaded states, gradients and activations, and staging buffers."""
-
+    device: int  # peak on the device
+    at_peak: dict[str, int]  # its parts: ``parameters masters gradients optimizer activations communication buffers``
+    cpu: int  # in host memory: offloaded states, gradients and activations, and staging buffers
     nvme: int
-    """On the NVMe device."""
-
-    states: dict[TierName, dict[str, int]]
-    """Between two steps, by tier and kind, as `Plan.bytes_by_tier`."""
+    states: dict[TierName, dict[str, int]]  # between two steps, by tier and kind, as `Plan.bytes_by_tier`
 
 
 class Replay:
@@ -72,7 +65,10 @@ class Replay:
     def end(self, states: dict[TierName, dict[str, int]]) -> Peak:
         """Return the peak."""
         at_peak = {k: v for k, v in self.ledger.at_peak.items() if v}
-        cpu = self._host_bytes(states["cpu"])
+        away, offload = self.most_away, self.setting.activation_offload
+        if offload is not None and offload.tier == "nvme":
+            away = min(away, offload.staging_bytes)
+        cpu = sum(states["cpu"].values()) + away
         return Peak(self.ledger.peak, at_peak, cpu, sum(states["nvme"].values()), states)
 
     def run(self, names: Sequence[Sequence[str]]) -> Peak:
@@ -167,13 +163,6 @@ class Replay:
                 flat.used.clear()
                 flat.landed = False
 
-    def _host_bytes(self, states: dict[str, int]) -> int:
-        away = self.most_away
-        offload = self.setting.activation_offload
-        if offload is not None and offload.tier == "nvme":
-            away = min(away, offload.staging_bytes)
-        return sum(states.values()) + away
-
 
 def replay(trace: Trace, plan: Plan, setting: Setting, *, trained: set[str], names: Sequence[Sequence[str]]) -> Peak:
     """Return the peak bytes of a run.
@@ -181,3 +170,90 @@ def replay(trace: Trace, plan: Plan, setting: Setting, *, trained: set[str], nam
     ``trained`` names the parameters with gradients, ``names`` the parameters of every unit in the trace's order.
     """
     return Replay(trace, plan, setting, trained).run(names)
+
+
+# --- replay one rank of a pipeline: its row of the schedule's table, with the events of its stages --------------------
+
+# Its units stay gathered and its gradients stay here until the last micro-batch, see `Engine.begin_micro_batches`.
+
+
+class StageReplay(Replay):
+    """One replay."""
+
+    def __init__(  # noqa: PLR0913  (one table, one by one)
+        self,
+        plan: Plan,
+        setting: Setting,
+        trained: set[str],
+        *,
+        row: Sequence[Action],
+        stages: Mapping[int, Passes],
+        boundary: int,
+        last_stage: int,
+        rank_of: Sequence[int],
+    ) -> None:
+        """Prepare.
+
+        Args:
+            plan: of the parameters of this rank.
+            setting: see `Setting`.
+            trained: names of the parameters with gradients.
+            row: actions of this rank.
+            stages: the stages of this rank.
+            boundary: bytes that pass from one stage to the next.
+            last_stage: number of the last stage.
+            rank_of: rank of every stage.
+        """
+        super().__init__(Trace((), 0), plan, setting, trained)
+        self._row, self._stages, self._boundary = row, stages, boundary
+        self._last_stage, self._rank_of = last_stage, rank_of
+        self._posted: set[int] = set()
+
+    def run(self, names: Sequence[Sequence[str]]) -> Peak:
+        """Return the peak of two steps."""
+        states = self.begin()
+        for _ in range(_STEPS):
+            self.gatherer.fetch_root()
+            self.reducer.holds = True
+            for unit in self.units:
+                unit.pinned = True
+            for i in range(len(self._row)):
+                self._act(i, names)
+            self.reducer.send_held()
+            self.reducer.holds = False
+            for unit in self.units:
+                unit.unpin()
+                if not unit.is_root:
+                    self.gatherer.release(unit)
+            self._forget_activations()
+            self._step()
+        return self.end(states)
+
+    def _receives(self, action: Action) -> bool:
+        neighbour = action.stage - 1 if action.kind == "F" else action.stage + 1
+        return 0 <= neighbour <= self._last_stage and self._rank_of[neighbour] != self._rank_of[action.stage]
+
+    def _act(self, i: int, names: Sequence[Sequence[str]]) -> None:
+        for ahead in range(i, min(i + LOOKAHEAD + 1, len(self._row))):
+            if ahead not in self._posted and self._receives(self._row[ahead]):
+                self._posted.add(ahead)
+                self.ledger.add("communication", self._boundary)
+        if i in self._posted:  # from here on, the stage's events count it
+            self.ledger.add("communication", -self._boundary)
+        action = self._row[i]
+        passes = self._stages[action.stage]
+        if action.kind == "F":
+            for event in passes.forward(action.micro_batch):
+                self._on(event, names, last=False)
+            if i == 0:
+                self.gatherer.end_forward()
+            return
+        last = all(later.stage != action.stage or later.kind == "F" for later in self._row[i + 1 :])
+        self.reducer.begin_backward(eager=last and len(self._stages) == 1)
+        for event in passes.backward(action.micro_batch):
+            self._on(event, names, last=False)
+        self.reducer.end_backward()
+
+    def _forget_activations(self) -> None:
+        super()._forget_activations()
+        self._posted.clear()

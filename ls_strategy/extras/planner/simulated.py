@@ -15,22 +15,65 @@ from torch.optim import Optimizer
 from ls_strategy._torch import copy_of_optimizer, fake_tensors, tree_map
 from ls_strategy.blocks import counters_of
 from ls_strategy.config import PrecisionConfig
-from ls_strategy.extras.planner.experts import balance_experts
 from ls_strategy.lightning.float8 import multiply_in_fp8
+from ls_strategy.moe.router import Routing, RoutingAccounts
+from ls_strategy.moe.sparse import SparseLayer
+from ls_strategy.ops.permute import sort_by_expert
 from ls_strategy.parallel.tensor.shard import TensorParallel
 from ls_strategy.precision import PrecisionPolicy
 from ls_strategy.zero.setup.kept import KeptInFp32, kept_in_fp32
+
+# All experts get equally many pairs of token and expert, up to their capacity. So a rank keeps as many rows as it does
+# in training where nothing is dropped, and at least as many otherwise: a router that prefers experts drops more.
+
+
+def balance_experts(model: nn.Module) -> None:
+    """Let all layers with experts count equal numbers of rows, by attributes of the layers."""
+    for layer in model.modules():
+        if isinstance(layer, SparseLayer):
+            _balance(layer)
+
+
+def _balance(layer: SparseLayer) -> None:
+    def sorted_pairs(routing: Routing) -> tuple[Tensor, Tensor]:
+        order, counts = sort_by_expert(routing.experts, None, layer.num_experts)
+        return order[: _kept(layer, routing)], counts
+
+    layer.sorted_pairs = sorted_pairs  # type: ignore[method-assign]
+    layer.row_counts = lambda order, _counts: _equal(len(order), layer.num_experts)  # type: ignore[method-assign]
+
+    def exchanged(order: Tensor, _counts: Tensor, axis: Any) -> tuple[list[list[int]], list[list[int]]]:
+        each = _equal(len(order), layer.num_experts)
+        own = layer.num_experts // axis.size
+        send = [each[r * own : (r + 1) * own] for r in range(axis.size)]
+        return send, [send[axis.rank]] * axis.size
+
+    layer.exchanged_counts = exchanged  # type: ignore[method-assign]
+
+
+def _kept(layer: SparseLayer, routing: Routing) -> int:
+    """Return the most pairs of this rank's tokens that can be kept."""
+    pairs = routing.experts.numel()
+    if routing.kept is None:
+        return pairs
+    router = next(m for m in layer.modules() if isinstance(m, RoutingAccounts) and m.counts is layer.counts)
+    replicas = None if layer.parallel is None else layer.parallel.replicas
+    ranks = 1 if replicas is None else replicas.size  # they share the tokens, and the capacity
+    capacity = router.options.capacity(len(routing.experts) * ranks, training=layer.training)
+    return min(pairs, -(-capacity * layer.num_experts // ranks))
+
+
+def _equal(total: int, parts: int) -> list[int]:
+    low, more = divmod(total, parts)
+    return [low + (i < more) for i in range(parts)]
 
 
 @dataclass(frozen=True)
 class Simulated:
     """The fake tensors of a model."""
 
-    mode: Any
-    """The mode in which new tensors are fake."""
-
-    made: dict[int, Any]
-    """The fake tensors, by ``id`` of the parameter or buffer that each replaces."""
+    mode: Any  # in which new tensors are fake
+    made: dict[int, Any]  # the fake tensors, by ``id`` of the parameter or buffer that each replaces
 
     def optimizer(self, optimizer: Optimizer) -> Optimizer:
         """Copy an optimizer of the model, with the fake parameters."""
@@ -75,7 +118,9 @@ def simulated(
                 made[id(tensor)] = _like(mode, tensor, dtype if _is_cast(tensor, precision) else tensor.dtype, device)
     restore_counters = counters_of(model)
     before = [(module, dict(module.__dict__)) for module in model.modules()]
-    contents = [(c, copy.copy(c)) for _, attributes in before for c in attributes.values() if _is_container(c)]
+    contents = [
+        (c, copy.copy(c)) for _, attributes in before for c in attributes.values() if type(c) in (list, dict, set)
+    ]
     swapped: list[tuple[nn.Module, str, Any]] = []
     try:
         for module in model.modules():
@@ -119,10 +164,6 @@ def in_float8(
     finally:
         for layer in layers:
             layer.remove()
-
-
-def _is_container(value: Any) -> bool:
-    return type(value) in (list, dict, set)
 
 
 def _is_cast(tensor: Tensor, precision: PrecisionPolicy) -> bool:

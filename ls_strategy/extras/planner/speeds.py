@@ -16,23 +16,16 @@ from dataclasses import dataclass
 from ls_strategy.extras.planner.forecast import Forecast
 from ls_strategy.extras.planner.work import StepWork, Work
 
-SAME = 0.05
-"""Predictions that differ by less than this share say nothing: then the lighter candidate is taken."""
+SAME = 0.05  # predictions that differ by less than this share say nothing: then the lighter candidate is taken
 
 
 @dataclass(frozen=True)
 class Phase:
     """Seconds of one phase of a step, by what takes them."""
 
-    device: float = 0.0
-    """Computation of the model."""
-
-    host: float = 0.0
-    """Calls of operations, and what Python does around them."""
-
-    traffic: float = 0.0
-    """Between ranks."""
-
+    device: float = 0.0  # computation of the model
+    host: float = 0.0  # calls of operations, and what Python does around them
+    traffic: float = 0.0  # between ranks
     bus: float = 0.0
     update: float = 0.0
 
@@ -46,50 +39,22 @@ class Phase:
 class Speeds:
     """Speeds that every rank reaches at least, while all of them do the same."""
 
-    flops: float
-    """Operations per second in products of matrices, in the forward's dtype."""
-
-    link: float
-    """Bytes per second to other ranks, of large messages."""
-
-    message: float
-    """Seconds of a collective that sends next to nothing, one of several in flight."""
-
-    wait: float = 0.0
-    """Seconds that a collective takes longer if a pass waits for it before it goes on."""
-
-    update: float
-    """Bytes per second that an update on the device reads and writes."""
-
-    host_update: float
-    """Bytes per second that an update on the host reads and writes."""
-
-    bus: float
-    """Bytes per second from the device to its host and back. Infinite where they are one."""
-
-    overlaps: bool
-    """Whether traffic hides behind computation."""
-
-    touch: float = float("inf")
-    """Bytes per second that operations without products read and write."""
-
-    operation: float = 0.0
-    """Seconds to call an operation."""
-
-    block: float = 0.0
-    """Seconds to arrange that a block's forward runs again, above those of its operations."""
-
+    flops: float  # operations per second in products of matrices, in the forward's dtype
+    link: float  # bytes per second to other ranks, of large messages
+    message: float  # seconds of a collective that sends next to nothing, one of several in flight
+    wait: float = 0.0  # seconds that a collective takes longer if a pass waits for it before it goes on
+    update: float  # bytes per second that an update on the device reads and writes
+    host_update: float  # bytes per second that an update on the host reads and writes
+    bus: float  # bytes per second from the device to its host and back. Infinite where they are one.
+    overlaps: bool  # whether traffic hides behind computation
+    touch: float = float("inf")  # bytes per second that operations without products read and write
+    operation: float = 0.0  # seconds to call an operation
+    block: float = 0.0  # seconds to arrange that a block's forward runs again, above those of its operations
+    # Seconds to have a policy choose which operations of a block run again, above those of each of them.
     context: float = 0.0
-    """Seconds to have a policy choose which operations of a block run again, above those of each of them."""
-
-    policy: float = 0.0
-    """Seconds to decide whether an operation runs again."""
-
-    handover: float = 0.0
-    """Seconds that a piece of work costs on a background thread, if it takes no time itself."""
-
-    rest: float = 0.0
-    """Seconds per step outside of forward, backward and update: data, callbacks, the loop."""
+    policy: float = 0.0  # seconds to decide whether an operation runs again
+    handover: float = 0.0  # seconds that a piece of work costs on a background thread, if it takes no time itself
+    rest: float = 0.0  # seconds per step outside of forward, backward and update: data, callbacks, the loop
 
     def phases(self, work: StepWork) -> dict[str, Phase]:
         """Return what ``forward``, ``backward`` and ``optimizer`` take; reads and writes of NVMe are not included.

@@ -29,9 +29,7 @@ from ls_strategy.zero.step.owner.full_tensor_groups import full_tensor_groups
 from ls_strategy.zero.step.owner.owner_updater import tensor_cost
 from ls_strategy.zero_stages import policy_of
 
-_PROBED = 64
-"""Elements of the parameter that an optimizer is probed with: a square matrix, if it needs whole tensors."""
-
+_PROBED = 64  # elements of the parameter that an optimizer is probed with: a square matrix, if it needs whole tensors
 _TORCH_FUSED = (torch.optim.AdamW, torch.optim.Adam, torch.optim.SGD, torch.optim.Adagrad)
 """Optimizers whose step is a single pass over memory. Others need temporaries as large as the stepped shards."""
 
@@ -43,9 +41,7 @@ class ModelStates:
     model: nn.Module
     optimizers: Sequence[Optimizer]
     precision: PrecisionPolicy
-    parts: Mapping[int, TensorPart] = field(default_factory=dict)
-    """Of sharded layers and experts, by ``id(parameter)``."""
-
+    parts: Mapping[int, TensorPart] = field(default_factory=dict)  # of sharded layers and experts, by ``id(parameter)``
     parallel: Parallelism = field(default_factory=Parallelism)
 
     def draft(self, config: ZeROConfig, world_size: int, share: Share | None = None) -> Draft:

@@ -23,12 +23,8 @@ from ls_strategy.spans import BACKWARD, DATA, FORWARD, OPTIMIZER, VALIDATION, Sp
 if TYPE_CHECKING:
     import lightning.pytorch as pl
 
-SKIPPED = 2
-"""Optimizer steps at the start that are not counted: they allocate."""
-
-LEAST = 3
-"""A run with fewer counted steps teaches nothing."""
-
+SKIPPED = 2  # optimizer steps at the start that are not counted: they allocate
+LEAST = 3  # a run with fewer counted steps teaches nothing
 STEPS = 64
 """Optimizer steps that are counted. A step is as many batches as are accumulated: one in manual optimization."""
 
@@ -59,7 +55,6 @@ class StepClock(Callback):
 
     @override
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Start the clock."""
         self._running, self._counts, self._samples, self._batches = True, False, [], 0
         if SpanRecorder.active is None:
             self._recorder = SpanRecorder(self._device)
@@ -102,19 +97,16 @@ class StepClock(Callback):
 
     @override
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Report the steps."""
         self._stop()
         if len(self._samples) >= LEAST:
             self._done(typical(self._samples))
 
     @override
     def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
-        """Stop, and leave the Trainer."""
         self._leave(trainer)
 
     @override
     def teardown(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
-        """Stop, and leave the Trainer."""
         self._leave(trainer)
 
     def _leave(self, trainer: pl.Trainer) -> None:

@@ -70,23 +70,14 @@ class Trace:
     """One micro-batch of one rank, without the engine."""
 
     events: tuple[Event, ...]
-    flops: int
-    """Forward and backward, including recomputation."""
-
+    flops: int  # forward and backward, including recomputation
+    # Lines of code, as ``file:line``, that branched by a tensor's value, which was taken to be False.
     assumed: tuple[str, ...] = ()
-    """Lines of code, as ``file:line``, that branched by a tensor's value, which was taken to be False."""
-
+    # Numbers of the storages that hold a parameter as autocast casts it. There are none where it is gathered so.
     casts: frozenset[int] = frozenset()
-    """Numbers of the storages that hold a parameter as autocast casts it. There are none where it is gathered so."""
-
     forward: Work = field(default_factory=Work)
-    """What the operations of the forward do."""
-
-    backward: Work = field(default_factory=Work)
-    """What those of the backward do, including recomputation."""
-
-    recomputed: int = 0
-    """Modules whose forward runs again in backward."""
+    backward: Work = field(default_factory=Work)  # what those of the backward do, including recomputation
+    recomputed: int = 0  # modules whose forward runs again in backward
 
 
 def condensed(events: Iterable[Event]) -> tuple[Event, ...]:
@@ -133,7 +124,6 @@ class _Recorder:
             unit.waiting_for = sum(p.requires_grad and p.numel() > 0 for f in unit.flats for p in f.params)
 
     def fetch(self, unit: Unit, *, backward: bool = False) -> None:
-        """See `Gatherer`."""
         if not backward and not unit.is_root and unit not in self._seen:
             self._seen.append(unit)
         self._events.append(Event("refetch" if backward else "fetch", self._number[id(unit)]))
@@ -142,12 +132,10 @@ class _Recorder:
         """See `Gatherer`. A trace does not tell the two ways apart."""
 
     def release(self, unit: Unit) -> None:
-        """See `Gatherer`."""
         if not unit.pinned:
             self._events.append(Event("release", self._number[id(unit)]))
 
     def is_last(self, unit: Unit) -> bool:
-        """See `Gatherer`."""
         blocks = [u for u in self._units if not u.is_root]
         return bool(blocks) and (self._seen if len(self._seen) == len(blocks) else blocks)[-1] is unit
 
@@ -169,17 +157,13 @@ class _Watch(StorageWatch):
         self._own = [t.untyped_storage() for t in (*model.parameters(), *model.buffers())]
         self._own_ids = {id(storage) for storage in self._own}
         self.flops = self.touched = self.operations = 0
-        self.backward = Work()
-        """What was done in backward passes."""
-
-        self.assumed: dict[str, None] = {}
-        """Lines that branched by a value, in order."""
+        self.backward = Work()  # what was done in backward passes
+        self.assumed: dict[str, None] = {}  # lines that branched by a value, in order
         cast = casts_of(model, torch.bfloat16)
+        # In which dtype modules read a parameter, by its storage.
         self._read_in = {id(p.untyped_storage()): cast[id(p)] for p in model.parameters() if id(p) in cast}
-        """In which dtype modules read a parameter, by its storage."""
         self._in_float8 = {key for key, dtype in self._read_in.items() if dtype.itemsize == 1}
         self.casts: set[int] = set()
-        """See `Trace.casts`."""
 
     def note(self, tensor: Tensor) -> None:
         """Ignore views of parameters, which are not activations."""
@@ -225,7 +209,6 @@ class _Watch(StorageWatch):
 
     @property
     def work(self) -> Work:
-        """Return what was done until now."""
         return Work(self.flops, self.touched, self.operations)
 
     def _assume(self, frame: FrameType | None) -> None:
@@ -348,20 +331,14 @@ class Tracer:
 
     model: nn.Module
     specs: Sequence[UnitSpec]
-    """The model's units."""
-
     step: Step
     precision: PrecisionPolicy
     fp32_names: tuple[str, ...]
     device: torch.device
     mode: Any
-    """From `simulated`."""
-
-    blocks: Sequence[nn.Module] = ()
-    """Blocks that run one after the other, at which the trace is marked."""
-
+    blocks: Sequence[nn.Module] = ()  # blocks that run one after the other, at which the trace is marked
+    # Each returns a count that only grows. A marked trace has their growth by block, after that of FLOPs.
     meters: Sequence[Callable[[], int]] = ()
-    """Each returns a count that only grows. A marked trace has their growth by block, after that of FLOPs."""
 
     def run(
         self, batch: Any, recompute: RecomputeConfig | None = None, *, first_block_only: bool = False

@@ -26,8 +26,7 @@ CURE = 'Run pip install "ls_strategy[report]"'
 INK, SOFT, RULE = "#1b1f23", "#50575e", "#d5dadf"
 """Colors of text, of text and lines at axes, and of grids."""
 
-_LONGEST = 48
-"""Maximum characters of a row's name."""
+_LONGEST = 48  # maximum characters of a row's name
 
 
 @dataclass(frozen=True)
@@ -36,11 +35,8 @@ class Band:
 
     row: int
     colour: Colour
-    bars: Sequence[tuple[float, float]]
-    """Where each begins and ends."""
-
-    top: float = 0.0
-    """Share of the row that is left free above the bars."""
+    bars: Sequence[tuple[float, float]]  # where each begins and ends
+    top: float = 0.0  # share of the row that is left free above the bars
 
 
 def missing(*packages: str) -> str:

@@ -8,12 +8,8 @@ from torch import Tensor
 
 from ls_strategy.extras.plots.figure import figure, of, pixels
 
-SHOWN_RANKS = 32
-"""If there are more, the slowest ones are shown."""
-
-_MOST = 1.5
-"""Ratio of the darkest color."""
-
+SHOWN_RANKS = 32  # if there are more, the slowest ones are shown
+_MOST = 1.5  # ratio of the darkest color
 _EQUAL, _DARK = (240, 240, 240), (213, 94, 0)
 
 

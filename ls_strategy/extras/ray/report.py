@@ -16,8 +16,7 @@ from ls_strategy.extras.ray.strategy import RayZeROStrategy
 from ls_strategy.extras.ray.train import CheckpointUploadMode, train
 from ls_strategy.host.pytorch import Callback, pl, rank_zero_info, rank_zero_warn
 
-_MOST_STEPS_BETWEEN_CHECKS = 100
-"""Limits the delay if steps become slow after their number was chosen."""
+_MOST_STEPS_BETWEEN_CHECKS = 100  # limits the delay if steps become slow after their number was chosen
 
 
 class RayReportCallback(Callback):

@@ -82,8 +82,7 @@ class RunStorage:
             self._storage: Any = train.get_context().get_storage()
         except NotImplementedError:  # num_workers=0 runs in the driver, for debugging
             self._storage = None
-        self.exists = self._storage is not None
-        """Whether there is any: Ray's local mode has none."""
+        self.exists = self._storage is not None  # whether there is any: Ray's local mode has none
         if self.exists:
             address(self._storage.storage_filesystem, self._storage.experiment_fs_path)
 

@@ -32,8 +32,7 @@ from ls_strategy.extras.ray.train import RayDDPStrategy, ray_torch, train
 from ls_strategy.host.fabric import ClusterEnvironment
 from ls_strategy.lightning.strategy import ZeROStrategy
 
-_MEETING_S = 120.0
-"""Seconds that ranks, which have just met in Ray's process group, may be apart."""
+_MEETING_S = 120.0  # seconds that ranks, which have just met in Ray's process group, may be apart
 
 
 class RayZeROStrategy(ZeROStrategy, RayDDPStrategy):

@@ -22,9 +22,7 @@ from ls_strategy.extras.report.series import Columns, Series, columns_of
 
 WIDTH, HEIGHT = 420, 250
 _RIGHT, _TOP, _BOTTOM = 20, 30, 42
-_TICK_WIDTH = 6.8
-"""Pixels of a character at the axis, at most."""
-
+_TICK_WIDTH = 6.8  # pixels of a character at the axis, at most
 LINES = ("#0072b2", "#d55e00", "#007a5a", "#a8508a", "#2f86c0", "#9a6a00", "#555555", "#7a3fb0")
 DARK_LINES = ("#56b4e9", "#ff8a3d", "#2fc79a", "#e59ac6", "#8fd0ff", "#f0c24b", "#bbbbbb", "#c09cf0")
 """Colors of Okabe and Ito ("Color Universal Design", 2008), darker or lighter where contrast needs it."""
@@ -37,20 +35,13 @@ _COLOURS |= {colour: f"line{i}" for i, colour in enumerate(LINES)} | {c: f"fill{
 _VARIABLES = {colour: f"var(--{name})" for colour, name in _COLOURS.items()}
 """Variables of ``style.css``, by the color that matplotlib draws. No color is in both `LINES` and `FILLS`."""
 
-_COLUMNS = 180
-"""Points of a line; more are shown as minimum, mean and maximum of as many ranges of steps."""
-
-_DOTS = 24
-"""Lines of at most this many points show them."""
-
-_LOG_FROM = 50.0
-"""A chart is logarithmic if its largest value is this many times the smallest, and all are above 0."""
-
+_COLUMNS = 180  # points of a line; more are shown as minimum, mean and maximum of as many ranges of steps
+_DOTS = 24  # lines of at most this many points show them
+_LOG_FROM = 50.0  # a chart is logarithmic if its largest value is this many times the smallest, and all are above 0
 _EQUAL = 5e-5
 """Values are equal for an axis if they differ by a smaller share: its six digits could not tell its numbers apart."""
 
-_LARGEST = 1e290
-"""Values beyond are drawn here: the length of an axis has to be a number."""
+_LARGEST = 1e290  # values beyond are drawn here: the length of an axis has to be a number
 
 
 Lines = Sequence[tuple[str, Series]]
@@ -64,12 +55,9 @@ class Chart:
     unit: str
     may_be_log: bool = False
     from_zero: bool = False
-    """Whether the axis begins at 0."""
-
     note: str = ""
     lines: Lines = ()
-    restarts: Sequence[int] = ()
-    """Steps at which the run was started again."""
+    restarts: Sequence[int] = ()  # steps at which the run was started again
 
 
 @dataclass(frozen=True)
@@ -78,12 +66,10 @@ class Figure:
 
     title: str
     svg: str
+    # Kind (line, area or restart), color in ``style.css``, dashes and name of each entry of the legend.
     keys: Sequence[tuple[str, str, str, str]]
-    """Kind (line, area or restart), color in ``style.css``, dashes and name of each entry of the legend."""
-
     notes: Sequence[str] = ()
-    rows: Sequence[Sequence[str]] = ()
-    """Name, first, minimum, maximum and last value."""
+    rows: Sequence[Sequence[str]] = ()  # name, first, minimum, maximum and last value
 
 
 def draw(chart: Chart) -> Figure:

@@ -10,8 +10,7 @@ from dataclasses import dataclass
 from ls_strategy.extras.report.run import Run
 from ls_strategy.extras.report.series import Series
 
-_MOST = 200
-"""Events of one kind; further ones are counted."""
+_MOST = 200  # events of one kind; further ones are counted
 
 
 @dataclass(frozen=True)
@@ -19,13 +18,10 @@ class Event:
     """One event of a run."""
 
     step: int | None
-    time: float | None
-    """Seconds since 1970."""
-
+    time: float | None  # seconds since 1970
     what: str
     detail: str
-    is_restart: bool = False
-    """Whether charts mark it."""
+    is_restart: bool = False  # whether charts mark it
 
 
 def events_of(run: Run) -> list[Event]:

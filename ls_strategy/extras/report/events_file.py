@@ -24,11 +24,8 @@ from ls_strategy.errors import ConfigError
 from ls_strategy.extras.report.series import Series
 
 _HEADER = struct.Struct("<QI")
-_LONGEST = 1 << 30
-"""Bytes: no record is longer."""
-
-_FLOATS = {1: ("<f", "float_val"), 2: ("<d", "double_val")}
-"""Format and field by DT_FLOAT and DT_DOUBLE."""
+_LONGEST = 1 << 30  # bytes: no record is longer
+_FLOATS = {1: ("<f", "float_val"), 2: ("<d", "double_val")}  # format and field by DT_FLOAT and DT_DOUBLE
 
 
 @dataclass
@@ -48,12 +45,9 @@ class EventFile:
     path: Path
     scalars: dict[str, Series] = field(default_factory=lambda: defaultdict(Series))
     images: dict[str, Image] = field(default_factory=dict)
-    started: float | None = None
-    """Time of the first event."""
-
+    started: float | None = None  # time of the first event
     ended: float | None = None
-    problem: str = ""
-    """Why it was not read to its end; empty if it was."""
+    problem: str = ""  # why it was not read to its end; empty if it was
 
 
 def _crc_table() -> list[int]:

@@ -40,9 +40,7 @@ class Image:
 
     about: str
     where: str
-    data: str
-    """In base64."""
-
+    data: str  # in base64
     width: int
     height: int
 

@@ -17,9 +17,7 @@ from ls_strategy.extras.report.numbers import number
 from ls_strategy.extras.report.run import Run
 from ls_strategy.extras.report.series import Series
 
-_MOST_OTHERS = 36
-"""Charts of scalars that no other panel shows."""
-
+_MOST_OTHERS = 36  # charts of scalars that no other panel shows
 _MONITOR = "Add callbacks=[ls_strategy.Monitor()] to the Trainer to log it."
 _PHASES = ("forward", "backward", "optimizer", "data", "other")
 _KINDS = {
@@ -42,11 +40,8 @@ class Table:
     head: Sequence[str]
     rows: Sequence[Sequence[object]]
     caption: str
-    numbers: int = 99
-    """Cells from this one on are right-aligned."""
-
-    card: bool = False
-    """Whether it stands next to the figures, instead of across the page."""
+    numbers: int = 99  # cells from this one on are right-aligned
+    card: bool = False  # whether it stands next to the figures, instead of across the page
 
 
 @dataclass(frozen=True)
@@ -66,11 +61,8 @@ class Panel:
     title: str
     anchor: str
     about: str = ""
-    parts: list[Any] = field(default_factory=list)
-    """Objects of classes for which ``report.html`` has a macro, by name."""
-
-    missing: list[str] = field(default_factory=list)
-    """What is not there, and how to get it."""
+    parts: list[Any] = field(default_factory=list)  # objects of classes for which ``report.html`` has a macro, by name
+    missing: list[str] = field(default_factory=list)  # what is not there, and how to get it
 
 
 @dataclass(frozen=True)
@@ -81,8 +73,7 @@ class _Scalars:
     matches: Callable[[str], object]
     missing: str = ""
     factor: float = 1.0
-    name: Callable[[str], str] = str
-    """Makes the name of a line from a tag."""
+    name: Callable[[str], str] = str  # makes the name of a line from a tag
 
 
 def _is_own(tag: str) -> bool:

@@ -20,11 +20,8 @@ from ls_strategy.extras.run_file import RUN_FILE, read_lines
 _CONFIGS = ("hparams.yaml", "config.yaml")
 _LONGEST_CONFIG = 200_000
 _BYTES = {"gib": 1 << 30, "mib": 1 << 20, "kib": 1 << 10}
-_EVERYWHERE = {"epoch", "hp_metric"}
-"""Scalars of Lightning's loggers, which tests and validations write as well."""
-
-_RECENT_S = 600.0
-"""A run whose files are younger may still be running."""
+_EVERYWHERE = {"epoch", "hp_metric"}  # scalars of Lightning's loggers, which tests and validations write as well
+_RECENT_S = 600.0  # a run whose files are younger may still be running
 
 
 @dataclass(frozen=True)
@@ -34,8 +31,7 @@ class Checkpoint:
     name: str
     step: int | None
     saved_at: float
-    layout: str
-    """What saved it; empty for files of Lightning."""
+    layout: str  # what saved it; empty for files of Lightning
 
 
 @dataclass

@@ -17,8 +17,7 @@ class Series:
 
     steps: array[int] = field(default_factory=lambda: array("q"))
     values: array[float] = field(default_factory=lambda: array("d"))
-    times: array[float] = field(default_factory=lambda: array("d"))
-    """Seconds since 1970; NaN where the log has none."""
+    times: array[float] = field(default_factory=lambda: array("d"))  # seconds since 1970; NaN where the log has none
 
     def add(self, step: int, value: float, time: float = math.nan) -> None:
         """Append a point."""
@@ -64,17 +63,12 @@ class Series:
 class Columns(NamedTuple):
     """Summaries of the points that the columns of a chart show, as NumPy arrays with a number per column."""
 
-    step: Any
-    """Mean of the steps."""
-
+    step: Any  # mean of the steps
     low: Any
     mean: Any
-    high: Any
-    """Of the values that are numbers; NaN if there is none."""
-
+    high: Any  # of the values that are numbers; NaN if there is none
     points: Any
-    not_finite: Any
-    """Points that are NaN or infinite."""
+    not_finite: Any  # points that are NaN or infinite
 
 
 def columns_of(series: Series, most: int) -> Columns:

@@ -21,52 +21,29 @@ class Job:
     """A training run for SLURM. Texts for SLURM are passed on unchanged."""
 
     name: str
-    """Name of the job and of its files."""
-
-    command: Sequence[str]
-    """What every task runs. Words are quoted, except ``raw``."""
-
+    command: Sequence[str]  # what every task runs. Words are quoted, except ``raw``.
+    # Unquoted words for variables of the job, such as ``--trainer.devices=$SLURM_NTASKS_PER_NODE``.
     raw: Sequence[str] = ()
-    """Unquoted words for variables of the job, such as ``--trainer.devices=$SLURM_NTASKS_PER_NODE``."""
-
     nodes: int = 1
-    tasks_per_node: int = 1
-    """One process per task."""
-
+    tasks_per_node: int = 1  # one process per task
     gpus_per_node: int = 0
-    cpus_per_task: int | None = None
-    """None: the cluster's default."""
-
-    time: str | None = None
-    """``minutes`` or ``days-hours:minutes:seconds``. None: the partition's default."""
-
+    cpus_per_task: int | None = None  # none: the cluster's default
+    time: str | None = None  # ``minutes`` or ``days-hours:minutes:seconds``. None: the partition's default.
     partition: str | None = None
     account: str | None = None
     qos: str | None = None
     constraint: str | None = None
-    array: str | None = None
-    """``0-7`` or ``0-7%2``: independent runs, identified by ``$SLURM_ARRAY_TASK_ID``."""
-
+    array: str | None = None  # ``0-7`` or ``0-7%2``: independent runs, identified by ``$SLURM_ARRAY_TASK_ID``
     mail_user: str | None = None
-    signal_lead_s: int = 120
-    """Seconds between SIGUSR1 and the time limit. SLURM may send it up to a minute earlier."""
-
-    setup: Sequence[str] = ()
-    """Lines of bash that run first: ``module load cuda``."""
-
-    env: Sequence[tuple[str, str]] = ()
-    """Variables of every task. They override the script's own."""
-
+    signal_lead_s: int = 120  # seconds between SIGUSR1 and the time limit. SLURM may send it up to a minute earlier.
+    setup: Sequence[str] = ()  # lines of bash that run first: ``module load cuda``
+    env: Sequence[tuple[str, str]] = ()  # variables of every task. They override the script's own.
     python: str = "python"
-    folder: str = "slurm"
-    """Folder of the script and the logs, relative to where the job is submitted."""
-
-    script: str = "job.sbatch"
-    """Path of the script, for its first comment."""
-
+    folder: str = "slurm"  # folder of the script and the logs, relative to where the job is submitted
+    script: str = "job.sbatch"  # path of the script, for its first comment
+    # The fewest nodes that the job may continue on when nodes fail; ``torchrun`` starts the processes. None: `srun`
+    # starts them, and a failed node ends the job.
     elastic: int | None = None
-    """The fewest nodes that the job may continue on when nodes fail; ``torchrun`` starts the processes. None: `srun`
-    starts them, and a failed node ends the job."""
 
     def __post_init__(self) -> None:
         if self.elastic is not None and not 1 <= self.elastic <= self.nodes:
@@ -119,8 +96,7 @@ if [[ -e $logs/complete ]]; then exit 0; fi
 exit "$status"
 """.strip()
 
-_RESTARTS = 20
-"""Of each agent. An error of the program repeats as often."""
+_RESTARTS = 20  # of each agent. An error of the program repeats as often.
 
 
 def _launcher(job: Job) -> list[str]:

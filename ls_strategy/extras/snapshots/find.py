@@ -17,10 +17,7 @@ class Found:
 
     name: str
     world_size: int
-    """Of the ranks that wrote it."""
-
-    files: dict[str, tuple[int, list[str]]]
-    """Bytes, and the ids of the nodes that have the file, by name."""
+    files: dict[str, tuple[int, list[str]]]  # bytes, and the ids of the nodes that have the file, by name
 
     @property
     def step(self) -> int:

@@ -34,9 +34,7 @@ from ls_strategy.errors import ConfigError, StateError
 
 VARIABLE = "LS_STRATEGY_MEMORY"
 
-MARK = "ls_strategy-snapshots"
-"""A file in the folder of every run: without it, nothing there is removed."""
-
+MARK = "ls_strategy-snapshots"  # a file in the folder of every run: without it, nothing there is removed
 _OWN = ("lock", "progress", "members", "members.tmp", "started", "ended", "failures", "failures.tmp")
 """Files that a run keeps beside its snapshots."""
 
@@ -46,8 +44,7 @@ _FILE = re.compile(r"__\d+_\d+\.distcp|[.\w-]{1,64}")
 _UNUSED_S = 7 * 24 * 3600.0
 """Seconds after which the memory of a run that has not written to it is freed: it ended without removing it."""
 
-_LOCK_S = 20.0
-"""Seconds to wait for the lock: processes that were killed a moment ago may still be ending."""
+_LOCK_S = 20.0  # seconds to wait for the lock: processes that were killed a moment ago may still be ending
 
 
 def root(environ: Mapping[str, str]) -> Path:

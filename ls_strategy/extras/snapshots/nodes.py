@@ -22,9 +22,7 @@ class Node:
     """One node, as all ranks know it."""
 
     id: str
-    ranks: list[int]
-    """The first one is the lead: it holds the lock, serves the memory and removes old snapshots."""
-
+    ranks: list[int]  # the first one is the lead: it holds the lock, serves the memory and removes old snapshots
     addresses: list[str]
     port: int
 

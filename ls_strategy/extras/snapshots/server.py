@@ -33,12 +33,9 @@ from ls_strategy.extras.requests import (
 )
 from ls_strategy.extras.snapshots.memory import Memory
 
-_TIMEOUT_S = 60.0
-"""Seconds without a byte after which a node counts as lost."""
-
+_TIMEOUT_S = 60.0  # seconds without a byte after which a node counts as lost
 _CONNECT_S = 5.0
-_MOST_BYTES = 1 << 50
-"""Of a file."""
+_MOST_BYTES = 1 << 50  # of a file
 
 
 class Server:

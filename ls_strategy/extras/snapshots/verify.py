@@ -33,8 +33,7 @@ class Damage:
     """Files of a snapshot that differ from their checksums."""
 
     name: str
-    files: dict[str, list[str]]
-    """By the id of the node."""
+    files: dict[str, list[str]]  # by the id of the node
 
     @property
     def step(self) -> int:

@@ -15,9 +15,7 @@ from ls_strategy.extras.conformance.case import WIDTH, AdamNet, Case
 from ls_strategy.extras.conformance.habit import habit
 from ls_strategy.extras.conformance.lightning import callbacks
 
-_EPOCH = 4
-"""Batches."""
-
+_EPOCH = 4  # batches
 _OPTIONS: dict[str, Any] = {"max_epochs": 3, "enable_checkpointing": True}
 _RESUMED = "one process without an interruption, and the same bits as before it"
 
@@ -268,8 +266,7 @@ class _Saves(callbacks.Callback):
         trainer.save_checkpoint(self.case.saves / "last.ckpt")
 
 
-_LOOK_S = 0.3
-"""In which the suite sees what is there before the save."""
+_LOOK_S = 0.3  # in which the suite sees what is there before the save
 
 
 @habit(

@@ -29,8 +29,7 @@ def error_on_one_rank(case: Case) -> None:
 
 
 class _Nan(Net):
-    rows = 0
-    """Of a global batch."""
+    rows = 0  # of a global batch
 
     def loss(self, batch: Any) -> Tensor:
         index, x, y = batch
