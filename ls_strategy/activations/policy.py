@@ -23,13 +23,6 @@ _ATTENTION += ("_varlen_attn",)
 _COLLECTIVES = ("_c10d_functional", "c10d_functional", "_c10d_functional_autograd")
 
 
-def _namespace_and_name(operation: Any) -> tuple[str, str]:
-    """Return ``("aten", "mm")`` for ``aten.mm.default``. Higher-order operations have no overload."""
-    qualified = str(operation.name() if callable(operation.name) else operation.name)
-    namespace, _, name = qualified.rpartition("::")
-    return namespace, name.split(".")[0]
-
-
 def _is_attention(namespace: str, name: str) -> bool:
     return name.startswith(_ATTENTION) and not name.endswith("_backward")
 
@@ -78,7 +71,10 @@ class SelectivePolicy:
             return False  # it may write only part of a tensor (``mm.out`` into rows of a result)
         if self._operations and ({str(operation), str(operation).rpartition(".")[0]} & self._operations):
             return True
-        names = _namespace_and_name(operation)
+        # Higher-order operations have no overload.
+        qualified = str(operation.name() if callable(operation.name) else operation.name)
+        namespace, _, name = qualified.rpartition("::")
+        names = namespace, name.split(".")[0]
         return any(is_of_kind(*names) for is_of_kind in self._kinds)
 
     def contexts(self) -> Callable[[], Any]:

@@ -229,6 +229,8 @@ def _of_file(place: CheckpointPath) -> Description:
         zipped = zipfile.is_zipfile(file)
     step, epoch = _progress(found)
     size = int(place.fs.info(place.path)["size"])
+    ours = found.get(OURS) if isinstance(found, dict) else None
+    ranks = ours.get("world_size") if isinstance(ours, dict) else None
     return Description(
         path=str(place),
         format=FILE,
@@ -237,16 +239,10 @@ def _of_file(place: CheckpointPath) -> Description:
         saved_at=_written(place),
         files={place.name: size},
         entries=of_tensors(tensors_in(found)),
-        layout=_saved_from(found),
+        # The file itself depends on nothing else.
+        layout={"world_size": ranks} if isinstance(ranks, int) and not isinstance(ranks, bool) else {},
         has_checksums=zipped,
     )
-
-
-def _saved_from(found: Any) -> dict[str, Any]:
-    """Return the world size that this package notes in a file; the file itself depends on nothing else."""
-    ours = found.get(OURS) if isinstance(found, dict) else None
-    ranks = ours.get("world_size") if isinstance(ours, dict) else None
-    return {"world_size": ranks} if isinstance(ranks, int) and not isinstance(ranks, bool) else {}
 
 
 def _progress(found: Any) -> tuple[int | None, int | None]:

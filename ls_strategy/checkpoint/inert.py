@@ -182,7 +182,11 @@ def read_inert(file: IO[bytes], name: str) -> Any:
         if zipfile.is_zipfile(file):
             return _read_archive(file)
         file.seek(0)
-        return _read_legacy(file)
+        if _InertUnpickler(file).load() != _LEGACY_MAGIC:
+            raise ValueError("it begins with another number than torch's")
+        for _ in ("version of the protocol", "sizes of the system's types"):
+            _InertUnpickler(file).load()
+        return _InertUnpickler(file).load()
     except OSError as error:
         raise CheckpointError(f"{name} cannot be read: {error}. Check the path and its permissions.") from error
     except Exception as error:  # of any kind: a damaged pickle may do anything that a pickle can
@@ -202,14 +206,6 @@ def _read_archive(file: IO[bytes]) -> Any:
             raise ValueError(f"its data.pkl has {found[0].file_size} bytes")
         with archive.open(found[0]) as record:
             return _InertUnpickler(record).load()
-
-
-def _read_legacy(file: IO[bytes]) -> Any:
-    if _InertUnpickler(file).load() != _LEGACY_MAGIC:
-        raise ValueError("it begins with another number than torch's")
-    for _ in ("version of the protocol", "sizes of the system's types"):
-        _InertUnpickler(file).load()
-    return _InertUnpickler(file).load()
 
 
 def wrong_records(file: IO[bytes]) -> Iterator[tuple[str, str]]:

@@ -245,7 +245,12 @@ def write_entries(
         if entry.source is None:
             # Only the rank with a parameter's first element has the scalars of its optimizer state (step counts).
             if writes(entry.path) or entry.path[1:2] == ("state",):
-                _write_value(file, entry)
+                value = entry.value
+                if isinstance(value, Tensor) and value.layout == torch.strided and not value.is_quantized:
+                    value = value.detach().to("cpu")
+                    file.add_tensor(entry.path, value.shape, (0,) * value.dim(), value)
+                else:
+                    file.add_object(entry.path, value)
             continue
         if id(entry.value) in written:
             aliases[entry.path] = written[id(entry.value)]
@@ -261,15 +266,6 @@ def by_flat(entries: Iterable[CheckpointEntry]) -> list[CheckpointEntry]:
     numbers: dict[int, int] = {}
     keyed = [(-1 if e.source is None else numbers.setdefault(id(e.source.flat), len(numbers)), e) for e in entries]
     return [entry for _, entry in sorted(keyed, key=lambda pair: pair[0])]
-
-
-def _write_value(file: RankFile, entry: CheckpointEntry) -> None:
-    value = entry.value
-    if isinstance(value, Tensor) and value.layout == torch.strided and not value.is_quantized:
-        value = value.detach().to("cpu")
-        file.add_tensor(entry.path, value.shape, (0,) * value.dim(), value)
-    else:
-        file.add_object(entry.path, value)
 
 
 # --- reading ---------------------------------------------------------------------------------------------------------

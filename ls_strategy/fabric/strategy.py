@@ -293,7 +293,10 @@ class ZeROFabricStrategy(Connection, DDPStrategy):  # pyright: ignore[reportInco
         return optimizer
 
     def _set_up(self, module: nn.Module, optimizers: list[Optimizer]) -> Shell:
-        self._choose_nvme_path()
+        wanted = "nvme" in (*self.config.offload.tiers, getattr(self.config.activations.stored, "tier", None))
+        if wanted and not self.config.offload.nvme_path:
+            path = os.environ.get(NVME_PATH) or str(Path.cwd() / "nvme")
+            self.config = replace(self.config, offload=replace(self.config.offload, nvme_path=path))
         if optimizers:
             self._check_scaling(None)
         model = Model(self.config, self.parallel, self.zero_precision(), module, optimizers)
@@ -313,12 +316,6 @@ class ZeROFabricStrategy(Connection, DDPStrategy):  # pyright: ignore[reportInco
                 "loss scale, and one backward can have one. Set precision='bf16-mixed' or 'bf16-true', or put the "
                 "modules into one, such as an nn.ModuleDict, and set that up with all optimizers."
             )
-
-    def _choose_nvme_path(self) -> None:
-        wanted = "nvme" in (*self.config.offload.tiers, getattr(self.config.activations.stored, "tier", None))
-        if wanted and not self.config.offload.nvme_path:
-            path = os.environ.get(NVME_PATH) or str(Path.cwd() / "nvme")
-            self.config = replace(self.config, offload=replace(self.config.offload, nvme_path=path))
 
     def model_of(self, part: nn.Module | Optimizer) -> Model | None:
         """Return what was set up for a module, or for the module of an optimizer. None if nothing was."""

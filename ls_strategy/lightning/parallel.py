@@ -172,7 +172,9 @@ class ModelParallel:
         if self.config.pp.size > 1:
             refuse(module, self.config, device)
         self._start_from_rank_0(module)
-        self._share_random_states()
+        assert self.mesh is not None
+        # All ranks of a replica draw the same for dropout and the order of the data.
+        restore_random_states(self.mesh.model.exchange_objects(random_states())[0])
         done = _Sharded(self.config, ranks)
         if self.config.pp.size > 1:
             done.pipeline = self.pipeline = Pipeline(self.config, module, self.mesh, device, recomputes=recomputes)
@@ -209,11 +211,6 @@ class ModelParallel:
         world = Axis("world", self.mesh.world)
         broadcast_values(module, world)
         share_random_states(module, world)
-
-    def _share_random_states(self) -> None:
-        """Give all ranks of a replica the same random states, for dropout and the order of the data. Collective."""
-        assert self.mesh is not None
-        restore_random_states(self.mesh.model.exchange_objects(random_states())[0])
 
     def balance_experts(self, module: nn.Module, on_stepped: Event) -> None:
         """After every step, update the bias of routers that balance loads without a loss, from the loads of all ranks.

@@ -93,17 +93,13 @@ class Steps:
     def evaluate(self, step: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         """Run a validation, test or prediction step."""
         engine, lockstep, together = self._engine, self._lockstep, self._meets_in_evaluation
-        self._stop_if_asked(self._module.trainer, lockstep)
+        asked = lockstep.agree() if together else lockstep.asked
+        if asked == STOP:  # after SIGTERM, on all ranks together if they wait for each other
+            self.stops_alone = not together
+            raise_sigterm(self._module.trainer)
+        lockstep.ask(asked)  # any other request waits for the next training batch
         with lockstep.step() if together else nullcontext(), engine.comm.naming_failures():
             return self._loop.evaluate(StepCall(engine, step, args, kwargs, together=together))
-
-    def _stop_if_asked(self, trainer: pl.Trainer, lockstep: Lockstep) -> None:
-        """End an evaluation after SIGTERM, on all ranks together if they wait for each other."""
-        asked = lockstep.agree() if self._meets_in_evaluation else lockstep.asked
-        if asked == STOP:
-            self.stops_alone = not self._meets_in_evaluation
-            raise_sigterm(trainer)
-        lockstep.ask(asked)  # any other request waits for the next training batch
 
     def end_fit(self) -> None:
         """Stop as before a batch if SIGTERM came to any rank since. Collective."""

@@ -113,11 +113,6 @@ class Captured:
         value = value.detach().clone() if value.numel() <= _COPIED else value
         return cls(value, value._version)
 
-    @property
-    def has_changed(self) -> bool:
-        """Return whether the tensor was written to after it was noted."""
-        return self.value._version != self.version
-
 
 _Storages = dict[Memory, torch.UntypedStorage]
 
@@ -155,7 +150,7 @@ class DeferredOperation:
         """Return why it cannot be run again."""
         if self.call is _unknown:
             return "a tensor on meta was made elsewhere, so its values are not known"
-        if any(isinstance(x, Captured) and x.has_changed for x in tree_iter((self.args, self.kwargs))):
+        if any(isinstance(x, Captured) and x.value._version != x.version for x in tree_iter((self.args, self.kwargs))):
             return f"{self.name} reads a tensor in host memory that was changed afterwards"
         return None
 

@@ -261,7 +261,11 @@ class VirtualRanks:
         module, rounds = self._module, self.split.rounds
         batches = [args[0], *(self.others(args) if len(self.ranks) > 1 else [])]
         if len(rounds) > 1:
-            self._drop_old_gradients(engine)
+            trainer = self._trainer
+            if trainer.fit_loop.epoch_loop.batch_idx % trainer.accumulate_grad_batches == 0:
+                engine.keeps_gradients = False
+                for index in range(len(engine.optimizers)):
+                    engine.zero_grad(index)
         log, buffers, done = VirtualLog(module), Buffers(module, self._views), 0
         output: Any = None
         found: Any = None
@@ -291,13 +295,6 @@ class VirtualRanks:
         if len(rounds) > 1:
             engine.keeps_gradients = True  # the loop calls zero_grad next, before the last round's backward
         return with_loss(output, loss_of(found, self.ranks[-1]))
-
-    def _drop_old_gradients(self, engine: Engine) -> None:
-        trainer = self._trainer
-        if trainer.fit_loop.epoch_loop.batch_idx % trainer.accumulate_grad_batches == 0:
-            engine.keeps_gradients = False
-            for index in range(len(engine.optimizers)):
-                engine.zero_grad(index)
 
     @contextmanager
     def around_backward(self, engine: Engine) -> Generator[tuple[bool, bool], None, None]:

@@ -337,7 +337,11 @@ class PointToPoint:
             self._post(source, due, self._shapes_of(due) or self._receive_shapes(source, due))
         receiving = self._waiting.pop(action)
         self._links.comm.wait(receiving.works)
-        self._forget_sends(source, message.sent_at)
+        # A result of that action is here, so the peer has used what was sent up to it.
+        sends = self._sending.get(source, [])
+        for sending in [s for s in sends if s.used_at <= message.sent_at]:
+            self._links.comm.wait(sending.works)
+            sends.remove(sending)
         return receiving.tensors, receiving.shapes
 
     def give(self, action: Action, tensors: Sequence[Tensor], shapes: Shapes) -> bool:
@@ -372,13 +376,6 @@ class PointToPoint:
                 self._links.comm.wait(sending.works)
         self._links.comm.wait(self._headers)
         self._sending, self._headers = {}, []
-
-    def _forget_sends(self, peer: int, at: int) -> None:
-        """Release sends to ``peer`` that it has used up to its action ``at``: a result of that action is here."""
-        sends = self._sending.get(peer, [])
-        for sending in [s for s in sends if s.used_at <= at]:
-            self._links.comm.wait(sending.works)
-            sends.remove(sending)
 
     def _shapes_of(self, message: Message) -> Shapes | None:
         m = message.source.micro_batch

@@ -183,7 +183,9 @@ def _mixes(call: Call) -> bool:
         if pairs and all(sum(each.numels[:-1]) == each.numels[-1] for each in rows):
             return True
     if call.name == "getitem":
-        return _slices_samples(call)
+        index = call.args[1][0] if isinstance(call.args[1], tuple) and call.args[1] else call.args[1]
+        is_part = (isinstance(index, slice) and index != slice(None)) or (isinstance(index, int) and index is not True)
+        return is_part and 0 in _sample_dims(call.inputs[0].shapes, call.samples)
     if call.name not in _ALONG:
         return False
     place, default = _ALONG[call.name]
@@ -191,12 +193,6 @@ def _mixes(call: Call) -> bool:
     dims = given if isinstance(given, tuple | list) else [given]
     along = _sample_dims(rows[0].shapes, call.samples)
     return any(dim is None or dim % len(rows[0].shapes[0]) in along for dim in dims if along)
-
-
-def _slices_samples(call: Call) -> bool:
-    index = call.args[1][0] if isinstance(call.args[1], tuple) and call.args[1] else call.args[1]
-    is_part = (isinstance(index, slice) and index != slice(None)) or (isinstance(index, int) and index is not True)
-    return is_part and 0 in _sample_dims(call.inputs[0].shapes, call.samples)
 
 
 def _sample_dims(shapes: Sequence[tuple[int, ...]], samples: Sequence[int]) -> list[int]:

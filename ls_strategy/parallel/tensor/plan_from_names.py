@@ -178,7 +178,12 @@ class _NamedBlock:
         for attention in self._attentions():
             found |= attention.styles(size)
         for down, ups in self._feed_forwards():
-            found |= self._pair(down, ups)
+            taken = width_in(self.modules[down])
+            for up in ups:
+                width = width_out(self.modules[up])
+                if width != taken:
+                    raise self._refusal(up, f"computes {width} features, but {down!r}, which follows it, takes {taken}")
+            found |= {down: Row(), **dict.fromkeys(ups, Column())}
             sharded_widths.add(width_in(self.modules[down]))
         self._check_others(linears, found, sharded_widths)
         return found
@@ -238,14 +243,6 @@ class _NamedBlock:
         if not candidates:
             raise self._refusal(name, "is followed by no row-parallel layer with a known name")
         return max(candidates, key=lambda candidate: shared_prefix(name, candidate))
-
-    def _pair(self, down: str, ups: list[str]) -> Found:
-        taken = width_in(self.modules[down])
-        for up in ups:
-            width = width_out(self.modules[up])
-            if width != taken:
-                raise self._refusal(up, f"computes {width} features, but {down!r}, which follows it, takes {taken}")
-        return {down: Row(), **dict.fromkeys(ups, Column())}
 
     def _check_others(self, linears: Mapping[str, nn.Module], found: Found, sharded_widths: set[int]) -> None:
         """Check that every module besides linear layers is a norm of the model's width, or known by name."""

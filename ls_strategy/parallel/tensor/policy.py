@@ -130,7 +130,10 @@ class _PolicyBlock:
         for owner, columns in by_owner.items():
             layers = self._attention(owner, columns)
             if layers:
-                layers["out"] = self._out_layer(owner, columns[0])
+                if not self.rows:
+                    raise self._unpaired(columns[0], "has no row-parallel layer after it")
+                # Of the row-parallel layers, the one that shares the longest prefix with its name.
+                layers["out"] = max(self.rows, key=lambda row: shared_prefix(owner, row))
                 found |= Attention(owner, self.modules[owner], layers, self.modules).styles(size)
         rows = [row for row in self.rows if row not in found]
         found |= {name: self._up(name, rows) for name in self.columns if name not in found}
@@ -154,12 +157,6 @@ class _PolicyBlock:
             )
         widest_first = sorted(columns, key=lambda column: -width_out(self.modules[column]))
         return dict(zip(SEPARATE, widest_first, strict=True))
-
-    def _out_layer(self, owner: str, column: str) -> str:
-        """Return the row-parallel layer of an attention: the one that shares the longest prefix with its name."""
-        if not self.rows:
-            raise self._unpaired(column, "has no row-parallel layer after it")
-        return max(self.rows, key=lambda row: shared_prefix(owner, row))
 
     def _up(self, column: str, rows: list[str]) -> Column:
         """Return the style of the first layer of a feed-forward, given the row-parallel layers outside attentions."""

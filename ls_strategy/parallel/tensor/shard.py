@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import types
 from collections import Counter
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Collection, Sequence
 from functools import partial
 from typing import Any
 
@@ -155,7 +155,9 @@ class TensorParallel:
             case Vocab():
                 self._attach_head(layer.module)
             case Features():
-                self._attach_features(layer.module, layer.style)
+                self._set_local(layer.module, "embedding_dim", "weight", 1)
+                if layer.style.gather:
+                    self._hooks.after(layer.module, lambda _m, _args, y: gather_from(y, self.axis))
             case ExpertFeatures():
                 self._attach_experts(layer.module)
             case PartialGradient():
@@ -209,7 +211,8 @@ class TensorParallel:
         self._hooks.before(module, before)
         self._hooks.after(module, after)
         if module.bias is not None:
-            _replace_forward(module, _conv1d_product if is_conv1d(module) else linear_product, self._hooks)
+            module.forward = types.MethodType(_conv1d_product if is_conv1d(module) else linear_product, module)
+            self._hooks.on_remove(lambda: vars(module).pop("forward", None))
 
     def _leave_region(self, x: Tensor) -> Tensor:
         self._streams.close(x.device)
@@ -248,11 +251,6 @@ class TensorParallel:
 
         self._copy_input(module)
         self._hooks.after(module, after)
-
-    def _attach_features(self, module: nn.Module, style: Features) -> None:
-        self._set_local(module, "embedding_dim", "weight", 1)
-        if style.gather:
-            self._hooks.after(module, lambda _m, _args, y: gather_from(y, self.axis))
 
     def _attach_experts(self, module: nn.Module) -> None:
         """Pass tokens and router weights in full, and sum the partial outputs over the ranks."""
@@ -366,11 +364,6 @@ def linear_product(module: nn.Module, input: Tensor) -> Tensor:
 def _conv1d_product(module: nn.Module, x: Tensor) -> Tensor:
     """Run Conv1D of transformers without its bias."""
     return x @ module.weight  # type: ignore[operator]
-
-
-def _replace_forward(module: nn.Module, forward: Callable[..., Tensor], hooks: Hooks) -> None:
-    module.forward = types.MethodType(forward, module)
-    hooks.on_remove(lambda: vars(module).pop("forward", None))
 
 
 def _copy_part(full: Tensor, part: TensorPart) -> Tensor:
