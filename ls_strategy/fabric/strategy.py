@@ -65,11 +65,7 @@ _IN_TRAINER = (
 
 
 def _refuse_what_only_a_trainer_does(config: ZeROConfig) -> None:
-    """Refuse options that would have no effect.
-
-    Raises:
-        ConfigError: with the cure.
-    """
+    """Refuse options that would have no effect."""
     refused = {
         "precision.matmul='fp8'": (
             config.precision.float8 is not None,
@@ -304,11 +300,7 @@ class ZeROFabricStrategy(Connection, DDPStrategy):  # pyright: ignore[reportInco
         return Shell(module, model)
 
     def _check_scaling(self, model: Model | None) -> None:
-        """Refuse a second module that trains under a loss scale, which is one per module here.
-
-        Raises:
-            PlanError: with the cure.
-        """
+        """Refuse a second module that trains under a loss scale, which is one per module here."""
         others = [other for other in self.models.values() if other.trains and other is not model]
         if self.zero_precision().policy.loss_scaling and others:
             raise PlanError(

@@ -558,12 +558,7 @@ def name_logs_by_job(trainer: Any, job: str, choose: Callable[[str, str], str]) 
 
 
 def free_main_port(environment: Any, choose: Callable[[], int]) -> None:
-    """Set the rendezvous port of a run that Lightning's own launcher starts, unless it is already fixed.
-
-    Args:
-        environment: the Trainer's cluster environment.
-        choose: returns a free port.
-    """
+    """Set the rendezvous port of a run that Lightning's own launcher starts, unless it is already fixed."""
     if type(environment) is not _plain_environment() or environment.creates_processes_externally:
         return
     if environment._main_port == -1 and "MASTER_PORT" not in os.environ and "STANDALONE_PORT" not in os.environ:
@@ -646,7 +641,6 @@ class ForwardValues:
     """The values that metrics of a module have returned last, which Lightning logs for a step."""
 
     def __init__(self, module: nn.Module) -> None:
-        """Note them."""
         self._values = [(m, m._forward_cache) for m in module.modules() if hasattr(m, "_forward_cache")]
 
     def restore(self) -> None:

@@ -61,15 +61,6 @@ class EngineSetup:
     def __init__(
         self, run: RunState, strategy: EngineStrategy, loop: StepLoop, uneven: UnevenData, resume: Resume
     ) -> None:
-        """Build nothing yet.
-
-        Args:
-            run: gets the engines that are built.
-            strategy: has the precision and the optimizers.
-            loop: will run the steps.
-            uneven: prepares the data.
-            resume: prepares the data, too, and loads weights.
-        """
         self.state_dict_hooks: StateDictHooks | None = None
         """Make ``module.state_dict()`` return full tensors; None where every rank has them anyway."""
         self._run, self._strategy, self._loop, self._uneven, self._resume = run, strategy, loop, uneven, resume
@@ -90,11 +81,7 @@ class EngineSetup:
         run.config = replace(run.config, offload=replace(offload, nvme_path=path))
 
     def check(self, trainer: pl.Trainer, module: pl.LightningModule) -> None:
-        """Refuse what cannot work, before anything is sharded.
-
-        Raises:
-            PlanError: with the cure.
-        """
+        """Refuse what cannot work, before anything is sharded."""
         mesh = self._run.parallel.mesh
         kinds = "" if mesh is None else mesh.shape.kinds
         guards.check_trainer(trainer, self._strategy.zero_precision(), kinds)

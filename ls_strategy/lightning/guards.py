@@ -55,9 +55,6 @@ def check_trainer(trainer: pl.Trainer, precision: ZeROPrecision, parallel: str) 
         trainer: about to fit or to evaluate.
         precision: the precision plugin.
         parallel: kinds of parallelism that give a rank only a part of the model.
-
-    Raises:
-        PlanError: with the cure.
     """
     if POLICIES[trainer.strategy.config.stage].parameters and any(map(logs_graph, trainer.loggers)):  # type: ignore[attr-defined]
         raise PlanError(

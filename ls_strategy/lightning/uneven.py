@@ -125,11 +125,7 @@ class UnevenData:
             around_evaluation_lengths(trainer, lambda length: max(self._all(length)))
 
     def check_sized(self, dataloader: Any) -> None:
-        """Raise on all ranks if a loader has a length on some of them only. Collective.
-
-        Raises:
-            DataError: with the cure.
-        """
+        """Raise on all ranks if a loader has a length on some of them only. Collective."""
         sized = [length >= 0 for length in self._all(-1.0 if sized_len(dataloader) is None else 1.0)]
         if any(sized) and not all(sized):
             have = [rank for rank, has in enumerate(sized) if has]

@@ -18,10 +18,6 @@ _SKIPPED_ON_META = {
 def refuse_skipped(module: str, code: CodeType) -> None:
     """Refuse an adapter whose initialization asks for the device of a tensor, if it does nothing on meta.
 
-    Args:
-        module: of the code that asks.
-        code: that asks.
-
     Raises:
         PlanError: it does nothing on meta.
     """

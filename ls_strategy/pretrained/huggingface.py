@@ -90,12 +90,7 @@ def without_memory(device: torch.device, *, reports: bool = True, draws: bool = 
 
 @contextmanager
 def with_memory(comm: Comm, device: torch.device) -> Generator[None, None, None]:
-    """Build models that every rank needs in full, and read the files of ``from_pretrained`` only once for all ranks.
-
-    Args:
-        comm: over all ranks.
-        device: of this rank.
-    """
+    """Build models that every rank needs in full, and read the files of ``from_pretrained`` only once for all ranks."""
     with ExitStack() as stack:
         stack.enter_context(reading_together(comm, device))
         _when_imported(stack, _filled_together)

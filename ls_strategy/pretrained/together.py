@@ -148,12 +148,7 @@ _reader: ContextVar[_Reader | None] = ContextVar("ls_strategy_reader", default=N
 
 @contextmanager
 def reading_together(comm: Comm, device: torch.device) -> Generator[None, None, None]:
-    """Let `fill` read each part of a file on one rank only, where all ranks fill the same tensors.
-
-    Args:
-        comm: over all ranks.
-        device: of this rank.
-    """
+    """Let `fill` read each part of a file on one rank only, where all ranks fill the same tensors."""
     reader = _Reader(comm, device)
     token = _reader.set(reader)
     try:

@@ -39,7 +39,6 @@ class DataNotes:
     """Follows the passes over one rank's training data."""
 
     def __init__(self) -> None:
-        """Begin without data."""
         self.kinds: list[Kind] = []
         """Of the loaders."""
         self.loaders: list[Any] = []

@@ -67,11 +67,7 @@ class StepLoop:
     # a run -----------------------------------------------------------------------------------------------------------
 
     def check(self, trainer: pl.Trainer, module: pl.LightningModule) -> None:
-        """Refuse what cannot work with these steps, before anything is sharded.
-
-        Raises:
-            PlanError: with the cure.
-        """
+        """Refuse what cannot work with these steps, before anything is sharded."""
 
     def begin_run(self, trainer: pl.Trainer, *, together: bool) -> None:
         """Begin a fit or an evaluation. ``together``: ranks wait for each other in evaluations too."""

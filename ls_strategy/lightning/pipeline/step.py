@@ -395,11 +395,7 @@ def _side_loss(module: nn.Module) -> SideLoss:
 
 
 def refuse(module: pl.LightningModule, config: ParallelConfig, device: torch.device | None = None) -> None:
-    """Refuse what a pipeline cannot do, before anything is partitioned.
-
-    Raises:
-        PlanError: with the cure.
-    """
+    """Refuse what a pipeline cannot do, before anything is partitioned."""
     if not module.automatic_optimization:
         raise PlanError(
             "Got a pipeline with automatic_optimization=False, but a pipeline runs all forwards and backwards of a "

@@ -167,11 +167,7 @@ class _Samplers:
 
 
 def check(loader: Any) -> None:
-    """Refuse a loader that does not know its rank from its sampler.
-
-    Raises:
-        PlanError: with the cure.
-    """
+    """Refuse a loader that does not know its rank from its sampler."""
     if isinstance(loader, (list, tuple, range)):
         return  # every rank has the same batches under DDP too
     if not isinstance(loader, DataLoader):

@@ -26,7 +26,6 @@ class VirtualRandom:
     """The streams of the virtual ranks of this process."""
 
     def __init__(self) -> None:
-        """Begin without streams."""
         self._streams: dict[int, RandomStream] = {}
         """By virtual rank."""
         self._at_epoch: dict[int, RandomStream] = {}

@@ -112,11 +112,7 @@ class VirtualRanks:
         return self.split.ranks_of(self.rank)
 
     def check(self, trainer: pl.Trainer, module: pl.LightningModule, *, joins: bool) -> None:
-        """Refuse what virtual ranks cannot do, before anything is sharded. ``joins``: ranks may have no batch.
-
-        Raises:
-            PlanError: with the cure.
-        """
+        """Refuse what virtual ranks cannot do, before anything is sharded. ``joins``: ranks may have no batch."""
         check_ranks(self._parallel.config, self._parallel.data_rank[1])
         if not module.automatic_optimization and trainer.state.fn == TrainerFn.FITTING:
             raise PlanError(

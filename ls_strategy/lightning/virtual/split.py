@@ -10,11 +10,7 @@ from ls_strategy.errors import PlanError
 
 
 def check_ranks(config: ParallelConfig, ranks: int) -> None:
-    """Refuse virtual ranks that this number of ranks cannot compute.
-
-    Raises:
-        PlanError: with the cure.
-    """
+    """Refuse virtual ranks that this number of ranks cannot compute."""
     count, shares = config.virtual_ranks, config.virtual_ranks_per_rank
     assert count is not None
     if ranks > count:
