@@ -185,7 +185,7 @@ class BackgroundSaver:
         for number, entry in enumerate(save.entries):
             value, source = entry.value, entry.source
             if source is None:
-                value = _copied(value)
+                value = value.detach().clone() if isinstance(value, Tensor) else copy.deepcopy(value)
             elif id(value) not in made:  # tied parameters share one
                 hold = holds.setdefault(id(source.flat), Hold(source.flat, self._device)) if source.guarded else at_once
                 made[id(value)] = hold.add(source, value.dtype)
@@ -248,10 +248,6 @@ class _Staging:
     def free(self) -> None:
         """Free the memory, when nothing uses the parts any more."""
         self._memory = torch.empty(0, dtype=torch.uint8)
-
-
-def _copied(value: Any) -> Any:
-    return value.detach().clone() if isinstance(value, Tensor) else copy.deepcopy(value)
 
 
 def _with_own_values(save: Save | SharedFileSave | FileSave, rank: int) -> Save | SharedFileSave | FileSave:

@@ -99,12 +99,13 @@ class Description:
 
     def to_text(self, *, tensors: bool = False) -> str:
         """Return it as text, with a line per tensor if ``tensors``."""
+        date = None if self.saved_at is None else datetime.datetime.fromtimestamp(self.saved_at)
         rows = [
             ("path", self.path),
             ("format", self.format),
             ("step", _or_unknown(self.step)),
             ("epoch", _or_unknown(self.epoch)),
-            ("saved at", _or_unknown(None if self.saved_at is None else _date(self.saved_at))),
+            ("saved at", _or_unknown(date and date.astimezone().isoformat(sep=" ", timespec="seconds"))),
             ("saved from", ", ".join(f"{k} {v}" for k, v in self.layout.items()) or "unknown"),
         ]
         for kind in KINDS:
@@ -146,10 +147,6 @@ def _table(entries: list[DescribedEntry]) -> list[str]:
 
 def _or_unknown(value: Any) -> str:
     return "unknown" if value is None else str(value)
-
-
-def _date(seconds: float) -> str:
-    return datetime.datetime.fromtimestamp(seconds).astimezone().isoformat(sep=" ", timespec="seconds")
 
 
 # --- what there is ----------------------------------------------------------------------------------------------------

@@ -88,16 +88,11 @@ def _gathered(flat: FlatBuffer, others: Tensor | None) -> Tensor:
 
 def stand_ins(raw: Mapping[str, Any], units: list[Unit]) -> dict[str, Any]:
     """Return the module's state dict with parameters on meta, of full shapes: for hooks on ranks without the values."""
-    result: dict[str, Any] = {}
-    places = places_of(raw, units)
-    for key, value in raw.items():
-        place = places.get(key)
-        if place is not None:
-            flat, i = place
-            result[key] = StandIn.of(flat.layout.slots[i].full_shape, flat.master_dtype)
-        else:
-            result[key] = value
-    return with_versions(result, versions_of(raw))
+    found = {
+        key: StandIn.of(flat.layout.slots[i].full_shape, flat.master_dtype)
+        for key, (flat, i) in places_of(raw, units).items()
+    }
+    return with_versions({**raw, **found}, versions_of(raw))
 
 
 def load_full_state_dict(

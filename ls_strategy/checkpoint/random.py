@@ -49,11 +49,6 @@ class RandomStream:
     """The states of all generators of one virtual rank, which this process swaps in and out many times per step."""
 
     def __init__(self) -> None:
-        """Begin at the current states of this process."""
-        self._python: Any = None
-        self._torch: Any = None
-        self._device: Any = None
-        self._numpy: Any = None
         self.take()
 
     def take(self) -> None:

@@ -215,15 +215,10 @@ class _SaveReport:
     def to_plain(self) -> dict[str, Any]:
         """Return it in JSON types."""
         return {
-            "error": self.error,
-            "save_id": self.save_id,
-            "path": self.path,
-            "file": self.file,
+            **vars(self),
             "record": None if self.record is None else [self.record.bytes, self.record.parts],
             "items": [item.to_plain() for item in self.items],
             "aliases": [[list(path), list(other)] for path, other in self.aliases.items()],
-            "places": self.places,
-            "pieces": self.pieces,
         }
 
     @classmethod

@@ -11,7 +11,7 @@ Every call is collective: all ranks of the axis make the same calls in the same 
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from typing import Any
 
@@ -247,3 +247,21 @@ def sum_in_order(terms: Sequence[Tensor]) -> Tensor:
     for term in terms[1:]:
         total += term
     return total.to(terms[0].dtype)
+
+
+class WithAdjoint(torch.autograd.Function):
+    """Apply ``ahead`` in forward and its adjoint ``back`` in backward, which is differentiable."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, ahead: Callable[[Tensor], Tensor], back: Callable[[Tensor], Tensor]) -> Tensor:  # noqa: D102
+        ctx.ahead, ctx.back = ahead, back
+        return ahead(x if ahead is unchanged else x.contiguous())  # the gradient of a sum is expanded, for example
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:  # noqa: D102
+        return WithAdjoint.apply(grads[0], ctx.back, ctx.ahead), None, None
+
+
+def unchanged(x: Tensor) -> Tensor:
+    """Return an alias instead of ``x`` itself, which autograd would turn into a view that keeps its base alive."""
+    return x.detach()

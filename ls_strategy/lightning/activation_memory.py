@@ -78,12 +78,7 @@ class ActivationMemory:
 
     def remove(self) -> None:
         """Undo `apply`."""
-        if self.active is not None:
-            self.active.remove()
-            self.active = None
-        if self._tiles is not None:
-            self._tiles.remove()
-            self._tiles = None
-        if self._heads is not None:
-            self._heads.remove()
-            self._heads = None
+        for part in (self.active, self._tiles, self._heads):
+            if part is not None:
+                part.remove()
+        self.active = self._tiles = self._heads = None

@@ -38,11 +38,11 @@ class LazyTensor(Tensor):
 
     def load_box(self, offsets: tuple[int, ...], sizes: tuple[int, ...]) -> Tensor:
         """Read a rectangular part from its source. Shape: ``sizes``."""
-        return _narrowed(self.materialize(), offsets, sizes)
+        return narrowed(self.materialize(), offsets, sizes)
 
     def box(self, offsets: tuple[int, ...], sizes: tuple[int, ...]) -> Tensor:
         """Return a rectangular part. Shape: ``sizes``."""
-        return self.load_box(offsets, sizes) if self.held is None else _narrowed(self.held, offsets, sizes)
+        return self.load_box(offsets, sizes) if self.held is None else narrowed(self.held, offsets, sizes)
 
     def materialize(self) -> Tensor:
         """Return the full tensor."""
@@ -167,7 +167,8 @@ def forget_owners(model: nn.Module) -> None:
         vars(module).pop(_OWNED, None)
 
 
-def _narrowed(value: Tensor, offsets: tuple[int, ...], sizes: tuple[int, ...]) -> Tensor:
+def narrowed(value: Tensor, offsets: tuple[int, ...], sizes: tuple[int, ...]) -> Tensor:
+    """Return a rectangular part of a tensor, a view. Shape: ``sizes``."""
     for dim, (at, size) in enumerate(zip(offsets, sizes, strict=True)):
         value = value.narrow(dim, at, size)
     return value

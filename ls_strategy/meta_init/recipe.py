@@ -15,17 +15,17 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
 from typing_extensions import override
 
 from ls_strategy._torch import make_wrapper, tree_map, without_torch_function
-from ls_strategy.layout import flat_range_to_boxes
-from ls_strategy.meta_init.lazy import READ_CHUNK, LazyTensor
+from ls_strategy.layout import flat_offset, flat_range_to_boxes
+from ls_strategy.meta_init.lazy import READ_CHUNK, LazyTensor, narrowed
 
 Offsets = tuple[int, ...]
 
@@ -33,39 +33,21 @@ _MOST_RUNS = 256
 """Runs of a reshaped box that are read one by one. For more, everything between the first and the last is read."""
 
 
-class Recipe(Protocol):
+@dataclass(frozen=True)
+class Recipe:
     """Values that are made when they are needed."""
 
-    @property
-    def shape(self) -> tuple[int, ...]:
-        """Shape of the full value."""
-        ...
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """The dtype of the value."""
-        ...
-
-    def box(self, offsets: Offsets, sizes: Offsets) -> Tensor:
-        """Make a rectangular part. Shape: ``sizes``."""
-        ...
-
-    def flat(self, start: int, stop: int) -> Tensor:
-        """Make elements ``[start, stop)`` of the flattened value."""
-        ...
-
-
-@dataclass(frozen=True)
-class _Node:
-    """A recipe whose ranges are made of boxes."""
-
     shape: tuple[int, ...]
+    """Of the full value."""
+
     dtype: torch.dtype
 
     def box(self, offsets: Offsets, sizes: Offsets) -> Tensor:
+        """Make a rectangular part. Shape: ``sizes``."""
         raise NotImplementedError
 
     def flat(self, start: int, stop: int) -> Tensor:
+        """Make elements ``[start, stop)`` of the flattened value, by default of boxes."""
         boxes = flat_range_to_boxes(self.shape, start, stop)
         if len(boxes) == 1:
             return self.box(boxes[0].offsets, boxes[0].sizes).reshape(-1)
@@ -80,25 +62,32 @@ def full(recipe: Recipe) -> Tensor:
     return recipe.box((0,) * len(recipe.shape), recipe.shape)
 
 
-def _narrowed(value: Tensor, offsets: Offsets, sizes: Offsets) -> Tensor:
-    for dim, (at, size) in enumerate(zip(offsets, sizes, strict=True)):
-        value = value.narrow(dim, at, size)
-    return value
+def runs_in(shape: Sequence[int], offsets: Offsets, sizes: Offsets) -> tuple[int, Iterator[int]]:
+    """Return the length of a box's contiguous runs, and where each begins in the flattened tensor, in order."""
+    split = len(shape)
+    while split > 0 and sizes[split - 1] == shape[split - 1]:
+        split -= 1
+    # Dimensions from here on are complete; the one before is cut, and is the last that a run extends over.
+    split = max(split - 1, 0)
+    first, strides = flat_offset(shape, offsets), [math.prod(shape[d + 1 :]) for d in range(split)]
+    indices = itertools.product(*map(range, sizes[:split]))
+    starts = (first + sum(i * s for i, s in zip(index, strides, strict=True)) for index in indices)
+    return math.prod(sizes[split:]), starts
 
 
 @dataclass(frozen=True)
-class InMemory(_Node):
+class InMemory(Recipe):
     """A tensor that has its values."""
 
     value: Tensor
 
     @override
     def box(self, offsets: Offsets, sizes: Offsets) -> Tensor:
-        return _narrowed(self.value.detach(), offsets, sizes)
+        return narrowed(self.value.detach(), offsets, sizes)
 
 
 @dataclass(frozen=True)
-class Cast(_Node):
+class Cast(Recipe):
     """Another dtype."""
 
     source: Recipe
@@ -113,7 +102,7 @@ class Cast(_Node):
 
 
 @dataclass(frozen=True)
-class Permuted(_Node):
+class Permuted(Recipe):
     """Dimensions in another order: dimension ``i`` is ``order[i]`` of the source."""
 
     source: Recipe
@@ -127,7 +116,7 @@ class Permuted(_Node):
 
 
 @dataclass(frozen=True)
-class Sliced(_Node):
+class Sliced(Recipe):
     """Every ``step``-th of the indices from ``start`` on along ``dim``."""
 
     source: Recipe
@@ -145,7 +134,7 @@ class Sliced(_Node):
 
 
 @dataclass(frozen=True)
-class Joined(_Node):
+class Joined(Recipe):
     """Several values one after the other along ``dim``."""
 
     sources: tuple[Recipe, ...]
@@ -172,7 +161,7 @@ class Joined(_Node):
 
 
 @dataclass(frozen=True)
-class Reshaped(_Node):
+class Reshaped(Recipe):
     """The same elements, row by row, in another shape."""
 
     source: Recipe
@@ -188,21 +177,13 @@ class Reshaped(_Node):
         inner = self._without_ones(offsets, sizes)
         if inner is not None:
             return self.source.box(*inner).reshape(sizes)
-        split = len(sizes)
-        while split > 0 and sizes[split - 1] == self.shape[split - 1]:
-            split -= 1
-        split = max(split - 1, 0)
-        strides = [math.prod(self.shape[d + 1 :]) for d in range(len(sizes))]
-        run = math.prod(sizes[split:])
-        base = sum(o * s for o, s in zip(offsets, strides, strict=True))
-        ranges = [range(size) for size in sizes[:split]]
-        if math.prod(sizes[:split]) <= _MOST_RUNS:
-            starts = [
-                base + sum(i * s for i, s in zip(index, strides, strict=False)) for index in itertools.product(*ranges)
-            ]
+        run, starts = runs_in(self.shape, offsets, sizes)
+        if math.prod(sizes) // run <= _MOST_RUNS:
             return torch.cat([self.flat(at, at + run) for at in starts]).view(sizes)
-        last = base + sum((size - 1) * s for size, s in zip(sizes, strides, strict=True))
-        return self.flat(base, last + 1).as_strided(sizes, strides)
+        strides = [math.prod(self.shape[d + 1 :]) for d in range(len(sizes))]
+        last = [at + size - 1 for at, size in zip(offsets, sizes, strict=True)]
+        between = self.flat(flat_offset(self.shape, offsets), flat_offset(self.shape, last) + 1)
+        return between.as_strided(sizes, strides)
 
     def _without_ones(self, offsets: Offsets, sizes: Offsets) -> tuple[Offsets, Offsets] | None:
         """Return the box of the source if the shapes differ only in dimensions of size 1."""
@@ -217,7 +198,7 @@ class Reshaped(_Node):
 
 
 @dataclass(frozen=True)
-class Computed(_Node):
+class Computed(Recipe):
     """The result of any other function, which needs its arguments in full."""
 
     function: Callable[..., Tensor]
@@ -227,7 +208,7 @@ class Computed(_Node):
     @override
     def box(self, offsets: Offsets, sizes: Offsets) -> Tensor:
         args, kwargs = tree_map(_value_of, (self.args, self.kwargs))
-        return _narrowed(self.function(*args, **kwargs), offsets, sizes).clone()
+        return narrowed(self.function(*args, **kwargs), offsets, sizes).clone()
 
 
 def computes(recipe: Recipe) -> bool:

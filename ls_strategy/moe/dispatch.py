@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from ls_strategy.distributed.axis import Axis, PendingExchange
+from ls_strategy.distributed.axis import Axis, PendingExchange, WithAdjoint
 
 
 class _PermuteRows(torch.autograd.Function):
@@ -159,32 +159,6 @@ def by_expert(
     return _PermuteRows.apply(rows, index, inverse, 1 / gradient_scale), by_rank  # type: ignore[return-value]
 
 
-class _Shard(torch.autograd.Function):
-    """Takes this rank's rows of a replicated tensor; backward gathers."""
-
-    @staticmethod
-    def forward(ctx: Any, rows: Tensor, axis: Axis, sizes: list[int]) -> Tensor:
-        ctx.axis, ctx.sizes = axis, sizes
-        return rows.narrow(0, sum(sizes[: axis.rank]), sizes[axis.rank]).clone(memory_format=torch.contiguous_format)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Any:  # type: ignore[override]
-        return _Gather.apply(grad, ctx.axis, ctx.sizes), None, None
-
-
-class _Gather(torch.autograd.Function):
-    """Gathers the rows of all ranks; backward takes this rank's rows."""
-
-    @staticmethod
-    def forward(ctx: Any, rows: Tensor, axis: Axis, sizes: list[int]) -> Tensor:
-        ctx.axis, ctx.sizes = axis, sizes
-        return axis.all_gather(rows, 0, sizes)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Any:  # type: ignore[override]
-        return _Shard.apply(grad, ctx.axis, ctx.sizes), None, None
-
-
 def even_sizes(tokens: int, ranks: int) -> list[int]:
     """Return the number of tokens of each rank, as equal as possible.
 
@@ -197,9 +171,20 @@ def even_sizes(tokens: int, ranks: int) -> list[int]:
 
 def shard_tokens(rows: Tensor, axis: Axis) -> Tensor:
     """Return this rank's rows of ``(S, ...)`` that are replicated over the axis. Collective in backward."""
-    return _Shard.apply(rows, axis, even_sizes(len(rows), axis.size))  # type: ignore[no-any-return]
+    return WithAdjoint.apply(rows, *_take_and_gather(axis, len(rows)))  # type: ignore[no-any-return]
 
 
 def gather_tokens(rows: Tensor, axis: Axis, tokens: int) -> Tensor:
     """Gather the ``tokens`` rows that `shard_tokens` distributed. Collective."""
-    return _Gather.apply(rows, axis, even_sizes(tokens, axis.size))  # type: ignore[no-any-return]
+    take, gather = _take_and_gather(axis, tokens)
+    return WithAdjoint.apply(rows, gather, take)  # type: ignore[no-any-return]
+
+
+def _take_and_gather(axis: Axis, tokens: int) -> tuple[Callable[[Tensor], Tensor], Callable[[Tensor], Tensor]]:
+    """Return what takes this rank's rows of a replicated tensor, and its adjoint, which gathers those of all ranks."""
+    sizes = even_sizes(tokens, axis.size)
+
+    def take(rows: Tensor) -> Tensor:
+        return rows.narrow(0, sum(sizes[: axis.rank]), sizes[axis.rank]).clone(memory_format=torch.contiguous_format)
+
+    return take, lambda rows: axis.all_gather(rows, 0, sizes)

@@ -29,7 +29,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from ls_strategy.distributed.axis import Axis, sum_in_order
+from ls_strategy.distributed.axis import Axis, WithAdjoint, sum_in_order, unchanged
 from ls_strategy.errors import PlanError
 
 Map = Callable[[Tensor], Tensor]
@@ -41,26 +41,8 @@ def untraced(function: F) -> F:
     return torch.compiler.disable(function)  # type: ignore[return-value]
 
 
-class _Region(torch.autograd.Function):
-    """Apply ``ahead`` in forward and its adjoint ``back`` in backward."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, ahead: Map, back: Map) -> Tensor:
-        ctx.ahead, ctx.back = ahead, back
-        return ahead(x if ahead is _identity else x.contiguous())  # the gradient of a sum is expanded, for example
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> Any:
-        return _Region.apply(grads[0], ctx.back, ctx.ahead), None, None
-
-
 def _run(x: Tensor, axis: Axis, ahead: Map, back: Map) -> Tensor:
-    return x if axis.size == 1 else _Region.apply(x, ahead, back)  # type: ignore[no-any-return]
-
-
-def _identity(x: Tensor) -> Tensor:
-    # An alias instead of x itself, which autograd would turn into a view that keeps its base alive.
-    return x.detach()
+    return x if axis.size == 1 else WithAdjoint.apply(x, ahead, back)  # type: ignore[no-any-return]
 
 
 def _slice(axis: Axis, dim: int) -> Map:
@@ -94,13 +76,13 @@ def shard_length(x: Tensor, dim: int, axis: Axis) -> int:
 @untraced
 def copy_to(x: Tensor, axis: Axis) -> Tensor:
     """Pass a replicated tensor into layers that are sharded over the ranks."""
-    return _run(x, axis, _identity, axis.all_reduce)
+    return _run(x, axis, unchanged, axis.all_reduce)
 
 
 @untraced
 def reduce_from(x: Tensor, axis: Axis) -> Tensor:
     """Sum the ranks' partial results into a replicated tensor."""
-    return _run(x, axis, axis.all_reduce, _identity)
+    return _run(x, axis, axis.all_reduce, unchanged)
 
 
 @untraced

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import os
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from io import FileIO
 from pathlib import Path, PureWindowsPath
@@ -13,11 +13,12 @@ from typing import cast
 
 import torch
 from torch import Tensor
+from typing_extensions import override
 
 from ls_strategy.checkpoint.files import as_bytes
 from ls_strategy.checkpoint.place import open_file
 from ls_strategy.errors import CheckpointError
-from ls_strategy.meta_init.recipe import RecipeTensor, RecordedTensor
+from ls_strategy.meta_init.recipe import Recipe, RecipeTensor, RecordedTensor, runs_in
 from ls_strategy.pretrained.header import parse_json, read_header
 
 _INDEX = ".safetensors.index.json"
@@ -31,27 +32,26 @@ _AT_ONCE = 1 << 24
 
 
 @dataclass(frozen=True)
-class Stored:
-    """A tensor in a file, row by row from byte ``first`` on: a `Recipe`."""
+class Stored(Recipe):
+    """A tensor in a file, row by row from byte ``first`` on."""
 
     path: Path
     name: str
-    dtype: torch.dtype
-    shape: tuple[int, ...]
     first: int
 
+    @override
     def flat(self, start: int, stop: int) -> Tensor:
-        """Read elements ``[start, stop)`` of the flattened tensor."""
         out = torch.empty(stop - start, dtype=self.dtype, device="cpu")
         read_into(self.path, self.first + start * self.dtype.itemsize, as_bytes(out), self.name)
         return out
 
+    @override
     def box(self, offsets: tuple[int, ...], sizes: tuple[int, ...]) -> Tensor:
         """Read a rectangular part: each of its runs, or neighbouring runs together with small gaps between them."""
         numel = math.prod(sizes)
         if numel == 0:
             return torch.empty(sizes, dtype=self.dtype, device="cpu")
-        run, starts = _runs(self.shape, offsets, sizes)
+        run, starts = runs_in(self.shape, offsets, sizes)
         if run == numel:
             (only,) = starts
             return self.flat(only, only + run).view(sizes)
@@ -73,27 +73,6 @@ class Stored:
                 out[i] = got[at : at + run]
             row = end
         return out.view(sizes)
-
-
-def _runs(shape: Sequence[int], offsets: Sequence[int], sizes: Sequence[int]) -> tuple[int, Iterator[int]]:
-    """Return the length of a box's contiguous runs, and where each begins in the flattened tensor, in order."""
-    outer = len(shape)
-    while outer > 0 and sizes[outer - 1] == shape[outer - 1]:
-        outer -= 1
-    # dimensions from `outer` on are complete; the one before it is cut, and is the last that a run extends over
-    split = max(outer - 1, 0)
-    strides = [math.prod(shape[d + 1 :]) for d in range(len(shape))]
-    run = math.prod(sizes[split:])
-    base = sum(o * s for o, s in zip(offsets, strides, strict=True))
-
-    def starts(dim: int, at: int) -> Iterator[int]:
-        if dim == split:
-            yield at
-            return
-        for i in range(sizes[dim]):
-            yield from starts(dim + 1, at + i * strides[dim])
-
-    return run, starts(0, base)
 
 
 def read_into(path: Path, first: int, target: memoryview, what: str) -> None:
@@ -233,5 +212,5 @@ def _map_of(index: Path) -> dict[str, str]:
 def _tensors_of(path: Path, kind: type[RecipeTensor]) -> dict[str, Tensor]:
     entries, begin = read_header(path)
     return {
-        name: kind(Stored(path, name, entry.dtype, entry.shape, begin + entry.begin)) for name, entry in entries.items()
+        name: kind(Stored(entry.shape, entry.dtype, path, name, begin + entry.begin)) for name, entry in entries.items()
     }

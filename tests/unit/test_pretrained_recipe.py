@@ -31,7 +31,7 @@ def stored(folder: Path, values: Values) -> dict[str, Any]:
     for name, value in values.items():
         path = folder / name
         path.write_bytes(value.contiguous().view(-1).view(torch.uint8).numpy().tobytes())
-        found[name] = RecordedTensor(Stored(path, name, value.dtype, tuple(value.shape), 0))
+        found[name] = RecordedTensor(Stored(tuple(value.shape), value.dtype, path, name, 0))
     return found
 
 

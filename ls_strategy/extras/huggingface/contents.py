@@ -21,10 +21,11 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from typing_extensions import override
 
 from ls_strategy.errors import ConfigError, PlanError
-from ls_strategy.meta_init.lazy import LazyTensor
-from ls_strategy.meta_init.recipe import RecordedTensor, recipe_of
+from ls_strategy.meta_init.lazy import LazyTensor, narrowed
+from ls_strategy.meta_init.recipe import Recipe, RecordedTensor, recipe_of
 from ls_strategy.zero.setup.kept import named_by_authors
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -35,25 +36,19 @@ _COMPILED = "_orig_mod"
 
 
 @dataclass(frozen=True)
-class Promised:
-    """A `Recipe` of a tensor that is found by its name when its values are needed."""
+class Promised(Recipe):
+    """A tensor that is found by its name when its values are needed."""
 
-    shape: tuple[int, ...]
-    dtype: torch.dtype
     name: str
     values: dict[str, Tensor]  # all tensors by name, lazy or not. Filled before the first value is needed.
 
+    @override
     def box(self, offsets: tuple[int, ...], sizes: tuple[int, ...]) -> Tensor:
-        """Return a rectangular part. Shape: ``sizes``."""
         found = self._found()
-        if isinstance(found, LazyTensor):
-            return found.box(offsets, sizes)
-        for dim, (at, size) in enumerate(zip(offsets, sizes, strict=True)):
-            found = found.narrow(dim, at, size)
-        return found
+        return found.box(offsets, sizes) if isinstance(found, LazyTensor) else narrowed(found, offsets, sizes)
 
+    @override
     def flat(self, start: int, stop: int) -> Tensor:
-        """Return elements ``[start, stop)`` of the flattened tensor."""
         found = self._found()
         return found.range(start, stop) if isinstance(found, LazyTensor) else found.reshape(-1)[start:stop]
 

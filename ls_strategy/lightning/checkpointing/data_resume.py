@@ -72,10 +72,9 @@ class DataResume:
     """The training data of one rank, in a fit that may resume."""
 
     def __init__(self, run: RunState, resume: _Resume) -> None:
-        """Begin without a checkpoint."""
         self._run, self._resume = run, resume
         self._notes = DataNotes()
-        self._notes.on_making, self._notes.on_made = self._before_pass, self._after_pass
+        self._notes.on_making, self._notes.on_made = self._before_pass, resume.after_iterators
         self._saved: dict[str, Any] | None = None
         """The notes that the checkpoint holds for this rank, until iterators are made."""
         self._replicas: int | None = None
@@ -215,9 +214,6 @@ class DataResume:
     def _before_pass(self) -> None:
         if not reloads_for(self._trainer, self._trainer.current_epoch):
             self._resume.before_iterators()
-
-    def _after_pass(self) -> None:
-        self._resume.after_iterators()
 
     def _lost_order(self, saved: dict[str, Any] | None, place: str) -> str:
         """Return a warning if loaders may go on in another order than in a run that was not interrupted."""

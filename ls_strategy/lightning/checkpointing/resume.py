@@ -137,16 +137,11 @@ class Resume:
 
     def _take(self, saved: dict[str, Any]) -> None:
         """Take what the run continues with besides weights, states and progress. ``saved`` has the random states."""
-        states = saved.pop(contents.RANDOM, {})
+        states, virtual = saved.pop(contents.RANDOM, {}), self._run.virtual
         if self._goes_back:
             return
-        self._position = self._ours
+        self._position, self._between = self._ours, None
         self._loaded = History.of(self._ours.get(HISTORY))
-        self._take_random_states(states)
-
-    def _take_random_states(self, states: dict[str, Any]) -> None:
-        virtual = self._run.virtual
-        self._between = None
         self.reading.take(states, self._ours.get("world_size"))
         if self._ours.get(before_batch.MARK):
             self._take_between(states)

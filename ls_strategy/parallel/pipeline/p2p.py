@@ -13,7 +13,7 @@ group a rank only sends to one peer, or only receives from one (`make_links`). g
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
@@ -68,7 +68,7 @@ def plan_messages(table: Table) -> dict[tuple[int, int], list[Message]]:
     where = {action: (r, i) for r, row in enumerate(table.rows) for i, action in enumerate(row)}
     result: dict[tuple[int, int], list[Message]] = {}
     for action, (rank, i) in where.items():
-        target = _target(action, table, where)
+        target = target_of(action, table, where)
         if target is None:
             continue
         peer, j = where[target]
@@ -77,15 +77,15 @@ def plan_messages(table: Table) -> dict[tuple[int, int], list[Message]]:
     return {pair: sorted(messages, key=lambda m: m.sent_at) for pair, messages in result.items()}
 
 
-def _target(action: Action, table: Table, where: dict[Action, tuple[int, int]]) -> Action | None:
-    """Return the action of the neighboring stage that needs the result."""
+def target_of(action: Action, table: Table, actions: Container[Action]) -> Action | None:
+    """Return the one of ``actions``, of the neighboring stage, that needs the result."""
     kind, s, m = action
     if kind == "F":
         return Action("F", s + 1, m) if s < table.stages - 1 else None
     if kind == "W" or s == 0:
         return None
     backward = Action("B", s - 1, m)
-    return backward if backward in where else Action("I", s - 1, m)
+    return backward if backward in actions else Action("I", s - 1, m)
 
 
 # --- shapes ----------------------------------------------------------------------------------------------------------

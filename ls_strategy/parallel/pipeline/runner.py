@@ -24,7 +24,7 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from ls_strategy._torch import tree_flatten
 from ls_strategy.errors import PlanError, StateError
-from ls_strategy.parallel.pipeline.p2p import Links, PointToPoint, Shapes
+from ls_strategy.parallel.pipeline.p2p import Links, PointToPoint, Shapes, target_of
 from ls_strategy.parallel.pipeline.partition import Step
 from ls_strategy.parallel.pipeline.schedules import Action, Table, forward_table, least_micro_batches, make_table
 from ls_strategy.parallel.pipeline.simulate import simulate
@@ -261,13 +261,10 @@ class PipelineRunner:
     def _pass_on(self, progress: _Progress, action: Action, tensors: list[Tensor], shapes: Shapes) -> None:
         if progress.p2p.give(action, tensors, shapes):
             return
-        kind, s, m = action
-        if kind == "F":
-            progress.local[Action("F", s + 1, m)] = _received([t.detach() for t in tensors], shapes)
-        else:
-            backward = Action("B", s - 1, m)
-            needed = backward if backward in progress.table.rows[self.rank] else Action("I", s - 1, m)
-            progress.local[needed] = tensors
+        target = target_of(action, progress.table, progress.table.rows[self.rank])
+        assert target is not None
+        passed = _received([t.detach() for t in tensors], shapes) if action.kind == "F" else tensors
+        progress.local[target] = passed
 
     # actions ---------------------------------------------------------------------------------------------------------
 

@@ -11,7 +11,7 @@ Every plan is checked against the model before anything is sharded.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from fnmatch import fnmatchcase
 from typing import Any, Literal, TypeAlias, cast
@@ -19,6 +19,7 @@ from typing import Any, Literal, TypeAlias, cast
 from torch import nn
 from torch.distributed.tensor.parallel import ParallelStyle
 
+from ls_strategy.blocks import outermost
 from ls_strategy.errors import PlanError
 from ls_strategy.parallel.styles import ExpertFeatures, Style, parse_all
 from ls_strategy.parallel.tensor import huggingface
@@ -100,7 +101,8 @@ def resolve_tensor_plan(model: nn.Module, given: Given, size: int) -> ResolvedPl
 def _automatic(model: nn.Module, size: int) -> tuple[str, dict[str, Any]]:
     """Return ``(source, plan)`` for ``"auto"``."""
     plan: dict[str, Any] = {}
-    own = list(_own_plans(model))
+    found = outermost(model, lambda module: callable(getattr(module, "tensor_parallel_plan", None)))
+    own = [(plain_name(name), module) for name, module in found]
     for prefix, module in own:
         for pattern, value in _call(prefix, module).items():
             plan[".".join(part for part in (prefix, pattern) if part)] = value
@@ -114,15 +116,6 @@ def _automatic(model: nn.Module, size: int) -> tuple[str, dict[str, Any]]:
     if not carried:
         source, plan = "names and shapes of the layers", dict(infer(model, size))
     return source, plan | vocabulary(model, size)
-
-
-def _own_plans(model: nn.Module, prefix: str = "") -> Iterator[tuple[str, nn.Module]]:
-    """Yield ``(name, module)`` of the outermost modules with a ``tensor_parallel_plan`` method."""
-    if callable(getattr(model, "tensor_parallel_plan", None)):
-        yield plain_name(prefix), model
-        return
-    for name, child in model.named_children():
-        yield from _own_plans(child, f"{prefix}.{name}" if prefix else name)
 
 
 def _call(prefix: str, module: nn.Module) -> Mapping[str, Any]:

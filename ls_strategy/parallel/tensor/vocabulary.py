@@ -7,11 +7,12 @@ replicated.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any, cast
 
 from torch import nn
 
+from ls_strategy.blocks import outermost
 from ls_strategy.parallel.hooks import Owned
 from ls_strategy.parallel.styles import Features, Style, Vocab
 from ls_strategy.parallel.tensor import families
@@ -49,7 +50,8 @@ def _candidates(model: nn.Module, names: dict[int, str]) -> tuple[list[nn.Module
     embeddings: list[nn.Module] = []
     heads: list[nn.Module] = []
     known: set[int] = set()
-    for source in _with_accessors(model):
+    # Of Hugging Face's models.
+    for _, source in outermost(model, lambda module: callable(getattr(module, "get_input_embeddings", None))):
         known |= {id(m) for m in source.modules()}
         embeddings += _ask(source, "get_input_embeddings", nn.Embedding)
         heads += _ask(source, "get_output_embeddings", nn.Linear)
@@ -69,15 +71,6 @@ def _candidates(model: nn.Module, names: dict[int, str]) -> tuple[list[nn.Module
 
 def _last(names: dict[int, str], module: nn.Module) -> str:
     return names[id(module)].rpartition(".")[2]
-
-
-def _with_accessors(model: nn.Module) -> Iterator[nn.Module]:
-    """Yield the outermost modules with ``get_input_embeddings``, as Hugging Face's models have it."""
-    if callable(getattr(model, "get_input_embeddings", None)):
-        yield model
-        return
-    for child in model.children():
-        yield from _with_accessors(child)
 
 
 def _ask(source: nn.Module, accessor: str, kind: type[nn.Module]) -> list[nn.Module]:
