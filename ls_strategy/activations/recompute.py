@@ -167,7 +167,8 @@ class _ForwardCall:
             if isinstance(leaf, Tensor) and id(leaf) not in places:
                 places[id(leaf)] = len(self.tensors)
                 self.tensors.append(leaf)
-        self._leaves = [_At(places[id(leaf)]) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
+        self._leaves = [None if isinstance(leaf, Tensor) else leaf for leaf in leaves]
+        self._at = {i: places[id(leaf)] for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor)}
 
     def __call__(self, *tensors: Tensor) -> Any:
         if self._first is not None:
@@ -180,17 +181,10 @@ class _ForwardCall:
                 if place[1] in STATISTICS or _state_of(place) != state
             ]
             return output
-        leaves = [tensors[leaf.position] if isinstance(leaf, _At) else leaf for leaf in self._leaves]
+        leaves = [tensors[self._at[i]] if i in self._at else leaf for i, leaf in enumerate(self._leaves)]
         args, kwargs = tree_unflatten(leaves, self._structure)
         with _unchanged(self._updated):
             return self._forward(*args, **kwargs)
-
-
-class _At:
-    """The position of an argument in the list of tensors."""
-
-    def __init__(self, position: int) -> None:
-        self.position = position
 
 
 def _state_of(place: _Place) -> tuple[int, int]:

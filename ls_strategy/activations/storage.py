@@ -75,9 +75,11 @@ class ActivationStorage(ABC):
         """Bytes of all host buffers, in use or free."""
         return self._stock.total_bytes
 
-    @abstractmethod
     def begin(self, region: StoredRegion, source: Tensor) -> None:
         """Start copying ``source``, ``(nbytes,)`` uint8 on the device, to host memory."""
+        self._take_buffer(region)
+        self.stored_bytes += region.nbytes
+        region.copying = self._link.to_host(region.host(), source)
 
     @abstractmethod
     def finish(self, region: StoredRegion) -> None:
@@ -91,9 +93,9 @@ class ActivationStorage(ABC):
     def host(self, region: StoredRegion) -> Tensor:
         """Return the bytes in host memory, ``(nbytes,)`` uint8. Waits for them."""
 
-    @abstractmethod
     def arrived(self, region: StoredRegion, arrival: Arrival) -> None:
         """Note that ``arrival`` copies the bytes from `host` to the device."""
+        region.copying = arrival
 
     @abstractmethod
     def drop(self, region: StoredRegion) -> None:
@@ -102,6 +104,14 @@ class ActivationStorage(ABC):
     @abstractmethod
     def close(self) -> None:
         """Free all memory and files. Nothing may be stored any more."""
+
+    @abstractmethod
+    def _take_buffer(self, region: StoredRegion) -> None: ...
+
+    def _give_buffer(self, region: StoredRegion) -> None:
+        assert region.buffer is not None
+        self._stock.give(region.buffer, region.copying)
+        region.buffer = None
 
     def _wait(self, wait: Callable[[], object]) -> None:
         started = time.perf_counter()
@@ -112,12 +122,6 @@ class ActivationStorage(ABC):
 class _HostStorage(ActivationStorage):
     name = "host memory"
 
-    def begin(self, region: StoredRegion, source: Tensor) -> None:
-        # An earlier copy out of the buffer has ended: the device's current stream has waited for it.
-        region.buffer, _ = self._stock.take(region.nbytes)
-        self.stored_bytes += region.nbytes
-        region.copying = self._link.to_host(region.host(), source)
-
     def finish(self, region: StoredRegion) -> None:
         self._wait(region.copying.wait_on_host)
 
@@ -127,19 +131,19 @@ class _HostStorage(ActivationStorage):
     def host(self, region: StoredRegion) -> Tensor:
         return region.host()
 
-    def arrived(self, region: StoredRegion, arrival: Arrival) -> None:
-        region.copying = arrival
-
     def drop(self, region: StoredRegion) -> None:
         if region.buffer is not None:
             self.stored_bytes -= region.nbytes
-            self._stock.give(region.buffer, region.copying)
-            region.buffer = None
+            self._give_buffer(region)
             if self.stored_bytes == 0:
                 self._stock.trim()
 
     def close(self) -> None:
         self._stock.close()
+
+    def _take_buffer(self, region: StoredRegion) -> None:
+        # An earlier copy out of the buffer has ended: the device's current stream has waited for it.
+        region.buffer, _ = self._stock.take(region.nbytes)
 
 
 @dataclass(frozen=True)
@@ -210,11 +214,6 @@ class _FileStorage(ActivationStorage):
         self._writing: deque[StoredRegion] = deque()
         self._dropped: deque[StoredRegion] = deque()
 
-    def begin(self, region: StoredRegion, source: Tensor) -> None:
-        self._take_buffer(region)
-        self.stored_bytes += region.nbytes
-        region.copying = self._link.to_host(region.host(), source)
-
     def finish(self, region: StoredRegion) -> None:
         region.copying.wait_on_host()
         if region.offset is None:
@@ -243,7 +242,7 @@ class _FileStorage(ActivationStorage):
         return region.host()
 
     def arrived(self, region: StoredRegion, arrival: Arrival) -> None:
-        region.copying = arrival
+        super().arrived(region, arrival)
         if region.transfer is not None and region.transfer.verb == "read":
             self._give_buffer(region)
 
@@ -309,11 +308,6 @@ class _FileStorage(ActivationStorage):
     def _finished_well(region: StoredRegion) -> bool:
         transfer = region.transfer
         return transfer is not None and transfer.finished.is_set() and transfer.error is None
-
-    def _give_buffer(self, region: StoredRegion) -> None:
-        assert region.buffer is not None
-        self._stock.give(region.buffer, region.copying)
-        region.buffer = None
 
     def _grow(self) -> None:
         """Reserve space for the file, so that a full NVMe device raises here."""
