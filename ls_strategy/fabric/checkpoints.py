@@ -20,7 +20,6 @@ from torch.optim import Optimizer
 from ls_strategy.checkpoint.commit import recover
 from ls_strategy.checkpoint.full import full_state_dict, load_full_state_dict
 from ls_strategy.checkpoint.source import FABRIC, OURS, RANDOM, as_fabric
-from ls_strategy.checkpoint.web import as_on_disk
 from ls_strategy.distributed.comm import Comm
 from ls_strategy.errors import PlanError
 from ls_strategy.fabric.model import Model
@@ -213,16 +212,11 @@ class Checkpoints:
     def _read(self, path: Any, weights_only: bool | None) -> tuple[dict[str, Any], list[str] | None]:
         """Return a checkpoint under Fabric's keys, and the names of weights it was saved without; None for a file."""
         io = self._strategy.checkpoint_io
-        if not contents.is_folder(path):
-            weights_only = as_on_disk(path, weights_only)
-            load = partial(io.load_checkpoint, path, weights_only=weights_only)
-            checkpoint = contents.read_file(path, io, weights_only, load)
-            check = partial(contents.verify_file, path, checkpoint)
-            self._comm.on_all_ranks(check if self._comm.rank == 0 else lambda: None)
+        checkpoint, is_folder = contents.load(path, io, weights_only, io.load_checkpoint, self._comm)
+        if not is_folder:
             if isinstance(checkpoint, dict):
                 checkpoint.pop(OURS, None)
             return checkpoint, None
-        checkpoint = self._comm.on_all_ranks(partial(contents.read, path, io, weights_only))
         left_out = checkpoint.get(OURS, {}).get("left_out", [])
         checkpoint.pop(RANDOM, None)
         return as_fabric(checkpoint), left_out

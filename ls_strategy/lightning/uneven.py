@@ -248,7 +248,8 @@ class UnevenData:
             fetcher.agreed(done=not fetcher.has_more, all_done=turn.last)
             if turn.weight:
                 return item
-            self._fill_evaluation(now)
+            with self._filling(now):
+                run_filler_in_evaluation(self._trainer, now.loop, now.kept, now.kept_index, now.kept_loader)
 
     def _agree(self, now: _Pass, item: Any, *, more: bool) -> Turn | None:
         """Return the next turn, None if no rank has a batch. Collective.
@@ -327,20 +328,16 @@ class UnevenData:
             self._restore.take_buffers(engine.model)
 
     def _fill_training(self) -> None:
-        now, trainer = self._passes[-1], self._trainer
-        results = Results(now.loop, is_first=not now.logged)
-        self.runs_filler = True
-        try:
-            run_filler_in_training(trainer, now.kept, _collective_callbacks(trainer), results.shared)
-        finally:
-            self._end_filler()
-            results.end()
+        trainer = self._trainer
+        with self._filling(self._passes[-1]) as results:
+            run_filler_in_training(trainer, self._passes[-1].kept, _collective_callbacks(trainer), results.shared)
 
-    def _fill_evaluation(self, now: _Pass) -> None:
+    @contextmanager
+    def _filling(self, now: _Pass) -> Generator[Results, None, None]:
         results = Results(now.loop, is_first=not now.logged)
         self.runs_filler = True
         try:
-            run_filler_in_evaluation(self._trainer, now.loop, now.kept, now.kept_index, now.kept_loader)
+            yield results
         finally:
             self._end_filler()
             results.end()

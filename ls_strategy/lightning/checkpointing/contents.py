@@ -35,7 +35,7 @@ from ls_strategy.checkpoint.random import random_states
 from ls_strategy.checkpoint.reshard import Contents, Source, assemble, separate
 from ls_strategy.checkpoint.source import OURS, RANDOM, VERSIONS, refuse_damaged, versions_of, with_versions
 from ls_strategy.checkpoint.target import MANIFEST, META, METADATA, check_replaceable
-from ls_strategy.checkpoint.web import is_web, refuse_web_folder
+from ls_strategy.checkpoint.web import as_on_disk, is_web, refuse_web_folder
 from ls_strategy.distributed.comm import Comm
 from ls_strategy.engine import Engine
 from ls_strategy.errors import CheckpointError, LSError
@@ -305,6 +305,24 @@ def _write_meta(checkpoint_io: CheckpointIO, rest: dict[str, Any], storage_optio
 # --- loading ---------------------------------------------------------------------------------------------------------
 
 
+def load(
+    path: Any, checkpoint_io: CheckpointIO, weights_only: bool | None, load_file: Callable[..., Any], comm: Comm
+) -> tuple[Any, bool]:
+    """Return a checkpoint, and whether it is a folder, whose tensors are lazy. Collective.
+
+    ``load_file(path, weights_only=...)`` is Lightning's own way to read a file.
+
+    Raises:
+        CheckpointError: the folder is not committed, or damaged; or rank 0 finds that the file is.
+    """
+    if is_folder(path):
+        return comm.on_all_ranks(partial(read, path, checkpoint_io, weights_only)), True
+    weights_only = as_on_disk(path, weights_only)
+    checkpoint = read_file(path, checkpoint_io, weights_only, partial(load_file, path, weights_only=weights_only))
+    comm.on_all_ranks(partial(_verify_file, path, checkpoint) if comm.rank == 0 else lambda: None)
+    return checkpoint, False
+
+
 def is_folder(path: Any) -> bool:
     """Return whether a checkpoint path is a folder, committed or not. Not collective.
 
@@ -357,7 +375,7 @@ def map_file(path: Any, checkpoint_io: CheckpointIO, weights_only: bool | None) 
     return torch.load(place.path, map_location="cpu", mmap=True, weights_only=weights_only)
 
 
-def verify_file(path: Any, checkpoint: dict[str, Any]) -> None:
+def _verify_file(path: Any, checkpoint: Any) -> None:
     """Compare a file of this package with its checksums, which torch does not. Reads it in full. One rank only.
 
     Raises:

@@ -12,7 +12,6 @@ from ls_strategy.checkpoint.commit import recover
 from ls_strategy.checkpoint.full import load_full_state_dict
 from ls_strategy.checkpoint.history import HISTORY, History
 from ls_strategy.checkpoint.random import random_states, restore_random_states
-from ls_strategy.checkpoint.web import as_on_disk
 from ls_strategy.engine import Engine
 from ls_strategy.errors import CheckpointError, PlanError, StateError
 from ls_strategy.lightning._private import (
@@ -92,10 +91,7 @@ class Resume:
         return is_resuming(trainer) and not self._goes_back
 
     def load(
-        self,
-        path: str | Path,
-        weights_only: bool | None,
-        load_file: Callable[[str | Path, bool | None], dict[str, Any]],
+        self, path: str | Path, weights_only: bool | None, load_file: Callable[..., dict[str, Any]]
     ) -> dict[str, Any]:
         """Return a Lightning checkpoint of any strategy. Collective.
 
@@ -113,25 +109,15 @@ class Resume:
         if comm.rank == 0:
             recover(path)
         strategy.barrier("ZeROStrategy.load_checkpoint")
-        if not contents.is_folder(path):
-            weights_only = as_on_disk(path, weights_only)
-            load = partial(load_file, path, weights_only)
-            checkpoint = contents.read_file(path, strategy.checkpoint_io, weights_only, load)
-            if not isinstance(checkpoint, dict):
-                raise CheckpointError(
-                    f"Got {path}, but it holds a {type(checkpoint).__name__}, and a Lightning checkpoint is a "
-                    "dictionary. Give one that a Trainer saved."
-                )
-            check = partial(contents.verify_file, path, checkpoint)
-            comm.on_all_ranks(check if comm.rank == 0 else lambda: None)
-            self._ours = checkpoint.pop(contents.OURS, {})
-            self._take(self._ours)  # a file's top level is Lightning's and the user's
-            return checkpoint
-        read = partial(contents.read, path, strategy.checkpoint_io, weights_only)
-        checkpoint = comm.on_all_ranks(read)
-        self._ours = checkpoint.pop(contents.OURS)
-        self._take(checkpoint)
-        if self._between is not None and self._between["loaders"]:
+        checkpoint, is_folder = contents.load(path, strategy.checkpoint_io, weights_only, load_file, comm)
+        if not isinstance(checkpoint, dict):
+            raise CheckpointError(
+                f"Got {path}, but it holds a {type(checkpoint).__name__}, and a Lightning checkpoint is a dictionary. "
+                "Give one that a Trainer saved."
+            )
+        self._ours = checkpoint.pop(contents.OURS, {})
+        self._take(checkpoint if is_folder else self._ours)  # a file's top level is Lightning's and the user's
+        if is_folder and self._between is not None and self._between["loaders"]:
             set_loader_states(checkpoint, self._between["loaders"])
         return checkpoint
 
