@@ -135,13 +135,7 @@ class _Losses(torch.autograd.Function):
         ctx.log_sum = log_sum
         if target is None:
             return log_sum.clone()
-        result = log_sum - at_target
-        if loss.smoothing:
-            result = (1 - loss.smoothing) * result + loss.smoothing * (log_sum - total / loss.classes)
-        if loss.z_weight:
-            result = result + loss.z_weight * log_sum**2
-        result = torch.where((target < 0) | (target >= loss.classes), torch.nan, result)
-        return result.masked_fill(target == loss.ignore_index, 0)
+        return loss.of_terms(target, log_sum, at_target, total, log_sum)
 
     @staticmethod
     @once_differentiable
@@ -234,22 +228,11 @@ def _gradient(
     x -= log_sum[:, None]
     x.exp_()
     if target is not None:
-        _subtract_target(x, target, log_sum, loss)
+        loss.subtract_target(x, target, log_sum)
         grad = torch.where(target == loss.ignore_index, 0, grad)
     x *= grad[:, None]
     x = x.to(changed.dtype)
     return torch.autograd.grad(changed, logits, x)[0] if product.changes else x
-
-
-def _subtract_target(softmax: Tensor, target: Tensor, log_sum: Tensor, loss: TokenLoss) -> None:
-    """Turn the softmax into the gradient of the loss, in place."""
-    if loss.z_weight:
-        softmax *= (1 + 2 * loss.z_weight * log_sum)[:, None]
-    if loss.smoothing:
-        softmax -= loss.smoothing / loss.classes
-    if softmax.shape[1]:
-        here, column = loss.locate(target, softmax.shape[1])
-        softmax.scatter_add_(1, column[:, None], here[:, None] * softmax.new_tensor(loss.smoothing - 1))
 
 
 def _add_product(total: Tensor, left: Tensor, right: Tensor) -> None:

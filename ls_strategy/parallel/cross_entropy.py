@@ -53,6 +53,29 @@ class TokenLoss:
         here = (column >= 0) & (column < length)
         return here, torch.where(here, column, 0)
 
+    def of_terms(self, target: Tensor, log_sum: Tensor, at_target: Tensor, total: Tensor, log_z: Tensor) -> Tensor:
+        """Return the loss of every token, ``(tokens,)`` as all arguments; NaN where the target is out of range.
+
+        ``log_sum``, the logit ``at_target`` and the ``total`` of logits may be relative to a logit; ``log_z`` is not.
+        """
+        result = log_sum - at_target
+        if self.smoothing:
+            result = (1 - self.smoothing) * result + self.smoothing * (log_sum - total / self.classes)
+        if self.z_weight:
+            result = result + self.z_weight * log_z**2
+        result = torch.where((target < 0) | (target >= self.classes), torch.nan, result)
+        return result.masked_fill(target == self.ignore_index, 0)
+
+    def subtract_target(self, softmax: Tensor, target: Tensor, log_z: Tensor) -> None:
+        """Turn the softmax ``(tokens, columns)`` into the gradient of the loss, in place."""
+        if self.z_weight:
+            softmax *= (1 + 2 * self.z_weight * log_z)[:, None]
+        if self.smoothing:
+            softmax -= self.smoothing / self.classes
+        if softmax.shape[1]:
+            here, column = self.locate(target, softmax.shape[1])
+            softmax.scatter_add_(1, column[:, None], here[:, None] * softmax.new_tensor(self.smoothing - 1))
+
 
 def token_losses(logits: Tensor, target: Tensor, loss: TokenLoss) -> Tensor:
     """Return the loss of every token, ``(tokens,)``, in fp32 (fp64 for fp64), bitwise equal on all ranks. Collective.
@@ -84,15 +107,9 @@ class _TokenLosses(torch.autograd.Function):
         terms = torch.stack((torch.where(here, at_target, 0), x.sum(1), x.exp_().sum(1)))
         at_target, total, exponentials = loss.axis.all_reduce(terms)
         log_sum = exponentials.log()
-        result = log_sum - at_target
-        if loss.smoothing:
-            result = (1 - loss.smoothing) * result + loss.smoothing * (log_sum - total / loss.classes)
-        if loss.z_weight:
-            result = result + loss.z_weight * (log_sum + highest) ** 2
-        result = torch.where((target < 0) | (target >= loss.classes), torch.nan, result)
         ctx.save_for_backward(logits, highest, log_sum, target)
         ctx.loss = loss
-        return result.masked_fill(target == loss.ignore_index, 0)
+        return loss.of_terms(target, log_sum, at_target, total, log_sum + highest)
 
     @staticmethod
     @once_differentiable
@@ -103,13 +120,7 @@ class _TokenLosses(torch.autograd.Function):
         result -= highest[:, None]  # subtract separately: the sum of both would be rounded
         result -= log_sum[:, None]
         result.exp_()
-        if loss.z_weight:
-            result *= (1 + 2 * loss.z_weight * (log_sum + highest))[:, None]
-        if loss.smoothing:
-            result -= loss.smoothing / loss.classes
-        if result.shape[1]:
-            here, column = loss.locate(target, result.shape[1])
-            result.scatter_add_(1, column[:, None], here[:, None] * result.new_tensor(loss.smoothing - 1))
+        loss.subtract_target(result, target, log_sum + highest)
         result *= torch.where(target == loss.ignore_index, 0, grad)[:, None]
         return result.to(logits.dtype), None, None
 
