@@ -270,17 +270,8 @@ class _Record:
         self.args, self.state = args, None
         return self
 
-    def __init__(self, *args: Any) -> None:
-        """Accept the arguments, which `__new__` has stored."""
-
     def __setstate__(self, state: Any) -> None:
         self.state = state
-
-    def fields(self, name: str) -> dict[str, Any]:
-        """Return the attributes of a dataclass of this name."""
-        if type(self).__name__ != name or not isinstance(self.state, dict):
-            raise ValueError(f"it has a {type(self).__name__} instead of a {name}")
-        return self.state
 
 
 def _member(kind: Any, name: Any) -> _Record:
@@ -348,9 +339,10 @@ def from_pickle(data: bytes) -> Metadata:
 
 
 def _fields(record: Any, name: str) -> dict[str, Any]:
-    if not isinstance(record, _Record):
+    """Return the attributes of a dataclass of this name."""
+    if not isinstance(record, _Record) or type(record).__name__ != name or not isinstance(record.state, dict):
         raise ValueError(f"it has a {type(record).__name__} instead of a {name}")
-    return record.fields(name)
+    return record.state
 
 
 def _state(record: Any) -> TensorStorageMetadata | BytesStorageMetadata:

@@ -27,14 +27,21 @@ from ls_strategy._torch import tree_iter, tree_map
 from ls_strategy.checkpoint import save
 from ls_strategy.checkpoint.background import BackgroundSaver
 from ls_strategy.checkpoint.describe import verify_all
-from ls_strategy.checkpoint.files import Reader
 from ls_strategy.checkpoint.history import HISTORY
-from ls_strategy.checkpoint.manifest import Manifest, read_manifest, verify
+from ls_strategy.checkpoint.manifest import Manifest, verify
 from ls_strategy.checkpoint.place import CheckpointPath
 from ls_strategy.checkpoint.random import random_states
 from ls_strategy.checkpoint.reshard import Contents, Source, assemble, separate
-from ls_strategy.checkpoint.source import OURS, RANDOM, VERSIONS, refuse_damaged, versions_of, with_versions
-from ls_strategy.checkpoint.target import MANIFEST, META, METADATA, check_replaceable
+from ls_strategy.checkpoint.source import (
+    OURS,
+    RANDOM,
+    VERSIONS,
+    open_folder,
+    refuse_damaged,
+    versions_of,
+    with_versions,
+)
+from ls_strategy.checkpoint.target import META, check_replaceable
 from ls_strategy.checkpoint.web import as_on_disk, is_web, refuse_web_folder
 from ls_strategy.distributed.comm import Comm
 from ls_strategy.engine import Engine
@@ -397,15 +404,10 @@ def read(path: Any, checkpoint_io: CheckpointIO, weights_only: bool | None) -> d
         theirs = read_if_theirs(path, weights_only=weights_only)
         if theirs is not None:
             return {**theirs, OURS: {"left_out": []}}
-    place = CheckpointPath(path)
-    manifest = None
-    if place.exists(MANIFEST) or not place.exists(META) or not place.exists(METADATA):
-        manifest = read_manifest(path)
+    reader, manifest = open_folder(path)
+    if manifest is not None:
         verify(path, META, manifest.files[META])
-    meta = plain_checkpoint_io(checkpoint_io).load_checkpoint(f"{place}/{META}", weights_only=weights_only)
-    if manifest is None and OURS in meta:
-        read_manifest(path)  # raises: a folder of ours without a manifest
-    reader = Reader(path, manifest)
+    meta = plain_checkpoint_io(checkpoint_io).load_checkpoint(f"{reader.place}/{META}", weights_only=weights_only)
     checkpoint = assemble(reader, meta, weights_only=True if weights_only is None else weights_only)
     ours = checkpoint.setdefault(OURS, {})
     ours["left_out"] = manifest.left_out if manifest is not None else []
