@@ -37,9 +37,7 @@ def derive(
     step: Callable[[Any], Any],
     batches: Sequence[Any],
     sizes: Sequence[int],
-    *,
     begin: Callable[[int], None],
-    device: torch.device,
 ) -> tuple[Derivation, list[list[Mean]]]:
     """Return how the values of a batch follow from those of its micro-batches.
 
@@ -50,7 +48,6 @@ def derive(
         batches: the micro-batches, and last their batch.
         sizes: samples of the micro-batches.
         begin: called with the index of the batch that comes next.
-        device: the device of the module.
 
     Returns:
         This, and the losses of the micro-batches that are means over tokens.
@@ -58,7 +55,7 @@ def derive(
     stream = RandomStream()
     records, means = [], []
     answer = False
-    with unchanged_metrics(module, device), redirect_stdout(StringIO()):
+    with unchanged_metrics(module, stages.device), redirect_stdout(StringIO()):
         while len(records) < len(batches):
             begin(len(records))
             record = RecordedStep(answer=answer)

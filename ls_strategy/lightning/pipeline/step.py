@@ -47,8 +47,6 @@ from ls_strategy.lightning.pipeline.shapes import derive
 from ls_strategy.moe.losses import LossKeeper
 from ls_strategy.parallel import logits
 from ls_strategy.parallel.pipeline.batches import has_rows, merge, split
-from ls_strategy.parallel.pipeline.counts import Mean
-from ls_strategy.parallel.pipeline.derive import Derivation
 from ls_strategy.parallel.pipeline.p2p import make_links
 from ls_strategy.parallel.pipeline.partition import Usage, find_row, keep_own, make_cut
 from ls_strategy.parallel.pipeline.runner import Callbacks, PipelineRunner
@@ -264,7 +262,8 @@ class Pipeline:
         with self.random.own_numbers(trainer):
             weights = shares.samples
             if self.is_last and len(parts) > 1:
-                shares.derivation, means = self._derive(module, run, args[0], parts, sizes)
+                batches = [*parts, args[0]]
+                shares.derivation, means = derive(module, self.runner.stages, run, batches, sizes, self.random.begin)
                 weights = shares.of_loss(means)
             with (logged := Logged(module)).recording():
                 report = self.runner.train(run, parts, [weight * scale / accumulate for weight in weights])
@@ -281,21 +280,6 @@ class Pipeline:
             raise StateError(problem)
         logged.replay(summary)
         return torch.tensor(loss, dtype=dtype, device=self.device, requires_grad=True)
-
-    def _derive(
-        self, module: pl.LightningModule, step: Callable[[Any], Any], batch: Any, parts: Sequence[Any], sizes: list[int]
-    ) -> tuple[Derivation, list[list[Mean]]]:
-        """Return how the values of a batch follow from those of its micro-batches, on the last stage."""
-        batches = [*parts, batch]
-        return derive(
-            module,
-            self.runner.stages,
-            step,
-            batches,
-            sizes,
-            begin=self.random.begin,
-            device=self.device,
-        )
 
     def _before(self, action: Action) -> None:
         if action.kind == "F":
@@ -331,12 +315,17 @@ class Pipeline:
         self._shares = shares = Shares(sizes)
         self.random.evaluated += 1
         result = None
+
+        def run(part: Any) -> Any:
+            return step(part, *args[1:])
+
         with self.random.own_numbers(module.trainer):
             with logged.recording():
-                results = self.runner.evaluate(lambda part: logits.gather(step(part, *args[1:])), parts)
+                results = self.runner.evaluate(lambda part: logits.gather(run(part)), parts)
             if self.is_last:
                 if len(parts) > 1:
-                    shares.derive = lambda: self._derive(module, lambda p: step(p, *args[1:]), args[0], parts, sizes)[0]
+                    stages, batches = self.runner.stages, [*parts, args[0]]
+                    shares.derive = lambda: derive(module, stages, run, batches, sizes, self.random.begin)[0]
                 result = (merge(results, shares.of), logged.summary(shares.of, sizes))
         merged, summary = self.runner.from_last(result)
         logged.replay(summary)
