@@ -23,7 +23,6 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from ls_strategy._torch import run_step_pre_hooks, without_step_pre_hooks
-from ls_strategy.activations.storage import NVMeFolder
 from ls_strategy.checkpoint.full import StateDictHooks
 from ls_strategy.config import ZeROConfig
 from ls_strategy.engine import Engine
@@ -107,11 +106,7 @@ class Model:
         engine.gatherer.overlap = bool(config.sharding.overlap_step)
         engine.private_gradients = False  # the user's loop may read and change gradients at any time
         guards.watch_zero_grad(module, engine)
-        offload = config.offload
-        folder = NVMeFolder(
-            offload.nvme_path, offload.nvme_io, parallel.mesh.world.rank, allow_ram=offload.nvme_allow_ram
-        )
-        self._activations.apply(module, parallel.mesh, parallel.device, engine.storages, folder)
+        self._activations.apply(module, engine)
         self._precision.attach(engine)
         rank_zero_info(f"ZeROFabricStrategy(stage={config.stage}): {engine.describe()}")
 

@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
-import torch
 from torch import nn
 
 from ls_strategy.activations.apply import Activations
 from ls_strategy.activations.storage import NVMeFolder
 from ls_strategy.activations.tiles import Tiles
 from ls_strategy.config import ActivationsConfig
-from ls_strategy.distributed.mesh import Mesh
+from ls_strategy.engine import Engine
 from ls_strategy.host.pytorch import rank_zero_info
 from ls_strategy.losses.head import ChunkedHeads
 
@@ -29,10 +27,8 @@ class ActivationMemory:
         self._heads: ChunkedHeads | None = None
         self._tiles: Tiles | None = None
 
-    def apply(
-        self, module: nn.Module, mesh: Mesh, device: torch.device, protected: Callable[[], set[int]], drive: NVMeFolder
-    ) -> None:
-        """Start on a module, which may have been used before.
+    def apply(self, module: nn.Module, engine: Engine) -> None:
+        """Start on the module of an engine, which may have been used before.
 
         Raises:
             PlanError: no module matches the options.
@@ -47,14 +43,15 @@ class ActivationMemory:
             rank_zero_info(f"ZeROStrategy: tiled: {self._tiles.describe()}")
         if config.recompute is None and config.stored is None:
             return
+        offload, rank = engine.config.offload, engine.mesh.world.rank
         self.active = Activations(
             module,
-            device,
+            engine.device,
             recompute=config.recompute,
             offload=config.stored,
-            partition=mesh.tensor if config.partitioning else None,
-            protected=protected,
-            drive=drive,
+            partition=engine.mesh.tensor if config.partitioning else None,
+            protected=engine.storages,
+            drive=NVMeFolder(offload.nvme_path, offload.nvme_io, rank, allow_ram=offload.nvme_allow_ram),
         )
         rank_zero_info(f"ZeROStrategy: {self.active.describe()}")
 

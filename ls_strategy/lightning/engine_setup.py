@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Protocol
 import torch.distributed as dist
 from torch.optim import Optimizer
 
-from ls_strategy.activations.storage import NVMeFolder
 from ls_strategy.checkpoint.full import StateDictHooks
 from ls_strategy.engine import Engine
 from ls_strategy.host.pytorch import TrainerFn, rank_zero_info
@@ -216,9 +215,7 @@ class EngineSetup:
         if not fitting:
             return
         guards.watch_methods(module, engine)
-        offload = run.config.offload
-        folder = NVMeFolder(offload.nvme_path, offload.nvme_io, run.comm.rank, allow_ram=offload.nvme_allow_ram)
-        run.activations.apply(module, engine.mesh, run.parallel.device, engine.storages, folder)
+        run.activations.apply(module, engine)
 
 
 def _complete_gradients(engine: Engine) -> bool:

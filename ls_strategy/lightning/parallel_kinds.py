@@ -15,8 +15,6 @@ from ls_strategy.errors import PlanError
 from ls_strategy.host.pytorch import pl, rank_zero_info
 from ls_strategy.layout import TensorPart
 from ls_strategy.lightning.pipeline.step import Pipeline
-from ls_strategy.meta_init.deferred import recall_deferred
-from ls_strategy.meta_init.lazy import recall_source
 from ls_strategy.moe.parallel import apply_expert_parallel, expert_parameters
 from ls_strategy.parallel.context.ulysses import apply_sequence_parallel
 from ls_strategy.parallel.stack import head_after, one_stack
@@ -57,9 +55,6 @@ def _take_dtensors(module: pl.LightningModule, given: Partitioning) -> Parts | N
     local = localize(module, given.mesh.tensor)
     given.layers.append(local)
     rank_zero_info("ZeROStrategy: configure_model has partitioned the module over tensor-parallel ranks.")
-    for owner, name in local.replaced():
-        recall_source(owner, name)
-        recall_deferred(owner, name)
     return local.parts
 
 
@@ -75,9 +70,6 @@ def _partition_layers(module: pl.LightningModule, given: Partitioning) -> Parts:
     if plan.torch_styles:
         local = parallelize(module, plan.torch_styles, given.device_mesh["tensor_parallel"], axis)
         given.layers.append(local)
-        for owner, name in local.replaced():
-            recall_source(owner, name)
-            recall_deferred(owner, name)
         return local.parts
     elsewhere = {id(p) for p in expert_parameters(module)} if given.mesh.expert.size > 1 else set()
     sequence, blocks = config.sequence_parallel, plan.blocks

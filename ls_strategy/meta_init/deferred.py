@@ -13,7 +13,7 @@ from torch.nn.modules.module import register_module_parameter_registration_hook
 
 from ls_strategy._torch import tree_iter
 from ls_strategy.distributed.axis import Axis
-from ls_strategy.meta_init.lazy import forget_owner, forget_source, source_of, source_of_memory
+from ls_strategy.meta_init.lazy import OWNED, forget_owner, forget_source, give_source, source_of, source_of_memory
 from ls_strategy.meta_init.program import (
     Captured,
     DeferredOperation,
@@ -170,7 +170,7 @@ def fill_loose(owner: nn.Module, device: torch.device) -> None:
             torch.utils.swap_tensors(tensor, deferred.make(device).requires_grad_(tensor.requires_grad))
 
 
-_KNOWN = frozenset({"_parameters", "_buffers", "_modules", _NOTED, _LOOSE, "_ls_strategy_sources"})
+_KNOWN = frozenset({"_parameters", "_buffers", "_modules", _NOTED, _LOOSE, OWNED})
 
 
 def deferred_of(tensor: Tensor) -> Deferred | None:
@@ -183,10 +183,15 @@ def noted_in(owner: nn.Module) -> Mapping[str, Deferred]:
     return vars(owner).get(_NOTED, {})
 
 
-def recall_deferred(owner: nn.Module, name: str) -> None:
+def recall(owner: nn.Module, name: str) -> None:
     """Give a parameter on meta that has replaced another one, as this rank's shard of a DTensor has, its values."""
-    noted, param = noted_in(owner).get(name), owner._parameters.get(name)
-    if noted is not None and param is not None and param.is_meta:
+    param = owner._parameters.get(name)
+    if param is None or not param.is_meta:
+        return
+    source, noted = vars(owner).get(OWNED, {}).get(name), noted_in(owner).get(name)
+    if source is not None and source_of(param) is None:
+        give_source(param, source)
+    if noted is not None:
         setattr(param, _DEFERRED, noted)
 
 
@@ -210,8 +215,8 @@ def share_random_states(model: nn.Module, axis: Axis) -> None:
         operation.state = state.clone()
 
 
-def forget_deferred(model: nn.Module) -> None:
-    """Undo `note_deferred` in a model."""
+def forget_notes(model: nn.Module) -> None:
+    """Undo `note_deferred` and `note_owner` in a model."""
     for module in model.modules():
-        vars(module).pop(_NOTED, None)
-        vars(module).pop(_LOOSE, None)
+        for notes in (OWNED, _NOTED, _LOOSE):
+            vars(module).pop(notes, None)

@@ -141,30 +141,18 @@ def drop_source(tensor: Tensor) -> None:
         setattr(storage, _SOURCE, None)
 
 
-_OWNED = "_ls_strategy_sources"
+OWNED = "_ls_strategy_sources"
+"""Attribute of modules under which `note_owner` records."""
 
 
 def note_owner(owner: nn.Module, name: str, source: LazyTensor) -> None:
     """Record where the values of the parameter ``name`` of a module come from, whatever object takes its place."""
-    vars(owner).setdefault(_OWNED, {})[name] = source
+    vars(owner).setdefault(OWNED, {})[name] = source
 
 
 def forget_owner(owner: nn.Module, name: str) -> None:
     """Undo `note_owner` for one parameter."""
-    vars(owner).get(_OWNED, {}).pop(name, None)
-
-
-def recall_source(owner: nn.Module, name: str) -> None:
-    """Give a parameter on meta that has replaced another one, as this rank's shard of a DTensor has, its source."""
-    source, param = vars(owner).get(_OWNED, {}).get(name), owner._parameters.get(name)
-    if source is not None and param is not None and param.is_meta and source_of(param) is None:
-        give_source(param, source)
-
-
-def forget_owners(model: nn.Module) -> None:
-    """Undo `note_owner` in a model."""
-    for module in model.modules():
-        vars(module).pop(_OWNED, None)
+    vars(owner).get(OWNED, {}).pop(name, None)
 
 
 def narrowed(value: Tensor, offsets: tuple[int, ...], sizes: tuple[int, ...]) -> Tensor:

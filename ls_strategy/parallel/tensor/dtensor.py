@@ -27,6 +27,7 @@ from torch.utils.hooks import RemovableHandle
 from ls_strategy.distributed.axis import Axis
 from ls_strategy.errors import PlanError, StateError
 from ls_strategy.layout import TensorPart
+from ls_strategy.meta_init.deferred import recall
 
 
 @dataclass(frozen=True)
@@ -96,12 +97,6 @@ class Localized:
     _modules: list[tuple[nn.Module, dict[str, _Global]]] = field(default_factory=list)
     _handles: list[RemovableHandle] = field(default_factory=list)
 
-    def replaced(self) -> Iterator[tuple[nn.Module, str]]:
-        """Yield the module and the name of everything that was a DTensor."""
-        for module, by_name in self._modules:
-            for name in by_name:
-                yield module, name
-
     def remove(self) -> None:
         """Remove the hooks, and make DTensors of the present values the parameters again. Not collective."""
         for handle in self._handles:
@@ -154,6 +149,7 @@ def localize(model: nn.Module, axis: Axis) -> Localized:
             if part is not None:
                 localized.parts[id(plain[id(value)])] = part
         module._parameters[key] = plain[id(value)]
+        recall(module, key)
     for module, metadata in by_module.values():
         hooks = _DTensorForward(metadata)
         localized._modules.append((module, metadata))

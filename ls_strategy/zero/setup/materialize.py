@@ -17,11 +17,11 @@ from ls_strategy.meta_init.deferred import (
     Deferred,
     deferred_of,
     fill_loose,
-    forget_deferred,
+    forget_notes,
     has_lost_values,
     noted_in,
 )
-from ls_strategy.meta_init.lazy import LazyCast, LazyTensor, forget_owners, forget_source, source_of
+from ls_strategy.meta_init.lazy import LazyCast, LazyTensor, forget_source, source_of
 from ls_strategy.precision import at_least_fp32
 from ls_strategy.zero.parts import part_of
 
@@ -109,8 +109,7 @@ class Materializer:
                 buffer = module._buffers[key]
                 assert buffer is not None
                 module._buffers[key] = deferred.make(self._device).to(buffer.dtype)
-        forget_owners(self._model)
-        forget_deferred(self._model)
+        forget_notes(self._model)
         renew_references(self._model)
         if not self._absent:
             return
