@@ -137,6 +137,16 @@ class Noise(Habit):
             p.grad += 1e-3 * torch.randn(p.shape, generator=generator)
 
 
+class NoiseInPlace(Habit):
+    """More buffers are gathered than stay."""
+
+    def on_after_backward(self) -> None:
+        for p in self.parameters():
+            assert p.grad is not None
+            assert p.grad.abs().max() > 0
+            p.grad.add_(1e-3)
+
+
 class ReadsAfterTheStep(Folding):
     def on_train_batch_end(self, *_: Any) -> None:
         for p in self.parameters():
@@ -384,7 +394,7 @@ def test_on_two_ranks_as_under_ddp(habit: type[Habit], options: dict[str, Any]) 
 
 
 @pytest.mark.sample(1)
-@pytest.mark.parametrize(("habit", "options"), in_turn([Scales, Clips, Drops, LightningsNorm], OPTIONS))
+@pytest.mark.parametrize(("habit", "options"), in_turn([Scales, Clips, Drops, LightningsNorm, NoiseInPlace], OPTIONS))
 def test_with_accumulation_as_under_ddp(habit: type[Habit], options: dict[str, Any]) -> None:
     """Hooks after every backward see what has come so far."""
     found = spawn(problems, 2, habit, options, {"accumulate_grad_batches": 2}, timeout_s=100)

@@ -193,6 +193,7 @@ class UserGradients:
             for i, gradient in self.objects.items():
                 shape = torch.Size(self.flat.layout.slots[i].shape)
                 sharded_gradient.take_elements(gradient, shape, self._placeholder, self._sources[i])
+                self._versions[i] = version_of(gradient)  # the writes so far were to its elements, and have been taken
         if self.full is not None and (self._has_leavers or storage_users(self.full) <= self._own_users):
             self.full, self._views, self.owned_before = None, [], None
             self._has_leavers = False
