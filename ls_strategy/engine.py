@@ -111,7 +111,9 @@ class Engine:
         """The ranks over which states are sharded and gradients averaged."""
         self.device = device
         self.policy = policy_of(config, comm.world_size)
-        scaler = LossScaler(loss_scale or LossScaleConfig()) if precision.loss_scaling else None
+        scaler = None
+        if precision.loss_scaling:  # under DDP, 16-mixed has a loss scale and 16-true has none
+            scaler = LossScaler(loss_scale or LossScaleConfig(), is_shown=precision.autocast is not None)
         draft = self._take_over(model, optimizers, parts or {}, scaler)
         self._subscribe_features()
         self.reducer.reset()

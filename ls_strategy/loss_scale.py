@@ -16,9 +16,15 @@ class LossScaler:
     ``torch.amp.GradScaler``; DeepSpeed doubles one step later).
     """
 
-    def __init__(self, config: LossScaleConfig) -> None:
-        """Start at the configured scale."""
-        self.config = config
+    def __init__(self, config: LossScaleConfig, *, is_shown: bool = True) -> None:
+        """Start at the configured scale.
+
+        Args:
+            config: the settings.
+            is_shown: between backward and step, user code sees gradients times the scale, as under torch's
+                ``GradScaler``. Otherwise, as in a precision without one.
+        """
+        self.config, self.is_shown = config, is_shown
         self.scale = float(2**config.initial_power) if config.static is None else float(config.static)
         self.hysteresis_left = config.hysteresis
         self.good_steps = 0

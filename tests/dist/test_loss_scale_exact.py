@@ -197,6 +197,40 @@ class StepsItself(Net):
 LOOKING: list[type[Net]] = [ClipsByTorch, HasStepHooks, StepsItself]
 """User code that sees gradients when the loss scale is undone."""
 
+
+class EditsAfterBackward(Net):
+    """It hears of the loss, reads gradients and adds to them."""
+
+    accumulate = 2
+
+    def on_before_backward(self, loss: Any) -> None:
+        self.seen.append(loss.item())
+
+    def on_after_backward(self) -> None:
+        for p in self.parameters():
+            assert p.grad is not None
+            self.seen.append(p.grad.abs().max().item())
+            p.grad.add_(0.125)
+
+
+class EditsByHand(manual.Manual):
+    """Two passes add up; after each, gradients are changed, replaced and clipped."""
+
+    def training_step(self, batch: Any, i: int) -> None:
+        opt: Any = self.optimizers()
+        opt.zero_grad()
+        for part in batch[0].chunk(2):
+            self.manual_backward(self.noted(self(part).square().mean()))
+            self.seen.append(torch.nn.utils.clip_grad_norm_(self.parameters(), 0.25).item())
+            for p in self.blocks[1].parameters():
+                assert p.grad is not None
+                p.grad = p.grad.clone().clamp_(-0.015625, 0.015625)
+        opt.step()
+
+
+HIDDEN: list[type[Net]] = [EditsAfterBackward, EditsByHand]
+"""User code that sees gradients before the step, where Lightning's strategies have no loss scale (``16-true``)."""
+
 MANUAL: list[type[Net]] = [
     *(case for group in manual.GROUPS.values() for case in group),
     NeverZeroes,
@@ -214,7 +248,8 @@ def train_manual(rank: int, world_size: int, net: type[Net], stage: int, **optio
     module = net()
     strategy = ZeROStrategy(stage, **nested({"sharding.min_unit_numel": 0, **options}))  # type: ignore[arg-type]
     data = global_batches(rank, world_size, 5)
-    fit(strategy, module, data, use_distributed_sampler=False, max_epochs=1)
+    options = {"accumulate_grad_batches": getattr(net, "accumulate", 1), "use_distributed_sampler": False}
+    fit(strategy, module, data, max_epochs=1, **options)
     return module.losses, module.seen, weights(module)
 
 
@@ -247,6 +282,11 @@ def test_a_loss_scale_changes_no_bit_of_manual_optimization(world_size: int, sta
 def test_a_loss_scale_is_undone_where_user_code_looks(world_size: int, tiers: Sequence[str]) -> None:
     rows = [(net, stage, tier) for net in LOOKING for stage in (1, 2, 3) for tier in tiers]
     check(check_manual, world_size, [row for row in rows if row[1:] != (3, "delayed")])
+
+
+@pytest.mark.parametrize(("world_size", "tier"), [(2, "none"), (1, "none"), slow(2, "cpu"), (2, "nvme")])
+def test_a_loss_scale_that_ddp_does_not_have_is_never_seen(world_size: int, tier: str) -> None:
+    check(check_manual, world_size, [(net, stage, tier) for net in HIDDEN for stage in STAGES])
 
 
 @pytest.mark.slow

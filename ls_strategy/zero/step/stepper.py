@@ -180,6 +180,7 @@ class Stepper:
         self.gradients = Gradients(model.flats, self._average, self._unfold_kind, model.on_demand, parallel=kinds)
         sharded = [state.sharded for state in self.optimizers]
         self.gradients.admit = self.unfreezing.admit
+        self.gradients.hides_scale = scaler is not None and not scaler.is_shown
         self.schedule = UpdateSchedule(sharded, model.gatherer, model.offload, owner=self)
 
     # optimizers ------------------------------------------------------------------------------------------------------
@@ -397,8 +398,8 @@ class Stepper:
                 continue
             if state.folded:
                 self._unfold(state)
-            elif state.phase is not Phase.ACCUMULATING:  # before, DDP shows gradients times the loss scale, too
-                _undo_scale_on_nvme(state.flats)
+            elif state.phase is not Phase.ACCUMULATING or self.gradients.hides_scale:
+                _undo_scale(state.flats)
 
     def _average(self, kind: int) -> list[bool]:
         """Average remaining gradients, and agree on which parameters have any. Collective.
@@ -671,11 +672,18 @@ class Stepper:
             )
 
 
-def _undo_scale_on_nvme(flats: Iterable[FlatBuffer]) -> None:
-    """Divide averages by the scale where `Averages.settle_scale` has left it to the update. Not collective."""
+def _undo_scale(flats: Iterable[FlatBuffer]) -> None:
+    """Divide gradients by their loss scale, if nobody did. Not collective.
+
+    Before `Stepper.finish`, nobody did; after it, `Averages.settle_scale` has left that on NVMe to the update.
+    """
     for flat in flats:
         averages = flat.averages
-        if averages.scale != 1.0 and averages.hold_values and not averages.gone:
+        if averages.scale == 1.0:
+            continue
+        if averages.in_place:
+            flat.local.rescale(1.0)
+        elif averages.hold_values and not averages.gone:
             flat.wait_updated()  # an update in flight reads them
             averages.undo_scale()
 

@@ -84,6 +84,9 @@ class Gradients:
         self.local = False
         """Whether the gradients of the last backward stay on their rank: for now, or because training has ended."""
 
+        self.hides_scale = False
+        """Whether user code sees gradients without their loss scale also before the step; see `LossScaler.is_shown`."""
+
         self.admit: Callable[[list[FlatBuffer]], None] = _admit_nothing
         """Lets frozen buffers train, because they are given gradients."""
         for flat in flats:
@@ -95,6 +98,7 @@ class Gradients:
     def read(self, flat: FlatBuffer, index: int) -> Tensor | None:
         """Return ``p.grad``. Collective the first time after a backward."""
         if self._is_local():
+            self._unscale_local(flat)
             return _local_gradient(flat, index)
         if self._parallel:
             raise StateError(
@@ -119,6 +123,7 @@ class Gradients:
                 flat.local.give_back([index])
                 flat.local.views[index].zero_()
         if not flat.policy.optimizer or self._is_local():
+            self._unscale_local(flat)
             if value is not None and self.holds(sharded_gradient.as_plain(value)):
                 value = value.clone()
             set_grad(flat.params[index], value)
@@ -139,6 +144,11 @@ class Gradients:
 
     def _is_local(self) -> bool:
         return self.local or current_backward_pass() >= 0
+
+    def _unscale_local(self, flat: FlatBuffer) -> None:
+        """Undo the loss scale of gradients that stay on this rank; inside a backward, more with the scale follow."""
+        if self.hides_scale and current_backward_pass() < 0:
+            flat.local.rescale(1.0)
 
     def average(self, flat: FlatBuffer) -> UserGradients:
         """Average the gradients of the optimizer of ``flat`` that were not sent yet.
