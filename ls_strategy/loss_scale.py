@@ -64,6 +64,17 @@ class LossScaler:
         """Return everything that `load_state_dict` needs to continue."""
         return {"scale": self.scale, "hysteresis_left": self.hysteresis_left, "good_steps": self.good_steps}
 
+    def grad_scaler_state(self) -> dict[str, Any]:
+        """Return the state with which a ``torch.amp.GradScaler`` continues, under another strategy."""
+        fixed = self.config.static is not None
+        return {
+            "scale": self.scale,
+            "growth_factor": 1.0 if fixed else 2.0,
+            "backoff_factor": 1.0 if fixed else 0.5,
+            "growth_interval": self.config.window,
+            "_growth_tracker": self.good_steps % self.config.window,
+        }
+
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore the state, also that of a ``torch.amp.GradScaler``, so that a run from DDP can continue."""
         self.scale = float(state["scale"])

@@ -15,7 +15,7 @@ from typing_extensions import override
 from ls_strategy._torch import run_step_pre_hooks, without_step_pre_hooks
 from ls_strategy.checked import checked
 from ls_strategy.config import PrecisionConfig
-from ls_strategy.errors import ConfigError, PlanError
+from ls_strategy.errors import ConfigError, PlanError, StateError
 from ls_strategy.host.pytorch import GradClipAlgorithmType, Precision
 from ls_strategy.lightning import module_state
 from ls_strategy.lightning._private import is_mock_optimizer, unwrap_optimizer
@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     import lightning.pytorch as pl
 
     from ls_strategy.engine import Engine
+    from ls_strategy.loss_scale import LossScaler
 
 _FOREIGN_SCALER_KEYS = ("MixedPrecision", "FSDPPrecision", "native_amp_scaling_state")
 """Where other strategies' checkpoints keep the loss scale."""
@@ -79,6 +80,36 @@ def _default_dtype(dtype: torch.dtype | None) -> Generator[None, None, None]:
         yield
     finally:
         torch.set_default_dtype(before)
+
+
+class ShownScaler:
+    """What user code finds in the place of Lightning's ``GradScaler``: the loss scale, to be read."""
+
+    def __init__(self, scaler: LossScaler) -> None:
+        """Show ``scaler``."""
+        self._scaler = scaler
+
+    def get_scale(self) -> float:
+        """Return the loss scale."""
+        return self._scaler.scale
+
+    def is_enabled(self) -> bool:
+        """Return True: without a loss scale, there is no such object."""
+        return True
+
+    def scale(self, *_: Any) -> Any:
+        """Refuse to take part in a step.
+
+        Raises:
+            StateError: always.
+        """
+        raise StateError(
+            "Got a call of precision_plugin.scaler, but ZeROStrategy scales and unscales by itself, so that all ranks "
+            "agree on skipping a step. Call self.manual_backward(loss), self.clip_gradients(optimizer, ...) and "
+            "optimizer.step(). get_scale() returns the scale."
+        )
+
+    unscale_ = step = update = scale
 
 
 class ZeROPrecision(Precision):
@@ -153,6 +184,12 @@ class ZeROPrecision(Precision):
         if self._pending_scaler_state is not None:
             self.load_state_dict(self._pending_scaler_state)
             self._pending_scaler_state = None
+
+    @property
+    def scaler(self) -> ShownScaler | None:
+        """Return the loss scale to user code that reads it, where Lightning's plugin has one; else None."""
+        scaler = None if self.engine is None else self.engine.scaler
+        return ShownScaler(scaler) if scaler is not None and scaler.is_shown else None
 
     # dtypes ----------------------------------------------------------------------------------------------------------
 
@@ -283,6 +320,12 @@ class ZeROPrecision(Precision):
             self._pending_scaler_state = state_dict
         elif self.engine.scaler is not None and state_dict:
             self.engine.scaler.load_state_dict(state_dict)
+
+    @override
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        """Add the loss scale as DDP saves it, so that a run under DDP continues with it, too."""
+        if self.engine is not None and self.engine.scaler is not None:
+            checkpoint["MixedPrecision"] = self.engine.scaler.grad_scaler_state()
 
     @override
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:

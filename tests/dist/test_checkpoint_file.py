@@ -38,6 +38,7 @@ from tests.dist.ranks import (
 )
 from tests.dist.ranks import fit as fit_
 from tests.marks import few_or_all, slow, wide
+from tests.models import fp16_plugin
 
 fit = functools.partial(fit_, save_as="file")
 
@@ -360,6 +361,26 @@ def test_loss_scale_of_a_ddp_run_is_taken_over(
             trainer.fit(module, batches(), ckpt_path=path)
             assert module.scale_at_start == 512.0, f"{key}, stage {stage}"
             assert trainer.strategy.loss_scale == 1024.0  # one good step there, four here, window 3
+
+
+class ReadsScaler(Net):
+    def on_train_start(self) -> None:
+        self.scale_at_start = self.trainer.precision_plugin.scaler.get_scale()  # type: ignore[attr-defined]
+
+
+@on_ranks(2)
+def test_the_loss_scale_is_read_as_under_ddp_and_taken_over_by_it(rank: int, world_size: int, tmp_path: Path) -> None:
+    ours = ReadsScaler()
+    trainer = fit(half_precision(2), ours, max_epochs=1)
+    trainer.save_checkpoint(tmp_path / "ours.ckpt")
+    assert ours.scale_at_start == 64.0
+    with pytest.raises(StateError, match=r"Call self\.manual_backward"):
+        trainer.precision_plugin.scaler.unscale_(trainer.optimizers[0])
+    plugin = fp16_plugin("16-mixed")
+    theirs = ReadsScaler()
+    fit("ddp", theirs, ckpt=tmp_path / "ours.ckpt", plugins=[plugin])
+    assert theirs.scale_at_start == 128.0
+    assert plugin.scaler.get_scale() == 256.0  # type: ignore[attr-defined]  (one good step there, four here, window 3)
 
 
 @pytest.mark.wide
