@@ -215,3 +215,20 @@ def test_optimizers_without_a_fused_update(
         with pytest.raises(PlanError, match=f"{name}.*fused update.*AdamW") as refusal:
             fit(strategy(**{"path": tmp_path, **{k: v for k, v in options.items() if k != "offload.nvme_path"}}), net())
         assert "offload to 'cpu' with moments='fp32'" in str(refusal.value)
+
+
+class GetsMomentum(Net):
+    """In the middle of the fit."""
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=self.lr)
+
+    def on_train_epoch_start(self) -> None:
+        self.trainer.optimizers[0].param_groups[0]["momentum"] = 0.9 * self.current_epoch
+
+
+@pytest.mark.wide
+@on_ranks(2)
+def test_a_state_that_comes_late_is_refused_with_the_cure(rank: int, world_size: int, tmp_path: Any) -> None:
+    with pytest.raises(PlanError, match=r"SGD.*'momentum_buffer'.*offload to 'cpu'"):
+        fit(strategy(path=tmp_path), GetsMomentum())

@@ -13,6 +13,7 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from ls_strategy.config import MomentFormat
+from ls_strategy.errors import PlanError
 from ls_strategy.layout import round_up
 from ls_strategy.ops.native import available as native_available
 from ls_strategy.plan import MOMENT_BYTES
@@ -167,8 +168,11 @@ class FusedUpdater(Updater):
         group, kernel = self._optimizer.param_groups[run.group], self.kernels[run.group]
         assert kernel is not None
         names = tuple(kernel.moments(group))
+        store = self._states.store[run.flat_number]
         for name in names:
-            self._states.store[run.flat_number].ensure(name, torch.float32)
+            if not store.resident and name not in store.moments:
+                raise _without_room(self._optimizer, name)
+            store.ensure(name, torch.float32)
         counted.steps += 1
         seed_step = counted.steps if kernel.counts_steps else taken
         return UpdatePart(run.start, run.stop, counted.steps, names, kernel.settings(group), seed_step)
@@ -209,3 +213,12 @@ class FusedUpdater(Updater):
     @override
     def tensors(self) -> list[Tensor]:
         return []
+
+
+def _without_room(optimizer: Optimizer, name: str) -> PlanError:
+    """Return the error for a state on NVMe that no group had when the files were made."""
+    return PlanError(
+        f"Got a parameter group of {type(optimizer).__name__} that needs {name!r} from now on, but offload.optimizer="
+        "'nvme' makes room for states when the fit begins, and then no group needed it (momentum was 0). Set the "
+        "momentum in configure_optimizers, or offload to 'cpu'."
+    )
