@@ -290,6 +290,71 @@ def test_one_virtual_rank_per_rank_gives_the_numbers_of_ddp() -> None:
         torch.testing.assert_close(found["weights"][name], weight, rtol=1e-4, atol=1e-5)
 
 
+class Counts(Quiet):
+    """Buffers that hooks and steps of all kinds change, in place or not; what they are is noted."""
+
+    total: Tensor
+    mean: Tensor
+    hooks: Tensor
+
+    def build(self) -> None:
+        super().build()
+        self.drop = nn.Dropout(0.0)
+        for name in ("total", "mean", "hooks"):
+            self.register_buffer(name, torch.zeros(()))
+        self.noted: list[float] = []
+
+    def on_after_batch_transfer(self, batch: Any, i: int) -> Any:
+        return batch
+
+    def training_step(self, batch: Any, i: int) -> Any:
+        self.mean = 0.9 * self.mean + batch[0].mean()
+        return super().training_step(batch, i)
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, i: int) -> None:
+        self.hooks += 1
+
+    def on_validation_epoch_start(self) -> None:
+        self.total.zero_()
+
+    def validation_step(self, batch: Any, i: int) -> None:
+        self.total += batch[0].sum()
+        self.log("val", self.loss(batch) + self.total + self.mean + self.hooks, sync_dist=True)
+
+    def on_validation_epoch_end(self) -> None:
+        mean = float(self.trainer.callback_metrics["val"])
+        self.noted += [mean, *(float(each) for each in (self.total, self.mean, self.hooks))]
+
+
+def train_counts(rank: int, world_size: int, options: dict[str, Any] | str) -> tuple[list[float], dict[str, Tensor]]:
+    quiet()
+    strategy: Any = options if isinstance(options, str) else ZeROStrategy(**nested(options))
+    module = Counts()
+    trainer = trainer_of(strategy, max_epochs=2, accumulate_grad_batches=2, val_check_interval=3, precision="64-true")
+    trainer.fit(module, batches(56), batches(24, seed=9))
+    return module.noted, {name: value.clone() for name, value in trainer.strategy.lightning_module_state_dict().items()}
+
+
+@pytest.mark.parametrize(
+    ("world_size", "options"),
+    [
+        (2, {"stage": 2}),
+        pytest.param(1, {"stage": 3}, marks=pytest.mark.wide),
+        pytest.param(2, {"stage": 3}, marks=pytest.mark.wide),
+    ],
+)
+def test_buffers_are_those_of_a_rank_of_ddp_also_in_validation_between_two_steps(
+    world_size: int, options: dict[str, Any]
+) -> None:
+    options = {"parallel.virtual_ranks": 2, "sharding.min_unit_numel": 0, **options}
+    (expected, weights), *_ = spawn(train_counts, 2, "ddp", init_process_group=False, timeout_s=60)
+    (found, ours), *_ = spawn(train_counts, world_size, options, init_process_group=False, timeout_s=60)
+    assert len(expected) == 5 * 4
+    assert found == pytest.approx(expected, rel=1e-6)
+    for name, weight in weights.items():
+        torch.testing.assert_close(ours[name], weight, rtol=1e-9, atol=1e-12, msg=lambda m, name=name: f"{name}: {m}")
+
+
 # --- resuming ---------------------------------------------------------------------------------------------------------
 
 

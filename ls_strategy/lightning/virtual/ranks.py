@@ -77,8 +77,8 @@ class VirtualRanks:
         self._replaced: Method | None = None
         self._loaders: list[VirtualLoader] = []
         """Of the run."""
-        self._views: dict[int, list[Tensor]] = {}
-        """Buffers by virtual rank, between two synchronizing steps."""
+        self._buffers: Buffers | None = None
+        """Of the run's module."""
         self._has_hooks = True
         """Whether user code runs while batches are moved."""
         self._round: VirtualRound | None = None
@@ -169,7 +169,7 @@ class VirtualRanks:
         """Begin a fit or an evaluation."""
         self.random.begin_run(fitting=fitting)
         self.random.keeps = self._keeps_random
-        self._views.clear()
+        self._buffers = Buffers(module, self.ranks[0])
         self._round = self._after_backward = None
         warnings.filterwarnings("ignore", "It is recommended to use `self.log")  # values are the same on all ranks
         self._has_hooks = self._trainer.datamodule is not None or any(  # type: ignore[attr-defined]
@@ -262,14 +262,15 @@ class VirtualRanks:
                 engine.keeps_gradients = False
                 for index in range(len(engine.optimizers)):
                     engine.zero_grad(index)
-        log, buffers, done = VirtualLog(module), Buffers(module, self._views), 0
+        log, buffers, done = VirtualLog(module), self._buffers, 0
+        assert buffers is not None
         output: Any = None
         found: Any = None
         metrics = ForwardValues(module)
         for number, now in enumerate(rounds):
             rank = now.leaves[self.rank]
             self._round, found = now, None
-            engine.begin_step(sync_buffers_after=now.is_last)
+            engine.begin_step(sync_buffers_after=now.is_last and synchronises)
             if number == 0:
                 buffers.begin()
             if rank is not None or engine.policy.parameters:  # else nothing is gathered, so it need not be computed
@@ -324,19 +325,25 @@ class VirtualRanks:
         module = self._module
         batches = [args[0], *(self.others(args) if len(self.ranks) > 1 else [])]
         log, metrics, output, done = VirtualLog(module), ForwardValues(module), None, 0
-        for now in self.split.rounds:
+        buffers = self._buffers
+        assert buffers is not None
+        rounds = [each for each in self.split.rounds if engine.policy.parameters or each.leaves[self.rank] is not None]
+        for number, now in enumerate(rounds):
             rank = now.leaves[self.rank]
-            if rank is None and not engine.policy.parameters:
-                continue
             engine.begin_step()
+            if number == 0:
+                buffers.begin()
+            buffers.show(rank)
             with self.random.as_rank(rank), counting_metrics(module, counts=rank is not None):
                 index = args[2] if len(args) > 2 else 0
                 batch = self._prepared(batches[done], index) if done and rank is not None else batches[0]
                 with log.recording(rank, batch):
                     found = step(batch, *args[1:])
+            buffers.keep(rank)
             if rank is not None and done == 0:
                 output, metrics = found, ForwardValues(module)
             done += rank is not None
+        buffers.end(forget=False)
         metrics.restore()
         log.replay(engine.comm, self.ranks, self.count)
         return output

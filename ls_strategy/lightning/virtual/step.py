@@ -7,25 +7,42 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
+from ls_strategy._torch import version_of
 from ls_strategy.errors import StateError
 from ls_strategy.host.pytorch import pl
 from ls_strategy.lightning._private import metric_snapshot
 
 
 class Buffers:
-    """Buffers of a module, as every virtual rank sees them."""
+    """Buffers of a module, as every virtual rank of this process sees them.
 
-    def __init__(self, module: pl.LightningModule, views: dict[int, list[Tensor]]) -> None:
-        self._buffers = list(module.buffers())
-        self._views = views
+    Between two batches the module has those of the first one. Hooks run once per process, so what user code writes to a
+    buffer there is what all of them see.
+    """
+
+    def __init__(self, module: pl.LightningModule, first: int) -> None:
+        """See what the module has. ``first``: the first virtual rank of this process."""
+        self._module, self._first = module, first
+        self._places: list[tuple[nn.Module, str]] = []
         self._before: list[Tensor] = []
-        self._first: list[Tensor] | None = None
+        self._views: dict[int, list[Tensor]] = {}
+        """By virtual rank, since the last synchronizing step."""
+        self._left: list[tuple[Tensor, int]] = []
+        """Every buffer and its version, as the last batch has left it."""
 
     def begin(self) -> None:
-        """Note the values that all virtual ranks without a view of their own begin with."""
+        """Begin a batch: note the values that virtual ranks without a view of their own begin with."""
+        places = {id(b): (m, name) for m in self._module.modules() for name, b in m.named_buffers(recurse=False)}
+        self._places = list(places.values())
         self._before = self._copy()
+        if len(self._left) != len(self._places):
+            self._views.clear()
+        for number, (now, left) in enumerate(zip(self._stamps(), self._left, strict=False)):
+            if now[0] is not left[0] or now[1] != left[1]:
+                for view in self._views.values():
+                    view[number] = self._before[number]
 
     def show(self, rank: int | None) -> None:
         """Give the buffers the values of a virtual rank."""
@@ -35,22 +52,32 @@ class Buffers:
         """Note the values that a virtual rank's step has left."""
         if rank is not None:
             self._views[rank] = self._copy()
-            self._first = self._views[rank] if self._first is None else self._first
 
     def end(self, *, forget: bool) -> None:
         """Leave the values of this process's first virtual rank; ``forget`` those of the others."""
-        if self._first is not None:
-            self._set(self._first)
+        if self._first in self._views:
+            self._set(self._views[self._first])
         if forget:
             self._views.clear()
+        self._left = self._stamps()
+
+    def _now(self) -> list[Tensor]:
+        return [getattr(module, name) for module, name in self._places]  # a step may have put another tensor there
+
+    def _stamps(self) -> list[tuple[Tensor, int]]:
+        return [(b, -1 if b.is_inference() else version_of(b)) for b in self._now()]
 
     def _copy(self) -> list[Tensor]:
-        return [b.detach().clone() for b in self._buffers]
+        return [b.detach().clone() for b in self._now()]
 
     @torch.no_grad()
     def _set(self, values: Sequence[Tensor]) -> None:
-        for buffer, value in zip(self._buffers, values, strict=True):
-            buffer.copy_(value)
+        for (module, name), buffer, value in zip(self._places, self._now(), values, strict=True):
+            fixed = buffer.is_inference() and not torch.is_inference_mode_enabled()
+            if fixed or buffer.shape != value.shape or buffer.dtype != value.dtype:
+                setattr(module, name, value.clone())
+            else:
+                buffer.copy_(value)
 
 
 @contextmanager
