@@ -19,12 +19,15 @@ PATIENCE_S = 3.0
 """Seconds that a failed rank waits for the failures of the others before it closes the connections."""
 
 
-def reduce(value: Tensor, comm: Comm, *, op: Any, group: Any, weight: float | None) -> Tensor:
-    """Return a value reduced over ranks; ``value`` itself does not change. Collective.
+def reduce(value: Tensor, comm: Comm, device: torch.device, *, op: Any, group: Any, weight: float | None) -> Tensor:
+    """Reduce a value over ranks in place, as DDP does, and return it. Collective.
 
     Args:
-        value: this rank's, on the device. Means of integers are fp32.
+        value: this rank's. Means of integers are new tensors in fp32: DDP rounds them down, and with them the number
+            of samples that Lightning divides logged sums by. Gradients through a mean are those of a division, but
+            where the backend averages by itself, as NCCL does.
         comm: the ranks that explain waits.
+        device: on which it is sent. If ``value`` is on another one, the result there is returned.
         op: ``"mean"``, another name, or an operation of ``torch.distributed``. None: the mean.
         group: None: that of ``comm``.
         weight: this rank's in averages, 0 for a rank without a batch. None: all ranks have one.
@@ -33,14 +36,24 @@ def reduce(value: Tensor, comm: Comm, *, op: Any, group: Any, weight: float | No
     reduce_op: Any = dist.ReduceOp.SUM if mean else op
     if isinstance(reduce_op, str):
         reduce_op = getattr(dist.ReduceOp, reduce_op.upper())
-    if mean and not value.is_floating_point():
-        value = value.float()
+    sent = value.detach().clone().contiguous().to(device)
+    rounds_down = mean and not (sent.is_floating_point() or sent.is_complex())
+    if rounds_down:
+        sent = sent.float()
     if weight is not None:
-        value = _weigh(value, weight, "mean" if mean else reduce_op)
+        sent = _weigh(sent, weight, "mean" if mean else reduce_op)
     group = group or comm.group
     with comm.blocking("reduce", group=None if group is comm.group else group):
-        dist.all_reduce(value, op=reduce_op, group=group)
-    return value / dist.get_world_size(group) if mean else value
+        dist.all_reduce(sent, op=reduce_op, group=group)
+    divided = mean and torch.is_grad_enabled() and value.grad_fn is not None and dist.get_backend(group) == "gloo"
+    if mean and not divided:
+        sent = sent / dist.get_world_size(group)
+    if rounds_down:
+        return sent
+    value.detach().copy_(sent)
+    if divided:
+        return value.div_(dist.get_world_size(group))
+    return value if value.device == sent.device else sent
 
 
 def ends_alone(exception: BaseException, comm: Comm, place: str) -> bool:

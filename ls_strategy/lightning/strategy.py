@@ -438,15 +438,15 @@ class ZeROStrategy(EngineStrategy):  # its many public members are Lightning's h
 
     @override
     def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
-        """Reduce a copy, as DDP does, but without its barrier before every reduction.
+        """Reduce in place, as DDP does, but without its barrier before every reduction.
 
         The default group is the replicas of the model: the ranks of one replica have the same value.
         """
         mesh = self.parallel.mesh
         if not isinstance(tensor, Tensor) or mesh is None or (group is None and mesh.data.world_size == 1):
             return tensor
-        mine = tensor.detach().clone().contiguous().to(self.root_device)
-        return ranks.reduce(mine, mesh.data, op=reduce_op, group=group, weight=self.uneven.contribution)
+        weight = self.uneven.contribution
+        return ranks.reduce(tensor, mesh.data, self.root_device, op=reduce_op, group=group, weight=weight)
 
     # data ------------------------------------------------------------------------------------------------------------
 

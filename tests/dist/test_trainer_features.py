@@ -266,6 +266,38 @@ def test_logged_values_are_reduced_over_ranks(rank: int, world_size: int) -> Non
         assert_close(list(metrics.values()), list(expected.values()), f"stage {strategy}")
 
 
+class Reducing(Net):
+    """Reduces by the strategy: the loss that it returns, what it has logged already, and integers."""
+
+    def training_step(self, batch: Any, i: int) -> Tensor:
+        strategy: Any = self.trainer.strategy
+        loss = self.loss(batch)
+        one, numbers = loss.detach().clone(), torch.tensor([3 + 2 * self.global_rank, 4 + self.global_rank])
+        columns = batch[0][:2].clone().t()
+        for op in ("sum", "mean", "max"):
+            for value in (one, columns, *([numbers] if op != "mean" else [])):
+                found = strategy.reduce(value, reduce_op=op)
+                assert found is value
+                self.seen += found.flatten().tolist()
+        turning = strategy.reduce(torch.polar(one, one + self.global_rank))
+        self.seen += torch.view_as_real(turning).tolist()
+        reduced = strategy.reduce(loss) if i % 2 else strategy.reduce(loss, reduce_op="sum")
+        return self.noted(loss + 0.5 * reduced)
+
+
+@on_ranks(2)
+def test_a_value_is_reduced_in_place(rank: int, world_size: int) -> None:
+    """As under DDP, also what the loss is computed from, and for code that reads the value that it gave."""
+    expected: Any = None
+    for strategy in ("ddp", 0, 1, 3):
+        module = Reducing()
+        fit(strategy, module)
+        found = module.losses, module.seen, weights(module)
+        expected = expected or found
+        for what, ours, theirs in zip(("losses", "seen", "weights"), found, expected, strict=True):
+            assert_close(ours, theirs, f"{strategy}, {what}")
+
+
 # --- data -------------------------------------------------------------------------------------------------------------
 
 
