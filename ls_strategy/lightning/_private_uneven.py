@@ -88,21 +88,32 @@ def around_lengths(trainer: Any, agree: Callable[[float, float | None], float]) 
 
 
 def around_evaluation_lengths(trainer: Any, agree: Callable[[float], float]) -> None:
-    """Make validation, test and prediction take the number of batches of each loader from ``agree``."""
+    """Make validation, test and prediction take the number of batches of each loader from ``agree``.
+
+    A rank still ends each loader where it would alone: a limit that is a share is one of its own batches.
+    """
     for loop, name in (
         (trainer.fit_loop.epoch_loop.val_loop, "_max_batches"),
         (trainer.validate_loop, "_max_batches"),
         (trainer.test_loop, "_max_batches"),
         (trainer.predict_loop, "max_batches"),
     ):
+        own: list[Any] = []
 
-        def setup_data(loop: Any = loop, name: str = name) -> None:
+        def setup_data(loop: Any = loop, name: str = name, own: list[Any] = own) -> None:
             before = getattr(loop, name)
             type(loop).setup_data(loop)
             if getattr(loop, name) is not before:
-                setattr(loop, name, [agree(batches) for batches in getattr(loop, name)])
+                own[:] = getattr(loop, name)
+                setattr(loop, name, [agree(batches) for batches in own])
 
-        loop.setup_data = setup_data
+        def reset(loop: Any = loop, name: str = name, own: list[Any] = own) -> None:
+            agreed = getattr(loop, name)
+            setattr(loop, name, [*own])
+            type(loop).reset(loop)
+            setattr(loop, name, agreed)
+
+        loop.setup_data, loop.reset = setup_data, reset
 
 
 def around_training_batches(trainer: Any, fill: Callable[[], None], after: Callable[[], None]) -> None:

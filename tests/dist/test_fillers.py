@@ -157,6 +157,21 @@ def test_evaluation_at_stage_3(rank: int, world_size: int) -> None:
 
 
 @pytest.mark.wide
+@on_ranks(2)
+def test_a_share_of_the_batches_in_evaluation_is_one_of_each_rank(rank: int, world_size: int) -> None:
+    """As below stage 3, where every rank evaluates its own batches; also before the fit and in prediction."""
+    for stage in (2, 3):
+        module = Validated()
+        options: dict[str, Any] = {"limit_val_batches": 0.5, "limit_predict_batches": 0.5, "num_sanity_val_steps": 2}
+        trainer = trainer_of(strategy(stage), max_epochs=1, use_distributed_sampler=False, **options)
+        data = [loader(rank, sized=True, lengths=FEWER_ON_0), loader(rank, sized=True, lengths=(4, 2))]
+        trainer.fit(module, loader(rank, sized=True), data)
+        assert len(module.seen) == ((1 + 2) + (1 + 2), (2 + 1) + (3 + 1))[rank], f"stage {stage}"
+        predicted: Any = trainer.predict(module, data[0])
+        assert len(predicted) == (1, 3)[rank], f"stage {stage}"
+
+
+@pytest.mark.wide
 @pytest.mark.parametrize("stage", [0, 2, 3])
 @on_ranks(2)
 def test_several_loaders_in_validation(rank: int, world_size: int, stage: int) -> None:
