@@ -114,16 +114,13 @@ def register(registry: _Registry | None = None) -> None:
     Names that exist are left alone.
     """
     if registry is not None:
-        _register(registry, host.of(registry) or host.name(), "fabric" if _is_of_fabric(registry) else "pytorch")
+        modules = (sys.modules.get(f"{parts['fabric']}.strategies") for parts in host.HOSTS.values())
+        fabric = any(getattr(module, _REGISTRIES["fabric"], None) is registry for module in modules)
+        _register(registry, host.of(registry) or host.name(), "fabric" if fabric else "pytorch")
         return
     for part in _REGISTRIES:
         _register_module(host.name(), part, host.import_part(f"{part}.strategies"))
     _take_folders(host.import_part("fabric.utilities.cloud_io"))
-
-
-def _is_of_fabric(registry: _Registry) -> bool:
-    modules = (sys.modules.get(f"{parts['fabric']}.strategies") for parts in host.HOSTS.values())
-    return any(getattr(module, _REGISTRIES["fabric"], None) is registry for module in modules)
 
 
 def _register(registry: _Registry, package: str, part: str) -> None:

@@ -246,10 +246,6 @@ def _convert_name(value: Any, names: Sequence[str]) -> str:
     return _same(value, isinstance(value, str) and value in names, ", ".join(map(repr, names)))
 
 
-def _convert_flag(value: Any, _: Range | None) -> bool:
-    return _same(value, isinstance(value, bool), "True or False")
-
-
 def _convert_whole(value: Any, limits: Range | None) -> int:
     limits = limits or ANY
     rule = " ".join(filter(None, ("a whole number", str(limits))))
@@ -286,7 +282,7 @@ def _convert_timedelta(value: Any, _: Range | None) -> timedelta:
 
 
 _PLAIN: dict[Any, Callable[[Any, Range | None], Any]] = {
-    bool: _convert_flag,
+    bool: lambda value, _: _same(value, isinstance(value, bool), "True or False"),
     int: _convert_whole,
     float: _convert_number,
     str: _convert_text,

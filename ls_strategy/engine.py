@@ -44,8 +44,8 @@ from ls_strategy.zero.flat.states import EARLY
 from ls_strategy.zero.passes.hooks import UnitHooks
 from ls_strategy.zero.setup import weights
 from ls_strategy.zero.setup.assembly import Draft
-from ls_strategy.zero.setup.materialize import refused_buffer
-from ls_strategy.zero.setup.shard import fp32_boundaries, shard
+from ls_strategy.zero.setup.materialize import Fp32Boundary, refused_buffer
+from ls_strategy.zero.setup.shard import shard
 from ls_strategy.zero.setup.share import Share
 from ls_strategy.zero.state_offload import StateOffload
 from ls_strategy.zero.step.elementwise import refused_gathers
@@ -120,7 +120,7 @@ class Engine:
         nested = inside_compiled(model)
         self.hooks = UnitHooks(self.units, self.gatherer, self.reducer, sharded=self.gatherer.releases, nested=nested)
         self.hooks.watch_rows(self.flats)
-        self._boundaries = fp32_boundaries(draft)
+        self._boundaries = [Fp32Boundary(module, precision.compute) for module in draft.kept.bounded]
         self._broadcast_buffers_next = True
         self.repeats_backward = True
         """Whether user code may run several backward passes between two steps."""
@@ -155,11 +155,7 @@ class Engine:
             self.stepper = Stepper(sharded, optimizers, scaler, self.events, before)
         if previous is not None:
             previous.offload.close()
-        self._show_stepper(self.stepper)
-        return draft
-
-    def _show_stepper(self, stepper: Stepper) -> None:
-        """Let this facade have what is the stepper's alone, see there."""
+        stepper = self.stepper  # let this facade have what is its alone, see there
         self.gradients, self.schedule = stepper.gradients, stepper.schedule
         self.optimizers = stepper.optimizers
         """The optimizers with the phase of their gradients."""
@@ -169,6 +165,7 @@ class Engine:
         self.finish, self.step = stepper.finish, stepper.step
         self.clip_norm_, self.clip_value_, self.grad_norm = stepper.clip_norm_, stepper.clip_value_, stepper.grad_norm
         self.zero_grad, self.zero_params = stepper.zero_grad, stepper.zero_params
+        return draft
 
     def _subscribe_features(self) -> None:
         """Let the features of a step that are on take part in its events; the optimizers' own have subscribed."""
@@ -208,19 +205,6 @@ class Engine:
         return _HOLDERS.get(model)
 
     # set-up ----------------------------------------------------------------------------------------------------------
-
-    @property
-    def private_gradients(self) -> bool:
-        """Return whether user code reads averaged gradients only through ``p.grad``, between backward and `zero_grad`.
-
-        If so, they are not exposed as ``.grad`` of pieces, and may be stored in 16 bits where that is exact. The update
-        applies loss scale and clip factor, unless ``p.grad`` is read first: then they are applied at that time.
-        """
-        return self.reducer.private
-
-    @private_gradients.setter
-    def private_gradients(self, private: bool) -> None:
-        self.reducer.private = private
 
     @property
     def scaler(self) -> LossScaler | None:
@@ -364,7 +348,8 @@ class Engine:
         scale = scaler.scale if scaler is not None else 1.0
         self.reducer.begin_backward(eager=eager, loss_scale=scale, counts=counts)
         if early:
-            self.reducer.on_complete = self.schedule.begin_early if self.stepper.has_stepped else self.schedule.postpone
+            begin, spill = self.schedule.begin_early, lambda flat: flat.averages.spill()
+            self.reducer.on_complete = begin if self.stepper.has_stepped else spill
 
     def end_backward(self, *, local: bool = False) -> None:
         """End the backward pass. ``local``: more passes follow before gradients are averaged (stages 0 and 1)."""

@@ -37,17 +37,14 @@ class LossScaler:
         """
         if self.config.static is not None:
             return
-        if overflow:
-            self._on_overflow()
+        if not overflow:
+            self.good_steps += 1
+            if self.config.consecutive_hysteresis:
+                self.hysteresis_left = self.config.hysteresis
+            if self.good_steps % self.config.window == 0:
+                self.hysteresis_left = self.config.hysteresis
+                self.scale *= 2.0
             return
-        self.good_steps += 1
-        if self.config.consecutive_hysteresis:
-            self.hysteresis_left = self.config.hysteresis
-        if self.good_steps % self.config.window == 0:
-            self.hysteresis_left = self.config.hysteresis
-            self.scale *= 2.0
-
-    def _on_overflow(self) -> None:
         self.good_steps = 0
         if self.hysteresis_left > 1:
             self.hysteresis_left -= 1

@@ -159,7 +159,10 @@ class _PlanSetting:
     def together(self, p: ParamFacts) -> _Together:
         """Return what decides into which buffer of its unit a parameter comes."""
         replicated = p.replicated and p.optimizer == FROZEN and self.policy.parameters
-        exact = not self.policy.parameters or replicated or p.quantized is not None or self._rounds_by_buffer
+        exact = not self.policy.parameters or replicated or p.quantized is not None
+        # Only stage 3 would have buffers of what is gathered in 16 bits. Runs at all stages need the same ones if
+        # moments are rounded by their places, and must be equal.
+        exact = exact or (self.config.parallel.virtual_ranks is not None and self.config.precision.moments != "fp32")
         return _Together(
             p.optimizer,
             p.dtype,
@@ -179,6 +182,9 @@ class _PlanSetting:
         members.sort(key=lambda p: p.group)
         ranks = self.expert_world_size if what.expert else self.world_size
         gathered, reduced = self._sent_as(what, ranks)
+        # Gradients of what is gathered in 16 bits are sent in them; terms of virtual ranks never are.
+        half = self.config.precision.reduce_dtype == "compute" and self.config.parallel.virtual_ranks is None
+        half = half and reduced is None
         layout = FlatLayout.pack(
             ((p.name, p.shape) for p in members),
             ranks,
@@ -202,7 +208,7 @@ class _PlanSetting:
             node=self.node if copied else 0,
             gathered_as=gathered,
             cast_to=what.cast_to,
-            reduced_in=None if reduced is not None or not self._reduces_in_16_bits else _in_16_bits(what.cast_to),
+            reduced_in=what.cast_to if half and what.cast_to is not None and what.cast_to.itemsize == 2 else None,
             reduced_as=reduced,
             shared_by=members[0].shared_by,
             replicated=what.replicated,
@@ -212,19 +218,6 @@ class _PlanSetting:
         if not members[0].frozen:
             return flat
         return replace(flat, master_dtype=what.dtype, unfrozen=flat, split_masters=None)
-
-    @property
-    def _rounds_by_buffer(self) -> bool:
-        """Whether runs at all stages need the same buffers: moments are rounded by their places, and have to be equal.
-
-        Only stage 3 would have buffers of what is gathered in 16 bits.
-        """
-        return self.config.parallel.virtual_ranks is not None and self.config.precision.moments != "fp32"
-
-    @property
-    def _reduces_in_16_bits(self) -> bool:
-        """Whether gradients of what is gathered in 16 bits are sent in them; terms of virtual ranks never are."""
-        return self.config.precision.reduce_dtype == "compute" and self.config.parallel.virtual_ranks is None
 
     def _sent_as(self, what: _Together, ranks: int) -> tuple[str | None, str | None]:
         """Return the formats in which parameters and gradients are sent; None: as they are."""
@@ -244,10 +237,6 @@ class _PlanSetting:
         return math.lcm(align, TILE) if in_tiles else align if what.quantized is None else TILE
 
 
-def _in_16_bits(dtype: torch.dtype | None) -> torch.dtype | None:
-    return dtype if dtype is not None and dtype.itemsize == 2 else None
-
-
 def _assign_tiers(units: list[UnitPlan], config: ZeROConfig) -> tuple[UnitPlan, ...]:
     """Assign the tiers. With a ``ratio``, the first buffers that fit stay on the device."""
     flats = [f for u in units for f in u.flats]
@@ -263,7 +252,11 @@ def _assign_tiers(units: list[UnitPlan], config: ZeROConfig) -> tuple[UnitPlan, 
             optimizer_tier = optimizer.get(id(f), "device") if f.trainable else param_tier
             followed = optimizer_tier if f.trainable else "device"
             gradient_tier = followed if config.offload.gradients is None else gradient.get(id(f), "device")
-            unfrozen = None if f.unfrozen is None else _offloaded(replace(f.unfrozen, param_tier=param_tier), config)
+            unfrozen = None if f.unfrozen is None else replace(f.unfrozen, param_tier=param_tier)
+            offload = config.offload.tier_of("optimizer")
+            if unfrozen is not None and offload is not None:  # whatever the ``ratio``: the device's share is taken
+                gradients = config.offload.tier_of("gradients") or offload
+                unfrozen = replace(unfrozen, optimizer_tier=offload.tier, gradient_tier=gradients.tier)
             placed.append(
                 replace(
                     f,
@@ -275,14 +268,6 @@ def _assign_tiers(units: list[UnitPlan], config: ZeROConfig) -> tuple[UnitPlan, 
             )
         result.append(replace(unit, flats=tuple(placed)))
     return tuple(result)
-
-
-def _offloaded(flat: FlatPlan, config: ZeROConfig) -> FlatPlan:
-    """Offload the states of a buffer that begins to train, whatever the ``ratio``: the device's share is taken."""
-    optimizer, gradients = config.offload.tier_of("optimizer"), config.offload.tier_of("gradients")
-    if optimizer is None:
-        return flat
-    return replace(flat, optimizer_tier=optimizer.tier, gradient_tier=(gradients or optimizer).tier)
 
 
 def _split(flats: list[FlatPlan], offload: TierConfig | None) -> dict[int, TierName]:

@@ -336,7 +336,15 @@ def _run(setup: _Setup, task: bytes) -> _RankReport:
         multiprocessing.set_start_method(None, force=True)  # type: ignore[arg-type]
         torch.set_num_threads(1)
         if setup.init_process_group:
-            _init_gloo(setup)
+            from torch import distributed as dist
+
+            dist.init_process_group(
+                "gloo",
+                init_method=f"file://{setup.scratch}/store",
+                rank=setup.rank,
+                world_size=setup.world_size,
+                timeout=datetime.timedelta(seconds=20 * setup.timeout_s),  # the parent ends what hangs, by its clock
+            )
         fn, args = pickle.loads(task)  # from our own parent
         value = pickle.dumps(fn(setup.rank, setup.world_size, *args))
         return _RankReport(at=time.monotonic(), ok=True, value=value, text="")
@@ -348,18 +356,6 @@ def _run(setup: _Setup, task: bytes) -> _RankReport:
         except Exception:
             value = b""
         return _RankReport(at=at, ok=False, value=value, text=text)
-
-
-def _init_gloo(setup: _Setup) -> None:
-    from torch import distributed as dist
-
-    dist.init_process_group(
-        "gloo",
-        init_method=f"file://{setup.scratch}/store",
-        rank=setup.rank,
-        world_size=setup.world_size,
-        timeout=datetime.timedelta(seconds=20 * setup.timeout_s),  # what hangs is ended by the parent, by its clock
-    )
 
 
 def _end_with_parent() -> None:

@@ -88,8 +88,13 @@ class PipelineConfig(Group):
                 f"Got parallel.pipeline.partition={self.partition!r}, but it must be 'parameters', 'flops', 'uniform' "
                 "(numbers of blocks) or 'type:REGEX' (blocks whose class matches). Set partition='parameters'."
             )
-        if self.partition.startswith("type:"):
-            _check_pattern(self.partition)
+        try:
+            re.compile(self.partition.removeprefix("type:"))
+        except re.error as error:
+            raise ConfigError(
+                f"Got parallel.pipeline.partition={self.partition!r}, but what follows type: must be a regular "
+                f"expression ({error}). Set a class name, for example partition='type:Block'."
+            ) from None
 
     def _check_no_pipeline(self) -> None:
         if self.micro_batches or self.micro_batch_size:
@@ -104,16 +109,6 @@ class PipelineConfig(Group):
                     f"Got parallel.pipeline.{option.name}={value!r}, but it requires a pipeline, and "
                     f"parallel.pipeline.size is 1. Set parallel.pipeline.size=2 or more, or leave {option.name} out."
                 )
-
-
-def _check_pattern(partition: str) -> None:
-    try:
-        re.compile(partition.removeprefix("type:"))
-    except re.error as error:
-        raise ConfigError(
-            f"Got parallel.pipeline.partition={partition!r}, but what follows type: must be a regular expression "
-            f"({error}). Set a class name, for example partition='type:Block'."
-        ) from None
 
 
 @dataclass(frozen=True, kw_only=True)

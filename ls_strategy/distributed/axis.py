@@ -62,19 +62,15 @@ class Axis:
             return result
         flat = tensor.contiguous().reshape(-1)
         shard = -(-flat.numel() // self.size)
-        padded = self._padded(flat, shard)
+        padded = flat
+        if flat.numel() != shard * self.size:
+            padded = flat.new_zeros(shard * self.size)
+            padded[: flat.numel()].copy_(flat)
         mine = self._sum_of_mine(list(padded.chunk(self.size)), "all_reduce")
         full = torch.empty_like(padded)
         full.chunk(self.size)[self.rank].copy_(mine)
         self._exchange([mine] * self.size, list(full.chunk(self.size)), "all_reduce")
         return full[: flat.numel()].view(tensor.shape)
-
-    def _padded(self, flat: Tensor, shard: int) -> Tensor:
-        if flat.numel() == shard * self.size:
-            return flat
-        padded = flat.new_zeros(shard * self.size)
-        padded[: flat.numel()].copy_(flat)
-        return padded
 
     def all_gather(self, tensor: Tensor, dim: int, sizes: Sequence[int] | None = None) -> Tensor:
         """Concatenate the ranks' tensors along ``dim``.

@@ -29,7 +29,6 @@ class Copy(Protocol):
 
     def wait_on_host(self) -> None:
         """Block this thread until the copy is done."""
-        ...
 
 
 class BufferPool:

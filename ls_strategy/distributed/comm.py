@@ -593,21 +593,14 @@ def make_comm(before: set[tuple[int, int]] | None = None, timeout: timedelta | N
     shared.sockets |= open_sockets() - opened
     comm = Comm(world, control, shared.sockets, shared.failures)
     if before is None and not is_known:
-        shared.sockets |= _between_ranks(comm, opened)
+        # Add those that connect two ranks: of groups that others have made. Both ends of such a connection are among
+        # the ranks' own addresses. Those of the rendezvous store, which reports failures, and those to anybody else,
+        # such as a logger's server, are left out.
+        known, store = connections(opened), store_port()
+        ends = {own for each in comm.exchange_objects([own for own, _ in known.values()]) for own in each}
+        between = (at for at, (own, other) in known.items() if other in ends and store not in (own[1], other[1]))
+        shared.sockets.update(between)
     return comm
-
-
-def _between_ranks(comm: Comm, opened: set[tuple[int, int]]) -> set[tuple[int, int]]:
-    """Return those of ``opened`` that connect two ranks: of groups that others have made. Collective.
-
-    Both ends of such a connection are among the ranks' own addresses. Those of the rendezvous store, which reports
-    failures, and those to anybody else, such as a logger's server, are left out.
-    """
-    known, store = connections(opened), store_port()
-    ends = {own for each in comm.exchange_objects([own for own, _ in known.values()]) for own in each}
-    return {
-        place for place, (own, other) in known.items() if other in ends and store not in (own[1], other[1])
-    }  # fmt: skip
 
 
 @dataclass

@@ -70,7 +70,10 @@ class GatherMemory:
         if not self._lock.acquire(blocking=False):
             return False
         try:
-            pool = self._pool_of(buffer.device)
+            if buffer.device not in self._pools:
+                wanted = os.environ.get(_ON) == "1"
+                self._pools[buffer.device] = dev.new_memory_pool(buffer.device) if wanted else None
+            pool = self._pools[buffer.device]
             if pool is None or dev.is_capturing(buffer.device):  # a graph owns what is allocated while it is captured
                 return False
             if _fits(buffer, pool):
@@ -85,11 +88,6 @@ class GatherMemory:
         """Return memory that no buffer uses to the device. The next buffer begins a new pool."""
         with self._lock:
             self._pools.clear()
-
-    def _pool_of(self, device: torch.device) -> Any:
-        if device not in self._pools:
-            self._pools[device] = dev.new_memory_pool(device) if os.environ.get(_ON) == "1" else None
-        return self._pools[device]
 
 
 def _fits(buffer: Tensor, pool: Any) -> bool:

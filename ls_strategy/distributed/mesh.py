@@ -188,11 +188,15 @@ class MeshShape:
 
     def groups(self, axis: str) -> Iterator[tuple[int, ...]]:
         """Yield the ranks of every group along ``axis``, in order."""
-        if axis in ("expert", "expert_zero"):
-            yield from self._expert_groups(axis)
-            return
-        if axis in ("shard", "replica", "node"):
-            yield from self._shard_groups(axis)
+        # Those that cut other groups: into neighbours, or into ranks at the same place among them.
+        cut = {"expert": self.expert, "expert_zero": self.expert, "shard": self.shard, "replica": self.shard}
+        if axis == "node" or axis in cut:
+            for ranks in self.groups("stage" if axis.startswith("expert") else "zero"):
+                size = cut.get(axis, self.node) or len(ranks)
+                if axis in ("expert", "shard", "node"):
+                    yield from (ranks[i : i + size] for i in range(0, len(ranks), size))
+                else:
+                    yield from (ranks[i::size] for i in range(size))
             return
         free = _FREE[axis]
         members: dict[tuple[int, ...], list[int]] = {}
@@ -200,21 +204,6 @@ class MeshShape:
             fixed = tuple(c for i, c in enumerate(self.coordinates(rank)) if i not in free)
             members.setdefault(fixed, []).append(rank)
         yield from (tuple(group) for group in members.values())
-
-    def _expert_groups(self, axis: str) -> Iterator[tuple[int, ...]]:
-        for stage in self.groups("stage"):
-            if axis == "expert":
-                yield from (stage[i : i + self.expert] for i in range(0, len(stage), self.expert))
-            else:
-                yield from (stage[i :: self.expert] for i in range(self.expert))
-
-    def _shard_groups(self, axis: str) -> Iterator[tuple[int, ...]]:
-        for ranks in self.groups("zero"):
-            size = (self.node if axis == "node" else self.shard) or len(ranks)
-            if axis in ("shard", "node"):
-                yield from (ranks[i : i + size] for i in range(0, len(ranks), size))
-            else:
-                yield from (ranks[i::size] for i in range(size))
 
 
 class Mesh:
@@ -258,22 +247,6 @@ class Mesh:
 
 def make_mesh(shape: MeshShape, world: Comm) -> Mesh:
     """Create the process groups and return the mesh. Collective over all ranks."""
-    if shape.model_ranks == shape.expert == 1:
-        mesh = Mesh.data_only(world)
-        mesh.shape = shape
-    else:
-        mesh = _mesh_of_axes(shape, world)
-    if shape.shard is not None:
-        inside, across = (_comm_of(tuple(shape.groups(axis)), world) for axis in ("shard", "replica"))
-        mesh.shards = ShardGroup(inside, across, mesh.zero)
-    if shape.node is not None:
-        mesh.node = _comm_of(tuple(shape.groups("node")), world)
-        mesh.node.traffic = mesh.zero.traffic
-    world.own_open_sockets()
-    return mesh
-
-
-def _mesh_of_axes(shape: MeshShape, world: Comm) -> Mesh:
     made: dict[tuple[tuple[int, ...], ...], Comm] = {}
 
     def along(axis: str) -> Comm:
@@ -285,8 +258,19 @@ def _mesh_of_axes(shape: MeshShape, world: Comm) -> Mesh:
         comm.locate(world.node_size)
         return comm
 
-    axes = {axis: along(axis) for axis in (*_FREE, "expert", "expert_zero")}
-    return Mesh(shape, world, **axes)
+    if shape.model_ranks == shape.expert == 1:
+        mesh = Mesh.data_only(world)
+        mesh.shape = shape
+    else:
+        mesh = Mesh(shape, world, **{axis: along(axis) for axis in (*_FREE, "expert", "expert_zero")})
+    if shape.shard is not None:
+        inside, across = (_comm_of(tuple(shape.groups(axis)), world) for axis in ("shard", "replica"))
+        mesh.shards = ShardGroup(inside, across, mesh.zero)
+    if shape.node is not None:
+        mesh.node = _comm_of(tuple(shape.groups("node")), world)
+        mesh.node.traffic = mesh.zero.traffic
+    world.own_open_sockets()
+    return mesh
 
 
 def _comm_of(groups: tuple[tuple[int, ...], ...], world: Comm) -> Comm:

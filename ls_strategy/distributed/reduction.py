@@ -32,8 +32,6 @@ class Reduction(Protocol):
 
     def collect(self, dtype: torch.dtype) -> None:
         """Keep the terms that have come, in sums of ``dtype``, for the reduction of a later round."""
-        ...
 
     def finish(self, out: Tensor, *, accumulate: bool) -> None:
         """Write the average of this rank's shard to ``out``, ``(shard,)``, or add it if ``accumulate``. Collective."""
-        ...

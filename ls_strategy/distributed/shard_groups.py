@@ -87,13 +87,10 @@ class ShardGroup(Comm):
             return super().reduce_scatter(full, dtype, of)
         pending = _BetweenGroups(super().reduce_scatter(full, dtype, of), dtype, of, self)
         if self.native and dev.is_accelerator(full.device):
-            pending.start(self._stream_between(full.device))
+            if full.device not in self._between:
+                self._between[full.device] = dev.new_stream(full.device)
+            pending.start(self._between[full.device])
         return pending
-
-    def _stream_between(self, device: torch.device) -> torch.Stream:
-        if device not in self._between:
-            self._between[device] = dev.new_stream(device)
-        return self._between[device]
 
 
 class _BetweenGroups(PendingReduce):

@@ -13,10 +13,9 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from ls_strategy.access.gather_error import gather_error
-from ls_strategy.access.gradient_error import gradient_error
 from ls_strategy.access.gradients import full_gradients, grad_norms
 from ls_strategy.access.offload import offload_states
+from ls_strategy.access.rounding_error import gather_error, gradient_error
 from ls_strategy.access.weights import full_weights
 from ls_strategy.config import ZeROConfig
 from ls_strategy.distributed.comm import Traffic

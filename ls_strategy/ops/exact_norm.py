@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from ls_strategy.ops import native
-from ls_strategy.ops.norm import LANES
+from ls_strategy.ops.norm import block_sums
 
 BLOCK = 256
 """Elements whose squares are added in fp64. Shards begin at multiples of it."""
@@ -51,11 +51,11 @@ def exact_sum_of_squares(grad: Tensor, *, unscale: float = 1.0) -> Tensor:
     for part in grad.split(_CHUNK[grad.device.type == "cpu"]):
         x = part.to(torch.promote_types(part.dtype, torch.float32))
         x = x if unscale == 1.0 else x * unscale
-        sums = _block_sums(x.double().square())  # a copy: of fp64, `x` may be the gradients
+        sums = block_sums(x.double().square(), BLOCK)  # a copy: of fp64, `x` may be the gradients
         if not bool(sums.isfinite().all()):  # one pass over the elements less, nearly always
             result[-2] += x.isinf().sum()
             result[-1] += x.isnan().sum()
-            sums = _block_sums(torch.where(x.isfinite(), x, 0.0).double().square_())
+            sums = block_sums(torch.where(x.isfinite(), x, 0.0).double().square_(), BLOCK)
             result[-2] += sums.isinf().sum()  # squares of fp64 numbers beyond its range
             sums = torch.where(sums.isfinite(), sums, 0.0)
         _add(halves, sums)
@@ -68,21 +68,6 @@ def _add(halves: Tensor, sums: Tensor) -> None:
     integer = (mantissa * 2.0**53).to(torch.int64)
     split = torch.stack([integer >> _LOW_BITS, integer & ((1 << _LOW_BITS) - 1)], dim=1)
     halves.index_add_(0, (exponent - _LOWEST).long(), split)
-
-
-def _block_sums(squares: Tensor) -> Tensor:
-    """Return the sum of every block, as the kernel adds: ``(ceil(n / BLOCK),)`` from ``(n,)``, both fp64."""
-    missing = -squares.numel() % BLOCK
-    if missing:
-        squares = torch.nn.functional.pad(squares, (0, missing))
-    first, *others = squares.view(-1, BLOCK // LANES, LANES).unbind(1)
-    lanes = first.clone()
-    for row in others:
-        lanes += row
-    while lanes.shape[1] > 1:
-        half = lanes.shape[1] // 2
-        lanes = lanes[:, :half] + lanes[:, half:]
-    return lanes.view(-1)
 
 
 def value_of(exact: Tensor) -> Tensor:

@@ -69,19 +69,19 @@ def sum_of_squares_reference(grad: Tensor, unscale: float) -> Tensor:
     for part in grad.split(portion(grad.device, CHUNK, NORM_ON_DEVICE)):  # to bound the memory of intermediate results
         x = part.to(torch.promote_types(part.dtype, torch.float32)) * unscale
         count += x.numel() - x.isfinite().sum()
-        sums.append(_block_sums(x.double().square_(), BLOCK))
+        sums.append(block_sums(x.double().square_(), BLOCK))
     return torch.stack([_last_sum(torch.cat(sums)), count.double()])
 
 
 def _last_sum(sums: Tensor) -> Tensor:
     """Add sums in groups until one is left: ``()`` from ``(n,)``, both fp64."""
     while sums.numel() > 1:
-        sums = _block_sums(sums, GROUP)
+        sums = block_sums(sums, GROUP)
     return sums.sum()  # of one or none
 
 
-def _block_sums(x: Tensor, block: int) -> Tensor:
-    """Sum blocks: ``(ceil(n / block),)`` from ``(n,)``, both fp64."""
+def block_sums(x: Tensor, block: int) -> Tensor:
+    """Sum blocks, as the kernels add: ``(ceil(n / block),)`` from ``(n,)``, both fp64."""
     if missing := -x.numel() % block:
         x = torch.nn.functional.pad(x, (0, missing))
     rows = x.view(-1, block // LANES, LANES).unbind(1)

@@ -74,14 +74,11 @@ class OwnTime:
     def take(self) -> list[tuple[int, Mapping[str, float]]]:
         """Return number and seconds by phase of the steps that ended, as far as the device has computed them."""
         taken: list[tuple[int, Mapping[str, float]]] = []
-        while self._ended and self._is_over(self._ended[0][1][-1][0]):
+        while self._ended and (not self._clock.on_device or self._ended[0][1][-1][0].query()):
             step, changes = self._ended.popleft()
             with suppress(RuntimeError):  # an event in a stream of the user's, which is later than the one that ends
                 taken.append((step, self._seconds(changes)))
         return taken
-
-    def _is_over(self, at: Any) -> bool:
-        return not self._clock.on_device or at.query()
 
     def _seconds(self, changes: list[tuple[Any, str]]) -> dict[str, float]:
         seconds: dict[str, float] = {}

@@ -37,7 +37,6 @@ class Lease(Protocol):
 
     def release(self) -> None:
         """End the lease without storing the elements. Idempotent."""
-        ...
 
 
 class Tier(Protocol):
@@ -61,15 +60,14 @@ class Tier(Protocol):
                 which ends with this call.
             start: index of the first element.
         """
-        ...
+        # ``value``: 1-d with the state's dtype, on any device; not read after this returns. Or a lease of this tier,
+        # which ends.
 
     def flush(self) -> None:
         """Wait until everything that was put is stored; raise the first error."""
-        ...
 
     def close(self) -> None:
         """Free memory, threads and files. The states are lost. Idempotent."""
-        ...
 
 
 def resolve_range(sizes: Sizes, key: Key, start: int, stop: int | None) -> tuple[int, torch.dtype]:

@@ -117,7 +117,10 @@ class DirectFile:
                 moved = call(self.fd, [view[done:]], offset + done)
             except OSError as error:
                 if direct and error.errno in _REFUSES_DIRECT:
-                    self._fall_back(error)
+                    with self._lock:
+                        if self.direct:
+                            self._set_direct(False)
+                            self._warn(error)
                     continue
                 raise self._error(verb, len(view) - done, offset + done, error.errno or errno.EIO) from error
             if direct and done + moved < len(view):
@@ -126,12 +129,6 @@ class DirectFile:
             if idle > 3:
                 raise self._error(verb, len(view) - done, offset + done, errno.EIO)
             done += moved
-
-    def _fall_back(self, error: OSError) -> None:
-        with self._lock:
-            if self.direct:
-                self._set_direct(False)
-                self._warn(error)
 
     def _set_direct(self, direct: bool) -> None:
         flags = fcntl.fcntl(self.fd, fcntl.F_GETFL)

@@ -87,7 +87,8 @@ class NVMeLease:
         """Return the buffer when its read is done. Does not wait. Idempotent."""
         if not self._ended:
             self.end()
-            self._tier.recycle(self)
+            if self.buffer is not None and self.transfer is not None:
+                self._tier.recycle_after(self.transfer, self.buffer)
 
     def end(self) -> None:
         """End the lease: the buffer has another owner now."""
@@ -192,7 +193,7 @@ class NVMeTier:
         try:
             self._move(transfer, buffer, key, start * dtype.itemsize, numel * dtype.itemsize)
         except BaseException:
-            self._recycle_after(transfer, buffer)
+            self.recycle_after(transfer, buffer)
             raise
         return NVMeLease(self, buffer, buffer.elements(numel, dtype), transfer)
 
@@ -209,7 +210,13 @@ class NVMeTier:
             NVMeError: the lease's read or an earlier write failed.
         """
         if isinstance(value, NVMeLease) and value.belongs_to(self):
-            self._put_lease(key, value, start)
+            tensor = value.wait()
+            end, dtype = resolve_range(self.sizes, key, start, start + tensor.numel())
+            self._check_writable(key, tensor.dtype, start, end)
+            self._raise_if_unusable()
+            value.end()
+            if value.buffer is not None:
+                self._write(key, value.buffer, start * dtype.itemsize, tensor.numel() * dtype.itemsize)
             return
         source = value if isinstance(value, Tensor) else value.wait()
         end, dtype = resolve_range(self.sizes, key, start, start + source.numel())
@@ -235,7 +242,9 @@ class NVMeTier:
             NVMeError: the first failed write.
             StateError: the device hangs.
         """
-        for access in self._all_in_flight():
+        with self._lock:
+            in_flight = [access for accesses in self._in_flight.values() for access in accesses]
+        for access in in_flight:
             if access.transfer.verb == "write":
                 self._engine.wait_until(access.transfer.finished)
         try:
@@ -256,20 +265,6 @@ class NVMeTier:
         self._pool.close()
         if self._error is not None and not self._error_raised:
             logger.error("the NVMe tier was closed with an error that was not raised before: %s", self._error)
-
-    def recycle(self, lease: NVMeLease) -> None:
-        """Return a lease's buffer to the pool."""
-        if lease.buffer is not None and lease.transfer is not None:
-            self._recycle_after(lease.transfer, lease.buffer)
-
-    def _put_lease(self, key: Key, lease: NVMeLease, start: int) -> None:
-        tensor = lease.wait()
-        end, dtype = resolve_range(self.sizes, key, start, start + tensor.numel())
-        self._check_writable(key, tensor.dtype, start, end)
-        self._raise_if_unusable()
-        lease.end()
-        if lease.buffer is not None:
-            self._write(key, lease.buffer, start * dtype.itemsize, tensor.numel() * dtype.itemsize)
 
     def _check_writable(self, key: Key, dtype: torch.dtype, start: int, end: int) -> None:
         numel, expected = self.sizes[key]
@@ -305,13 +300,9 @@ class NVMeTier:
             raise
         self._engine.submit(transfer, buffer.view[: access.end - begin], self._offsets[key] + begin)
 
-    def _recycle_after(self, transfer: Transfer, buffer: AlignedBuffer) -> None:
+    def recycle_after(self, transfer: Transfer, buffer: AlignedBuffer) -> None:
         """Return a buffer to the pool when the transfer is done."""
         transfer.when_finished(lambda: self._pool.give(buffer))
-
-    def _all_in_flight(self) -> list[_Access]:
-        with self._lock:
-            return [access for accesses in self._in_flight.values() for access in accesses]
 
     def _raise_if_unusable(self) -> None:
         if self._closed:

@@ -29,16 +29,13 @@ class Job(Protocol):
     """One chunk of an update."""
 
     def read(self) -> None:
-        """Start loading what the update needs."""
-        ...
+        """Start loading what the update needs, if it is not in memory."""
 
     def update(self) -> None:
         """Wait for the loads, and compute."""
-        ...
 
     def write(self) -> None:
-        """Start storing the result."""
-        ...
+        """Start storing the result, if it was not computed in place."""
 
 
 class Ticket:

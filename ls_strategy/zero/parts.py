@@ -30,18 +30,15 @@ def full_of(mine: Tensor, part: TensorPart | None, axis: Axis) -> Tensor:
         return mine
     parts: list[TensorPart] = axis.comm.exchange_objects(part)
     full = mine.new_zeros(part.full_shape)
-    for value, other in zip(_all_parts(mine, parts, axis), parts, strict=True):
+    dim = parts[0].dim
+    lengths = [other.shape[dim] for other in parts]
+    every = axis.all_gather(axis.comm.sendable(mine), dim, lengths).split(lengths, dim)
+    for value, other in zip(every, parts, strict=True):
         at = 0
         for first, length in other.runs:
             full.narrow(other.dim, first, length).copy_(value.narrow(other.dim, at, length))
             at += length
     return full
-
-
-def _all_parts(mine: Tensor, parts: list[TensorPart], axis: Axis) -> list[Tensor]:
-    dim = parts[0].dim
-    lengths = [other.shape[dim] for other in parts]
-    return list(axis.all_gather(axis.comm.sendable(mine), dim, lengths).split(lengths, dim))
 
 
 class LazyPart(LazyTensor):

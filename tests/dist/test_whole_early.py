@@ -13,7 +13,8 @@ from torch.utils.checkpoint import checkpoint
 
 from ls_strategy.errors import StateError
 from ls_strategy.lightning.precision import ZeROPrecision
-from ls_strategy.zero.step.owner.split_jobs import Application, EarlyDirections
+from ls_strategy.tiers.stream import Stream
+from ls_strategy.zero.step.owner.split_jobs import EarlyDirections, _Application
 from ls_strategy.zero.step.owner.split_tensors import SplitTensors
 from tests.dist.ranks import assert_equal, batches, fit, on_ranks, saved
 from tests.dist.test_early_update import strategy, updates_begun_in_backward
@@ -140,15 +141,17 @@ def test_few_updates_wait_to_be_applied(rank: int, world_size: int, early: bool)
     """They are in the device's memory; with directions from backward, nothing else would hold them back."""
     waiting: list[int] = []
     tickets: list[Any] = []
-    submit = Application.submit
+    submit = Stream.submit
 
-    def noted(self: Application, stream: Any) -> Any:
+    def noted(self: Stream, jobs: Any) -> Any:
+        if not isinstance(jobs[0], _Application):
+            return submit(self, jobs)
         waiting.append(sum(not ticket.done for ticket in tickets))
-        tickets.append(submit(self, stream))
+        tickets.append(submit(self, jobs))
         return tickets[-1]
 
     with pytest.MonkeyPatch.context() as patch, slowly_applied():
-        patch.setattr(Application, "submit", noted)
+        patch.setattr(Stream, "submit", noted)
         trained(rank, world_size, Plain() if early else Looks(), {"stage": 2})
     assert len(waiting) > 2 * STEPS, waiting  # of six matrices a rank has parts of three or more
     assert max(waiting) <= 1, waiting  # and the new one

@@ -155,8 +155,8 @@ GRADIENTS = (
     Mutation(
         "the hysteresis of the loss scale is not restored after a window of good steps",
         "ls_strategy/loss_scale.py",
-        "            self.hysteresis_left = self.config.hysteresis\n            self.scale *= 2.0",
-        "            self.scale *= 2.0",
+        "                self.hysteresis_left = self.config.hysteresis\n                self.scale *= 2.0",
+        "                self.scale *= 2.0",
         ("tests/unit/test_precision.py",),
     ),
     Mutation(

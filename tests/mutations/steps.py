@@ -197,8 +197,8 @@ STEPS = (
     Mutation(
         "the exact norm of virtual ranks writes into gradients that are fp64 already",
         "ls_strategy/ops/exact_norm.py",
-        "sums = _block_sums(x.double().square())",
-        "sums = _block_sums(x.double().square_())",
+        "sums = block_sums(x.double().square(), BLOCK)",
+        "sums = block_sums(x.double().square_(), BLOCK)",
         ("tests/unit/test_exact_norm.py::test_what_is_measured_stays_as_it_is",),
     ),
     Mutation(

@@ -11,7 +11,7 @@ import torch
 
 from ls_strategy.ops import _build, native, quantized, topk, update
 from ls_strategy.ops.cuda.program import Program
-from ls_strategy.ops.cuda.update import lion_
+from ls_strategy.ops.cuda.update import UPDATES
 from ls_strategy.ops.norm import BLOCK, sum_of_squares_reference
 from ls_strategy.ops.permute import combine_reference, pair_dots_reference, permute_reference
 from tests.ops import cases
@@ -20,6 +20,8 @@ from tests.ops.emulation import FAULTS as FAULTY
 from tests.ops.emulation import Emulation, EmulationError
 from tests.ops.test_permute import SHAPES, Routed, assert_same_bits
 from tests.ops.test_topk import EXPERTS, scores_of
+
+lion_ = UPDATES.functions["lion_"]
 
 
 @pytest.fixture(scope="module")

@@ -50,7 +50,8 @@ def standing(thread: int) -> tuple[str, str, bool]:
     users: list[FrameType] = []
     while frame is not None:
         path, name = frame.f_code.co_filename, frame.f_code.co_name
-        if _is_users(path, folders):
+        in_python = path.startswith(folders["standard"]) and "site-packages" not in path
+        if not in_python and not path.startswith((*folders["libraries"], "<frozen")):  # other packages are user code
             users.append(frame)
         elif users and path.startswith(folders["lightning"]):
             break
@@ -87,16 +88,6 @@ def _folders() -> dict[str, Any]:
 
 def _file(module: str) -> str | None:
     return getattr(sys.modules.get(module), "__file__", None)
-
-
-def _is_users(path: str, folders: dict[str, Any]) -> bool:
-    """Return whether a file is user code: neither in the libraries nor in Python itself.
-
-    Other installed packages count as user code.
-    """
-    if path.startswith(folders["libraries"]) or path.startswith("<frozen"):
-        return False
-    return not path.startswith(folders["standard"]) or "site-packages" in path
 
 
 def _of_all(frame: FrameType) -> bool:

@@ -319,7 +319,11 @@ class _Watch:
         asked = self._store.get(_ASKED).decode()
         if asked == _ENDED:
             self._where.verdict = self._store.get(_VERDICT).decode(errors="replace")
-            self._stop_waiting()
+            end = self._end()
+            if self._where.waiting is None:  # no wait of this package raises the verdict
+                _print(self._where.verdict)
+            if end is not None:
+                end()
             return asked, 0, 0
         number, _, incident = map(int, asked.split(":"))
         return asked, number, incident
@@ -344,7 +348,9 @@ class _Watch:
         if only_due and not late:
             return None
         line, call, everyone = standing(self._trained_by)
-        on_device = late and entry is None and not call and self._device_is_busy()
+        # After a wait as long as the caller's, work that a GPU has left is waiting in a collective of NCCL.
+        busy = late and entry is None and not call and dev.is_accelerator(self._device)
+        on_device = busy and not dev.stream(self._device).query()
         if only_due and entry is None and not call and not on_device:
             return None  # it computes, or sleeps
         wait: Answer | None = None
@@ -368,13 +374,6 @@ class _Watch:
                 for name, j in list(where.journals.items())
             },
         }
-
-    def _device_is_busy(self) -> bool:
-        """Return whether a GPU has work left.
-
-        After a wait as long as the caller's, such work is waiting in a collective of NCCL.
-        """
-        return dev.is_accelerator(self._device) and not dev.stream(self._device).query()
 
     def _say(self, answer: Answer, waits_for: str) -> None:
         """Store the answer, and print it once per incident."""
@@ -418,13 +417,6 @@ class _Watch:
                     answers[rank] = answer
                     left.discard(rank)
         return answers
-
-    def _stop_waiting(self) -> None:
-        entry, end = self._where.waiting, self._end()
-        if entry is None:  # no wait of this package raises the verdict
-            _print(self._where.verdict)
-        if end is not None:
-            end()
 
 
 def _print(text: str) -> None:

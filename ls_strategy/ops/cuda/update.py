@@ -62,28 +62,7 @@ NORM = Program(
 Stored = tuple[Tensor | None, Tensor | None]
 """Codes and scales of a moment."""
 
-
-def adamw_(
-    param: Tensor, avg: Tensor, avg_scales: Tensor | None, sq: Tensor, sq_scales: Tensor | None, *rest: Any
-) -> None:
-    """Update by AdamW; arguments as in `ls_strategy.ops.schemas`."""
-    _update("AdamW", param, (avg, avg_scales), (sq, sq_scales), *rest)
-
-
-def lion_(param: Tensor, avg: Tensor, avg_scales: Tensor | None, *rest: Any) -> None:
-    """Update by Lion; arguments as in `ls_strategy.ops.schemas`."""
-    _update("Lion", param, (avg, avg_scales), (None, None), *rest)
-
-
-def sgd_(param: Tensor, momentum: Tensor | None, momentum_scales: Tensor | None, *rest: Any) -> None:
-    """Update by SGD; arguments as in `ls_strategy.ops.schemas`."""
-    rule = "PlainSGD" if momentum is None else "MomentumSGD"
-    _update(rule, param, (momentum, momentum_scales), (None, None), *rest)
-
-
-def adagrad_(param: Tensor, total: Tensor, total_scales: Tensor | None, *rest: Any) -> None:
-    """Update by Adagrad; arguments as in `ls_strategy.ops.schemas`."""
-    _update("Adagrad", param, (None, None), (total, total_scales), *rest)
+_NONE: Stored = (None, None)
 
 
 def _update(  # noqa: PLR0913, PLR0917
@@ -168,5 +147,15 @@ def _blocks(warps: int) -> int:
 
 UPDATES = Operations(
     (UPDATE, NORM),
-    {"adamw_": adamw_, "lion_": lion_, "sgd_": sgd_, "adagrad_": adagrad_, "sum_of_squares": sum_of_squares},
+    {  # arguments as in `ls_strategy.ops.schemas`
+        "adamw_": lambda param, m, m_scales, v, v_scales, *rest: _update(
+            "AdamW", param, (m, m_scales), (v, v_scales), *rest
+        ),
+        "lion_": lambda param, m, scales, *rest: _update("Lion", param, (m, scales), _NONE, *rest),
+        "sgd_": lambda param, m, scales, *rest: _update(
+            "PlainSGD" if m is None else "MomentumSGD", param, (m, scales), _NONE, *rest
+        ),
+        "adagrad_": lambda param, v, scales, *rest: _update("Adagrad", param, _NONE, (v, scales), *rest),
+        "sum_of_squares": sum_of_squares,
+    },
 )

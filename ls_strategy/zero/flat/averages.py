@@ -233,7 +233,7 @@ class Averages:
         self.hold_values, self.gone = True, False
         factor = flat.local.scale / self._scale  # convert the old averages to the new scale
         self._scale = flat.local.scale
-        if self.values is None and (accumulate or not stay_in_memory) and self.on_nvme:
+        if self.on_nvme and (accumulate or not stay_in_memory):
             self._land_on_nvme(reducing, factor, accumulate=accumulate)
             return
         if self.landing is not None:
@@ -249,8 +249,15 @@ class Averages:
             _multiply_(self.values, factor)
         if self.values.device == flat.full.device:
             reducing.finish(self.values, accumulate=accumulate)
-        else:
-            self._land_on_host(reducing, self.values, accumulate=accumulate)
+            return
+        # Sum on the device, in the order and precision of a run without offload, then copy in the background.
+        mine = flat.comm.pool.take(self.values.numel(), self.values.dtype, flat.full.device)
+        if accumulate:
+            flat.store.link.to_device(mine, self.values).wait_on_device()
+        reducing.finish(mine, accumulate=accumulate)
+        arrival = flat.store.link.to_host(self.values, mine)
+        flat.comm.pool.give_late(mine, arrival)  # and not in the background, where updates may come first
+        self.landing = flat.store.in_background(lambda: arrival.wait_on_host())
 
     def _land_on_nvme(self, reducing: Reduction, factor: float, *, accumulate: bool) -> None:
         raise NotImplementedError
@@ -268,16 +275,6 @@ class Averages:
             self.values.copy_(before)
         if not self._flat.averages_on_device:
             self._flat.store.ring.give([before])
-
-    def _land_on_host(self, reducing: Reduction, out: Tensor, *, accumulate: bool) -> None:
-        """Sum on the device, in the order and precision of a run without offload, then copy in the background."""
-        mine = self._flat.comm.pool.take(out.numel(), out.dtype, self._flat.full.device)
-        if accumulate:
-            self._flat.store.link.to_device(mine, out).wait_on_device()
-        reducing.finish(mine, accumulate=accumulate)
-        arrival = self._flat.store.link.to_host(out, mine)
-        self._flat.comm.pool.give_late(mine, arrival)  # and not in the background, where updates may come first
-        self.landing = self._flat.store.in_background(lambda: arrival.wait_on_host())
 
     def spill(self) -> None:
         """Write averages that `land` left in memory to the NVMe tier."""
@@ -474,13 +471,9 @@ class StoredAverages(Averages):
         if dev.is_host(mine.device):
             self._to_nvme(mine)
             flat.comm.pool.give([mine])
-        else:
-            self._to_nvme_in_background(mine)
-
-    def _to_nvme_in_background(self, mine: Tensor) -> None:
-        """Copy to the host beside the work of the device, and write; then ``mine`` is free. `wait` waits for it."""
-        flat, unscale, after = self._flat, self.unscale, self._flat.store.link.mark()
-        sums = self.record_sums()
+            return
+        # Copy to the host beside the work of the device, and write; then ``mine`` is free. `wait` waits for it.
+        unscale, after, sums = self.unscale, flat.store.link.mark(), self.record_sums()
 
         def write(put: Callable[[Tensor, int], None]) -> None:
             with flat.store.link.aside(after, work="gradients to NVMe", down=True):

@@ -268,14 +268,6 @@ class FlatBuffer(FlatStates):
                 self.writes.note_access()
         self.written([index])
 
-    def _gather_in_node(self, secondary: Secondary) -> PendingGather | None:
-        """Start gathering from the second copy. Return None if it is not current, or the gather is exact."""
-        if not self.has_secondary or (self.wire is not None and self.wire.exact):
-            return None
-        target = self.full if self.wire is None else self.wire.values
-        self.comm.pool.allocate(target)
-        return secondary.start(target, self.name)
-
     # allocation ------------------------------------------------------------------------------------------------------
 
     def load(self, values: list[Tensor], device: torch.device) -> None:
@@ -560,13 +552,14 @@ class FlatBuffer(FlatStates):
         if torch.jit.is_tracing():
             self.refuse_tracing()
         self.writes.begin_gather()
-        if self.secondary is not None:
-            self.gathering = self._gather_in_node(self.secondary)
-            if self.gathering is not None:
-                return
+        wire = self.wire
+        if self.secondary is not None and self.has_secondary and not (wire is not None and wire.exact):
+            target = self.full if wire is None else wire.values
+            self.comm.pool.allocate(target)
+            self.gathering = self.secondary.start(target, self.name)
+            return
         if self.reads_shard:
             self.start_read()
-        wire = self.wire
         if wire is None or wire.exact:
             self.comm.pool.allocate(self.full)
             self._load_shard(self._own_slice)
@@ -591,7 +584,10 @@ class FlatBuffer(FlatStates):
             return
         self.refresh_if_due()
         updating, after = self.updating, self.store.link.mark()
-        outs = [self._own_part()]
+        wire = self.encoded_wire
+        if wire is None:
+            self.comm.pool.allocate(self.full)
+        outs = [self._own_slice if wire is None else wire.own_part()]
 
         def read() -> Arrival:
             # The thread may have this function for a moment after its result is known. A view of the parameters that
@@ -602,14 +598,6 @@ class FlatBuffer(FlatStates):
             return self.store.read_to_device("param" if self.has_own_shard else "master", out, after)
 
         self.reading = self.store.in_background(read)
-
-    def _own_part(self) -> Tensor:
-        """Return where this rank's shard goes before a gather."""
-        wire = self.encoded_wire
-        if wire is not None:
-            return wire.own_part()
-        self.comm.pool.allocate(self.full)
-        return self._own_slice
 
     def _load_shard(self, out: Tensor) -> None:
         """Copy this rank's shard of the parameters into ``out`` (stage 3)."""

@@ -413,26 +413,26 @@ class LocalGradients:
             self.refuse_narrowed()
         grad, view = grad_of(self._params[index]), self.views[index]
         if view.data_ptr() != self._addresses[index]:  # every step asks several times for each parameter
-            self._restore_view(index)
+            # User code has moved them to other memory (``p.grad.data = other``).
+            assert self.buffer is not None
+            slot = self._layout.slots[index]
+            here = self.buffer[slot.offset : slot.end].view(slot.shape)
+            here.copy_(view)
+            view.data = here
         if grad is None:
             self.give_back([index])
             return True
         if grad is view or (self._adopted and self._has_adopted(index, grad)):
             return False
         view.copy_(grad)
-        if not self._policy.optimizer and self._can_adopt(grad, view):
+        same_kind = type(grad) is Tensor and grad.dtype == view.dtype and grad.device == view.device
+        # It cannot use the slot's memory if it is in the same buffer already.
+        adopts = not self._policy.optimizer and same_kind and not grad.requires_grad
+        if adopts and storage_key(grad) != storage_key(view):
             grad.data = view
             self._adopted[index] = grad
         self.show(index)
         return False
-
-    def _restore_view(self, index: int) -> None:
-        """Copy values back that user code has moved to other memory (``p.grad.data = other``)."""
-        assert self.buffer is not None
-        view, slot = self.views[index], self._layout.slots[index]
-        here = self.buffer[slot.offset : slot.end].view(slot.shape)
-        here.copy_(view)
-        view.data = here
 
     def _has_adopted(self, index: int, grad: Tensor) -> bool:
         """Return whether ``grad`` uses the slot's memory.
@@ -446,12 +446,6 @@ class LocalGradients:
             return True
         self.give_back([index])
         return False
-
-    @staticmethod
-    def _can_adopt(grad: Tensor, view: Tensor) -> bool:
-        """Return whether ``grad`` can use the slot's memory. It cannot if it is in the same buffer already."""
-        same_kind = type(grad) is Tensor and grad.dtype == view.dtype and grad.device == view.device
-        return same_kind and not grad.requires_grad and storage_key(grad) != storage_key(view)
 
     def give_back(self, indices: Iterable[int]) -> None:
         """Move adopted tensors out of their slots, with their current values."""

@@ -22,7 +22,6 @@ import sys
 import weakref
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from types import FrameType
 from typing import Any, Protocol
 
 import torch
@@ -176,10 +175,7 @@ class ResidentParameter(nn.Parameter):
         else:
             home.write_grad(self, value)
 
-    def _drop_grad(self) -> None:
-        self._write_grad(None)
-
-    grad: Any = property(_read_grad, _write_grad, _drop_grad)
+    grad: Any = property(_read_grad, _write_grad, lambda self: self._write_grad(None))
     """The averaged gradient after backward, as under DDP; see `ls_strategy.zero.user_code.gradients`."""
 
     def _record_access(self) -> None:
@@ -199,7 +195,7 @@ class ResidentParameter(nn.Parameter):
     def detach(self) -> Tensor:
         """Return a view of the values, and record the access if the caller is outside torch."""
         # Torch's own code, such as a checkpointed forward in every step, does not write to the result.
-        if torch.compiler.is_dynamo_compiling() or _is_called_by_torch(sys._getframe(1)):
+        if torch.compiler.is_dynamo_compiling() or str(sys._getframe(1).f_globals.get("__name__")).startswith("torch."):
             return super().detach()
         self._record_access()
         values = super().detach()
@@ -247,7 +243,8 @@ class ShardedParameter(ResidentParameter):
                 return func(*args, **kwargs)
         if func is _DETACH and (home := home_of(args[0])) is not None and home.is_collecting():
             return home.stand_in(args[0])
-        if _needs_no_values(func, args):
+        sizes_tell = func is torch.equal and len(args) == 2 and args[0].shape != args[1].shape
+        if sizes_tell or func in NEED_NO_VALUES:
             with without_torch_function():
                 return func(*args, **kwargs)
         return _with_values(func, args, kwargs)
@@ -281,17 +278,6 @@ def _as_cast(param: nn.Parameter) -> Tensor:
     """Return what autocast would cast a sharded parameter to, if it was gathered so. Otherwise the parameter."""
     cast = _home_now(param).cast_of(param)
     return param if cast is None else cast
-
-
-def _is_called_by_torch(caller: FrameType) -> bool:
-    return str(caller.f_globals.get("__name__")).startswith("torch.")
-
-
-def _needs_no_values(func: Any, args: Any) -> bool:
-    """Return whether torch can run a function without the parameters' values."""
-    if func is torch.equal and len(args) == 2:
-        return args[0].shape != args[1].shape
-    return func in NEED_NO_VALUES
 
 
 def bind_home(param: nn.Parameter, home: Home) -> bool:

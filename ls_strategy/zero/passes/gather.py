@@ -62,7 +62,8 @@ class Gatherer:
             if not unit.is_root:
                 if not backward:
                     self._seen.append(unit)
-                neighbours = self._neighbours(unit, -1 if backward else 1, self.prefetch_units + 1)
+                i, order, ahead = self._position[id(unit)], self._order, self.prefetch_units + 1
+                neighbours = order[max(i - ahead, 0) : i][::-1] if backward else order[i + 1 : i + 1 + ahead]
                 for neighbour in neighbours[: self.prefetch_units]:
                     if all([flat.update is not UpdateState.UPDATED_EARLY for flat in neighbour.flats]):
                         self.start(neighbour)  # else its backward is over
@@ -105,11 +106,6 @@ class Gatherer:
             for unit in ours:
                 if not unit.open_backwards:
                     self.release(unit)
-
-    def _neighbours(self, unit: Unit, direction: int, distance: int) -> list[Unit]:
-        """Return the next units in the order of the pass, nearest first."""
-        i = self._position[id(unit)]
-        return self._order[i + 1 : i + 1 + distance] if direction > 0 else self._order[max(i - distance, 0) : i][::-1]
 
     @staticmethod
     def _read(unit: Unit) -> None:

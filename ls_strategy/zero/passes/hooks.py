@@ -221,7 +221,12 @@ class UnitHooks:
             unit.modules.clear()  # the engine must not keep the model alive
             for flat in (f for f in unit.flats if f.has_optimizer):
                 for i, param in enumerate(flat.params):
-                    self._attach_param(param, _GradHook(weakref.ref(self), weakref.ref(unit), weakref.ref(flat), i))
+                    hook = _GradHook(weakref.ref(self), weakref.ref(unit), weakref.ref(flat), i)
+                    # The parameter may be frozen for now, but only one with requires_grad can have this hook.
+                    required = param.requires_grad
+                    param.requires_grad_(True)
+                    self._handles.append(param.register_post_accumulate_grad_hook(hook))
+                    param.requires_grad_(required)
 
     def watch_rows(self, flats: list[FlatBuffer]) -> None:
         """Note the rows of sparse gradients for the optimizers that need them."""
@@ -266,13 +271,6 @@ class UnitHooks:
         # All gradients of the unit are there: this ends calls the inputs of which need no gradient.
         if self.sharded and unit.waiting_for <= 0 and not unit.is_root and unit.end_unclosable():
             self.gatherer.release(unit)
-
-    def _attach_param(self, param: nn.Parameter, hook: _GradHook) -> None:
-        # The parameter may be frozen for now, but only one with requires_grad can have this hook.
-        required = param.requires_grad
-        param.requires_grad_(True)
-        self._handles.append(param.register_post_accumulate_grad_hook(hook))
-        param.requires_grad_(required)
 
     # stage 3 ---------------------------------------------------------------------------------------------------------
 

@@ -141,16 +141,18 @@ class Reducer:
         self.loss_scale = 1.0
         """Factor in the next gradients. It is 1 between passes: a direct call of ``loss.backward()`` has no scale."""
         self.private = False
-        """Whether only the step reads averaged gradients, so that they may stay in 16 bit where that is exact."""
+        """Whether user code reads averaged gradients only by ``p.grad``, between backward and `zero_grad`. If so, they
+        are not exposed as ``.grad`` of pieces, and may be stored in 16 bits where that is exact. The update applies
+        loss scale and clip factor, unless ``p.grad`` is read first: then they are applied at that time."""
         self.round: InTree | None = None
         """With virtual ranks: the round of the current backward pass. It takes the place of the buffers' own kind."""
         self.on_complete: Callable[[FlatBuffer], None] | None = None
         """Called with every buffer as soon as its averages are complete, before backward is over."""
-        self.admit: Callable[[list[FlatBuffer]], None] = _admit_nothing
+        self.admit: Callable[[list[FlatBuffer]], None] = lambda _: None
         """Begins to send the gradients of frozen buffers."""
         self.agree_on_tied: Callable[[Tensor], None] | None = None
         """In a pipeline: sets flags that are set on any of the stages that hold the tied parameters."""
-        self.check_sparse: Callable[[nn.Parameter], None] = _check_nothing
+        self.check_sparse: Callable[[nn.Parameter], None] = lambda _: None
         """Refuses a parameter whose optimizer must not get a dense gradient in place of a sparse one."""
         self.rounding = Rounding()
         """With ``sharding.quantized_gradients``: what that changes, until it is asked for."""
@@ -239,8 +241,14 @@ class Reducer:
         if flat.offloaded:
             flat.require_here("gradients")
         local = flat.local
-        if local.scale != self.loss_scale:
-            self._begin_scale(flat, index)
+        if local.scale != self.loss_scale:  # of a pass that began without `begin_backward`
+            if local.has_others(than=index):
+                raise StateError(
+                    f"loss.backward() was called while the loss scale of fp16 is {local.scale:g}, and added "
+                    f"unscaled gradients to scaled ones at {flat.layout.slots[index].name!r}. Call "
+                    "self.manual_backward(loss) instead."
+                )
+            local.take_scale(self.loss_scale)
         if self.round is not None and unit.launched:
             raise StateError(
                 f"{flat.layout.slots[index].name!r} got a second gradient after its unit was sent in the same backward "
@@ -255,16 +263,6 @@ class Reducer:
             local.add(index, grad, flat.average_dtype if self.holds or flat.is_frozen else flat.gradient_dtype)
         else:
             local.collect(index, grad, grad.dtype if self.policy.optimizer else flat.average_dtype)
-
-    def _begin_scale(self, flat: FlatBuffer, index: int) -> None:
-        """Adopt the loss scale of a pass that began without `begin_backward`."""
-        if flat.local.has_others(than=index):
-            raise StateError(
-                f"loss.backward() was called while the loss scale of fp16 is {flat.local.scale:g}, and added "
-                f"unscaled gradients to scaled ones at {flat.layout.slots[index].name!r}. Call "
-                "self.manual_backward(loss) instead."
-            )
-        flat.local.take_scale(self.loss_scale)
 
     def _advance(self) -> None:
         while self._next < len(self.order) and self.order[self._next].waiting_for <= 0:
@@ -485,14 +483,6 @@ class Reducer:
         self.loss_scale = 1.0
         self._left_out = None
         self.reset()
-
-
-def _check_nothing(_: nn.Parameter) -> None:
-    """Allow everything."""
-
-
-def _admit_nothing(_: list[FlatBuffer]) -> None:
-    """Do nothing: there are no frozen buffers."""
 
 
 # which parameters are stepped: those that have a gradient on any rank ------------------------------------------------

@@ -77,15 +77,11 @@ def agree(
         )
     digests = {d for _, d, _ in verdicts}
     if len(digests) > len({its_group_key for its_group_key, _ in digests}):
-        _name_first_difference(comm, params, group_key, columns)
-
-
-def _name_first_difference(comm: Comm, params: Sequence[tuple[Any, ...]], group_key: Any, columns: str) -> None:
-    by_group: dict[Any, dict[int, Any]] = {}
-    for rank, (its_group_key, rows) in enumerate(comm.exchange_objects((group_key, list(params)))):
-        by_group.setdefault(its_group_key, {})[rank] = rows
-    for by_rank in by_group.values():
-        _raise_first_difference(by_rank, columns)
+        by_group: dict[Any, dict[int, Any]] = {}
+        for rank, (its_group_key, rows) in enumerate(comm.exchange_objects((group_key, list(params)))):
+            by_group.setdefault(its_group_key, {})[rank] = rows
+        for by_rank in by_group.values():
+            _raise_first_difference(by_rank, columns)
 
 
 def _raise_first_difference(by_rank: dict[int, Any], columns: str) -> None:

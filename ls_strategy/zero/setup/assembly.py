@@ -152,7 +152,13 @@ class Draft:
             PlanError: naming the rank and the first difference.
         """
         rows = [
-            (name, self._full_shape(p), self._dtype_of(p), p.requires_grad, self._owners.get(id(p)))
+            (
+                name,
+                tuple(p.shape) if (part := self._parts.get(id(p))) is None else part.full_shape,
+                self._dtype_of(p),
+                p.requires_grad,
+                self._owners.get(id(p)),
+            )
             for spec in self.specs
             for name, p in spec.params
         ]
@@ -166,10 +172,6 @@ class Draft:
         place = "" if source_of(param) is None else ", from a file"
         place = place if deferred_of(param) is None else ", set in configure_model"
         return f"{param.dtype}{rounds}{stored}{place}"
-
-    def _full_shape(self, param: nn.Parameter) -> tuple[int, ...]:
-        part = self._parts.get(id(param))
-        return tuple(param.shape) if part is None else part.full_shape
 
     def refuse(self, error: PlanError | None) -> None:
         """Let `agree` raise ``error``, unless it already has one."""

@@ -97,9 +97,10 @@ def _keeping_precision(modules: dict[str, nn.Module], skip: Sequence[str], optio
     for pattern in skip:
         found = [m for name, m in modules.items() if fnmatch.fnmatchcase(f".{name}", f"*.{pattern}")]
         if not found:
+            linear = (n for n, m in modules.items() if is_linear(m))
             raise PlanError(
                 f"Got {option}={list(skip)}, but no module has the name {pattern!r} or a name that ends so, such as "
-                f"{next(iter(_linear_names(modules)), 'layers.0.up')!r}. Correct it, or leave it out."
+                f"{next(linear, 'layers.0.up')!r}. Correct it, or leave it out."
             )
         skipped += found
     return {id(m) for module in skipped for m in module.modules()} | set(_not_quantized(modules))
@@ -114,10 +115,6 @@ def _matrices(module: nn.Module) -> Iterator[nn.Parameter]:
         yield from (p for name, p in own.items() if name.endswith("proj_weight"))
     elif isinstance(module, StackedParameters) or type(module).__name__.endswith("Experts"):
         yield from (p for p in own.values() if p.dim() > 2)
-
-
-def _linear_names(modules: dict[str, nn.Module]) -> Iterator[str]:
-    return (name for name, module in modules.items() if is_linear(module))
 
 
 def _not_quantized(modules: dict[str, nn.Module]) -> Iterator[int]:
@@ -169,11 +166,11 @@ def _block_containers(modules: dict[str, nn.Module]) -> set[str]:
         for name, module in modules.items()
         if isinstance(module, CONTAINERS) and any(any(True for _ in child.children()) for child in module.children())
     ]
-    return {name for name in found if not any(_is_inside(name, other) for other in found)}
-
-
-def _is_inside(name: str, other: str) -> bool:
-    return name != other and name.startswith(f"{other}." if other else "")
+    return {
+        name
+        for name in found
+        if not any(name != other and name.startswith(f"{other}." if other else "") for other in found)
+    }
 
 
 def _follows_blocks(name: str, modules: dict[str, nn.Module], containers: set[str]) -> bool:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Collection, Iterator
+from collections.abc import Collection
 from dataclasses import dataclass, field
 
 from torch import nn
@@ -48,7 +48,9 @@ def partition(
     Raises:
         PlanError: a name in ``block_classes`` matches no module.
     """
-    blocks = dict(_named_blocks(model, block_classes))
+    blocks = dict(
+        instances(model, block_classes, option="sharding.block_classes") if block_classes else container_children(model)
+    )
     owners: defaultdict[int, set[str]] = defaultdict(set)
     sizes: dict[str, int] = {}
     for block_name, block in blocks.items():
@@ -80,13 +82,6 @@ def partition(
         open_root.params.append((name, param))
     _attach_root_modules(model, units)
     return units
-
-
-def _named_blocks(model: nn.Module, block_classes: tuple[str, ...]) -> Iterator[tuple[str, nn.Module]]:
-    """Return the outermost modules that become units, with their names."""
-    return (
-        instances(model, block_classes, option="sharding.block_classes") if block_classes else container_children(model)
-    )
 
 
 def _attach_root_modules(model: nn.Module, units: list[UnitSpec]) -> None:

@@ -72,8 +72,3 @@ def shard(
     assert draft.sparse is not None
     reducer.check_sparse, rows = draft.sparse.check, draft.sparse.needing_rows
     return ShardedModel(config, policy, mesh, draft.share, plan, units, offload, on_demand, gatherer, reducer, rows)
-
-
-def fp32_boundaries(draft: Draft) -> list[materials.Fp32Boundary]:
-    """Cast the inputs and outputs of the modules that the options keep in fp32."""
-    return [materials.Fp32Boundary(m, draft.precision.compute) for m in draft.kept.bounded]

@@ -15,7 +15,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -25,6 +25,10 @@ from ls_strategy.ops.moments import Moment
 from ls_strategy.ops.split_master import SplitMaster
 from ls_strategy.tiers.arrival import Arrival
 from ls_strategy.tiers.link import Link, host_empty
+from ls_strategy.tiers.stream import Job
+
+State = Tensor | SplitMaster | Moment
+_Numbers = list[tuple[Tensor, Callable[[list[float]], object]]]
 
 _IN_FLIGHT = 2
 """Chunks that are on their way back when the host waits for the oldest one. With the one that is sent ahead, at most
@@ -40,8 +44,9 @@ class DeviceStep:
         self._after = after
         self._clip: Tensor | None = None
         self._results: list[tuple[Tensor, Tensor]] = []
-        self._numbers: list[tuple[Tensor, Callable[[list[float]], object]]] = []
-        self._flying: deque[_Flight] = deque()
+        self._numbers: _Numbers = []
+        self._flying: deque[tuple[Arrival, list[tuple[Tensor, Tensor]], _Numbers]] = deque()
+        """What is on its way to the host. Results stay alive: another stream than that of their memory reads it."""
 
     def sending(self) -> AbstractContextManager[None]:
         """Let `send` run ahead of the device's mark, before `operation`."""
@@ -51,17 +56,11 @@ class DeviceStep:
         """Start copying pinned host memory, and return the device's copy, to be used inside `operation` only."""
         return host.to(self._link.device, non_blocking=True)
 
-    def send_master(self, master: Tensor | SplitMaster) -> Tensor | SplitMaster:
-        """Do what `send` does with masters; the upper parts of split ones may be on the device."""
-        if isinstance(master, SplitMaster):
-            ties = None if master.ties is None else self.send(master.ties)
-            return SplitMaster(self.send(master.high), self.send(master.low), ties)
-        return self.send(master)
-
-    def send_moment(self, moment: Moment) -> Moment:
-        """Do what `send` does with the tensors of a moment."""
-        scales = None if moment.scales is None else self.send(moment.scales)
-        return Moment(self.send(moment.codes), scales, moment.signed)
+    def send_state(self, state: State) -> Any:
+        """Do what `send` does with the tensors of a state; the upper parts of split masters may be on the device."""
+        if isinstance(state, Tensor):
+            return self.send(state)
+        return replace(state, **{k: self.send(v) for k, v in vars(state).items() if isinstance(v, Tensor)})
 
     def send_clip(self, clip: Tensor | None) -> Tensor | None:
         """Return the factor for gradients, ``()``, on the device. Called inside `operation`."""
@@ -75,22 +74,11 @@ class DeviceStep:
         """Copy ``result`` into ``host`` (pinned) after the `operation` in which this is called."""
         self._results.append((host, result))
 
-    def bring_master(self, host: Tensor | SplitMaster, result: Tensor | SplitMaster) -> None:
-        """Do what `bring` does with masters."""
-        if isinstance(host, SplitMaster) and isinstance(result, SplitMaster):
-            if host.high is not result.high:
-                self.bring(host.high, result.high)
-            self.bring(host.low, result.low)
-            if host.ties is not None and result.ties is not None:
-                self.bring(host.ties, result.ties)
-        elif isinstance(host, Tensor) and isinstance(result, Tensor):
-            self.bring(host, result)
-
-    def bring_moment(self, host: Moment, result: Moment) -> None:
-        """Do what `bring` does with the tensors of a moment."""
-        self.bring(host.codes, result.codes)
-        if host.scales is not None and result.scales is not None:
-            self.bring(host.scales, result.scales)
+    def bring_state(self, host: State, result: State) -> None:
+        """Do what `bring` does with the tensors of a state, but for those that were on the device."""
+        for into, value in zip(_tensors(host), _tensors(result), strict=True):
+            if into is not value:
+                self.bring(into, value)
 
     def bring_numbers(self, result: Tensor, receive: Callable[[list[float]], object]) -> None:
         """Do what `bring` does with a few numbers, and hand them to ``receive`` when they have arrived."""
@@ -108,7 +96,7 @@ class DeviceStep:
             for host, result in self._results:
                 host.copy_(result, non_blocking=True)
             arrival = Arrival(self._link.mark())
-        self._flying.append(_Flight(arrival, self._results, self._numbers))
+        self._flying.append((arrival, self._results, self._numbers))
         self._results, self._numbers = [], []
         self._land(_IN_FLIGHT)
 
@@ -118,36 +106,22 @@ class DeviceStep:
 
     def _land(self, left: int) -> None:
         while len(self._flying) > left:
-            flight = self._flying.popleft()
-            flight.arrival.wait_on_host()
-            for host, receive in flight.numbers:
+            arrival, _, numbers = self._flying.popleft()
+            arrival.wait_on_host()
+            for host, receive in numbers:
                 receive(host.tolist())
 
 
+def _tensors(state: State) -> list[Tensor]:
+    return [state] if isinstance(state, Tensor) else [v for v in vars(state).values() if isinstance(v, Tensor)]
+
+
 @dataclass
-class _Flight:
-    """What is on its way to the host."""
-
-    arrival: Arrival
-    results: list[tuple[Tensor, Tensor]]
-    """Kept alive: their memory belongs to another stream than the one that reads it."""
-
-    numbers: list[tuple[Tensor, Callable[[list[float]], object]]]
-
-
-class Finish:
+class Finish(Job):
     """The job after an update's chunks: their states are in host memory, and readers may follow."""
 
-    def __init__(self, step: DeviceStep) -> None:
-        """Wait for this step."""
-        self._step = step
-
-    def read(self) -> None:
-        """Do nothing."""
+    step: DeviceStep
 
     def update(self) -> None:
         """Wait. The next update's states are on their way by now."""
-        self._step.finish()
-
-    def write(self) -> None:
-        """Do nothing."""
+        self.step.finish()

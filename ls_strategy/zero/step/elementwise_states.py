@@ -95,15 +95,13 @@ class ElementwiseStates:
             return
         fused = name in self.moments
         codes_dtype = _CODES[self.moment_format] if fused else dtype
-        codes = store.resident(self._tier, name, self._numel_of(name), codes_dtype)
+        numel = sum(stop - start for start, stop in self._spans[name]) if name in self._spans else self.numel
+        codes = store.resident(self._tier, name, numel, codes_dtype)
         scales = None
         if fused and self.moment_format == "int8":
             blocks = -(-self.numel // BLOCK)
             scales = store.resident(self._tier, f"{name}.scales", blocks, torch.float32)
         self._in_memory[name] = Moment(codes, scales, self.moments.get(name, True))
-
-    def _numel_of(self, name: str) -> int:
-        return sum(stop - start for start, stop in self._spans[name]) if name in self._spans else self.numel
 
     def has(self, name: str, start: int, stop: int) -> bool:
         """Return whether the optimizer can have this state for elements ``[start, stop)``."""

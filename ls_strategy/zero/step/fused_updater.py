@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -87,18 +87,18 @@ class FusedUpdater(Updater):
             if not self.steps_flat[flat_number] or kernel is None:
                 continue
             moments |= kernel.moments(group)
+            # This rank's ranges of the group's parameters, with what a run takes of the padding behind them.
+            ranges = [
+                (piece.start, round_up(piece.stop, flat.layout.align))
+                for param, piece in zip(flat.params, flat.pieces, strict=True)
+                if piece.numel and self._group_of.get(id(param)) == g
+            ]
             for name in kernel.moments(group):
-                spans.setdefault(name, []).extend(self._spans_of(flat, g))
+                spans.setdefault(name, []).extend(ranges)
         resident = flat.states_in_memory
         if not resident and flat.master_dtype == torch.float32:
             moments |= streamed_states(self._optimizer)
         return ElementwiseStates(flat, moments, self._moment_format, spans if self.is_mixed and resident else None)
-
-    def _spans_of(self, flat: FlatBuffer, group: int) -> Iterator[tuple[int, int]]:
-        """Yield this rank's ranges of a group's parameters, with what a run takes of the padding behind them."""
-        for param, piece in zip(flat.params, flat.pieces, strict=True):
-            if piece.numel and self._group_of.get(id(param)) == group:
-                yield piece.start, round_up(piece.stop, flat.layout.align)
 
     @property
     def bytes_per_element(self) -> float | None:

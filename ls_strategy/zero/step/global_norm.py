@@ -20,16 +20,11 @@ def any_overflow(sums: list[Tensor], comm: Comm) -> bool:
 
     The host waits for the device once. ``sums`` are the `Averages.sums` of this rank's flat buffers.
     """
-    counts = _by_device([each[1] for each in sums])
+    counts: dict[torch.device, list[Tensor]] = {}
+    for _, count in sums:
+        counts.setdefault(count.device, []).append(count)
     here = any([bool(torch.stack(each).sum().item()) for each in counts.values()])
     return bool(comm.agree(torch.tensor([here], dtype=torch.uint8)).item())
-
-
-def _by_device(numbers: list[Tensor]) -> dict[torch.device, list[Tensor]]:
-    result: dict[torch.device, list[Tensor]] = {}
-    for number in numbers:
-        result.setdefault(number.device, []).append(number)
-    return result
 
 
 def global_norm(

@@ -14,11 +14,6 @@ from ls_strategy.zero.flat.flat_buffer import FlatBuffer
 from ls_strategy.zero.flat.parameters import unnoticed
 
 
-def may_clip_logits(optimizer: Optimizer) -> bool:
-    """Return whether `clip_logits` may have to follow the optimizer's steps."""
-    return isinstance(optimizer, Muon)
-
-
 def clip_logits(optimizer: Optimizer, flats: Sequence[FlatBuffer]) -> None:
     """Scale the weights of heads with too large logits. Collective, if `Muon.clip_logits` was called.
 

@@ -81,20 +81,15 @@ def _moments(
         raise _without_kernel(f"precision.master_weights={stepped.split_masters!r}", name, "leave master_weights out")
     if kernel is None and not TIERS[tier].resident and any(full_tensor_groups(optimizer)):
         _refuse_without_kernel(optimizer, "cpu", config, fp32=True)  # other states are in host memory
-        return moment_sizes(number, numel, _streamed(optimizer), "fp32") if fp32 and flat.trainable else {}
+        moments = streamed_states(optimizer)  # and what a fused update of some groups has
+        for group, each in zip(optimizer.param_groups, kernels_of(optimizer), strict=True):
+            moments |= {} if each is None else each.moments(group)
+        return moment_sizes(number, numel, moments, "fp32") if fp32 and flat.trainable else {}
     if kernel is None or not fp32:
         _refuse_without_kernel(optimizer, tier, config, fp32=fp32)
         return {}
     moments = {n: s for group in optimizer.param_groups for n, s in kernel.moments(group).items()}
     return moment_sizes(number, numel, moments, config.precision.moments) if flat.trainable else {}
-
-
-def _streamed(optimizer: Optimizer) -> dict[str, bool]:
-    """Return the states of an optimizer without a fused update for all groups that can be on NVMe."""
-    states = streamed_states(optimizer)
-    for group, kernel in zip(optimizer.param_groups, kernels_of(optimizer), strict=True):
-        states |= {} if kernel is None else kernel.moments(group)
-    return states
 
 
 def _refuse_without_kernel(optimizer: Optimizer, tier: TierName, config: ZeROConfig, *, fp32: bool) -> None:
@@ -171,7 +166,9 @@ class Offload:
                     tiers[name] = kind.open(sizes[name], config.offload, device, comm.rank)
         except LSError as found:
             error = found
-        _raise_together(comm, error)
+        for rank, message in enumerate(comm.exchange_objects(None if error is None else str(error))):
+            if message is not None:
+                raise (error if rank == comm.rank and error else PlanError(f"rank {rank}: {message}"))
         background = leased or (config.offload.any_state and dev.is_accelerator(device))
         worker = ThreadPoolExecutor(1, "ls_strategy-background", link.bind_thread) if background else None
         result = cls(
@@ -258,10 +255,3 @@ def _close(
         worker.shutdown(wait=True)
     for tier in (*tiers.values(), *more_tiers):
         tier.close()
-
-
-def _raise_together(comm: Comm, error: LSError | None) -> None:
-    messages = comm.exchange_objects(None if error is None else str(error))
-    for rank, message in enumerate(messages):
-        if message is not None:
-            raise (error if rank == comm.rank and error else PlanError(f"rank {rank}: {message}"))

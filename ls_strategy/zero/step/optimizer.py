@@ -28,11 +28,12 @@ from ls_strategy.config import MomentFormat
 from ls_strategy.distributed.mesh import Mesh
 from ls_strategy.errors import PlanError, StateError
 from ls_strategy.ops.native import available as native_available
+from ls_strategy.optimizers.muon import Muon
 from ls_strategy.zero.flat.flat_buffer import FlatBuffer
 from ls_strategy.zero.step.elementwise import is_elementwise, takes_closure
 from ls_strategy.zero.step.fused_optimizers import kernel_for
 from ls_strategy.zero.step.fused_updater import FusedUpdater
-from ls_strategy.zero.step.logit_clip import clip_logits, may_clip_logits
+from ls_strategy.zero.step.logit_clip import clip_logits
 from ls_strategy.zero.step.optimizer_state import OptimizerStates
 from ls_strategy.zero.step.owner.full_tensor_groups import full_tensor_groups, steps_one_by_one
 from ls_strategy.zero.step.owner.owner_updater import OwnerUpdater, splits_tensors_of
@@ -77,7 +78,7 @@ class ShardedOptimizer:
         self._prepared_for: tuple[tuple[bool, ...], frozenset[int]] | None = None
         """The used and the dropped parameters that the updaters are prepared for; None: they have no states."""
         self._grad_views: dict[int, tuple[Tensor, list[Tensor]]] = {}
-        self._clips = may_clip_logits(optimizer)
+        self._clips = isinstance(optimizer, Muon)
         self._clip_due = False
         """Whether a step has begun whose attention logits were not clipped yet."""
         self._dropped: set[int] = set()
@@ -264,18 +265,14 @@ class ShardedOptimizer:
                 if flat.averages.in_place and flat.local.take_replaced(i):
                     piece.grad = None
                     self._dropped.add(number)
-                elif self.shows_pieces:
-                    self._take_piece_grad(number, view)
+                elif self.shows_pieces and (grad := piece.grad) is not view:
+                    if grad is None:
+                        self._dropped.add(number)
+                    else:
+                        view.copy_(grad)
+                        piece.grad = view if view.dtype == piece.dtype else grad
                 if number in self._dropped:
                     view.zero_()
-
-    def _take_piece_grad(self, number: int, view: Tensor) -> None:
-        piece = self.pieces[number]
-        if piece.grad is None:
-            self._dropped.add(number)
-        elif piece.grad is not view:
-            view.copy_(piece.grad)
-            piece.grad = view if view.dtype == piece.dtype else piece.grad
 
     def show_again(self) -> None:
         """Copy changed averages to ``.grad`` of pieces with another dtype, which are copies and not views."""
@@ -312,11 +309,8 @@ class ShardedOptimizer:
         if shown and self.shows_pieces:
             for updater in self._updaters:
                 dropped = updater.agree(dropped)
-        if self._prepared_for != (tuple(used), dropped):
-            self._compose_runs(tuple(used), dropped)
-        return dropped
-
-    def _compose_runs(self, used: tuple[bool, ...], dropped: frozenset[int]) -> None:
+        if self._prepared_for == (tuple(used), dropped):
+            return dropped
         in_runs = [updater for updater in self._updaters if updater.in_runs]
         for updater in in_runs:
             updater.collect()
@@ -324,7 +318,8 @@ class ShardedOptimizer:
         runs = compose(self.states, stepped, self._updater_of, cuts=self._cuts)
         for updater in in_runs:
             updater.prepare([run for by, run in runs if by is updater])
-        self._prepared_for = (used, dropped)
+        self._prepared_for = (tuple(used), dropped)
+        return dropped
 
     def begin(self, step: StepArguments) -> None:
         """Begin the updates of one step. Collective, if an updater sends."""

@@ -103,14 +103,14 @@ class OptimizerStates:
         """Whether shards or runs may cut the states of those without an entry in `owners`."""
         self.steps_taken = 0
         """Number of steps so far, for states that do not count steps."""
-        self.unfreeze: Callable[[list[FlatBuffer]], None] = _nothing_to_unfreeze
+        self.unfreeze: Callable[[list[FlatBuffer]], None] = lambda _: None
         """Gives frozen buffers states, which are to be loaded."""
         self.protocol = OptimizerProtocol(optimizer)
         self.others: dict[Any, Any] = {}
         """States that the optimizer keeps under keys that are no parameters, as in ``self.state["global"]``."""
         self.begun = False
         """Whether there may be any state, equal on every rank."""
-        self.collect: Callable[[], None] = _nothing_to_collect
+        self.collect: Callable[[], None] = lambda: None
         """Moves states that the updaters have into `store` and `entries`."""
 
     def locate(self, number: int) -> tuple[int, int]:
@@ -242,7 +242,9 @@ class OptimizerStates:
             n, i = self.locate(number)
             flat, store = self.flats[n], self.store[n]
             dtypes, piece = store.dtypes(), flat.pieces[i]
-            owner = self._saves_others(number)
+            owner = self._owns(flat, i) and flat.axis.rank == 0
+            if number in self.owners:
+                owner = self.owners[number].saves
             kept: dict[str, Any] = {}
             for key, value in entries.items():
                 if isinstance(value, str) and value == ELEMENTWISE:
@@ -256,13 +258,6 @@ class OptimizerStates:
             state.update(self.others)
         names = self.group_names
         return self.protocol.saved_by_name({"state": state, "param_groups": self._groups(names)}, names)
-
-    def _saves_others(self, number: int) -> bool:
-        """Return whether this rank is the one that saves a parameter's states that are not element-wise."""
-        if number in self.owners:
-            return self.owners[number].saves
-        n, i = self.locate(number)
-        return self._owns(self.flats[n], i) and self.flats[n].axis.rank == 0
 
     def _loads_others(self, number: int) -> bool:
         """Return whether this rank needs a parameter's states that are not element-wise.
@@ -437,11 +432,3 @@ def _require_copies(state: Mapping[str, Any]) -> None:
                 value.clone()
             except NotImplementedError as error:
                 raise StateError(of_tensor_class(type(value).__name__)) from error
-
-
-def _nothing_to_collect() -> None:
-    """Do nothing: there are no updaters yet."""
-
-
-def _nothing_to_unfreeze(_: list[FlatBuffer]) -> None:
-    """Do nothing: there are no frozen buffers."""

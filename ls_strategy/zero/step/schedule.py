@@ -75,10 +75,13 @@ class UpdateSchedule:
 
     def begin_early(self, flat: FlatBuffer) -> None:
         """Begin the update of a buffer with complete averages while backward still runs. Not collective."""
-        update = self._early_update(flat)
+        # Gradients in host memory are freed by the end of an update in the background.
+        on_device = self._steps_on_device_early and flat.averages_on_device
+        may_begin = (flat.steps_in_background or on_device) and flat.allows_early_update()
+        update = self._optimizers[0].early_update(flat) if may_begin else None
         if update is None:
             self._optimizers[0].owner.begin_early(flat, self._offload.stream)
-            self.postpone(flat)
+            flat.averages.spill()  # its update has to wait for the step
             return
         if not flat.steps_in_background:
             update.run()
@@ -92,18 +95,6 @@ class UpdateSchedule:
         self._early.append(flat)
         while len(self._early) > _EARLY_UPDATES:
             self._early.popleft().wait_updated()
-
-    def _early_update(self, flat: FlatBuffer) -> Update | None:
-        # Gradients in host memory are freed by the end of an update in the background.
-        on_device = self._steps_on_device_early and flat.averages_on_device
-        if not (flat.steps_in_background or on_device) or not flat.allows_early_update():
-            return None
-        return self._optimizers[0].early_update(flat)
-
-    @staticmethod
-    def postpone(flat: FlatBuffer) -> None:
-        """Spill a buffer's complete averages, since its update has to wait for the step. Not collective."""
-        flat.averages.spill()
 
     def forget_early(self) -> None:
         """Forget the early updates, after an exception has ended the backward pass."""

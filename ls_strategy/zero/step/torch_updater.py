@@ -48,8 +48,11 @@ class TorchUpdater(Updater):
     @override
     def prepare(self, runs: Sequence[Run]) -> None:
         for run in runs:
-            tensor = run.flat.master.detach()[run.start : run.stop].view(self._shape_of(run)).requires_grad_()
-            self._runs.append(_ShownRun(run, tensor))
+            tensor = run.flat.master.detach()[run.start : run.stop]
+            if not self._cuts:
+                slot = run.flat.layout.slots[run.members[0] - self._states.offsets[run.flat_number]]
+                tensor = tensor.view(slot.shape)
+            self._runs.append(_ShownRun(run, tensor.requires_grad_()))
         for shown in self._runs:
             self._state[shown.tensor] = self._state_of(shown)
         self._state.update(self._states.others)
@@ -114,11 +117,6 @@ class TorchUpdater(Updater):
         # torch's fused SGD needs momentum for all tensors or for none; a new run has none yet.
         begun = {bool(self._state.get(tensor)) for tensor in mine}
         return not (isinstance(self._optimizer, torch.optim.SGD) and len(begun) > 1)
-
-    def _shape_of(self, run: Run) -> tuple[int, ...]:
-        if self._cuts:
-            return (run.stop - run.start,)
-        return run.flat.layout.slots[run.members[0] - self._states.offsets[run.flat_number]].shape
 
     def _state_of(self, shown: _ShownRun) -> dict[str, Any]:
         run, tensor = shown.run, shown.tensor

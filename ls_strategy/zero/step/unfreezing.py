@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 from ls_strategy.zero.events import StepEvents
 from ls_strategy.zero.flat.flat_buffer import FlatBuffer
 from ls_strategy.zero.flat.parameters import unnoticed
-from ls_strategy.zero.flat.unfreeze import unfreeze
+from ls_strategy.zero.flat.state_store import StateStore
 from ls_strategy.zero.flat.units import Unit
 from ls_strategy.zero.step.optimizer import ShardedOptimizer
 
@@ -78,7 +78,29 @@ class Unfreezing:
         optimizers = [sharded.optimizer for sharded in self._optimizers]
         stores = self._model.offload.stores_of_unfrozen(plans, self._model.policy, optimizers)
         for number, flat in due.items():
-            unfreeze(flat, stores[number])
+            _move(flat, stores[number])
             for sharded in self._optimizers:
                 if flat in sharded.flats:
                     sharded.follow(flat)
+
+
+def _move(flat: FlatBuffer, store: StateStore) -> None:
+    """Give a buffer the states that ``flat.plan.unfrozen`` plans, in ``store``. Not collective.
+
+    Raises:
+        StateError: the states are offloaded between two steps.
+    """
+    plan, old = flat.plan.unfrozen, flat.store
+    assert plan is not None
+    if flat.reading is not None:
+        flat.reading.result()  # it reads the masters of before
+    flat.before_change()
+    mine = flat.read_master()
+    before = (flat.master_dtype, flat.steps_in_background, flat.has_own_shard)
+    flat.follow(plan, store)
+    store.keep(old)
+    if before == (flat.master_dtype, flat.steps_in_background, flat.has_own_shard) == (flat.dtype, False, False):
+        return
+    device = mine.device if flat.steps_in_background else flat.full.device
+    flat.place(mine.detach().to(device, flat.master_dtype))
+    old.drop("master")

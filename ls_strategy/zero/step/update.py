@@ -7,7 +7,7 @@ update, write. The result is the same bit for bit.
 from __future__ import annotations
 
 import zlib
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from functools import partial
@@ -137,32 +137,27 @@ class _PartStates:
     moments: dict[str, Moment]
 
 
-class CopyOut:
+@dataclass(frozen=True)
+class CopyOut(Job):
     """Copies masters that were updated while backward ran to the parameters on the device (stages 1 and 2)."""
 
-    def __init__(self, flat: FlatBuffer, after: Any) -> None:
-        """Wait for ``after``, a mark in the device's work, before the old parameters are overwritten."""
-        self._flat = flat
-        self._after = after
+    # Nothing is read ahead: the previous update may still be writing.
 
-    def read(self) -> None:
-        """Do nothing: the previous update may still be writing, so nothing can be read ahead."""
+    flat: FlatBuffer
+    after: Any
+    """Mark in the device's work; then the old parameters may be overwritten."""
 
     def update(self) -> None:
         """Cast on the host, so that half the bytes cross the bus, and copy."""
-        flat = self._flat
-        target = flat.full[slice(*flat.stepped)]
+        target, read = self.flat.full[slice(*self.flat.stepped)], self.flat.store.read_into
         if dev.is_host(target.device):
-            flat.store.read_into("master", target)
-            return
-        fill = partial(flat.store.read_into, "master")
-        flat.begin_arrival(flat.store.link.staged_to_device(target, fill, self._after))
-
-    def write(self) -> None:
-        """Do nothing: `update` has already written."""
+            read("master", target)
+        else:
+            arriving = self.flat.store.link.staged_to_device(target, partial(read, "master"), self.after)
+            self.flat.begin_arrival(arriving)
 
 
-class _ChunkUpdate:
+class _ChunkUpdate(Job):
     """The job that updates elements ``[lo, hi)`` of the shard."""
 
     def __init__(self, update: Update, lo: int, hi: int, device_step: DeviceStep | None = None) -> None:
@@ -199,7 +194,7 @@ class _ChunkUpdate:
         if update.grads is None or not update.states.resident or update.completes_stored:
             self._leases = {n: store.get(n, *self._range(n)) for n in self._leased_names()}
         if self._device_step is not None and not self._leases:
-            self._send(self._device_step, self._host_states({}))
+            self._send(self._device_step, {})
 
     def update(self) -> None:
         """Wait for the reads, then run the fused operation on every part that overlaps this chunk."""
@@ -300,17 +295,17 @@ class _ChunkUpdate:
             offset=update.flat.stepped[0] + self._lo + where.start,
         )
 
-    def _send(self, step: DeviceStep, parts: Iterable[_PartStates]) -> None:
+    def _send(self, step: DeviceStep, held: dict[str, Tensor]) -> None:
         with step.sending():
-            for states in parts:
-                there = {name: step.send_moment(moment) for name, moment in states.moments.items()}
-                self._sent.append((states, step.send_master(states.param), there))
+            for states in self._host_states(held):
+                there = {name: step.send_state(moment) for name, moment in states.moments.items()}
+                self._sent.append((states, step.send_state(states.param), there))
 
     def _on_device(self, step: DeviceStep, grads: Tensor, held: dict[str, Tensor]) -> None:
         """Run the same operation on the device, on what was sent ahead or is sent now, and bring the states back."""
         update, out = self._update, self._out
         if self._leases:
-            self._send(step, self._host_states(held))
+            self._send(step, held)
         with step.operation():
             there, clip = step.send(grads), step.send_clip(update.clip)
             if update.sums is not None:
@@ -321,9 +316,9 @@ class _ChunkUpdate:
                 out_there = torch.empty(out.numel(), dtype=out.dtype, device=there.device)
             for states, param, moments in self._sent:
                 self._run(states, param, moments, there, clip, out_there)
-                step.bring_master(states.param, param)
+                step.bring_state(states.param, param)
                 for name, moment in states.moments.items():
-                    step.bring_moment(moment, moments[name])
+                    step.bring_state(moment, moments[name])
                 if out is not None and out_there is not None and out_there is not out:
                     step.bring(out[states.where], out_there[states.where])
         self._sent = []

@@ -77,6 +77,7 @@ class Updater(ABC):
 
         Collective, if it sends. ``dropped``: numbers of used parameters that are not stepped.
         """
+        # Collective, if it sends. ``dropped``: numbers of used parameters that are not stepped.
 
     def stepping(self) -> AbstractContextManager[None]:
         """Wrap the optimizer's own ``step``: let it see what it has to step, and end the updates behind it.

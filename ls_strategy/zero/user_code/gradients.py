@@ -87,7 +87,7 @@ class Gradients:
         self.hides_scale = False
         """Whether user code sees gradients without their loss scale also before the step; see `LossScaler.is_shown`."""
 
-        self.admit: Callable[[list[FlatBuffer]], None] = _admit_nothing
+        self.admit: Callable[[list[FlatBuffer]], None] = lambda _: None
         """Lets frozen buffers train, because they are given gradients."""
         for flat in flats:
             if flat.has_optimizer:
@@ -109,7 +109,11 @@ class Gradients:
                 "on_before_optimizer_step."
             )
         if not flat.policy.optimizer:
-            return self._read_in_place(flat, index)
+            self._average_in_place(flat)
+            # Also where only another rank has produced a gradient.
+            if grad_of(flat.params[index]) is None and flat.averages.hold_values and flat.local.views[index].any():
+                flat.local.show(index)
+            return grad_of(flat.params[index])
         shown = self.average(flat)
         return shown.object_of(index) if shown.used[index] else None
 
@@ -171,13 +175,6 @@ class Gradients:
         flat.wait_updated()
         flat.averages.require_here()
         return self._shown[id(flat)]
-
-    def _read_in_place(self, flat: FlatBuffer, index: int) -> Tensor | None:
-        """Return ``p.grad`` at stage 0, also where only another rank produced a gradient."""
-        self._average_in_place(flat)
-        if grad_of(flat.params[index]) is None and flat.averages.hold_values and flat.local.views[index].any():
-            flat.local.show(index)
-        return grad_of(flat.params[index])
 
     def _average_in_place(self, flat: FlatBuffer) -> None:
         """Average the gradients that were not sent yet in the buffer itself (stage 0).
@@ -284,8 +281,18 @@ class Gradients:
         for index, flats in self._of.items():
             self.take(index)
             for flat in flats:
-                if flat.averages.edited and flat.policy.optimizer and not flat.policy.gradients:
-                    _start_from_averages(flat)
+                averages, local = flat.averages, flat.local
+                if not averages.edited or not flat.policy.optimizer or flat.policy.gradients:
+                    continue
+                averages.end_edits()
+                if not averages.hold_values or averages.gone:
+                    continue
+                local.allocate(flat.average_dtype)
+                local.widen()
+                for i, average in enumerate(flat.split(averages.gather().mul_(local.scale * averages.unscale))):
+                    if local.mask[i]:
+                        local.views[i].copy_(average)
+                        local.show(i)
 
     def let_go(self) -> None:
         """Free gathered buffers that no view uses, after taking changes. Not collective."""
@@ -314,24 +321,6 @@ class Gradients:
                 del self._shown[id(flat)]
         self._gathered = [each for each in self._gathered if each.is_current]
         self._averaged.discard(index)
-
-
-def _admit_nothing(_: list[FlatBuffer]) -> None:
-    """Do nothing: there are no frozen buffers."""
-
-
-def _start_from_averages(flat: FlatBuffer) -> None:
-    """Replace local gradients, which the next backward accumulates to, by the averages (stage 1). Collective."""
-    flat.averages.end_edits()
-    if not flat.averages.hold_values or flat.averages.gone:
-        return
-    flat.local.allocate(flat.average_dtype)
-    flat.local.widen()
-    full = flat.averages.gather().mul_(flat.local.scale * flat.averages.unscale)
-    for i, average in enumerate(flat.split(full)):
-        if flat.local.mask[i]:
-            flat.local.views[i].copy_(average)
-            flat.local.show(i)
 
 
 def _local_gradient(flat: FlatBuffer, index: int) -> Tensor | None:

@@ -98,8 +98,10 @@ class OnDemandGather:
                 flat.finish_gather()
             return
         if inside and id(flat) in self._unit_of:
-            with outside_transforms():
-                self._gather_until_backward_ends(flat)
+            with outside_transforms():  # in which autograd takes no hooks on what it saves
+                self.begin(flat)
+                flat.finish_gather()
+                self._unit_of[id(flat)].pin()
             return
         if not flat.is_gathered:
             in_use = flat.is_in_use
@@ -108,12 +110,6 @@ class OnDemandGather:
         if flat.gathered_on_demand:
             self._on_demand_flats.pop(id(flat), None)
             self._on_demand_flats[id(flat)] = flat
-
-    def _gather_until_backward_ends(self, flat: FlatBuffer) -> None:
-        """Gather a buffer for a transform of `torch.func`, in which autograd takes no hooks on what it saves."""
-        self.begin(flat)
-        flat.finish_gather()
-        self._unit_of[id(flat)].pin()
 
     def refuse_other_threads(self, name: str) -> None:
         """Refuse to use a parameter in another thread than the training thread. Not collective.
@@ -244,9 +240,11 @@ class OnDemandGather:
         Not collective.
         """
         self.take_parameter_writes()
-        if self.state_dict_copies.returned:
-            self._end_returned()
-        elif self.state_dict_copies.old:
+        returned = self.state_dict_copies.returned
+        for flat in self._flats if returned else ():
+            flat.end_reporting_uses()
+            flat.outdate_secondary()  # it may lack what this hook has written to the copies
+        if returned or self.state_dict_copies.old:
             self.state_dict_copies.take_writes()
         if self._releases:
             self.release_idle()
@@ -256,12 +254,6 @@ class OnDemandGather:
         self.state_dict_copies.returned = True
         for flat in self._flats:
             flat.report_uses()
-
-    def _end_returned(self) -> None:
-        for flat in self._flats:
-            flat.end_reporting_uses()
-            flat.outdate_secondary()  # it may lack what this hook has written to the copies
-        self.state_dict_copies.take_writes()
 
     def take_copies_early(self, flat: FlatBuffer | None = None) -> None:
         """Take writes to the copies of state dicts before something reads a buffer, or all. Not collective."""

@@ -35,13 +35,9 @@ class OptimizerProtocol:
     @property
     def is_own(self) -> bool:
         """Return whether the optimizer has code for its state dict in addition to torch's."""
-        return has_own_state_dict(self._optimizer) or any(
-            not isinstance(own, Method) or own.has_own for own in self._own_methods()
-        )
-
-    def _own_methods(self) -> list[Any]:
         found = vars(self._optimizer)
-        return [found[name] for name in ("state_dict", "load_state_dict") if name in found]
+        methods = [found[name] for name in ("state_dict", "load_state_dict") if name in found]
+        return has_own_state_dict(self._optimizer) or any(not isinstance(m, Method) or m.has_own for m in methods)
 
     def saved(self, state: State) -> State:
         """Return what the optimizer's ``state_dict`` makes of the states by number."""

@@ -173,10 +173,6 @@ class StateDictCopies:
             if values is not None:
                 name = copy.flat.layout.slots[copy.index].name
                 self.old.append(_Snapshot(name, copy.returned, version_of(values), _sample_of(values)))
-        if self.old:
-            self._check_old()
-
-    def _check_old(self) -> None:
         alive = []
         for snapshot in self.old:
             values = snapshot.values()

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from ls_strategy._torch import storage_users, version_of
 from ls_strategy.errors import StateError
@@ -90,7 +90,15 @@ class UserGradients:
         given = self.given.get(i)
         if given is not None:
             if self._generation != self.flat.averages.generation:
-                self._refresh_given()
+                # Copy the engine's changes of the gradients into the given tensors.
+                self.late_writes()
+                self.owner.gather(self)
+                for j, each in self.given.items():
+                    if self._versions[j] != -1:
+                        each.detach().copy_(self._views[j])
+                        self._versions[j] = version_of(each)
+                self._generation = self.flat.averages.generation
+                self.owner.used(self)
             return given
         if i not in self.objects:
             shape = torch.Size(self.flat.layout.slots[i].shape)
@@ -98,17 +106,6 @@ class UserGradients:
             if self.is_current:
                 sharded_gradient.give_elements(self.objects[i], self._views[i])
         return self.objects[i]
-
-    def _refresh_given(self) -> None:
-        """Copy the engine's changes of the gradients into the given tensors. Collective."""
-        self.late_writes()
-        self.owner.gather(self)
-        for i, given in self.given.items():
-            if self._versions[i] != -1:
-                given.detach().copy_(self._views[i])
-                self._versions[i] = version_of(given)
-        self._generation = self.flat.averages.generation
-        self.owner.used(self)
 
     def give(self, i: int, value: Tensor) -> None:
         """Set ``p.grad``. Collective."""
@@ -202,7 +199,9 @@ class UserGradients:
         """Copy what user code has written into the averages. Not collective."""
         flat = self.flat
         if self.full is not None and self.owned_before is not None:
-            self._take_moved()
+            for i, gradient in self.objects.items() if self.is_current else ():
+                if gradient.numel() and gradient.data_ptr() != self._views[i].data_ptr():
+                    self._views[i].copy_(gradient)  # user code has moved it (``p.grad.data = other``)
             mine = self.full[slice(*flat.owned)]
             differs = differing(mine, self.owned_before)
             for i, piece in enumerate(flat.pieces):
@@ -218,12 +217,6 @@ class UserGradients:
                 own = value.detach().reshape(-1)[piece.param_start : piece.param_start + piece.numel]
                 self.flat.averages.put(piece.start, own.to(flat.average_dtype))
         flat.averages.renew_sums()
-
-    def _take_moved(self) -> None:
-        """Copy the values of objects that user code has moved to other memory (``p.grad.data = other``)."""
-        for i, gradient in self.objects.items() if self.is_current else ():
-            if gradient.numel() and gradient.data_ptr() != self._views[i].data_ptr():
-                self._views[i].copy_(gradient)
 
     # called by the engine --------------------------------------------------------------------------------------------
 
@@ -263,8 +256,14 @@ class UserGradients:
         if changed:
             flat.averages.note_edit()
             flat.local.match_used(self.used)
+            # Make this rank's ``p.grad`` show whether there is a gradient (stage 1).
             for i, used in enumerate(self.used) if not flat.policy.gradients else ():
-                _match_local(flat, i, used=used)
+                if not used:
+                    flat.local.drop_sent(i)
+                elif grad_of(flat.params[i]) is None:
+                    flat.local.allocate(flat.params[i].dtype)
+                    flat.local.views[i].zero_()
+                    flat.local.show(i)
         return changed
 
 
@@ -296,14 +295,3 @@ class _Source:
         with torch.no_grad():
             shown.owner.average(shown.flat)
             shown.edit(self.index, change, linear=linear)
-
-
-def _match_local(flat: FlatBuffer, i: int, *, used: bool) -> None:
-    """Make this rank's ``p.grad`` show whether there is a gradient (stage 1)."""
-    param: nn.Parameter = flat.params[i]
-    if not used:
-        flat.local.drop_sent(i)
-    elif grad_of(param) is None:
-        flat.local.allocate(param.dtype)
-        flat.local.views[i].zero_()
-        flat.local.show(i)

@@ -15,7 +15,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.optim import Optimizer
 
 from ls_strategy.errors import PlanError
@@ -92,18 +92,15 @@ def check_full_tensor_groups(optimizer: Optimizer, parts: Mapping[int, TensorPar
     for group in full:
         for p in group["params"]:
             part = parts.get(id(p))
-            if part is None or (part.dim == 0 and _is_batch(optimizer, p)) or part.axis == "tensor":
+            # Each matrix of a 3-d parameter by itself, such as each expert of a stack.
+            batch = p.dim() == 3 and bool(getattr(optimizer, "batches_matrices", False))
+            if part is None or (part.dim == 0 and batch) or part.axis == "tensor":
                 continue
             raise PlanError(
                 f"{name} is not element-wise, so it needs whole tensors, but expert parallelism splits "
                 f"{names.get(id(p), 'a parameter')!r} over ranks. Give this parameter to an element-wise optimizer "
                 "(AdamW, SGD, Lion, ...) or to ls_strategy.Muon, or set parallel.expert to 1."
             )
-
-
-def _is_batch(optimizer: Optimizer, param: nn.Parameter) -> bool:
-    """Return whether the optimizer treats each matrix of a 3-d parameter separately, such as each expert of a stack."""
-    return param.dim() == 3 and bool(getattr(optimizer, "batches_matrices", False))
 
 
 def _check_alone(optimizer: Optimizer, group: dict[str, Any]) -> None:

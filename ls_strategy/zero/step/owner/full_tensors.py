@@ -15,6 +15,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -174,6 +175,12 @@ class ShardOwners:
 PartsOf = Callable[[FullTensor], Sequence[Tensor]]
 """Returns this rank's parts of one tensor, 1-d: of its gradient and its master weights, for example."""
 
+Gathering = Callable[[torch.device], dict[int, list[Tensor]]]
+"""Waits for whole tensors, and returns ``width`` of them for every one that this rank owns, by number, on a device."""
+
+Scattering = Callable[[], list[tuple[FullTensor, Tensor]]]
+"""Waits for this rank's part, 1-d, of every tensor of which it has one."""
+
 
 class FullTensorExchange:
     """Sends whole tensors of one communicator and dtype."""
@@ -195,7 +202,7 @@ class FullTensorExchange:
         device = self._device if self._comm.native else device
         return [torch.empty(n, dtype=self._dtype, device=device) for n in sizes]
 
-    def start_gather(self, members: Sequence[FullTensor], parts: PartsOf, width: int) -> PendingFullTensors:
+    def start_gather(self, members: Sequence[FullTensor], parts: PartsOf, width: int) -> Gathering:
         """Start sending this rank's parts of every tensor to its owner. Collective.
 
         Args:
@@ -207,7 +214,7 @@ class FullTensorExchange:
             On all ranks together, ``width`` times the `FullTensor.gathered_numel` of the members.
         """
         ranks, rank = self._comm.world_size, self._comm.rank
-        home = _home(members)
+        home = members[0].flat.master.device
         outgoing: list[list[Tensor]] = [[] for _ in range(ranks)]
         for member in members:
             if member.sent_by(rank):
@@ -215,9 +222,9 @@ class FullTensorExchange:
         sends = [self._wire(tensors, home) for tensors in outgoing]
         mine = [m for m in members if m.is_mine]
         received = self._received([width * sum(m.sent_by(r) for m in mine) for r in range(ranks)], home)
-        return PendingFullTensors(self._axis.start_all_to_all(sends, received), mine, received, width)
+        return partial(_assembled, self._axis.start_all_to_all(sends, received), mine, received, width)
 
-    def start_scatter(self, members: Sequence[FullTensor], values: Callable[[FullTensor], Tensor]) -> PendingParts:
+    def start_scatter(self, members: Sequence[FullTensor], values: Callable[[FullTensor], Tensor]) -> Scattering:
         """Start sending every rank its part of the tensors that this rank owns. Collective.
 
         Args:
@@ -228,7 +235,7 @@ class FullTensorExchange:
             On all ranks together, the `FullTensor.scattered_numel` of the members.
         """
         ranks, rank = self._comm.world_size, self._comm.rank
-        home = _home(members)
+        home = members[0].flat.master.device
         outgoing: list[list[Tensor]] = [[] for _ in range(ranks)]
         for member in members:
             if member.is_mine:
@@ -239,62 +246,40 @@ class FullTensorExchange:
         here = [m for m in members if m.holdings[rank].numel]
         sizes = [sum(m.holdings[rank].numel for m in here if m.owner == r) for r in range(ranks)]
         received = self._received(sizes, home)
-        return PendingParts(self._axis.start_all_to_all(sends, received), here, received)
+        return partial(_received_parts, self._axis.start_all_to_all(sends, received), here, received)
 
 
-def _home(members: Sequence[FullTensor]) -> torch.device:
-    """Return the device of the master weights."""
-    return members[0].flat.master.device
+def _assembled(
+    exchange: PendingExchange, mine: Sequence[FullTensor], received: list[Tensor], width: int, device: torch.device
+) -> dict[int, list[Tensor]]:
+    exchange.wait()
+    at = [0] * len(received)
+    result: dict[int, list[Tensor]] = {}
+    for member in mine:
+        wholes: list[Tensor] = []
+        for _ in range(width):
+            ranges: list[Tensor | None] = []
+            for rank, buffer in enumerate(received):
+                numel = member.sent_by(rank)
+                ranges.append(buffer[at[rank] : at[rank] + numel] if numel else None)
+                at[rank] += numel
+            out = torch.empty(member.numel, dtype=received[0].dtype, device=device)
+            wholes.append(member.assemble(ranges, out))
+        result[member.number] = wholes
+    received.clear()  # their memory
+    return result
 
 
-class PendingFullTensors:
-    """Whole tensors on their way to this rank."""
-
-    def __init__(
-        self, exchange: PendingExchange, mine: Sequence[FullTensor], received: list[Tensor], width: int
-    ) -> None:
-        self._exchange = exchange
-        self._mine = mine
-        self._received = received
-        self._width = width
-
-    def wait(self, device: torch.device) -> dict[int, list[Tensor]]:
-        """Return ``width`` full tensors for every one that this rank owns, by number, on ``device``."""
-        self._exchange.wait()
-        at = [0] * len(self._received)
-        result: dict[int, list[Tensor]] = {}
-        for member in self._mine:
-            wholes: list[Tensor] = []
-            for _ in range(self._width):
-                ranges: list[Tensor | None] = []
-                for rank, buffer in enumerate(self._received):
-                    numel = member.sent_by(rank)
-                    ranges.append(buffer[at[rank] : at[rank] + numel] if numel else None)
-                    at[rank] += numel
-                out = torch.empty(member.numel, dtype=self._received[0].dtype, device=device)
-                wholes.append(member.assemble(ranges, out))
-            result[member.number] = wholes
-        self._received = []
-        return result
-
-
-class PendingParts:
-    """This rank's parts of tensors on their way from the owners."""
-
-    def __init__(self, exchange: PendingExchange, here: Sequence[FullTensor], received: list[Tensor]) -> None:
-        self._exchange = exchange
-        self._here = here
-        self._received = received
-
-    def wait(self) -> list[tuple[FullTensor, Tensor]]:
-        """Return this rank's part, 1-d, of every tensor of which it has one."""
-        self._exchange.wait()
-        at = [0] * len(self._received)
-        result: list[tuple[FullTensor, Tensor]] = []
-        for member in self._here:
-            numel = member.holdings[member.comm.rank].numel
-            start = at[member.owner]
-            result.append((member, self._received[member.owner][start : start + numel]))
-            at[member.owner] = start + numel
-        self._received = []
-        return result
+def _received_parts(
+    exchange: PendingExchange, here: Sequence[FullTensor], received: list[Tensor]
+) -> list[tuple[FullTensor, Tensor]]:
+    exchange.wait()
+    at = [0] * len(received)
+    result: list[tuple[FullTensor, Tensor]] = []
+    for member in here:
+        numel = member.holdings[member.comm.rank].numel
+        start = at[member.owner]
+        result.append((member, received[member.owner][start : start + numel]))
+        at[member.owner] = start + numel
+    received.clear()
+    return result

@@ -46,25 +46,22 @@ class OwnerStates:
         self.collected = True
         if self._split is not None:
             self._split.collect(m for m in self._members if m.number in self._in_shards)
-        for name, dtype, members in self._named(self._elementwise_of_mine()):
+        mine = {
+            m.number: {k: v.dtype for k, v in self.held[m.number].items() if is_elementwise_state(k, v, tuple(m.shape))}
+            for m in self._members
+            if m.is_mine and self.held.get(m.number)
+        }
+        for name, dtype, members in self._named(mine):
             exchange = FullTensorExchange(members[0].comm, dtype, members[0].flat.full.device)
             values = exchange.start_scatter(members, lambda m, name=name: self.held[m.number].pop(name))
             for store in {id(m.flat): self._store(m) for m in members}.values():
                 store.ensure(name, dtype)
-            for member, part in values.wait():
+            for member, part in values():
                 self._store(member).write(name, member.mine[0], part)
         for number, state in self.held.items():
             kept = self._states.entries.setdefault(number, {})
             kept.update({k: v.cpu() if isinstance(v, Tensor) else v for k, v in state.items()})
         self.held = {}
-
-    def _elementwise_of_mine(self) -> dict[int, dict[str, torch.dtype]]:
-        """Return the names and dtypes of the element-wise states of this rank's tensors."""
-        return {
-            m.number: {k: v.dtype for k, v in self.held[m.number].items() if is_elementwise_state(k, v, tuple(m.shape))}
-            for m in self._members
-            if m.is_mine and self.held.get(m.number)
-        }
 
     def _named(self, mine: dict[int, dict[str, torch.dtype]]) -> Iterator[tuple[str, torch.dtype, list[FullTensor]]]:
         """Agree on the element-wise states, and yield the tensors that have each of them. Collective.
@@ -112,7 +109,7 @@ class OwnerStates:
                 return [self._store(member).range(name, *member.mine)]
 
             home = members[0].flat.master.device
-            for number, (value,) in exchange.start_gather(members, parts, 1).wait(home).items():
+            for number, (value,) in exchange.start_gather(members, parts, 1)(home).items():
                 self.held.setdefault(number, {})[name] = value
         for member in self._members:
             if member.number in self._in_shards:

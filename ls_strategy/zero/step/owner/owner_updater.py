@@ -32,9 +32,9 @@ from ls_strategy.zero.step.optimizer_state import OptimizerStates, StateRole
 from ls_strategy.zero.step.owner.full_tensors import (
     FullTensor,
     FullTensorExchange,
+    Gathering,
     PartsOf,
-    PendingFullTensors,
-    PendingParts,
+    Scattering,
     ShardOwners,
     balanced,
 )
@@ -114,7 +114,9 @@ class OwnerUpdater(Updater):
             places = [self._place(n) for n in members]
             held = holders.of(comm, places)
             new = [FullTensor(n, *p, comm, 0, h) for n, p, h in zip(members, places, held, strict=True)]
-            owners = balanced([self._cost(m.number, m.shape) for m in new], comm.world_size)
+            groups = [self._optimizer.param_groups[self._groups[m.number]] for m in new]
+            costs = [tensor_cost(self._optimizer, group, m.shape) for group, m in zip(groups, new, strict=True)]
+            owners = balanced(costs, comm.world_size)
             result += [replace(m, owner=owner) for m, owner in zip(new, owners, strict=True)]
         return sorted(result, key=lambda m: m.number)
 
@@ -130,9 +132,6 @@ class OwnerUpdater(Updater):
         """Return the buffer of a parameter, and its position there."""
         n, index = self._states.locate(number)
         return self._states.flats[n], index
-
-    def _cost(self, number: int, shape: tuple[int, ...]) -> float:
-        return tensor_cost(self._optimizer, self._optimizer.param_groups[self._groups[number]], shape)
 
     @override
     def takes(self, number: int) -> bool:
@@ -186,8 +185,8 @@ class OwnerUpdater(Updater):
         for flat in {id(m.flat): m.flat for m in members}.values():
             flat.wait_updated()
             flat.before_change()
-        arriving: list[tuple[list[FullTensor], PendingFullTensors]] = []
-        leaving: list[PendingParts] = []
+        arriving: list[tuple[list[FullTensor], Gathering]] = []
+        leaving: list[Scattering] = []
         for bucket, parts in self._with_parts(members, stream):
             gather = self._exchange(bucket).start_gather(bucket, parts, self._width(bucket[0]))
             arriving.append((bucket, gather))
@@ -247,7 +246,7 @@ class OwnerUpdater(Updater):
         return member.flat.steps_in_background and member.flat.states_in_memory
 
     def _take(
-        self, bucket: list[FullTensor], pending: PendingFullTensors, leaving: list[PendingParts], stream: Stream | None
+        self, bucket: list[FullTensor], pending: Gathering, leaving: list[Scattering], stream: Stream | None
     ) -> None:
         """Step a bucket that has arrived, or keep its tensors for the optimizer's own call."""
         if not self.one_by_one and not self._splitter(bucket[0]):
@@ -312,15 +311,15 @@ class OwnerUpdater(Updater):
             return [splitter.direction(member, grad.to(member.flat.master.device, member.flat.master_dtype))]
         return [grad, member.flat.master_range(start, stop)]
 
-    def _tensors(self, pending: PendingFullTensors, device: torch.device) -> dict[int, Tensor]:
+    def _tensors(self, pending: Gathering, device: torch.device) -> dict[int, Tensor]:
         """Return this rank's tensors with their gradients, by number, on ``device``."""
         result: dict[int, Tensor] = {}
-        for number, (grad, master) in pending.wait(device).items():
+        for number, (grad, master) in pending(device).items():
             master.requires_grad_().grad = grad
             result[number] = master
         return result
 
-    def _step(self, bucket: list[FullTensor], pending: PendingFullTensors) -> PendingParts:
+    def _step(self, bucket: list[FullTensor], pending: Gathering) -> Scattering:
         """Step this rank's tensors of one bucket with a copy of the optimizer, and start returning them.
 
         This runs on the model's device, wherever the states are stored: products of matrices are what it is for.
@@ -329,7 +328,7 @@ class OwnerUpdater(Updater):
         splitter = self._splitter(bucket[0])
         if splitter is not None:
             mine = {m.number: m for m in bucket if m.is_mine}
-            tensors = {n: splitter.update(mine[n], full) for n, (full,) in pending.wait(device).items()}
+            tensors = {n: splitter.update(mine[n], full) for n, (full,) in pending(device).items()}
             return self._exchange(bucket).start_scatter(bucket, lambda m: tensors[m.number])
         tensors = self._tensors(pending, device)
         if tensors:
@@ -348,8 +347,8 @@ class OwnerUpdater(Updater):
                 t.grad = None
         return self._exchange(bucket).start_scatter(bucket, lambda m: tensors[m.number])
 
-    def _write(self, pending: PendingParts, stream: Stream | None = None) -> None:
-        parts = pending.wait()
+    def _write(self, pending: Scattering, stream: Stream | None = None) -> None:
+        parts = pending()
         splitter = self._splitter(parts[0][0]) if parts else None
         if stream is not None and splitter is not None and self._is_on_host(parts[0][0]):
             self._applications.submit(splitter, parts, stream)

@@ -75,9 +75,6 @@ class Directions(Job):
             self._found[member.number] = self._splitter.direction(member, grad.to(master.device, master.dtype))
         self._gradient = None  # it holds the gradients
 
-    def write(self) -> None:
-        """Do nothing: the states were changed in place."""
-
     def take(self, member: FullTensor) -> list[Tensor]:
         """Wait for the directions, and return that of one member."""
         started = time.perf_counter()
@@ -173,15 +170,18 @@ class Applications:
         self._tickets: deque[Ticket] = deque()
 
     def submit(self, splitter: SplitTensors, parts: Sequence[tuple[FullTensor, Tensor]], stream: Stream) -> None:
-        """Start applying the updates of a bucket."""
+        """Start applying the updates of a bucket, and let everything that needs the master weights wait for it."""
         started = time.perf_counter()
         while len(self._tickets) >= _WAITING:
             self._tickets.popleft().wait()
         parts[0][0].flat.count_wait(time.perf_counter() - started)
-        self._tickets.append(Application(splitter, parts).submit(stream))
+        ticket = stream.submit([_Application(splitter, parts)])
+        self._tickets.append(ticket)
+        for member, _ in parts:
+            member.flat.begin_update(ticket)
 
 
-class Application(Job):
+class _Application(Job):
     """Changes the master weights by the updates of a bucket."""
 
     def __init__(self, splitter: SplitTensors, parts: Sequence[tuple[FullTensor, Tensor]]) -> None:
@@ -189,17 +189,7 @@ class Application(Job):
         self._splitter = splitter
         self._parts = parts
         self._settings = splitter.settings(member for member, _ in parts)
-        self._after = parts[0][0].flat.store.link.mark() if parts else None
-
-    def submit(self, stream: Stream) -> Ticket:
-        """Start applying, and let everything that needs the master weights wait for it."""
-        ticket = stream.submit([self])
-        for member, _ in self._parts:
-            member.flat.begin_update(ticket)
-        return ticket
-
-    def read(self) -> None:
-        """Do nothing: the master weights are in memory."""
+        self._after = parts[0][0].flat.store.link.mark()
 
     @torch.no_grad()
     def update(self) -> None:
@@ -209,6 +199,3 @@ class Application(Job):
                 part_here = part.to(member.flat.master.device)
             self._splitter.write(member, part_here, settings)
         self._parts = ()
-
-    def write(self) -> None:
-        """Do nothing: the master weights were changed in place."""

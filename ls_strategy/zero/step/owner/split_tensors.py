@@ -41,21 +41,9 @@ class SplitTensors:
 
     def direction(self, member: FullTensor, grad: Tensor) -> Tensor:
         """Return what the owner needs of this rank's range, and change its states."""
-        if self._streams(member):
-            return self._streamed_direction(member, grad)
-        state = self._state.setdefault(member.number, {})
-        return self._step.direction(self._group(member), grad, state)
-
-    def _store(self, member: FullTensor) -> ElementwiseStates:
-        return self._states.store[self._states.locate(member.number)[0]]
-
-    def _streams(self, member: FullTensor) -> bool:
-        """Return whether the states of a tensor are out of memory, so that the step streams them in chunks."""
-        store = self._store(member)
-        return bool(self._step.states) and not store.resident and all(n in store.moments for n in self._step.states)
-
-    def _streamed_direction(self, member: FullTensor, grad: Tensor) -> Tensor:
-        """Return the direction, reading and writing the states in chunks."""
+        if not self._streams(member):
+            state = self._state.setdefault(member.number, {})
+            return self._step.direction(self._group(member), grad, state)
         (start, stop), store, states = member.mine, member.flat.store, self._store(member)
         for name in self._step.states:
             states.ensure(name, torch.float32)
@@ -70,6 +58,14 @@ class SplitTensors:
             for name, lease in leases.items():
                 store.put(name, lease, lo)
         return out
+
+    def _store(self, member: FullTensor) -> ElementwiseStates:
+        return self._states.store[self._states.locate(member.number)[0]]
+
+    def _streams(self, member: FullTensor) -> bool:
+        """Return whether the states of a tensor are out of memory, so that the step streams them in chunks."""
+        store = self._store(member)
+        return bool(self._step.states) and not store.resident and all(n in store.moments for n in self._step.states)
 
     def update(self, member: FullTensor, direction: Tensor) -> Tensor:
         """Return the update of a tensor that this rank owns."""
