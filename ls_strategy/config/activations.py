@@ -29,7 +29,6 @@ class RecomputeConfig(Group):
     of operations (``aten.gelu``)."""
 
     def __post_init__(self) -> None:
-        """Refuse invalid values."""
         check_fields(self, every=at_least(1))
         if self.policy == "selective" and not self.keep:
             raise ConfigError("policy='selective' with an empty keep keeps nothing: use policy='full'.")
@@ -53,7 +52,6 @@ class ActivationOffloadConfig(Group):
     """``nvme``: limit of host memory between device and file, in either direction."""
 
     def __post_init__(self) -> None:
-        """Refuse invalid values."""
         size = at_least(0)
         check_fields(self, min_bytes=size, in_flight_bytes=size, staging_bytes=size)
 
@@ -70,7 +68,6 @@ class ChunkedLossConfig(Group):
     """Bytes of fp32 logits held at a time. None: 1/32 of all, between 1 MiB and 256 MiB."""
 
     def __post_init__(self) -> None:
-        """Refuse invalid values."""
         check_fields(self, group="activations.loss", chunk_bytes=at_least(1))
 
 
@@ -86,7 +83,6 @@ class TilingConfig(Group):
     """Tokens of each sequence that a layer runs on at a time."""
 
     def __post_init__(self) -> None:
-        """Refuse invalid values."""
         check_fields(self, group="activations.tiling", tokens=at_least(1))
 
 
@@ -144,7 +140,6 @@ class ActivationsConfig(Group):
         return self.offload
 
     def __post_init__(self) -> None:
-        """Refuse invalid values."""
         check_fields(self, group="activations")
         if isinstance(self.checkpointing, str):
             self._set("checkpointing", RecomputeConfig(policy=self.checkpointing))

@@ -38,5 +38,4 @@ class CheckpointConfig(Group):
         return {"format": value}
 
     def __post_init__(self) -> None:
-        """Refuse invalid values."""
         check_fields(self, group="checkpoint")

@@ -43,5 +43,4 @@ class CompileConfig(Group):
         return self.regions is not None and self.mode in _CUDA_GRAPHS
 
     def __post_init__(self) -> None:
-        """Refuse invalid values."""
         check_fields(self, group="compile")

@@ -30,7 +30,6 @@ class TierConfig(Group):
     """Share of the bytes that is offloaded; the model's first units stay on the device."""
 
     def __post_init__(self) -> None:
-        """Refuse invalid values."""
         check_fields(self, ratio=above(0, 1))
 
 
@@ -51,7 +50,6 @@ class NVMeIOConfig(Group):
     """Bypass the page cache (``O_DIRECT``) where the file system supports it."""
 
     def __post_init__(self) -> None:
-        """Refuse invalid values."""
         check_fields(
             self,
             block_bytes=at_least(4096, 1 << 30, multiple_of=4096),  # direct I/O moves full pages
@@ -114,7 +112,6 @@ class OffloadConfig(Group):
         return {config.tier for config in map(self.tier_of, KINDS) if config is not None}
 
     def __post_init__(self) -> None:
-        """Refuse invalid values."""
         check_fields(self, group="offload", delay_after=at_least(1))
         for kind in KINDS:
             option = getattr(self, kind)

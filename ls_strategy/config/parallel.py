@@ -36,7 +36,6 @@ class TensorConfig(Group):
     """Megatron's sequence parallelism: layers in between (norms, dropout) are partitioned along the tokens."""
 
     def __post_init__(self) -> None:
-        """Refuse invalid values."""
         check_fields(self, group="parallel.tensor", size=_RANKS)
         if self.size == 1 and (self.sequence_parallel or self.plan != "auto"):
             raise ConfigError(
@@ -72,7 +71,6 @@ class PipelineConfig(Group):
     """Name of the ModuleList or Sequential to partition. None: the model's ``to_layers()``, or the longest one."""
 
     def __post_init__(self) -> None:
-        """Refuse invalid values."""
         counts: dict[str, Range] = dict.fromkeys(("micro_batches", "micro_batch_size", "stages_per_rank"), _RANKS)
         check_fields(self, group="parallel.pipeline", size=_RANKS, **counts)
         if self.size == 1:
@@ -160,7 +158,6 @@ class ParallelConfig(Group):
         return {"tensor": self.tp.size, "context": self.context, "expert": self.expert, "pipeline": self.pp.size}
 
     def __post_init__(self) -> None:
-        """Refuse invalid values."""
         ranks = dict.fromkeys(
             ("tensor", "context", "expert", "pipeline", "virtual_ranks", "virtual_ranks_per_rank", "ring"), _RANKS
         )

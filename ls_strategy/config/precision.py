@@ -39,7 +39,6 @@ class LossScaleConfig(Group):
     """The scale never falls below this; an overflow at it is an error."""
 
     def __post_init__(self) -> None:
-        """Refuse invalid values."""
         largest = 2.0**127  # the largest power of two in fp32
         check_fields(
             self,
@@ -63,7 +62,6 @@ class Float8Config(Group):
     """Modules that are left as they are, named as in ``precision.frozen_except``."""
 
     def __post_init__(self) -> None:
-        """Refuse invalid values."""
         check_fields(self, group="precision.matmul")
 
 
@@ -124,7 +122,6 @@ class PrecisionConfig(Group):
         return self.matmul
 
     def __post_init__(self) -> None:
-        """Refuse invalid values."""
         check_fields(self, group="precision")
         if type(self.master_weights) is int:  # YAML reads it without quotes
             self._set("master_weights", "24")

@@ -56,7 +56,6 @@ class ShardingConfig(Group):
     nodes, always added in fp32. `strategy.gradient_error()` measures the rounding. None: exact."""
 
     def __post_init__(self) -> None:
-        """Refuse invalid values."""
         check_fields(
             self,
             group="sharding",

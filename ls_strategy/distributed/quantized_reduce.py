@@ -44,7 +44,6 @@ class Rounding:
     """Rounding error of encoded messages: sums of squares, of finite numbers only."""
 
     def __init__(self) -> None:
-        """Start without any sums."""
         self._sums: Tensor | None = None
         """Of the changes and of the totals, ``(2,)`` fp64."""
 

@@ -97,7 +97,6 @@ class TreeSum:
     """This rank's shard of a sum over the virtual ranks, round by round."""
 
     def __init__(self) -> None:
-        """Begin without a leaf."""
         self._sums: dict[Node, Tensor] = {}
         """Of complete subtrees, ``(shard,)`` each."""
         self._later: list[tuple[PendingReduce, VirtualRound]] = []
@@ -164,7 +163,6 @@ class RoundInFlight:
     hops = single = False
 
     def __init__(self, tree: TreeSum, reducing: PendingReduce, now: VirtualRound) -> None:
-        """Record the sum, the leaves in flight, and their round."""
         self._tree, self._reducing, self._now = tree, reducing, now
         self.is_last = now.is_last
 

@@ -79,7 +79,6 @@ class QuantizedWire(WireFormat):
     lossless = False
 
     def __init__(self, form: FrozenFormat) -> None:
-        """Record the format."""
         self.name = form
         self._form: FrozenFormat = form
 
@@ -90,17 +89,14 @@ class QuantizedWire(WireFormat):
 
     @override
     def encode(self, values: Tensor, out: Tensor) -> None:
-        """Quantize."""
         quantize(values, self._form, out=out)
 
     @override
     def decode(self, wire: Tensor, out: Tensor) -> None:
-        """Dequantize."""
         dequantize_(wire, out, self._form)
 
     @override
     def rounded(self, values: Tensor) -> Tensor:
-        """Return the quantized values."""
         return rounded(values, self._form)
 
     @override
@@ -119,14 +115,12 @@ class CastWireFormat(WireFormat):
     lossless = False
 
     def __init__(self, dtype: torch.dtype) -> None:
-        """Record the dtype."""
         self._cast = dtype
         self.dtype = dtype if dtype.itemsize > 1 else torch.uint8  # which every back end knows
         self.name = str(dtype).removeprefix("torch.")
 
     @override
     def numel(self, elements: int) -> int:
-        """Return as many."""
         return elements
 
     @override
@@ -136,12 +130,10 @@ class CastWireFormat(WireFormat):
 
     @override
     def decode(self, wire: Tensor, out: Tensor) -> None:
-        """Cast back."""
         out.copy_(wire.view(self._cast))
 
     @override
     def rounded(self, values: Tensor) -> Tensor:
-        """Return the values cast and cast back."""
         return values.to(self._cast).to(values.dtype)
 
 

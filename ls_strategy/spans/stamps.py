@@ -18,7 +18,6 @@ class Followed:
     """Works that are waited for by the stamper's thread, or by the thread that needs them, whichever is first."""
 
     def __init__(self, works: Sequence[Any], on_end: Callable[[float], None]) -> None:
-        """See `Stamper.follow`."""
         self._works: Sequence[Any] = works
         self._on_end = on_end
         self._claimed = threading.Lock()

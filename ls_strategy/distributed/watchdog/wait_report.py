@@ -86,7 +86,6 @@ class CollectiveEntry:
         return zlib.crc32(f"{self.kind} {self.of} {self.batch}".encode()) & 0x7FFFFFFF
 
     def __enter__(self) -> None:
-        """Begin to wait."""
         where = self.journal.where
         self._before, self.since, where.waiting = where.waiting, time.monotonic(), self
         if where.resting is not None:

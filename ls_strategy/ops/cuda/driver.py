@@ -39,7 +39,6 @@ class Driver:
     """
 
     def __init__(self, library: ctypes.CDLL) -> None:
-        """Declare its functions."""
         for name, types in _CALLS.items():
             getattr(library, name).argtypes = types
         self._library = library

@@ -95,7 +95,6 @@ class InTree:
     """One round of a sum over virtual ranks, see `ls_strategy.distributed.tree_sum`."""
 
     def __init__(self, now: VirtualRound) -> None:
-        """Record which rank computes which virtual rank now."""
         self.now = now
 
     def expect(self, flat: FlatBuffer) -> bool:
