@@ -274,6 +274,8 @@ def test_in_fp64_one_virtual_rank_per_rank_is_ddp() -> None:
     expected = run(2, "ddp", trainer_options, "Quiet")
     for what in ("losses", "norms"):
         assert found[what] == pytest.approx(expected[what], rel=1e-12), what
+    for name in ("loss_step", "loss_epoch", "largest", "val"):
+        assert found["logged"][name] == pytest.approx(expected["logged"][name], rel=1e-12), name
     for name, weight in expected["weights"].items():
         torch.testing.assert_close(found["weights"][name], weight, rtol=1e-12, atol=1e-13)
 

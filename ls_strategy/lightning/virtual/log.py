@@ -119,8 +119,14 @@ def _combined(
     for row, (name, call) in enumerate(calls.items()):
         values, sizes = table[2 * row].tolist(), table[2 * row + 1].tolist()
         total = _reduce(values, sizes, call.reduction or "mean", weighted=bool(call.options.get("on_epoch")))
-        found[name] = (torch.tensor(total, dtype=torch.float32), int(sum(sizes)))
+        dtype = max((_dtype_of(value) for value in call.values.values()), key=lambda each: each.itemsize)
+        found[name] = (torch.tensor(total, dtype=dtype), int(sum(sizes)))
     return found
+
+
+def _dtype_of(value: Any) -> torch.dtype:
+    """Return the dtype in which Lightning would have a value, but at least fp32."""
+    return torch.float64 if isinstance(value, Tensor) and value.dtype == torch.float64 else torch.float32
 
 
 def _reduce(values: Sequence[float], sizes: Sequence[float], reduction: str, *, weighted: bool) -> float:
