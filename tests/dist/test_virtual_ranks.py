@@ -113,6 +113,13 @@ class Quiet(Habits):
     def on_train_batch_start(self, batch: Any, i: int) -> None:
         self.mix = 0.0
 
+    def training_step(self, batch: Any, i: int) -> Any:
+        output = super().training_step(batch, i)
+        value = output["loss"].detach().clone()
+        self.log("before", value)
+        value.zero_()
+        return output
+
 
 class Loads(Habits):
     """Its samples are loaded in processes: two on one rank, one each on two."""
@@ -274,7 +281,7 @@ def test_in_fp64_one_virtual_rank_per_rank_is_ddp() -> None:
     expected = run(2, "ddp", trainer_options, "Quiet")
     for what in ("losses", "norms"):
         assert found[what] == pytest.approx(expected[what], rel=1e-12), what
-    for name in ("loss_step", "loss_epoch", "largest", "val"):
+    for name in ("loss_step", "loss_epoch", "largest", "val", "before"):
         assert found["logged"][name] == pytest.approx(expected["logged"][name], rel=1e-12), name
     for name, weight in expected["weights"].items():
         torch.testing.assert_close(found["weights"][name], weight, rtol=1e-12, atol=1e-13)

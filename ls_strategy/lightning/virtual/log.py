@@ -58,7 +58,7 @@ class VirtualLog:
             if options.get("on_epoch") is None:
                 options["on_epoch"] = self._by_epoch
             call = self._calls.setdefault(name, _LoggedName(options))
-            call.values[rank] = value.detach() if isinstance(value, Tensor) else value
+            call.values[rank] = value.detach().clone() if isinstance(value, Tensor) else value
             if options.get("sync_dist"):
                 size = options.get("batch_size")
                 call.sizes[rank] = size if isinstance(size, int) else _size_of(batch)
