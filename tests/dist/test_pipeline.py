@@ -190,6 +190,9 @@ class AlexNetLike(pl.LightningModule):
             raise ValueError("this stage cannot go on")
         self.log("loss", loss, on_step=True, on_epoch=True)
         self.log("samples", float(len(x)), reduce_fx="sum", on_step=False, on_epoch=True)
+        value = loss.detach().clone()
+        self.log("before", value)
+        value.zero_()  # what was logged stays
         return loss
 
     def validation_step(self, batch: Any, batch_idx: int) -> None:
