@@ -52,8 +52,8 @@ class Logged:
         """Make ``self.log`` and ``self.log_dict`` of the module record their arguments inside."""
 
         def log(name: str, value: Any, options: dict[str, Any]) -> None:
-            # The value of this moment: code may go on with the tensor in place. On meta, the tensors themselves tell which
-            # micro-batches they are of.
+            # The value of this moment: code may go on with the tensor in place. On meta, the tensors themselves tell
+            # which micro-batches they are of.
             kept = value.detach().clone() if type(value) is Tensor and not value.is_meta else value
             self._values.setdefault(name, ([], options))[0].append(kept)
 
