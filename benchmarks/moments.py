@@ -88,24 +88,28 @@ def show(table: dict[str, dict[str, float]], baseline: str = "fp32") -> None:
         print(f"{form:{width}}" + "".join(cells))
 
 
-def bench(
-    name: str, doc: str | None, formats: Sequence[str], run: Callable[[int, str, int, Path], dict[str, float]], *,
-    steps: int, baseline: str = "fp32",
-) -> None:  # fmt: skip
-    """Parse, train every format and seed in turns, print a table, and write the record.
+Run = Callable[[int, str, int, Path], dict[str, float]]
+"""Trains so many steps with a format, a seed and a folder for the text."""
 
-    ``run`` trains so many steps with a format, a seed and a folder for the text.
-    """
+
+def measure(formats: Sequence[str], run: Run, *, seeds: int, steps: int) -> dict[str, list[dict[str, float]]]:
+    """Train every format and seed, in turns."""
+    quiet()
+    runs: dict[str, list[dict[str, float]]] = {m: [] for m in formats}
+    with tempfile.TemporaryDirectory() as cache:
+        for seed in range(1, seeds + 1):
+            for each in formats:
+                runs[each].append(run(steps, each, seed, Path(cache)))
+    return runs
+
+
+def bench(name: str, doc: str | None, formats: Sequence[str], run: Run, *, steps: int, baseline: str = "fp32") -> None:
+    """Parse, `measure`, print a table, and write the record."""
     parser = record.parser(doc)
     parser.add_argument("--seeds", type=int, default=3, help="runs of each format")
     parser.add_argument("--steps", type=int, default=steps, help="optimizer steps")
     args = parser.parse_args()
-    quiet()
-    runs: dict[str, list[dict[str, float]]] = {m: [] for m in formats}
-    with tempfile.TemporaryDirectory() as cache:
-        for seed in range(1, args.seeds + 1):
-            for each in formats:
-                runs[each].append(run(args.steps, each, seed, Path(cache)))
+    runs = measure(formats, run, seeds=args.seeds, steps=args.steps)
     table = compare(runs, baseline)
     show(table, baseline)
     found = {**record.header(name), "network": NETWORK, "steps": args.steps, "results": table, "runs": runs}

@@ -13,7 +13,7 @@ pytest.importorskip("tensorboard")
 
 import yaml
 
-from benchmarks.moments import compare, measure
+from benchmarks.moments import FORMATS, compare, measure, with_moments
 from tests.recipes.test_gpt_runs import CONFIGS, TINY, fit, scalars
 
 README = CONFIGS.parent / "README.md"
@@ -66,7 +66,7 @@ def test_the_readme_names_every_overlay() -> None:
 @pytest.mark.timeout(900)
 def test_moments_in_fewer_bits_learn_as_well() -> None:
     """Final, mean and validation loss differ from fp32's, seed by seed, by less than fp32's own over seeds."""
-    table = compare(measure(seeds=3, steps=100))
+    table = compare(measure(FORMATS, with_moments, seeds=3, steps=100))
     for moments in ("bf16", "int8"):
         for kind in ("final", "mean", "val"):
             assert abs(table[moments][f"{kind}_difference"]) <= table[moments][f"{kind}_noise"], (moments, kind, table)

@@ -37,6 +37,7 @@ from ls_strategy.lightning._private import metric_snapshot, training_loaders
 from ls_strategy.lightning.loop.call import StepCall
 from ls_strategy.lightning.strategy import ZeROStrategy
 from ls_strategy.lightning.virtual.ranks import VirtualRanks
+from ls_strategy.lightning.virtual.step import Buffers
 
 Streams = dict[int, RandomStream]  # random states by virtual rank
 
@@ -136,6 +137,7 @@ class MovedRanks(VirtualRanks):
         super().__init__(own._parallel, own._strategy, own.count)
         self.random, self._has_hooks = own.random, own._has_hooks
         self._split = Rotated(own.split.shares, shift)
+        self._buffers = Buffers(own._module, self.ranks[0])
         self.batches: list[Any] = []  # the batches of all but the first one
 
     @property
