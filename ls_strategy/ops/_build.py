@@ -118,14 +118,12 @@ def _cpu_recipe(library: str, compiler: list[str], version: str) -> BuildRecipe:
             "AVX2": ("-mavx2", "-mf16c"),
             "AVX512": ("-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq", "-mf16c", "-mprefer-vector-width=512"),
         }
-    torchs = Path(torch.__file__).parent
-    includes = (f"-I{torchs / 'include'}", f"-I{torchs / 'include' / 'torch' / 'csrc' / 'api' / 'include'}")
-    units = [CompileUnit("cpu", (*compiler, *common, *includes, "-c", str(SOURCES / f"{prefix}cpu.cpp")))]
+    units = [CompileUnit("cpu", (*compiler, *common, *_includes(), "-c", str(SOURCES / f"{prefix}cpu.cpp")))]
     for name, flags in sets.items():
         source = str(SOURCES / f"{prefix}kernels.cpp")
         command = (*compiler, *common, *exact, *flags, f"-DLS_KERNELS=k{name}", "-c", source)
         units.append(CompileUnit(f"kernels_{name.lower()}", command))
-    link = (*compiler, "-shared", f"-L{torchs / 'lib'}", "-ltorch", "-ltorch_cpu", "-lc10")
+    link = (*compiler, "-shared", f"-L{Path(torch.__file__).parent / 'lib'}", "-ltorch", "-ltorch_cpu", "-lc10")
     return BuildRecipe(f"{prefix}cpu".replace("_", "-"), tuple(units[::-1]), link, version)
 
 
@@ -138,6 +136,11 @@ def _chosen_compiler() -> list[str]:
         raise BuildError(
             f"Got CXX={chosen!r}, but it is no command line: {str(error).lower()}. Set CXX to a compiler, such as g++"
         ) from None
+
+
+def _includes() -> tuple[str, str]:
+    include = Path(torch.__file__).parent / "include"
+    return f"-I{include}", f"-I{include / 'torch' / 'csrc' / 'api' / 'include'}"
 
 
 def _version(compiler: list[str]) -> str:
