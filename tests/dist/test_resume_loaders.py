@@ -22,7 +22,7 @@ import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.utilities import CombinedLoader
 from torch import Tensor, nn
-from torch.utils.data import DataLoader, Dataset, IterableDataset, WeightedRandomSampler, get_worker_info
+from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler, WeightedRandomSampler, get_worker_info
 from typing_extensions import override
 
 from ls_strategy import ZeROStrategy
@@ -134,6 +134,27 @@ class ModuleStream(Stream, nn.Module):
         super().__init__(rank, ranks)
 
 
+class Draws(Sampler[int]):
+    """A sampler of the user's, without a generator that could be found."""
+
+    def __iter__(self) -> Iterator[int]:
+        yield from random.sample(range(SAMPLES), SAMPLES)
+
+    def __len__(self) -> int:
+        return SAMPLES
+
+
+class CountsPasses(Draws):
+    """Has an order that depends on the number of its passes, which no checkpoint holds."""
+
+    passes = 0
+
+    @override
+    def __iter__(self) -> Iterator[int]:
+        yield from random.Random(self.passes).sample(range(SAMPLES), SAMPLES)
+        self.passes += 1
+
+
 class FailingStream(Stream):
     """Has methods for a state that do nothing but fail."""
 
@@ -174,6 +195,7 @@ LOADERS: dict[str, tuple[Make, dict[str, Any]]] = {
     "stateful object, a limit": (StatefulBatches, {"limit_train_batches": 5}),
     "samples, workers": (lambda *_: loader(Samples(), 2, shuffle=True), {}),
     "random order": (lambda *_: loader(Samples(), sampler=WeightedRandomSampler([1.0] * SAMPLES, SAMPLES)), OWN_ORDER),
+    "own sampler": (lambda *_: loader(Samples(), sampler=Draws()), OWN_ORDER),
     "own generator, workers": (lambda *_: loader(Samples(), 2, shuffle=True, generator=own_generator()), OWN_ORDER),
     "several": (lambda *r: {"a": Batches(*r), "b": loader(Samples(), shuffle=True), "c": StatefulBatches(*r)}, {}),
     "several with states": (lambda *r: {"a": loader(StatefulStream(*r)), "b": loader(Samples(), shuffle=True)}, {}),
@@ -309,7 +331,7 @@ def check(
         )
 
 
-@pytest.mark.parametrize("names", few_or_all(["workers"], list(LOADERS)))
+@pytest.mark.parametrize("names", few_or_all(["workers", "own sampler"], list(LOADERS)))
 @on_ranks(1, timeout_s=200)
 def test_the_next_batch_comes_next(rank: int, world_size: int, tmp_path: Path, names: list[str]) -> None:
     """With the random numbers of its workers, at every moment at which a checkpoint is saved."""
@@ -429,6 +451,12 @@ REPORTED: dict[str, tuple[Make, str, int, str]] = {
         3,
         "the data draw random numbers in the process that trains",
     ),
+    "a sampler counts": (
+        lambda *_: loader(Samples(), sampler=CountsPasses()),
+        LAST,
+        SAMPLES // BATCH + 3,
+        "the 3 batches that were read again are not the 3 that the run has trained on",
+    ),
     "one has ended": (
         lambda *r: CombinedLoader([loader(StatefulStream(*r)), loader(StatefulStream(r[0], 2 * r[1]))], "max_size"),
         LAST,
@@ -438,7 +466,7 @@ REPORTED: dict[str, tuple[Make, str, int, str]] = {
 }
 
 
-@pytest.mark.parametrize("names", few_or_all(["draws between steps"], list(REPORTED)))
+@pytest.mark.parametrize("names", few_or_all(["draws between steps", "a sampler counts"], list(REPORTED)))
 @on_ranks(1)
 def test_an_order_that_no_checkpoint_holds_is_reported(
     rank: int, world_size: int, tmp_path: Path, names: list[str]

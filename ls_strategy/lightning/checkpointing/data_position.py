@@ -1,8 +1,9 @@
 """The position in an epoch: a run that resumes in the middle of an epoch continues with the next batch.
 
 Lightning restores the number of the batch, but starts the loader from its first. For a plain ``DataLoader`` whose
-sampler's order is a function of the epoch (``DistributedSampler``, which Lightning inserts, or a sequential one) the
-position is that number alone: the sampler's first indices are skipped, and no data is loaded for them. Loaders with a
+sampler's order is a function of the epoch (``DistributedSampler``, which Lightning inserts, another one with
+``set_epoch``, or a sequential one) the position is that number alone: the sampler's first indices are skipped, and no
+data is loaded for them. Another sampler may draw its order, or keep a place of its own. Loaders with a
 ``state_dict`` restore themselves. The position in an iterable dataset cannot be known here.
 
 An epoch is over when Lightning has counted it as processed, even if ``max_steps`` or ``should_stop`` ended it early. A
@@ -13,24 +14,17 @@ from __future__ import annotations
 
 import itertools
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
-from torch.utils.data import (
-    BatchSampler,
-    DataLoader,
-    IterableDataset,
-    RandomSampler,
-    SubsetRandomSampler,
-    WeightedRandomSampler,
-)
+from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, IterableDataset, SequentialSampler
 
 from ls_strategy.host.fabric import sized_len
 from ls_strategy.host.pytorch import pl, rank_zero_info, rank_zero_warn
 from ls_strategy.lightning._private import training_loaders
 
-_RANDOM = (RandomSampler, SubsetRandomSampler, WeightedRandomSampler)
-"""Samplers whose order is not recorded: they resume as in Lightning, with its warning."""
+_KNOWN = (SequentialSampler.__iter__, DistributedSampler.__iter__)
+"""Of samplers whose order is a function of the epoch. Others may draw it, or keep a place of their own."""
 
 
 class SkippingSampler:
@@ -128,9 +122,11 @@ def order_is_known(loader: Any) -> bool:
     batch_sampler: Any = loader.batch_sampler
     if not isinstance(batch_sampler, BatchSampler) or type(batch_sampler).__iter__ is not BatchSampler.__iter__:
         return False
-    sampler = batch_sampler.sampler
+    sampler: Any = batch_sampler.sampler
+    sampler = sampler.inner if isinstance(sampler, SkippingSampler) else sampler
     below = getattr(getattr(sampler, "dataset", None), "_sampler", sampler)  # the sampler that Lightning has wrapped
-    return not isinstance(below, _RANDOM) and sized_len(loader) not in (None, 0)
+    known = type(below).__iter__ in _KNOWN or isinstance(below, Sequence) or hasattr(below, "set_epoch")
+    return known and sized_len(loader) not in (None, 0)
 
 
 def _convert(trainer: pl.Trainer, loader: Any, saved: dict[str, Any], *, no_more: bool) -> None:
