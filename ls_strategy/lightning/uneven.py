@@ -330,7 +330,14 @@ class UnevenData:
     def _fill_training(self) -> None:
         trainer = self._trainer
         with self._filling(self._passes[-1]) as results:
-            run_filler_in_training(trainer, self._passes[-1].kept, _collective_callbacks(trainer), results.shared)
+
+            @contextmanager
+            def after_step() -> Generator[None, None, None]:
+                self._put_back()  # before callbacks, which may save a checkpoint
+                with results.shared():
+                    yield
+
+            run_filler_in_training(trainer, self._passes[-1].kept, _collective_callbacks(trainer), after_step)
 
     @contextmanager
     def _filling(self, now: _Pass) -> Generator[Results, None, None]:
@@ -344,6 +351,9 @@ class UnevenData:
 
     def _end_filler(self) -> None:
         self.runs_filler = False
+        self._put_back()
+
+    def _put_back(self) -> None:
         if self._restore is not None:
             self._restore.all()
             self._restore = None

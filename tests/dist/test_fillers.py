@@ -17,7 +17,7 @@ from torchmetrics import Metric, SumMetric
 from ls_strategy import ZeROStrategy
 from ls_strategy.errors import DataError, LSError, PlanError
 from tests.dist.ranks import WIDTH, Net, assert_close, assert_equal, on_ranks, trainer_of, weights
-from tests.dist.test_join import SIZES, Stream, batches_of, loader
+from tests.dist.test_join import LENGTHS, SIZES, Stream, batches_of, loader
 
 FEWER_ON_0 = (3, 7)
 SAMPLES = 3 * SIZES[0] + 7 * SIZES[1]
@@ -329,21 +329,45 @@ def test_with_offload(rank: int, world_size: int, stage: int) -> None:
     assert_close(found[1], found[0], "offload")
 
 
-@pytest.mark.wide
-@pytest.mark.parametrize("stage", [1, 3])
+class Drops(Everything):
+    """Has all that a filler may change."""
+
+    def training_step(self, batch: Any, i: int) -> Tensor:
+        loss = self.loss(batch)
+        self.samples(len(batch[0]))
+        self.log("samples", self.samples, on_step=False, on_epoch=True)
+        self.log("loss", loss, sync_dist=True, on_step=True, on_epoch=True)
+        return loss
+
+    def on_train_epoch_end(self) -> None: ...
+
+
+@pytest.mark.parametrize(
+    ("stage", "lengths", "accumulate"),
+    [(1, FEWER_ON_0, 1), pytest.param(3, LENGTHS, 1, marks=pytest.mark.wide), (3, FEWER_ON_0, 5)],
+)
 @on_ranks(2)
-def test_a_checkpoint_in_mid_epoch(rank: int, world_size: int, stage: int, tmp_path: Any) -> None:
+def test_a_checkpoint_in_mid_epoch(
+    rank: int, world_size: int, stage: int, lengths: tuple[int, int], accumulate: int, tmp_path: Any
+) -> None:
     """Saved where one rank has finished: the resumed run ends with the bits of the unbroken one."""
-    options: dict[str, Any] = {"max_epochs": 2, "use_distributed_sampler": False, "enable_checkpointing": True}
-    whole = Net()
-    saves = ModelCheckpoint(tmp_path, every_n_train_steps=5, save_top_k=-1, filename="{step}")
-    trainer_of(strategy(stage), callbacks=[saves], **options).fit(whole, loader(rank, sized=True))
-    again = Net()
+    options: dict[str, Any] = {
+        "max_epochs": 2, "use_distributed_sampler": False, "enable_checkpointing": True,
+        "accumulate_grad_batches": accumulate,
+    }  # fmt: skip
+    torch.manual_seed(rank)
+    whole, again = Drops(), Drops()
+    saves = ModelCheckpoint(tmp_path, every_n_train_steps=5 // accumulate, save_top_k=-1, filename="{step}")
+    first = trainer_of(strategy(stage), callbacks=[saves], **options)
+    first.fit(whole, loader(rank, sized=True, lengths=lengths))
+    torch.manual_seed(rank + 5)
     trainer = trainer_of(strategy(stage), **{**options, "enable_checkpointing": False})
-    trainer.fit(again, loader(rank, sized=True), ckpt_path=tmp_path / "step=5.ckpt")
-    assert trainer.global_step == 14
-    for name, value in weights(whole).items():
-        assert torch.equal(value, weights(again)[name]), name
+    trainer.fit(again, loader(rank, sized=True, lengths=lengths), ckpt_path=tmp_path / f"step={5 // accumulate}.ckpt")
+    assert trainer.global_step == first.global_step
+    for name, value in whole.state_dict().items():
+        assert torch.equal(value, again.state_dict()[name]), name
+    assert trainer.callback_metrics == first.callback_metrics
+    assert torch.equal(whole.random, again.random)  # type: ignore[arg-type]
 
 
 @on_ranks(2)
