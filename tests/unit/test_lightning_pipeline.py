@@ -25,6 +25,7 @@ from ls_strategy.lightning.pipeline.log import Logged
 from ls_strategy.lightning.pipeline.step import Pipeline, refuse
 from ls_strategy.moe.losses import LossKeeper
 from ls_strategy.parallel.pipeline.partition import Tied
+from ls_strategy.parallel.pipeline.shares import Shares
 
 CPU = torch.device("cpu")
 WIDTH = 3
@@ -342,27 +343,27 @@ def module() -> Module:
     return Module()
 
 
-def recorded(module: Module, *calls: Callable[[], Any], shares: tuple[float, ...] = (0.75, 0.25)) -> Any:
+def recorded(module: Module, *calls: Callable[[], Any], sizes: tuple[int, ...] = (3, 1)) -> Any:
     logged = Logged(module)
     with logged.recording():
         for call in calls:
             call()
-    return logged.summary(lambda *_: shares, [3, 1])
+    return logged.summary(Shares(sizes))
 
 
 def test_a_mean_is_weighted_by_the_samples(module: Module) -> None:
-    values, _ = recorded(module, lambda: module.log("a", 1.0), lambda: module.log("a", 3.0))
+    values, *_ = recorded(module, lambda: module.log("a", 1.0), lambda: module.log("a", 3.0))
     assert values == [("a", ("value", torch.tensor(1.5)), {})]
 
 
 def test_options_are_those_of_every_value_and_in_lightnings_order_too(module: Module) -> None:
-    values, _ = recorded(
+    values, *_ = recorded(
         module,
         lambda: module.log("a", 1.0, True),
         lambda: module.log_dict(dictionary={"b": 1.0}),
         lambda: module.log_dict({"c": 1.0, "d": 2.0}, True, False),
         lambda: module.log_dict({"e": 1.0, "f": 2.0}, on_step=True),
-        shares=(1.0,),
+        sizes=(4,),
     )
     assert [(name, options) for name, _, options in values] == [
         ("a", {"prog_bar": True}),
@@ -385,7 +386,7 @@ def test_only_metrics_that_the_steps_updated_are_sent(module: Module) -> None:
     module.other(torch.ones(2))
     logged = Logged(module)
     module.mean(torch.ones(3))
-    _, states = logged.summary(lambda _: [1.0], [3])
+    _, states, _ = logged.summary(Shares([3]))
     assert states.keys() == {"mean"}
 
 
@@ -395,7 +396,7 @@ def test_another_ranks_metric_is_taken_over(module: Module) -> None:
     with far.recording():
         theirs.mean(torch.tensor([2.0, 4.0]))
         theirs.log("mean", theirs.mean)
-    Logged(module).replay(far.summary(lambda _: [1.0], [2]))
+    Logged(module).replay(far.summary(Shares([2])))
     assert module.logged["mean"][0] is module.mean
     assert module.mean.compute() == 3.0
     assert module.mean.update_count == 1

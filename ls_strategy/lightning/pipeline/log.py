@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from inspect import signature
 from typing import Any
@@ -10,10 +10,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ls_strategy.host.pytorch import pl
+from ls_strategy.host.pytorch import pl, rank_zero_warn
 from ls_strategy.lightning._private import metric_state, set_metric_state
-from ls_strategy.parallel.pipeline.batches import mean_of
 from ls_strategy.parallel.pipeline.placeholder import placeholder
+from ls_strategy.parallel.pipeline.shares import Shares
 
 _METRIC_CALLS = ("forward", "update", "compute")
 
@@ -43,7 +43,8 @@ class Logged:
 
     def __init__(self, module: pl.LightningModule) -> None:
         self._module = module
-        self._values: dict[str, tuple[list[Any], dict[str, Any]]] = {}
+        self._values: dict[str, list[Any]] = {}
+        self._options: dict[str, list[dict[str, Any]]] = {}
         self._metrics = {name: m for name, m in module.named_modules() if hasattr(m, "metric_state")}
         self._counts = {name: metric_state(m)[0] for name, m in self._metrics.items()}
 
@@ -55,7 +56,8 @@ class Logged:
             # The value of this moment: code may go on with the tensor in place. On meta, the tensors themselves tell
             # which micro-batches they are of.
             kept = value.detach().clone() if type(value) is Tensor and not value.is_meta else value
-            self._values.setdefault(name, ([], options))[0].append(kept)
+            self._values.setdefault(name, []).append(kept)
+            self._options.setdefault(name, []).append(options)
 
         with logging_to(self._module, log):
             yield
@@ -63,32 +65,41 @@ class Logged:
     @property
     def values(self) -> dict[str, list[Any]]:
         """The values that were logged, by name."""
-        return {name: values for name, (values, _) in self._values.items()}
+        return self._values
 
-    def summary(self, shares_of: Callable[[Sequence[Any], str], Sequence[float]], sizes: Sequence[int]) -> Any:
-        """Return what to log, and the metrics' states: small, on the CPU.
+    @property
+    def batch_sizes(self) -> dict[str, Any]:
+        """What was first given as ``batch_size``, by name."""
+        return {name: options[0].get("batch_size") for name, options in self._options.items()}
 
-        ``shares_of`` returns the micro-batches' shares of the values that were logged by a name.
-        """
+    def summary(self, shares: Shares) -> Any:
+        """Return what to log for the batch of the micro-batches, and the metrics' states: small, on the CPU."""
         summary: list[tuple[str, Any, dict[str, Any]]] = []
-        for name, (values, options) in self._values.items():
-            options = dict(options)
-            if isinstance(options.get("batch_size"), int):
-                options["batch_size"] = sum(sizes)
+        for name, values in self._values.items():
+            options = dict(self._options[name][0])
+            given = [each.get("batch_size") for each in self._options[name]]
+            if given[0] is not None:
+                options["batch_size"] = shares.batch_size(name, given)
             metric = next((n for n, m in self._metrics.items() if m is values[0]), None)
             if metric is not None:
                 summary.append((name, ("metric", metric), options))
             else:
                 how = options.get("reduce_fx", "mean")
-                summary.append((name, ("value", mean_of(values, shares_of(values, name), how)), options))
+                summary.append((name, ("value", shares.of_batch(values, name, how)), options))
         states = {
             name: metric_state(m) for name, m in self._metrics.items() if metric_state(m)[0] != self._counts[name]
         }
-        return summary, states
+        return summary, states, shares.averaged
 
     def replay(self, summary: Any) -> None:
         """Log a summary; called on every rank with the same one."""
-        values, states = summary
+        values, states, averaged = summary
+        for name, reason in averaged.items():
+            rank_zero_warn(
+                f"The step logs {name!r}, computed by {reason}. In a pipeline that is the mean over micro-batches, "
+                "which differs from the value of the batch. Compute it from logged means or sums in a hook, such as "
+                "on_train_batch_end."
+            )
         for name, state in states.items():
             set_metric_state(self._metrics[name], state)
         for name, (kind, value), options in values:

@@ -61,7 +61,7 @@ def derive(
             record = RecordedStep(answer=answer)
             with (logged := Logged(module)).recording(), _watched_draws(stages, record):
                 means.append(stages.record(step, batches[len(records)], record))
-            record.logged = logged.values
+            record.logged, record.batch_sizes = logged.values, logged.batch_sizes
             records.append(record)
             if record.asked and not record.complete and not answer:
                 # It raised, for example because not all values seemed finite.

@@ -274,7 +274,7 @@ class Pipeline:
             shares.losses = losses = [loss.item() for loss in report.losses]
             loss = sum(loss * weight for loss, weight in zip(losses, weights, strict=True) if weight)  # NaN if no token
             dtype = at_least_fp32(report.losses[0].dtype)
-            result = (loss, dtype, logged.summary(shares.of, sizes), shares.check())
+            result = (loss, dtype, logged.summary(shares), shares.check())
         loss, dtype, summary, problem = self.runner.from_last(result)
         if problem is not None:
             raise StateError(problem)
@@ -326,7 +326,7 @@ class Pipeline:
                 if len(parts) > 1:
                     stages, batches = self.runner.stages, [*parts, args[0]]
                     shares.derive = lambda: derive(module, stages, run, batches, sizes, self.random.begin)[0]
-                result = (merge(results, shares.of), logged.summary(shares.of, sizes))
+                result = (merge(results, sizes, shares.of_batch), logged.summary(shares))
         merged, summary = self.runner.from_last(result)
         logged.replay(summary)
         return merged

@@ -14,13 +14,14 @@ functions that it calls.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from itertools import islice
+from functools import cached_property
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from ls_strategy._torch import tree_iter
+from ls_strategy.parallel.pipeline.batches import with_sample_lists
 from ls_strategy.parallel.pipeline.placeholder import is_meta
 from ls_strategy.parallel.pipeline.record import RecordedCall, RecordedStep, Unread
 from ls_strategy.parallel.pipeline.rules import SELECTS, Call, Input, result_of
@@ -57,6 +58,13 @@ class Derivation:
             for operations in calls:
                 self._derive(operations)
 
+    @cached_property
+    def _leaves(self) -> list[list[Any]]:
+        """The leaves of the results of all runs; empty if the results have different structures."""
+        results = [with_sample_lists(r.result, n, top=False) for r, n in zip(self._runs, self._samples, strict=True)]
+        leaves = [list(tree_iter(result)) for result in results]
+        return leaves if self.complete and len({len(each) for each in leaves}) == 1 else []
+
     def of(self, leaves: Sequence[Any]) -> Value:
         """Return what a value is, of which every run has one."""
         if not self.complete or len(leaves) != len(self._samples):
@@ -81,13 +89,33 @@ class Derivation:
         return self.of([pick(run.result) for run in self._runs]) if self.complete else UNKNOWN
 
     def of_leaf(self, place: int) -> Value:
-        """Return what the leaf at a place of the step's result is."""
-        return self.of_results(lambda result: next(islice(tree_iter(result), place, None), None))
+        """Return what the leaf at a place of the step's result is, where lists of samples count as one."""
+        return self.of([leaves[place] for leaves in self._leaves]) if self._leaves else UNKNOWN
 
     def of_logged(self, name: str) -> Value:
         """Return what the step logs as ``name``, if it logs it once."""
         logged = [run.logged.get(name, ()) for run in self._runs]
         return self.of([values[0] for values in logged]) if all(len(each) == 1 for each in logged) else UNKNOWN
+
+    def logged_of_batch(self, name: str) -> Tensor | float | None:
+        """Return what the step logs for the batch, where that does not depend on the model."""
+        values = self._runs[-1].logged.get(name, ())
+        return self._known_number(values[0]) if len(values) == 1 else None
+
+    def batch_size_of(self, name: str) -> Tensor | float | None:
+        """Return the ``batch_size`` that the step gives for the batch, where that does not depend on the model."""
+        return self._known_number(self._runs[-1].batch_sizes.get(name))
+
+    def leaf_of_batch(self, place: int) -> Tensor | float | None:
+        """Return the leaf at a place of the step's result for the batch, where it does not depend on the model."""
+        return self._known_number(self._leaves[-1][place]) if self._leaves else None
+
+    def _known_number(self, value: Any) -> Tensor | float | None:
+        if self._known.random or not self.complete:  # numbers that were drawn here differ
+            return None
+        if isinstance(value, Tensor):
+            return None if is_meta(value) or value.requires_grad else value
+        return value if isinstance(value, int | float) else None
 
     def _of_numbers(self, leaves: Sequence[float]) -> Value:
         if len(set(leaves)) == 1:
@@ -138,7 +166,8 @@ def _columns(operations: Sequence[RecordedCall]) -> list[list[Any]]:
 
 
 def _results(operations: Sequence[RecordedCall]) -> Iterable[tuple[Tensor, ...]]:
-    return zip(*(operation.results for operation in operations), strict=True)
+    found = [operation.results for operation in operations]
+    return zip(*found, strict=True) if len({len(each) for each in found}) == 1 else ()  # rows: one result per sample
 
 
 def _index(operations: Sequence[RecordedCall]) -> list[Tensor]:

@@ -78,6 +78,9 @@ class RecordedStep:
     logged: Mapping[str, Sequence[Any]] = field(default_factory=dict)
     """The values that the step logged, by name."""
 
+    batch_sizes: Mapping[str, Any] = field(default_factory=dict)
+    """What the step gave as ``batch_size`` with them."""
+
     complete: bool = False
     """Whether the step ran to its end."""
 

@@ -19,9 +19,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ls_strategy.parallel.pipeline.batches import reduced
 from ls_strategy.parallel.pipeline.counts import Mean
 from ls_strategy.parallel.pipeline.derive import Derivation
 from ls_strategy.parallel.pipeline.values import Constant, Part, Unclear, Value, close
+
+_BY_NAME = ("sum", "max", "min", torch.sum, torch.max, torch.min, sum, max, min)
+"""Reductions of logged values that need no shares."""
 
 
 class Shares:
@@ -29,6 +33,7 @@ class Shares:
 
     def __init__(self, sizes: Sequence[int]) -> None:
         """``sizes``: samples of every micro-batch."""
+        self._sizes = list(sizes)
         self.samples = [size / sum(sizes) for size in sizes]
         self.means: list[list[Mean]] = [[] for _ in sizes]
         """Calls in the steps of the micro-batches that have run."""
@@ -41,6 +46,9 @@ class Shares:
 
         self.losses: list[float] | None = None
         """Of the micro-batches that were trained with."""
+
+        self.averaged: dict[str, str] = {}
+        """Why logged values of the batch do not follow from those of its micro-batches, by name."""
 
         self._trained: list[float] = self.samples
         self._found = False
@@ -79,19 +87,38 @@ class Shares:
                 )
         return None
 
-    def of(self, values: Sequence[Any], where: str | int) -> Sequence[float]:
-        """Return the factors of one value per micro-batch, those of the samples if they are not known.
+    def of_batch(self, values: Sequence[Any], where: str | int, how: Any = "mean") -> Tensor:
+        """Return the value of the batch, on the CPU.
 
         Args:
-            values: The values.
+            values: Those of the micro-batches.
             where: The name of a logged value, or the place among the leaves of the step's result.
+            how: How to reduce them if nothing is known, see `reduced`.
         """
         if len(values) != len(self.means) or len(values) == 1:
-            return self.samples
+            return reduced(values, None, self.samples, how)
         numbers = [_number(value) for value in values]
         if self.losses is not None and all(map(_same, numbers, self.losses)):
-            return self._trained
-        return self._of_values(numbers) or self._derived_at(where) or self.samples
+            return reduced(values, self._trained, self.samples, how)
+        shares = self._of_values(numbers)
+        derivation = self._derived() if shares is None else None
+        if derivation is not None:
+            logged = isinstance(where, str)
+            known = derivation.logged_of_batch(where) if logged else derivation.leaf_of_batch(where)
+            if known is not None:
+                return torch.as_tensor(known).detach().cpu()
+            value = derivation.of_logged(where) if logged else derivation.of_leaf(where)
+            shares = self._factor(value)
+            if logged and shares is None and isinstance(value, Unclear) and value.certain and how not in _BY_NAME:
+                self.averaged[where] = value.reason
+        return reduced(values, shares, self.samples, how)
+
+    def batch_size(self, name: str, given: Sequence[Any]) -> float:
+        """Return the ``batch_size`` of the batch with which a value is logged, from those of its micro-batches."""
+        numbers = [_number(value) or 0 for value in given]
+        derivation = self._derived() if numbers != self._sizes else None
+        known = None if derivation is None else _number(derivation.batch_size_of(name))
+        return sum(numbers) if known is None else known
 
     def _of_values(self, numbers: Sequence[float | None]) -> list[float] | None:
         """Return the factors of numbers that are results of losses over tokens."""
@@ -103,13 +130,10 @@ class Shares:
             tokens.append(float(same.tokens))
         return self._of(tokens)
 
-    def _derived_at(self, where: str | int) -> list[float] | None:
+    def _derived(self) -> Derivation | None:
         if self.derivation is None and self.derive is not None:
             self.derivation = self.derive()
-        if self.derivation is None:
-            return None
-        of = self.derivation.of_logged(where) if isinstance(where, str) else self.derivation.of_leaf(where)
-        return self._factor(of)
+        return self.derivation
 
     def _factor(self, value: Value) -> list[float] | None:
         if isinstance(value, Constant):
