@@ -10,7 +10,9 @@ from torch import Tensor
 from torch.nn import functional
 from torch.utils.data import DataLoader
 
-from tests.dist.parallel_runs import Module, Run, assert_as_plain
+from ls_strategy.errors import StateError
+from tests.dist.parallel_runs import Module, Run, assert_as_plain, train
+from tests.dist.ranks import on_ranks
 from tests.dist.test_pipeline_context import Masked
 
 pytestmark = pytest.mark.dist
@@ -79,3 +81,37 @@ class Logs(Masked):
 def test_values_and_lists_of_samples_are_those_of_the_batch():
     """In micro-batches of 2, 1 and 1 samples, whose tokens differ."""
     assert_as_plain(2, [Run(PIPELINE, steps=5, trainer={"limit_val_batches": 3})], Logs)
+
+
+class Counts(Masked):
+    """Counts steps in a buffer, before or after the blocks, in place or by a new tensor."""
+
+    how = "before"
+
+    def configure_model(self) -> None:
+        super().configure_model()
+        self.register_buffer("count", torch.zeros(()), persistent=self.how != "cache")
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        if self.how == "before":
+            self.count.add_(1)
+        if self.how == "cache":
+            self.count = torch.ones(())
+        loss = super().training_step(batch, batch_idx)
+        if self.how == "after":
+            self.count = 0.9 * self.count + 0.1 * loss.detach()
+        return loss
+
+    def validation_step(self, batch: Any, batch_idx: int) -> Tensor:
+        if self.how == "validation":
+            self.count += 1
+        return super().validation_step(batch, batch_idx)
+
+
+@on_ranks(2, timeout_s=100)
+def test_buffers_that_steps_change_are_refused_on_all_ranks(rank: int, world_size: int) -> None:
+    run = Run(PIPELINE, steps=2, trainer={"limit_val_batches": 1})
+    for how in ("before", "after", "validation"):
+        with pytest.raises(StateError, match="the step changes the buffer 'count'"):
+            train(rank, world_size, run, type("Counting", (Counts,), {"how": how}))
+    train(rank, world_size, run, type("Caching", (Counts,), {"how": "cache"}))

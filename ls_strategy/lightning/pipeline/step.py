@@ -58,6 +58,7 @@ from ls_strategy.parallel.pipeline.stage import StageRunner
 from ls_strategy.parallel.pipeline.timeline import TimelineRecorder
 from ls_strategy.parallel.pipeline.trace import observe, stand_in
 from ls_strategy.parallel.pipeline.transfer import SideLoss
+from ls_strategy.parallel.pipeline.unchanged import Buffers
 from ls_strategy.precision import at_least_fp32
 from ls_strategy.zero.setup.share import Share
 
@@ -253,6 +254,7 @@ class Pipeline:
         scale = engine.scaler.scale if engine.scaler is not None else 1.0
         self._engine, self._last = engine, last
         self._shares = shares = Shares(sizes)
+        buffers = Buffers(module, self.cut.blocks)
         engine.begin_micro_batches()
         self.random.evaluated = 0
 
@@ -274,7 +276,7 @@ class Pipeline:
             shares.losses = losses = [loss.item() for loss in report.losses]
             loss = sum(loss * weight for loss, weight in zip(losses, weights, strict=True) if weight)  # NaN if no token
             dtype = at_least_fp32(report.losses[0].dtype)
-            result = (loss, dtype, logged.summary(shares), shares.check())
+            result = (loss, dtype, logged.summary(shares), shares.check() or _refusal(buffers))
         loss, dtype, summary, problem = self.runner.from_last(result)
         if problem is not None:
             raise StateError(problem)
@@ -311,7 +313,7 @@ class Pipeline:
     def evaluate(self, module: pl.LightningModule, step: Callable[..., Any], args: Sequence[Any]) -> Any:
         """Run a validation, test or predict step and return its result on every rank. Collective."""
         parts, sizes = self._split(args[0])
-        logged = Logged(module)
+        logged, buffers = Logged(module), Buffers(module, self.cut.blocks)
         self._shares = shares = Shares(sizes)
         self.random.evaluated += 1
         result = None
@@ -326,8 +328,10 @@ class Pipeline:
                 if len(parts) > 1:
                     stages, batches = self.runner.stages, [*parts, args[0]]
                     shares.derive = lambda: derive(module, stages, run, batches, sizes, self.random.begin)[0]
-                result = (merge(results, sizes, shares.of_batch), logged.summary(shares))
-        merged, summary = self.runner.from_last(result)
+                result = (merge(results, sizes, shares.of_batch), logged.summary(shares), _refusal(buffers))
+        merged, summary, problem = self.runner.from_last(result)
+        if problem is not None:
+            raise StateError(problem)
         logged.replay(summary)
         return merged
 
@@ -363,6 +367,15 @@ class Pipeline:
                 f"{found}: it uses the schedule zbv."
             )
         return found
+
+
+def _refusal(buffers: Buffers) -> str | None:
+    name = buffers.changed()
+    return name and (
+        f"the step changes the buffer {name!r}. In a pipeline steps run once per micro-batch and stage, and end early "
+        "on every stage but the last, so its value would be neither that of DDP nor the same on all ranks. Change it "
+        "in a hook, such as on_train_batch_end, which gets the loss of the batch as outputs['loss']."
+    )
 
 
 def _side_loss(module: nn.Module) -> SideLoss:

@@ -1,4 +1,4 @@
-"""Restores the modules after a step that ran on shapes."""
+"""Restores the modules after a step that ran on shapes, and finds buffers that steps of micro-batches change."""
 
 from __future__ import annotations
 
@@ -8,11 +8,43 @@ from collections.abc import Generator, Iterable, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 
 _CONTAINERS = (list, dict, set, deque, defaultdict, Counter, OrderedDict)
 _OF_MODULES = frozenset(vars(nn.Module()))
 """Attributes of every module."""
+
+_OF_MICRO_BATCHES = (
+    nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm,
+    nn.InstanceNorm1d, nn.InstanceNorm2d, nn.InstanceNorm3d,
+)  # fmt: skip
+"""Modules whose statistics are documented to be those of micro-batches."""
+
+
+class Buffers:
+    """The buffers of a model outside of its blocks, as they are before the steps of the micro-batches of a batch."""
+
+    def __init__(self, model: nn.Module, blocks: Sequence[str]) -> None:
+        """``blocks``: names of the blocks."""
+        inside = tuple(f"{name}." for name in blocks)
+        self._before = [
+            (module, prefix, name, buffer, _version(buffer))
+            for prefix, module in model.named_modules()
+            if module._buffers and not f"{prefix}.".startswith(inside) and not isinstance(module, _OF_MICRO_BATCHES)
+            for name, buffer in module._buffers.items()
+        ]
+
+    def changed(self) -> str | None:
+        """Return the name of a buffer that was written to, or replaced if checkpoints have it."""
+        for module, prefix, name, buffer, version in self._before:
+            replaced = module._buffers.get(name) is not buffer and name not in module._non_persistent_buffers_set
+            if replaced or _version(buffer) != version:  # others that are replaced are caches, such as of angles
+                return f"{prefix}.{name}" if prefix else name
+        return None
+
+
+def _version(buffer: Tensor | None) -> int:
+    return 0 if buffer is None or buffer.is_inference() else buffer._version
 
 
 @contextmanager
