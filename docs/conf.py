@@ -47,6 +47,7 @@ nitpick_ignore_regex = [
     (r"py:.*", r"(?!ls_strategy\b).*"),
     (r"py:class", r"ls_strategy\.lightning\.checkpointing\.loading\.Module"),  # a type variable
     (r"py:class", r"ls_strategy\.extras\.inference\.sampling\.Uniforms"),  # an alias
+    (r"py:class", r"ls_strategy\.registry\.EntryOf"),  # names of other packages, in the hints of options
     (r"py:class", r"ls_strategy\.layout\.TensorPart"),  # what `init_inference` passes on
 ]
 
