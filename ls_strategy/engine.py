@@ -207,6 +207,19 @@ class Engine:
     # set-up ----------------------------------------------------------------------------------------------------------
 
     @property
+    def private_gradients(self) -> bool:
+        """Return whether user code reads averaged gradients only through ``p.grad``, between backward and `zero_grad`.
+
+        If so, they are not exposed as ``.grad`` of pieces, and may be stored in 16 bits where that is exact. The update
+        applies loss scale and clip factor, unless ``p.grad`` is read first: then they are applied at that time.
+        """
+        return self.reducer.private
+
+    @private_gradients.setter
+    def private_gradients(self, private: bool) -> None:
+        self.reducer.private = private
+
+    @property
     def scaler(self) -> LossScaler | None:
         """Return the loss scaler, or None for precisions without a loss scale."""
         return self.stepper.scaler

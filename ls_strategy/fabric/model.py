@@ -104,7 +104,7 @@ class Model:
             self._state_dict_hooks = StateDictHooks(module, engine.units, engine.mesh)
             engine.on_detach.append(self._state_dict_hooks.remove)
         engine.gatherer.overlap = bool(config.sharding.overlap_step)
-        engine.reducer.private = False  # the user's loop may read and change gradients at any time
+        engine.private_gradients = False  # the user's loop may read and change gradients at any time
         guards.watch_zero_grad(module, engine)
         self._activations.apply(module, engine)
         self._precision.attach(engine)

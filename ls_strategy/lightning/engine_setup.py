@@ -200,12 +200,12 @@ class EngineSetup:
         engine.gatherer.overlap = fitting and bool(overlap)
         automatic = fitting and not guards.steps_by_itself(trainer, module, engine)
         # A read of `p.grad` is noticed; a read of the gradients of model-parallel pieces is not.
-        engine.reducer.private = automatic and not (
+        engine.private_gradients = automatic and not (
             engine.mesh.shape.kinds and guards.has_hooks_after_backward(trainer, module)
         )
         engine.repeats_backward = fitting and not module.automatic_optimization
         engine.early_step = (
-            engine.reducer.private
+            engine.private_gradients
             and not guards.has_hooks_before_step(trainer, module)
             and bool(overlap)
             and not trainer.gradient_clip_val

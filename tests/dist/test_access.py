@@ -303,7 +303,7 @@ def clipped_gradients_are_shown_as_the_optimizer_gets_them() -> None:
     for stage in (0, 1, 3):
         for private in (False, True):
             model, strategy = sharded(stage, precision="bf16-mixed")
-            strategy.engine.reducer.private = private
+            strategy.engine.private_gradients = private
             backward(model, strategy.engine)
             whole = dict(strategy.full_gradients())
             norm = strategy.engine.clip_norm_(0, 1e-3)
@@ -316,7 +316,7 @@ def clipped_gradients_are_shown_as_the_optimizer_gets_them() -> None:
 def gradients_are_without_the_loss_scale() -> None:
     model, strategy = sharded(2, precision="16-mixed")
     for private in (False, True):
-        strategy.engine.reducer.private = private
+        strategy.engine.private_gradients = private
         engine = strategy.engine
         engine.begin_step()
         loss = model(batch(0)).square().mean()

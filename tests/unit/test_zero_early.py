@@ -38,7 +38,7 @@ def trains(
         sharding=ShardingConfig(min_unit_numel=1, overlap_step=overlap_step),
         **options,
     )
-    engine.reducer.private, engine.early_step = True, bool(overlap_step)
+    engine.private_gradients, engine.early_step = True, bool(overlap_step)
     engine.gatherer.overlap = bool(overlap_step)
     return engine
 

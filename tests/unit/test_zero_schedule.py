@@ -60,7 +60,7 @@ def test_updates_are_submitted_in_the_order_of_the_forward(monkeypatch: pytest.M
 def test_early_updates_give_the_same_bits(stage: int) -> None:
     _model, late = small(stage=stage, offload="cpu")
     _other, early = small(stage=stage, offload="cpu")
-    early.reducer.private = late.reducer.private = True
+    early.private_gradients = late.private_gradients = True
     early.early_step = True
     expected = steps(late)
     begun: list[bool] = []
@@ -149,7 +149,7 @@ def test_the_norm_of_gradients_that_an_early_update_has_taken_waits_for_it(monke
 
     def norm(*, early: bool) -> torch.Tensor:
         engine = overlapping(stage=1, offload="cpu")
-        engine.reducer.private, engine.early_step = True, early
+        engine.private_gradients, engine.early_step = True, early
         steps(engine, 1, first=1)
         engine.offload.stream.submit([Late()] if early else [])
         backward(engine, 2)

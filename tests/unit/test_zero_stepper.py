@@ -176,7 +176,7 @@ def test_with_a_loss_scale_squares_are_summed_once_per_step(
     engine = engine_on(
         model, [adamw(model.parameters())], stage=stage, offload=None, trainer_precision="16-mixed", loss_scale=scale
     )
-    engine.reducer.private = True  # as the strategy sets it without hooks of the user
+    engine.private_gradients = True  # as the strategy sets it without hooks of the user
     for number in range(2):
         backward(engine, number)
         assert engine.finish(0)

@@ -113,7 +113,7 @@ def test_every_updater_steps_as_torch_does(
     baseline, model = network(), network()
     plain(baseline, OPTIMIZERS[name](baseline), 5)
     engine = engine_on(model, [OPTIMIZERS[name](model)], stage=stage, offload=offload)
-    engine.reducer.private = engine.early_step = offload is not None
+    engine.private_gradients = engine.early_step = offload is not None
     middle = steps(engine, 2)
     saved = engine.optimizers[0].sharded.states.full_state_dict()
     again = network()

@@ -233,7 +233,7 @@ class Averages:
         self.hold_values, self.gone = True, False
         factor = flat.local.scale / self._scale  # convert the old averages to the new scale
         self._scale = flat.local.scale
-        if self.on_nvme and (accumulate or not stay_in_memory):
+        if self.values is None and (accumulate or not stay_in_memory) and self.on_nvme:
             self._land_on_nvme(reducing, factor, accumulate=accumulate)
             return
         if self.landing is not None:

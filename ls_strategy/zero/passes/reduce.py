@@ -140,9 +140,7 @@ class Reducer:
         self.loss_scale = 1.0
         """Factor in the next gradients. It is 1 between passes: a direct call of ``loss.backward()`` has no scale."""
         self.private = False
-        """Whether user code reads averaged gradients only by ``p.grad``, between backward and `zero_grad`. If so, they
-        are not exposed as ``.grad`` of pieces, and may be stored in 16 bits where that is exact. The update applies
-        loss scale and clip factor, unless ``p.grad`` is read first: then they are applied at that time."""
+        """Whether only the step reads averaged gradients, so that they may stay in 16 bit where that is exact."""
         self.round: InTree | None = None
         """With virtual ranks: the round of the current backward pass. It takes the place of the buffers' own kind."""
         self.on_complete: Callable[[FlatBuffer], None] | None = None
