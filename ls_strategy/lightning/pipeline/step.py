@@ -58,7 +58,7 @@ from ls_strategy.parallel.pipeline.stage import StageRunner
 from ls_strategy.parallel.pipeline.timeline import TimelineRecorder
 from ls_strategy.parallel.pipeline.trace import observe, stand_in
 from ls_strategy.parallel.pipeline.transfer import SideLoss
-from ls_strategy.parallel.pipeline.unchanged import Buffers
+from ls_strategy.parallel.pipeline.unchanged import WatchedBuffers
 from ls_strategy.precision import at_least_fp32
 from ls_strategy.zero.setup.share import Share
 
@@ -254,7 +254,7 @@ class Pipeline:
         scale = engine.scaler.scale if engine.scaler is not None else 1.0
         self._engine, self._last = engine, last
         self._shares = shares = Shares(sizes)
-        buffers = Buffers(module, self.cut.blocks)
+        buffers = WatchedBuffers(module, self.cut.blocks)
         engine.begin_micro_batches()
         self.random.evaluated = 0
 
@@ -313,7 +313,7 @@ class Pipeline:
     def evaluate(self, module: pl.LightningModule, step: Callable[..., Any], args: Sequence[Any]) -> Any:
         """Run a validation, test or predict step and return its result on every rank. Collective."""
         parts, sizes = self._split(args[0])
-        logged, buffers = Logged(module), Buffers(module, self.cut.blocks)
+        logged, buffers = Logged(module), WatchedBuffers(module, self.cut.blocks)
         self._shares = shares = Shares(sizes)
         self.random.evaluated += 1
         result = None
@@ -369,7 +369,7 @@ class Pipeline:
         return found
 
 
-def _refusal(buffers: Buffers) -> str | None:
+def _refusal(buffers: WatchedBuffers) -> str | None:
     name = buffers.changed()
     return name and (
         f"the step changes the buffer {name!r}. In a pipeline steps run once per micro-batch and stage, and end early "

@@ -21,7 +21,7 @@ _OF_MICRO_BATCHES = (
 """Modules whose statistics are documented to be those of micro-batches."""
 
 
-class Buffers:
+class WatchedBuffers:
     """The buffers of a model outside of its blocks, as they are before the steps of the micro-batches of a batch."""
 
     def __init__(self, model: nn.Module, blocks: Sequence[str]) -> None:
