@@ -7,9 +7,7 @@ from typing import Any
 
 import pytest
 
-from ls_strategy.tiers import TIERS, TierKind
-from ls_strategy.tiers.base import Sizes
-from tests.unit.one_rank import ShelfTier, close_engines
+from tests.unit.one_rank import ShelfTier, close_engines, register_shelf
 
 
 @pytest.fixture(autouse=True)
@@ -22,14 +20,7 @@ def no_engine_left() -> Iterator[None]:
 @pytest.fixture
 def shelves(monkeypatch: pytest.MonkeyPatch) -> list[ShelfTier]:
     """Register a tier under a name that options know; return what was opened."""
-    opened: list[ShelfTier] = []
-
-    def open_shelf(sizes: Sizes, *_: Any) -> ShelfTier:
-        opened.append(ShelfTier(sizes))
-        return opened[-1]
-
-    monkeypatch.setitem(TIERS, "nvme", TierKind("on a shelf", resident=False, open=open_shelf))
-    return opened
+    return register_shelf(monkeypatch, "nvme")
 
 
 @pytest.fixture

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -14,6 +15,7 @@ from ls_strategy.distributed.comm import Comm
 from ls_strategy.distributed.mesh import Mesh
 from ls_strategy.engine import Engine
 from ls_strategy.precision import resolve_precision
+from ls_strategy.tiers import TIERS, TierKind
 from ls_strategy.tiers.base import Key, ResidentLease, Sizes
 
 
@@ -119,3 +121,15 @@ class ShelfTier:
 
     def close(self) -> None:
         self.closed = True
+
+
+def register_shelf(monkeypatch: pytest.MonkeyPatch, name: str) -> list[ShelfTier]:
+    """Register a tier as another package does; return what is opened."""
+    opened: list[ShelfTier] = []
+
+    def open_shelf(sizes: Sizes, *_: Any) -> ShelfTier:
+        opened.append(ShelfTier(sizes))
+        return opened[-1]
+
+    monkeypatch.setitem(TIERS, name, TierKind("on a shelf", resident=False, open=open_shelf))
+    return opened

@@ -11,8 +11,8 @@ from torch import Tensor
 from ls_strategy.config import OffloadConfig, TierName
 from ls_strategy.errors import ConfigError, PlanError, StateError
 from ls_strategy.tiers import TIERS, TierKind
-from ls_strategy.tiers.base import ResidentTier, Sizes
-from tests.unit.one_rank import ShelfTier, adamw, close_engines, engine_on, network, steps
+from ls_strategy.tiers.base import ResidentTier
+from tests.unit.one_rank import ShelfTier, adamw, close_engines, engine_on, network, register_shelf, steps
 
 CPU = torch.device("cpu")
 
@@ -29,14 +29,7 @@ def trained(stage: int, offload: Any) -> list[Tensor]:
 @pytest.fixture
 def shelves(monkeypatch: pytest.MonkeyPatch) -> list[ShelfTier]:
     """Register a tier as another package does; return what was opened."""
-    opened: list[ShelfTier] = []
-
-    def open_shelf(sizes: Sizes, *_: Any) -> ShelfTier:
-        opened.append(ShelfTier(sizes))
-        return opened[-1]
-
-    monkeypatch.setitem(TIERS, "shelf", TierKind("on a shelf", resident=False, open=open_shelf))
-    return opened
+    return register_shelf(monkeypatch, "shelf")
 
 
 def test_options_name_every_tier_of_this_package() -> None:
@@ -60,6 +53,14 @@ def test_a_new_tier_trains_to_the_same_bits_as_host_memory(stage: int, shelves: 
     (shelf,) = shelves
     assert {name for _, name in shelf.shelf} == {"master", "exp_avg", "exp_avg_sq", "grad"}
     assert shelf.closed
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_a_new_tier_in_memory_trains_to_the_same_bits_as_host_memory(
+    stage: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(TIERS, "memory", TierKind("in another memory", resident=True, open=TIERS["cpu"].open))
+    torch.testing.assert_close(trained(stage, "memory"), trained(stage, "cpu"), rtol=0, atol=0)
 
 
 def test_states_of_several_tiers_train_together(shelves: list[ShelfTier]) -> None:

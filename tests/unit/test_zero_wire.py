@@ -100,34 +100,36 @@ def test_rounding_is_declared_and_happens_once(form: WireFormat) -> None:
 
 
 CASE = Case(stage=3, accumulate=1)
+SENT = {"gathers": "all_gather", "gradients": "reduce_scatter"}
 
 
-def trained(form: WireFormat | None, world_size: int) -> tuple[dict[str, Tensor], int]:
-    """The weights of four steps and the bytes of gathers, in a format that may be another package's."""
+def trained(form: WireFormat | None, world_size: int, sent: str = "gathers") -> tuple[dict[str, Tensor], int]:
+    """The weights of four steps and the bytes of what is sent in a format that may be another package's."""
     from ls_strategy import ZeROStrategy
 
     quiet()
     sharding: dict[str, Any] = {"min_unit_numel": 0}
     if form is not None:
         FORMATS[form.name] = form
-        sharding["quantized_gathers"] = form.name
+        sharding[f"quantized_{sent}"] = form.name
     strategy, module = ZeROStrategy(3, sharding=sharding), PrivateNet(CASE)
     bare_trainer(strategy, world_size, max_epochs=1).fit(module, loader(CASE, world_size))
-    return {k: v.clone() for k, v in module.state_dict().items()}, strategy.traffic.bytes["all_gather"]
+    return {k: v.clone() for k, v in module.state_dict().items()}, strategy.traffic.bytes[SENT[sent]]
 
 
-def with_formats(rank: int, world_size: int) -> list[tuple[dict[str, Tensor], int]]:
+def with_formats(rank: int, world_size: int, sent: str) -> list[tuple[dict[str, Tensor], int]]:
     own = dict(FORMATS)
     try:
-        return [trained(form, world_size) for form in (None, AllBits(), HalfTheBits(), FORMATS["int8"])]
+        return [trained(form, world_size, sent) for form in (None, AllBits(), HalfTheBits(), FORMATS["int8"])]
     finally:
         for name in set(FORMATS) - set(own):
             del FORMATS[name]
 
 
-def test_a_format_of_another_package_trains() -> None:
+@pytest.mark.parametrize("sent", SENT)
+def test_a_format_of_another_package_trains(sent: str) -> None:
     (plain, bytes_of_plain), (same, bytes_of_same), (half, bytes_of_half), (int8, bytes_of_int8) = spawn(
-        with_formats, 2, init_process_group=False
+        with_formats, 2, sent, init_process_group=False
     )[0]
     assert all(torch.equal(plain[k], same[k]) for k in plain), "nothing was rounded"
     assert bytes_of_int8 < bytes_of_half < bytes_of_same, "small buffers are padded to tiles by all of these"

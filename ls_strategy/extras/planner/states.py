@@ -29,7 +29,7 @@ from ls_strategy.zero.step.owner.full_tensor_groups import full_tensor_groups
 from ls_strategy.zero.step.owner.owner_updater import tensor_cost
 from ls_strategy.zero_stages import policy_of
 
-_PROBED = 64  # elements of the parameter that an optimizer is probed with: a square matrix, if it needs whole tensors
+_PROBED = 64  # elements of the parameter that an optimizer is probed with: a square matrix, if it needs full tensors
 _TORCH_FUSED = (torch.optim.AdamW, torch.optim.Adam, torch.optim.SGD, torch.optim.Adagrad)
 """Optimizers whose step is a single pass over memory. Others need temporaries as large as the stepped shards."""
 

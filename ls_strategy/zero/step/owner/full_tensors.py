@@ -176,7 +176,7 @@ PartsOf = Callable[[FullTensor], Sequence[Tensor]]
 """Returns this rank's parts of one tensor, 1-d: of its gradient and its master weights, for example."""
 
 Gathering = Callable[[torch.device], dict[int, list[Tensor]]]
-"""Waits for whole tensors, and returns ``width`` of them for every one that this rank owns, by number, on a device."""
+"""Waits for full tensors, and returns ``width`` of them for every one that this rank owns, by number, on a device."""
 
 Scattering = Callable[[], list[tuple[FullTensor, Tensor]]]
 """Waits for this rank's part, 1-d, of every tensor of which it has one."""
