@@ -26,15 +26,18 @@ class Buffers:
         """See what the module has. ``first``: the first virtual rank of this process."""
         self._module, self._first = module, first
         self._places: list[tuple[nn.Module, str]] = []
-        self._before: list[Tensor] = []
-        self._views: dict[int, list[Tensor]] = {}
+        self._before: list[Tensor | None] = []
+        self._views: dict[int, list[Tensor | None]] = {}
         """By virtual rank, since the last synchronizing step."""
-        self._left: list[tuple[Tensor, int]] = []
+        self._left: list[tuple[Tensor | None, int]] = []
         """Every buffer and its version, as the last batch has left it."""
 
     def begin(self) -> None:
         """Begin a batch: note the values that virtual ranks without a view of their own begin with."""
-        places = {id(b): (m, name) for m in self._module.modules() for name, b in m.named_buffers(recurse=False)}
+        places: dict[Any, tuple[nn.Module, str]] = {}
+        for module in self._module.modules():
+            for name, buffer in module._buffers.items():
+                places[(id(module), name) if buffer is None else id(buffer)] = module, name
         self._places = list(places.values())
         self._before = self._copy()
         if len(self._left) != len(self._places):
@@ -61,18 +64,22 @@ class Buffers:
             self._views.clear()
         self._left = self._stamps()
 
-    def _now(self) -> list[Tensor]:
-        return [getattr(module, name) for module, name in self._places]  # a step may have put another tensor there
+    def _now(self) -> list[Tensor | None]:
+        # A step may have put another tensor there, or None.
+        return [getattr(module, name, None) for module, name in self._places]
 
-    def _stamps(self) -> list[tuple[Tensor, int]]:
-        return [(b, -1 if b.is_inference() else version_of(b)) for b in self._now()]
+    def _stamps(self) -> list[tuple[Tensor | None, int]]:
+        return [(b, -1 if b is None or b.is_inference() else version_of(b)) for b in self._now()]
 
-    def _copy(self) -> list[Tensor]:
-        return [b.detach().clone() for b in self._now()]
+    def _copy(self) -> list[Tensor | None]:
+        return [None if b is None else b.detach().clone() for b in self._now()]
 
     @torch.no_grad()
-    def _set(self, values: Sequence[Tensor]) -> None:
+    def _set(self, values: Sequence[Tensor | None]) -> None:
         for (module, name), buffer, value in zip(self._places, self._now(), values, strict=True):
+            if buffer is None or value is None:
+                setattr(module, name, None if value is None else value.clone())
+                continue
             fixed = buffer.is_inference() and not torch.is_inference_mode_enabled()
             if fixed or buffer.shape != value.shape or buffer.dtype != value.dtype:
                 setattr(module, name, value.clone())
